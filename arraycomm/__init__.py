@@ -1,0 +1,46 @@
+"""The communication layer under data-parallel Python."""
+
+from arraycomm._communicator import Communicator, Request
+from arraycomm._data import DistributedDataContainer
+from arraycomm._errors import (
+    ArrayCommError,
+    BackendUnavailableError,
+    CommTimeoutError,
+    CommunicatorClosedError,
+    ConcurrentUseError,
+    MismatchError,
+    NotInitializedError,
+    PeerError,
+    TransportError,
+)
+from arraycomm._exchange import exchange
+from arraycomm._optimizers import DistributedOptimizer
+from arraycomm._println import println
+from arraycomm._runtime import finalize, init, is_initialized, world
+from arraycomm._trees import allreduce_gradients, allreduce_tree, synchronize
+
+
+__all__ = [
+    "ArrayCommError",
+    "BackendUnavailableError",
+    "CommTimeoutError",
+    "Communicator",
+    "CommunicatorClosedError",
+    "ConcurrentUseError",
+    "DistributedDataContainer",
+    "DistributedOptimizer",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerError",
+    "Request",
+    "TransportError",
+    "allreduce_gradients",
+    "allreduce_tree",
+    "exchange",
+    "finalize",
+    "init",
+    "is_initialized",
+    "println",
+    "synchronize",
+    "world",
+]

@@ -1,0 +1,167 @@
+"""How each collective moves its data, written once over the transport's movements.
+
+Every function is a generator: it yields what it waits for, so that one thread can drive several
+calls, blocking or not. Sources and targets are one-dimensional, contiguous arrays of one dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from arraycomm._folds import fold
+from arraycomm._transports.base import MAX_BYTES, Blocks, Handle, Transport
+
+Array = np.ndarray[Any, Any]
+Moves = Generator[Handle, None, None]
+
+# Below this many bytes in all, every rank gathers everything and folds it by itself.
+GATHER_BYTES: Final = 64 << 10
+# Larger reductions go chunk by chunk, small enough for the cache that cores share.
+CHUNK_BYTES: Final = 4 << 20
+
+
+def choose(operation: str, nbytes: int, size: int, inline: int) -> str:
+    """Name the algorithm for a message of `nbytes` on `size` ranks; `inline` fit in a header.
+
+    The same arguments on every rank give the same answer on every rank.
+    """
+    if size == 1:
+        return "local"
+    if nbytes <= inline:
+        return "inline"
+    if operation in ("allreduce", "reduce"):
+        return "gather" if nbytes * size <= GATHER_BYTES else "slices"
+    return "direct"
+
+
+class Scratch:
+    """Temporary memory that a communicator keeps for its large reductions."""
+
+    def __init__(self) -> None:
+        self._memory: Array = np.empty(0, np.uint8)
+
+    def take(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return `count` elements of uninitialised memory, valid until the next call."""
+        nbytes = count * dtype.itemsize
+        if self._memory.nbytes < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory[:nbytes].view(dtype)
+
+
+def allreduce(link: Transport, source: Array, target: Array, op: str, scratch: Scratch) -> Moves:
+    """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
+    match choose("allreduce", source.nbytes, link.size, 0):
+        case "local":
+            fold(op, source.dtype, [_apart(source, target)], target)
+        case "gather":
+            rows = yield from _gather_rows(link, source, scratch)
+            fold(op, source.dtype, rows, target)
+        case _:
+            for chunk in _chunks(source, link.size):
+                bounds = _bounds(chunk, link.size)
+                part = target[bounds[link.rank] : bounds[link.rank + 1]]
+                yield from _fold_slice(link, source, part, bounds, op, scratch)
+                yield link.allgather(_blocks(target, bounds))
+
+
+def reduce(
+    link: Transport, source: Array, target: Array | None, op: str, root: int, scratch: Scratch
+) -> Moves:
+    """Fold all ranks' `source` into the `target` of `root`; the others pass None."""
+    match choose("reduce", source.nbytes, link.size, 0):
+        case "local":
+            assert target is not None
+            fold(op, source.dtype, [_apart(source, target)], target)
+        case "gather":
+            into = None if target is None else scratch.take(link.size * len(source), source.dtype)
+            counts = [len(source)] * link.size
+            yield link.gather(_bytes(source), None if into is None else _even(into, counts), root)
+            if target is not None and into is not None:
+                fold(op, source.dtype, list(into.reshape(link.size, -1)), target)
+        case _:
+            for chunk in _chunks(source, link.size):
+                bounds = _bounds(chunk, link.size)
+                part = np.empty(bounds[link.rank + 1] - bounds[link.rank], source.dtype)
+                yield from _fold_slice(link, source, part, bounds, op, scratch)
+                into_blocks = None if target is None else _blocks(target, bounds)
+                yield link.gather(_bytes(part), into_blocks, root)
+
+
+def bcast(link: Transport, buffer: Array, root: int) -> Moves:
+    """Make every rank's `buffer` that of `root`."""
+    if link.size == 1:
+        return
+    raw = _bytes(buffer)
+    for start in range(0, len(raw), MAX_BYTES):
+        yield link.bcast(raw[start : start + MAX_BYTES], root)
+
+
+def allgatherv(link: Transport, target: Array, bounds: Sequence[int]) -> Moves:
+    """Make every rank's part of `target`, elements bounds[r] to bounds[r + 1], known to all.
+
+    Each rank has written its own part beforehand.
+    """
+    if link.size == 1:
+        return
+    if target.nbytes <= MAX_BYTES:
+        yield link.allgather(_blocks(target, bounds))
+        return
+    for rank in range(link.size):
+        yield from bcast(link, target[bounds[rank] : bounds[rank + 1]], rank)
+
+
+def _fold_slice(
+    link: Transport, source: Array, part: Array, bounds: Sequence[int], op: str, scratch: Scratch
+) -> Moves:
+    """Collect this rank's slice of a chunk from all ranks, and fold it into `part`."""
+    count = bounds[link.rank + 1] - bounds[link.rank]
+    rows = scratch.take(link.size * count, source.dtype)
+    yield link.alltoall(_blocks(source, bounds), _even(rows, [count] * link.size))
+    fold(op, source.dtype, list(rows.reshape(link.size, count)), part)
+
+
+def _gather_rows(
+    link: Transport, source: Array, scratch: Scratch
+) -> Generator[Handle, None, list[Array]]:
+    into = scratch.take(link.size * len(source), source.dtype).reshape(link.size, -1)
+    into[link.rank] = source
+    yield link.allgather(_even(into.reshape(-1), [len(source)] * link.size))
+    return list(into)
+
+
+def _chunks(array: Array, size: int) -> Iterator[range]:
+    step = max(CHUNK_BYTES // array.itemsize, size)
+    for start in range(0, len(array), step):
+        yield range(start, min(start + step, len(array)))
+
+
+def _bounds(chunk: range, size: int) -> list[int]:
+    """Where each rank's slice of the chunk starts, and where the last one ends."""
+    count = len(chunk)
+    return [chunk.start + count * rank // size for rank in range(size + 1)]
+
+
+def _blocks(array: Array, bounds: Sequence[int]) -> Blocks:
+    """Elements bounds[r] to bounds[r + 1] of the array, as blocks of bytes."""
+    itemsize, first = array.itemsize, bounds[0]
+    offsets = [(bound - first) * itemsize for bound in bounds]
+    counts = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+    return Blocks(_bytes(array[first : bounds[-1]]), counts, offsets[:-1])
+
+
+def _even(array: Array, counts: Sequence[int]) -> Blocks:
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    return _blocks(array, bounds)
+
+
+def _bytes(array: Array) -> Array:
+    return array.view(np.uint8)
+
+
+def _apart(source: Array, target: Array) -> Array:
+    return source.copy() if np.may_share_memory(source, target) else source

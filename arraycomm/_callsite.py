@@ -1,0 +1,28 @@
+"""Where in the user's code a call was made."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from types import FrameType
+
+_OURS = (
+    os.path.dirname(__file__) + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "adapters") + os.sep,
+)
+
+
+def call_site() -> str:
+    """Return `file.py:line` of the innermost frame outside the library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    if frame is None:
+        return "unknown"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return the traceback as text."""
+    return "".join(traceback.format_exception(error))

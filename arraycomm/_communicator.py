@@ -1,0 +1,570 @@
+"""The user's object: argument rules, then view, header, algorithm, result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from arraycomm import _collectives
+from arraycomm._algorithms import Scratch
+from arraycomm._callsite import call_site, describe_exception
+from arraycomm._collectives import Call
+from arraycomm._engine import Engine, Task
+from arraycomm._errors import (
+    CommTimeoutError,
+    CommunicatorClosedError,
+    PeerError,
+)
+from arraycomm._header import Signature, Steps, agree, encode, fail_in_step, operation_of
+from arraycomm._short import ShortReduction
+from arraycomm._transports.base import Transport
+from arraycomm._transports.board import FAILED
+from arraycomm._views import view
+
+_MAX_CACHED: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What holds for every call on a communicator; the same on every rank."""
+
+    check: bool = True
+    reproducible: bool = True
+    timeout: float | None = 1800.0
+
+
+class Request:
+    """A collective under way, started by one of the `i…` methods.
+
+    All ranks start the same requests in the same order; they may be waited for in any order.
+    """
+
+    def __init__(self, comm: Communicator, task: Task, site: str) -> None:
+        self._comm = comm
+        self._task = task
+        self._site = site
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the collective, and return what its blocking form returns.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; None for as long as the communicator's own timeout allows.
+
+        Raises
+        ------
+        CommTimeoutError
+            The collective is not finished after `timeout` seconds. It goes on: wait again.
+        """
+        try:
+            with self._comm._turn():
+                return self._comm._engine.finish(self._task, timeout)
+        except TimeoutError:
+            raise CommTimeoutError(
+                f"the request made at {self._site} is not finished after {timeout} seconds"
+            ) from None
+
+    def test(self) -> bool:
+        """Push the collective on without waiting, and tell whether it is finished."""
+        self._comm._engine.advance()
+        return self._task.finished
+
+    def __repr__(self) -> str:
+        state = "finished" if self._task.finished else "under way"
+        return f"<Request made at {self._site}: {state}>"
+
+
+class _Turn:
+    """One user's call at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.take_turn()
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.turn.release()
+
+
+class Communicator:
+    """A group of ranks that communicate.
+
+    Made by `arraycomm.init`, `split`, `dup` and `from_mpi`. Every collective is called by all ranks
+    of the group, in the same order, with the same operation, dtype, shape, op and root; each rank
+    passes any array (NumPy, PyTorch, JAX, CuPy, or anything with DLPack, an array interface or a
+    buffer) in any layout, and gets a result of its own framework and device. Where ranks disagree,
+    every rank raises `MismatchError`; where one passes a wrong argument it raises the built-in
+    error, and the others `PeerError`.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank's number, and how many there are.
+    local_rank, local_size : int
+        The same among the ranks of this node.
+    backend : str
+        "self", "threads" or "mpi".
+    """
+
+    def __init__(self, link: Transport, options: Options) -> None:
+        self._link = link
+        self._board = link.board
+        self._options = options
+        self._engine = Engine(link.spins, link.threaded, self._watch)
+        self._scratch = Scratch()
+        self._inline = link.board.payload
+        self._prefixes: dict[tuple[Signature, int, int], bytes] = {}
+        self._short: dict[tuple[Any, ...], ShortReduction] = {}
+        self._closed: BaseException | None = None
+        self._completed = 0
+        self._stats: dict[str, list[float]] = {}
+        # This communicator and those made from it, in the order of their making.
+        self._family: list[Communicator] = [self]
+        self.rank, self.size = link.rank, link.size
+        self.local_rank, self.local_size = link.local_rank, link.local_size
+        self.backend = link.name
+
+    # The life of a communicator
+
+    @classmethod
+    def from_mpi(
+        cls,
+        mpi4py_comm: Any,
+        *,
+        device: Any = None,
+        check: bool = True,
+        reproducible: bool = True,
+        timeout: float | None = 1800.0,
+    ) -> Communicator:
+        """Return a communicator over the ranks of an mpi4py communicator.
+
+        For programs that use MPI already. Collective over `mpi4py_comm`; works on a duplicate of
+        it, frees only that, and leaves `world()` alone.
+
+        Parameters
+        ----------
+        mpi4py_comm : mpi4py.MPI.Intracomm
+            The communicator to work over.
+        device, check, reproducible, timeout
+            As for `arraycomm.init`.
+        """
+        from arraycomm._runtime import open_mpi
+
+        return open_mpi(mpi4py_comm, device, Options(check, reproducible, timeout))
+
+    @property
+    def device(self) -> str:
+        """Where this rank makes arrays when no argument tells it: "cpu"."""
+        return "cpu"
+
+    @property
+    def mpi_comm(self) -> Any:
+        """The mpi4py communicator underneath, or None."""
+        return self._link.mpi_comm
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Split the group: ranks that pass the same color form a new communicator.
+
+        Parameters
+        ----------
+        color : int or None
+            Which new group this rank joins; None for none, and then the result is None.
+        key : int
+            Ranks are numbered in the order of `key`, and of their old rank where keys are equal.
+
+        Returns
+        -------
+        Communicator or None
+            With the same options. Blocks until all ranks of this group have called.
+        """
+        from arraycomm._groups import split
+
+        return split(self, color, key)
+
+    def split_by_node(self) -> Communicator:
+        """Return the communicator of the ranks on this rank's node."""
+        from arraycomm._groups import split_by_node
+
+        return split_by_node(self)
+
+    def dup(self, **options: Any) -> Communicator:
+        """Return a communicator of the same ranks, whose calls are independent of this one's.
+
+        Parameters
+        ----------
+        **options
+            `check`, `reproducible` and `timeout`, where they are to differ; the same on every rank.
+        """
+        from arraycomm._groups import dup
+
+        return dup(self, replace(self._options, **options))
+
+    def free(self) -> None:
+        """Release the communicator; collective. Later calls raise `CommunicatorClosedError`."""
+        from arraycomm._groups import free
+
+        free(self)
+
+    def abort(self, code: int = 1) -> None:
+        """End the whole job at once, as far as the transport reaches, with this exit status."""
+        self._link.abort(code)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.free()
+        else:
+            self._close(error)
+
+    def __repr__(self) -> str:
+        state = "" if self._closed is None else ", closed"
+        return f"<Communicator {self.backend}: rank {self.rank} of {self.size}{state}>"
+
+    # Collectives
+
+    def allreduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Reduce all ranks' arrays, elementwise and in rank order; every rank gets the result.
+
+        Parameters
+        ----------
+        x : array, shape S
+            This rank's array; shape and dtype are the same on every rank.
+        op : str
+            "sum", "mean", "prod", "min", "max", "and", "or", "xor". Floats of 16 and 8 bits are
+            accumulated in float32 and rounded once; NaN on any rank makes min and max NaN.
+        out : array, shape S, optional
+            Where the result goes; may be `x` itself.
+
+        Returns
+        -------
+        array, shape S
+            A fresh array like `x`, with the same bits on every rank; or `out`.
+
+        Raises
+        ------
+        TypeError
+            The dtype does not have this reduction, or cannot be sent.
+        ValueError, BufferError
+            `out` has another shape, or cannot be written to.
+        MismatchError, PeerError, CommTimeoutError
+            See `arraycomm._errors`.
+
+        Notes
+        -----
+        Blocks until every rank has called. Up to some kilobytes all is done in one small step;
+        larger arrays are sent in slices to the rank that folds them and gathered again, about
+        twice the array's bytes a rank (Thakur, Rabenseifner, Gropp: Optimization of Collective
+        Communication Operations in MPICH, 2005).
+        """
+        try:
+            short = self._short[type(x), op, x.dtype, x.shape]
+        except (KeyError, AttributeError, TypeError):
+            result = self._call("allreduce", _collectives.allreduce, x, op, out)
+            self._remember(x, op)
+            return result
+        if (result := short(x, out)) is not None:
+            return result
+        return self._call("allreduce", _collectives.allreduce, x, op, out)
+
+    def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None) -> Any:
+        """Reduce all ranks' arrays as `allreduce` does; only `root` gets the result.
+
+        Parameters
+        ----------
+        x : array, shape S
+            This rank's array, which stays as it is.
+        op : str
+            As for `allreduce`.
+        root : int
+            The rank that gets the result.
+        out : array, shape S, optional
+            Where the result goes, on `root`.
+
+        Returns
+        -------
+        array, shape S, or None
+            Like `x` on `root`, None on the other ranks.
+        """
+        return self._call("reduce", _collectives.reduce, x, op, root, out)
+
+    def bcast(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Any:
+        """Give every rank the array of `root`.
+
+        Parameters
+        ----------
+        x : array, shape S, or None
+            On `root` the array to send, of any dtype without Python objects. The other ranks pass
+            None, or an array of the same shape and dtype, which is only looked at for its kind.
+        root : int
+            The rank that sends.
+        like : array, optional
+            On ranks that pass no `x`: an array of the framework and device wanted. NumPy otherwise.
+        out : array, shape S, optional
+            Where the result goes.
+
+        Returns
+        -------
+        array, shape S
+            A fresh array on every rank, `root` included; or `out`.
+        """
+        return self._call("bcast", _collectives.bcast, x, root, like, out)
+
+    def allgather(self, x: Any, *, out: Any = None) -> Any:
+        """Stack all ranks' arrays; every rank gets the whole.
+
+        Parameters
+        ----------
+        x : array, shape S
+            This rank's array; shape and dtype are the same on every rank.
+        out : array, shape (size, *S), optional
+            Where the result goes.
+
+        Returns
+        -------
+        array, shape (size, *S)
+            Row r is the array of rank r. (A Python number gives a NumPy array.)
+        """
+        return self._call("allgather", _collectives.allgather, x, out)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called."""
+        self._call("barrier", _collectives.barrier)
+
+    def bcast_object(self, obj: Any = None, root: int = 0) -> Any:
+        """Give every rank a copy of the Python object of `root`.
+
+        The object travels as a pickle: the ranks of a job trust one another.
+
+        Parameters
+        ----------
+        obj : object
+            What `root` sends; ignored on the other ranks.
+        root : int
+            The rank that sends.
+        """
+        return self._call("bcast_object", _collectives.bcast_object, obj, root)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """Return the list of all ranks' Python objects, which travel as pickles.
+
+        Parameters
+        ----------
+        obj : object
+            Anything that pickles; it may differ between ranks in type and size.
+        """
+        gathered: list[Any] = self._call("allgather_object", _collectives.allgather_object, obj)
+        return gathered
+
+    # Nonblocking forms
+
+    def iallreduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
+        """Start `allreduce`; leave `x` and `out` alone until the request is finished."""
+        return self._start("allreduce", _collectives.allreduce, x, op, out)
+
+    def ireduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None) -> Request:
+        """Start `reduce`; leave `x` and `out` alone until the request is finished."""
+        return self._start("reduce", _collectives.reduce, x, op, root, out)
+
+    def ibcast(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Request:
+        """Start `bcast`; leave `x` and `out` alone until the request is finished."""
+        return self._start("bcast", _collectives.bcast, x, root, like, out)
+
+    def iallgather(self, x: Any, *, out: Any = None) -> Request:
+        """Start `allgather`; leave `x` and `out` alone until the request is finished."""
+        return self._start("allgather", _collectives.allgather, x, out)
+
+    def ibarrier(self) -> Request:
+        """Start `barrier`."""
+        return self._start("barrier", _collectives.barrier)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Return what this rank did so far, by operation; local.
+
+        Returns
+        -------
+        dict
+            For each operation `calls`, `bytes` (of the arrays passed), `copies` (made of arrays
+            outside the transport) and `seconds` (inside blocking calls and waits).
+        """
+        result = {name: list(numbers) for name, numbers in self._stats.items()}
+        for short in self._short.values():
+            short.add_to(result.setdefault("allreduce", [0, 0, 0, 0.0]))
+        return {
+            name: dict(zip(("calls", "bytes", "copies", "seconds"), numbers, strict=True))
+            for name, numbers in result.items()
+        }
+
+    # How calls are made
+
+    def _call(self, operation: str, prepare: Callable[..., Call], *args: Any) -> Any:
+        """Make a blocking call of `prepare(self, *args)`."""
+        started = time.perf_counter()
+        with self._turn():
+            result = self._engine.run(self._program(operation, prepare, args, None))
+        self._stats[operation][3] += time.perf_counter() - started
+        return result
+
+    def _start(self, operation: str, prepare: Callable[..., Call], *args: Any) -> Request:
+        site = call_site()
+        with self._turn():
+            task = self._engine.submit(self._program(operation, prepare, args, site))
+        return Request(self, task, site)
+
+    def _turn(self) -> _Turn:
+        return _Turn(self._engine)
+
+    def _program(
+        self, operation: str, prepare: Callable[..., Call], args: tuple[Any, ...], site: str | None
+    ) -> Steps:
+        """Look at the arguments now; return the steps of the call, which may run later."""
+        if self._closed is not None:
+            raise self._closed_error(operation)
+        call: Call | None = None
+        wrong: Exception | None = None
+        try:
+            call = prepare(self, *args)
+        except Exception as error:
+            wrong = error
+        self._count(operation, call)
+        if call is None:
+            assert wrong is not None
+            return self._raising(operation, wrong)
+        return self._guarded(self._steps(call, site))
+
+    def _steps(self, call: Call, site: str | None) -> Steps:
+        if self._closed is not None:
+            raise self._closed_error(call.signature.operation)
+        if call.blind and call.payload is None and not self._options.check:
+            return (yield from call.finish(None))
+        agreement = yield from agree(
+            self._board,
+            call.signature,
+            self._prefix(call),
+            call.payload,
+            negotiable=call.negotiable,
+            site=site,
+        )
+        return (yield from call.finish(agreement))
+
+    def _guarded(self, steps: Steps) -> Steps:
+        """Close the communicator where steps fail in a way that leaves ranks out of step."""
+        try:
+            result = yield from steps
+        except BaseException as error:
+            if not (isinstance(error, PeerError) and error.in_step):
+                self._close(error)
+            raise
+        self._completed = self._board.step
+        return result
+
+    def _raising(self, operation: str, error: Exception) -> Steps:
+        try:
+            in_step = yield from fail_in_step(self._board, operation, error)
+        except BaseException as lost:
+            self._close(lost)
+            raise error from lost
+        self._completed = self._board.step
+        if not in_step:
+            self._close(error)
+        raise error
+
+    def _prefix(self, call: Call) -> bytes:
+        payload = -1 if call.payload is None else len(call.payload)
+        key = (call.signature, payload, call.length)
+        prefix = self._prefixes.get(key)
+        if prefix is None:
+            if len(self._prefixes) >= _MAX_CACHED:
+                self._prefixes.clear()
+            prefix = self._prefixes[key] = encode(call.signature, payload, call.length)
+        return prefix
+
+    def _remember(self, x: Any, op: str) -> None:
+        """Keep the short way of a reduction that has just succeeded the long way."""
+        if not hasattr(x, "dtype") or self._closed is not None:
+            return
+        source = view(x, "allreduce")
+        if source.array.nbytes > self._inline or source.copied:
+            return
+        if len(self._short) >= _MAX_CACHED:
+            self._forget_short()
+        self._short[type(x), op, x.dtype, x.shape] = ShortReduction(
+            self, op, source.dtype, source.shape, numpy=type(x) is np.ndarray
+        )
+
+    def _forget_short(self) -> None:
+        totals = self._stats.setdefault("allreduce", [0, 0, 0, 0.0])
+        for short in self._short.values():
+            short.add_to(totals)
+        self._short.clear()
+
+    def _count(self, operation: str, call: Call | None) -> None:
+        numbers = self._stats.setdefault(operation, [0, 0, 0, 0.0])
+        numbers[0] += 1
+        if call is not None:
+            numbers[1] += call.nbytes
+            numbers[2] += call.copies
+
+    def _slot_of(self, rank: int) -> int:
+        """Where the words of a rank's slot begin."""
+        return rank * self._board.stride
+
+    # How calls end early
+
+    def _watch(self, waited: float) -> None:
+        """Raise where waiting on makes no sense: a rank has left, or does not come."""
+        board = self._board
+        for rank in board.peers:
+            farewell = board.farewell(rank)
+            if farewell is not None and farewell.step < board.step:
+                how = "failed" if farewell.state == FAILED else "has reached the end of its program"
+                raise PeerError(
+                    f"rank {rank} {how} and takes part no more; {self._last_seen(rank)}"
+                    + (f"; its traceback:\n{farewell.text}" if farewell.text else ""),
+                    rank=rank,
+                    traceback=farewell.text,
+                )
+        timeout = self._options.timeout
+        if timeout is not None and waited > timeout:
+            missing = board.missing()
+            raise CommTimeoutError(
+                f"waited {waited:.1f} s (timeout {timeout:g} s) in step {board.step} on rank "
+                f"{self.rank}; "
+                + ("; ".join(f"rank {r} is missing, {self._last_seen(r)}" for r in missing))
+                + ("" if missing else "every rank had begun the call, but its data did not come")
+            )
+
+    def _last_seen(self, rank: int) -> str:
+        previous = self._board.words[(self._board.step - 1) & 1]
+        operation = operation_of(previous, self._slot_of(rank)) if self._board.step > 1 else ""
+        return f"last seen in {operation}" if operation else "not seen in any call so far"
+
+    def _close(self, error: BaseException) -> None:
+        """After this no call is made: the ranks may be out of step."""
+        if self._closed is not None:
+            return
+        self._closed = error
+        self._forget_short()
+        text = "" if isinstance(error, PeerError) else describe_exception(error)
+        self._board.leave(FAILED, self._completed, text)
+
+    def _closed_error(self, operation: str) -> CommunicatorClosedError:
+        closed = CommunicatorClosedError(
+            f"{operation}: the communicator is closed: "
+            f"{type(self._closed).__name__}: {self._closed}".rstrip(": ")
+        )
+        closed.__cause__ = self._closed
+        return closed

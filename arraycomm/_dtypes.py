@@ -1,0 +1,134 @@
+"""The dtypes that are communicated, and which reductions each of them has: one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+DType = np.dtype[Any]
+
+
+class Kind(Enum):
+    """What arithmetic a dtype has."""
+
+    BOOL = "bool"
+    INTEGER = "integer"
+    NARROW = "narrow"  # floats of 16 and 8 bits: accumulated in float32
+    FLOAT = "float"
+    COMPLEX = "complex"
+    OPAQUE = "opaque"  # moved, never reduced
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeInfo:
+    """One row of the table.
+
+    `code` travels in headers, `dlpack` is the type code of DLPack's ABI, `nccl` NCCL's
+    `ncclDataType_t` (None where NCCL has none, or none with the same semantics).
+    """
+
+    name: str
+    dtype: DType
+    kind: Kind
+    code: int
+    dlpack: int
+    nccl: int | None
+
+
+def _row(name: str, dtype: Any, kind: Kind, code: int, dlpack: int, nccl: int | None) -> DTypeInfo:
+    return DTypeInfo(name, np.dtype(dtype), kind, code, dlpack, nccl)
+
+
+TABLE: Final = (
+    _row("bool", np.bool_, Kind.BOOL, 1, 6, None),
+    _row("int8", np.int8, Kind.INTEGER, 2, 0, 0),
+    _row("int16", np.int16, Kind.INTEGER, 3, 0, None),
+    _row("int32", np.int32, Kind.INTEGER, 4, 0, 2),
+    _row("int64", np.int64, Kind.INTEGER, 5, 0, 4),
+    _row("uint8", np.uint8, Kind.INTEGER, 6, 1, 1),
+    _row("uint16", np.uint16, Kind.INTEGER, 7, 1, None),
+    _row("uint32", np.uint32, Kind.INTEGER, 8, 1, 3),
+    _row("uint64", np.uint64, Kind.INTEGER, 9, 1, 5),
+    _row("float16", np.float16, Kind.NARROW, 10, 2, 6),
+    _row("float32", np.float32, Kind.FLOAT, 11, 2, 7),
+    _row("float64", np.float64, Kind.FLOAT, 12, 2, 8),
+    _row("bfloat16", ml_dtypes.bfloat16, Kind.NARROW, 13, 4, 9),
+    _row("float8_e4m3fn", ml_dtypes.float8_e4m3fn, Kind.NARROW, 14, 10, 10),
+    _row("float8_e5m2", ml_dtypes.float8_e5m2, Kind.NARROW, 15, 12, 11),
+    _row("complex64", np.complex64, Kind.COMPLEX, 16, 5, None),
+    _row("complex128", np.complex128, Kind.COMPLEX, 17, 5, None),
+)
+BY_DTYPE: Final[dict[DType, DTypeInfo]] = {row.dtype: row for row in TABLE}
+BY_NAME: Final[dict[str, DTypeInfo]] = {row.name: row for row in TABLE}
+BY_CODE: Final[dict[int, DTypeInfo]] = {row.code: row for row in TABLE}
+BY_DLPACK: Final[dict[tuple[int, int], DTypeInfo]] = {
+    (row.dlpack, row.dtype.itemsize * 8): row for row in TABLE
+}
+
+OPS: Final = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
+
+_REDUCTIONS: Final[dict[Kind, frozenset[str]]] = {
+    Kind.BOOL: frozenset(("min", "max", "and", "or", "xor")),
+    Kind.INTEGER: frozenset(("sum", "prod", "min", "max", "and", "or", "xor")),
+    Kind.NARROW: frozenset(("sum", "mean", "prod", "min", "max")),
+    Kind.FLOAT: frozenset(("sum", "mean", "prod", "min", "max")),
+    Kind.COMPLEX: frozenset(("sum", "mean", "prod")),
+    Kind.OPAQUE: frozenset(),
+}
+
+_REMEDIES: Final[dict[tuple[Kind, str], str]] = {
+    (Kind.BOOL, "sum"): 'use "or", or cast to an integer dtype to count',
+    (Kind.BOOL, "prod"): 'use "and", or cast to an integer dtype',
+    (Kind.BOOL, "mean"): "cast to a floating dtype first",
+    (Kind.INTEGER, "mean"): "cast to a floating dtype first",
+    (Kind.COMPLEX, "min"): "complex numbers have no order; reduce a real quantity instead",
+    (Kind.COMPLEX, "max"): "complex numbers have no order; reduce a real quantity instead",
+}
+
+
+def kind_of(dtype: DType) -> Kind:
+    """Return the arithmetic of a native dtype; `OPAQUE` for dtypes that are only moved."""
+    info = BY_DTYPE.get(dtype)
+    return Kind.OPAQUE if info is None else info.kind
+
+
+def name_of(dtype: DType) -> str:
+    """Return the name that every framework uses for this dtype."""
+    info = BY_DTYPE.get(dtype)
+    return str(dtype) if info is None else info.name
+
+
+@lru_cache(maxsize=1024)
+def check_movable(dtype: DType, operation: str) -> None:
+    """Raise `TypeError` unless elements of `dtype` can be sent as plain bytes."""
+    if dtype in BY_DTYPE or (dtype.kind in "mMSUV" and not dtype.hasobject and dtype.itemsize):
+        return
+    if dtype.hasobject:
+        raise TypeError(
+            f"{operation}: dtype {dtype} holds Python objects, which have no bytes to send; "
+            "use bcast_object or allgather_object"
+        )
+    raise TypeError(
+        f"{operation}: dtype {dtype} is not supported; cast to one of "
+        + ", ".join(row.name for row in TABLE)
+    )
+
+
+@lru_cache(maxsize=1024)
+def check_reducible(dtype: DType, op: str, operation: str) -> None:
+    """Raise `ValueError` for an unknown op and `TypeError` for one that the dtype does not have."""
+    if op not in OPS:
+        raise ValueError(f"{operation}: op must be one of {', '.join(OPS)}; got {op!r}")
+    kind = kind_of(dtype)
+    if op in _REDUCTIONS[kind]:
+        return
+    remedy = _REMEDIES.get((kind, op))
+    if remedy is None:
+        allowed = ", ".join(o for o in OPS if o in _REDUCTIONS[kind])
+        remedy = f"{name_of(dtype)} has {allowed}" if allowed else "it can only be moved"
+    raise TypeError(f"{operation}: op {op!r} is not defined for {name_of(dtype)}; {remedy}")

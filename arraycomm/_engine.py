@@ -1,0 +1,198 @@
+"""Drives the programs of one communicator, first in, first out, and does all the waiting.
+
+A program is a generator that yields what it waits for. With nothing outstanding a blocking call is
+driven by its own thread; requests are driven by whoever tests or waits, and meanwhile by a thread
+that lives only while there are any.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from arraycomm._errors import ConcurrentUseError
+from arraycomm._header import Steps
+from arraycomm._transports.base import Handle
+
+# Seconds after which a wait sleeps between polls, instead of only giving up the core.
+_PATIENCE: Final = 0.02
+_NAP: Final = 5e-5
+# Polls between two looks at the clock and at the peers.
+_LOOK_EVERY: Final = 32
+
+Watch = Callable[[float], None]
+
+
+def give_up_core() -> None:
+    """Let another process or thread run."""
+    os.sched_yield()
+
+
+def wait_for(done: Callable[[], bool], spins: int, watch: Watch) -> None:
+    """Poll until `done`; `watch(seconds waited)` now and then, which may raise."""
+    for _ in range(spins):
+        if done():
+            return
+    started = time.monotonic()
+    waited, polls = 0.0, 0
+    while not done():
+        if waited < _PATIENCE:
+            give_up_core()
+        else:
+            time.sleep(_NAP)
+        polls += 1
+        if polls % _LOOK_EVERY == 0:
+            waited = time.monotonic() - started
+            watch(waited)
+
+
+class Task:
+    """One program under way, and in the end its result or its error."""
+
+    def __init__(self, program: Steps) -> None:
+        self._program = program
+        self.waiting: Handle | None = None
+        self.since = 0.0
+        self.finished = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def step(self) -> None:
+        """Run the program up to the next thing it waits for."""
+        try:
+            self.waiting = next(self._program)
+            self.since = time.monotonic()
+        except StopIteration as stop:
+            self.finish(stop.value, None)
+        except Exception as error:
+            self.finish(None, error)
+
+    def finish(self, result: Any, error: BaseException | None) -> None:
+        """Record how the program ended."""
+        self.result, self.error, self.waiting = result, error, None
+        self.finished = True
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` inside the program, so that it can clean up."""
+        try:
+            self._program.throw(error)
+        except BaseException as raised:
+            self.finish(None, raised)
+        else:
+            self.finish(None, error)
+
+
+class Engine:
+    """The queue of one communicator.
+
+    `watch(seconds waited)` is called while waiting, and raises where waiting makes no sense any more.
+    """
+
+    def __init__(self, spins: int, threaded: bool, watch: Watch) -> None:
+        self._spins = spins
+        self._threaded = threaded
+        self._watch = watch
+        self._queue: deque[Task] = deque()
+        self._driving = threading.Lock()
+        self._progress: threading.Thread | None = None
+        self._starting = threading.Lock()
+        # Held by the thread that is calling; the short way of small reductions takes it too.
+        self.turn = threading.Lock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is outstanding."""
+        return not self._queue
+
+    def take_turn(self) -> None:
+        """Begin a call of the user's; `self.turn.release()` ends it."""
+        if not self.turn.acquire(blocking=False):
+            raise ConcurrentUseError(
+                "two threads called one communicator at the same time; "
+                "give each thread a communicator of its own with dup()"
+            )
+
+    def run(self, program: Steps) -> Any:
+        """Drive a program to its end in this thread, behind what is outstanding."""
+        if self._queue:
+            return self.finish(self.submit(program))
+        try:
+            while True:
+                waiting = next(program)
+                try:
+                    wait_for(waiting.done, self._spins, self._watch)
+                except BaseException as error:
+                    # The program raises it, after what it has to tidy up.
+                    program.throw(error)
+        except StopIteration as stop:
+            return stop.value
+
+    def submit(self, program: Steps) -> Task:
+        """Put a program at the end of the queue, and start it if it is alone there."""
+        task = Task(program)
+        self._queue.append(task)
+        self.advance()
+        if self._threaded and self._queue:
+            self._start_progress()
+        return task
+
+    def advance(self) -> None:
+        """Push the programs on as far as they go without waiting."""
+        if not self._driving.acquire(blocking=False):
+            return
+        try:
+            while self._queue and self._advance(self._queue[0]):
+                self._queue.popleft()
+        finally:
+            self._driving.release()
+
+    def finish(self, task: Task, timeout: float | None = None) -> Any:
+        """Wait for a task, and return its result or raise its error."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def watch(waited: float) -> None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError
+
+        def done() -> bool:
+            self.advance()
+            return task.finished
+
+        wait_for(done, self._spins, watch)
+        if task.error is not None:
+            raise task.error
+        return task.result
+
+    def _advance(self, task: Task) -> bool:
+        """Push one task on; tell whether it is finished."""
+        while not task.finished:
+            try:
+                if task.waiting is not None and not task.waiting.done():
+                    self._watch(time.monotonic() - task.since)
+                    return False
+            except Exception as error:
+                task.fail(error)
+                return True
+            task.step()
+        return True
+
+    def _start_progress(self) -> None:
+        with self._starting:
+            if self._progress is None:
+                self._progress = threading.Thread(
+                    target=self._run_progress, name="arraycomm-progress", daemon=True
+                )
+                self._progress.start()
+
+    def _run_progress(self) -> None:
+        while True:
+            self.advance()
+            with self._starting:
+                if not self._queue:
+                    self._progress = None
+                    return
+            time.sleep(_NAP)

@@ -1,0 +1,162 @@
+"""The reductions, in rank order: ((x0 ∘ x1) ∘ x2) ∘ …, with one rounding for narrow floats."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from arraycomm._dtypes import DType, Kind, kind_of
+
+Array = np.ndarray[Any, Any]
+Fold = Callable[[Sequence[Array], Array], None]
+
+# Elements folded at a time, so that accumulator and scratch stay in the second-level cache.
+_BLOCK = 32768
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "mean": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+_BOOLEAN: dict[str, np.ufunc] = {
+    "min": np.logical_and,
+    "max": np.logical_or,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+}
+
+
+@lru_cache(maxsize=1024)
+def folder(op: str, dtype: DType) -> Fold:
+    """Return `fold(rows, out)`: `out` becomes the rows reduced by `op` in their order.
+
+    `rows` are arrays of one shape and of `dtype`, none of which overlaps `out`. Runs in the calling
+    thread's floating-point mode and error state: see `fold`.
+    """
+    kind = kind_of(dtype)
+    if kind is Kind.NARROW:
+        return _narrow(op)
+    if kind is Kind.COMPLEX and op == "prod":
+        return _complex_product
+    chain = _chain(_BOOLEAN[op] if kind is Kind.BOOL else _UFUNCS[op])
+    if op != "mean":
+        return chain
+    return _complex_mean(chain) if kind is Kind.COMPLEX else _mean(chain)
+
+
+def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
+    """Fold one-dimensional rows into `out`: silent, block by block, in IEEE default mode."""
+    step = folder(op, dtype)
+    with np.errstate(all="ignore"), ieee_mode():
+        for start in range(0, len(out), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            step([row[block] for row in rows], out[block])
+
+
+def _chain(ufunc: np.ufunc) -> Fold:
+    def chain(rows: Sequence[Array], out: Array) -> None:
+        if len(rows) == 1:
+            np.copyto(out, rows[0])
+            return
+        ufunc(rows[0], rows[1], out)
+        for row in rows[2:]:
+            ufunc(out, row, out)
+
+    return chain
+
+
+def _mean(chain: Fold) -> Fold:
+    def mean(rows: Sequence[Array], out: Array) -> None:
+        chain(rows, out)
+        np.divide(out, out.dtype.type(len(rows)), out)
+
+    return mean
+
+
+def _complex_mean(chain: Fold) -> Fold:
+    """Divide the parts as reals: complex division would make a NaN of (inf + 0j) / n."""
+
+    def mean(rows: Sequence[Array], out: Array) -> None:
+        chain(rows, out)
+        for part in (out.real, out.imag):
+            np.divide(part, part.dtype.type(len(rows)), part)
+
+    return mean
+
+
+def _complex_product(rows: Sequence[Array], out: Array) -> None:
+    """(ac − bd) + (ad + bc)i, each operation rounded: NumPy's own product may fuse them."""
+    real, imag = rows[0].real.copy(), rows[0].imag.copy()
+    for row in rows[1:]:
+        ac, bd = real * row.real, imag * row.imag
+        ad, bc = real * row.imag, imag * row.real
+        real, imag = ac - bd, ad + bc
+    out.real, out.imag = real, imag
+
+
+def _narrow(op: str) -> Fold:
+    """Accumulate 16- and 8-bit floats in float32, and round once at the end."""
+    ufunc = _UFUNCS[op]
+
+    def narrow(rows: Sequence[Array], out: Array) -> None:
+        accumulator = rows[0].astype(np.float32)
+        wide = np.empty_like(accumulator)
+        for row in rows[1:]:
+            wide[...] = row
+            ufunc(accumulator, wide, accumulator)
+        if op == "mean":
+            np.divide(accumulator, np.float32(len(rows)), accumulator)
+        out[...] = accumulator
+
+    return narrow
+
+
+_SMALLEST = math.ulp(0.0)
+_SMALLEST_NORMAL = 2.0**-1022
+_ONE = 1.0
+_TIE = 2.0**-53
+_ABOVE_TIE = 1.5 * 2.0**-53
+
+
+def in_ieee_mode() -> bool:
+    """Tell whether this thread rounds to nearest even and keeps subnormal numbers."""
+    return (
+        _SMALLEST * _ONE != 0.0
+        and _SMALLEST_NORMAL * 0.5 != 0.0
+        and _ONE + _TIE == _ONE
+        and _ONE + _ABOVE_TIE != _ONE
+    )
+
+
+@contextmanager
+def ieee_mode() -> Iterator[None]:
+    """Run a block in the IEEE default mode, and restore the thread's own mode after it."""
+    if in_ieee_mode():
+        yield
+        return
+    library = _math_library()
+    saved = ctypes.create_string_buffer(256)
+    library.fegetenv(saved)
+    library.fesetenv(ctypes.c_void_p(-1))
+    try:
+        yield
+    finally:
+        library.fesetenv(saved)
+
+
+@lru_cache(maxsize=1)
+def _math_library() -> ctypes.CDLL:
+    return ctypes.CDLL(ctypes.util.find_library("m"))

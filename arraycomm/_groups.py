@@ -1,0 +1,83 @@
+"""How communicators are made from others, and freed."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+from arraycomm._collectives import Call, agreement_only
+from arraycomm._errors import CommunicatorClosedError
+
+if TYPE_CHECKING:
+    from arraycomm._communicator import Communicator, Options
+
+_COLOR_AND_KEY: Final = struct.Struct("<?qq")
+
+
+def split(comm: Communicator, color: int | None, key: int) -> Communicator | None:
+    """See `Communicator.split`."""
+
+    def prepare(comm: Communicator) -> Call:
+        return agreement_only("split", data=_pack(color, key))
+
+    said = [_COLOR_AND_KEY.unpack(data) for data in comm._call("split", prepare)]
+    return _open(comm, said, comm._options)
+
+
+def split_by_node(comm: Communicator) -> Communicator:
+    """See `Communicator.split_by_node`."""
+    made = split(comm, comm._link.nodes()[comm.rank], 0)
+    assert made is not None
+    return made
+
+
+def dup(comm: Communicator, options: Options) -> Communicator:
+    """Return a communicator of the same ranks with these options."""
+
+    def prepare(comm: Communicator) -> Call:
+        return agreement_only("dup", repr(options))
+
+    comm._call("dup", prepare)
+    made = _open(comm, [(True, 0, 0)] * comm.size, options)
+    assert made is not None
+    return made
+
+
+def free(comm: Communicator) -> None:
+    """See `Communicator.free`."""
+    if comm._closed is None:
+        comm._call("free", lambda comm: agreement_only("free"))
+        comm._forget_short()
+        comm._closed = CommunicatorClosedError("it was freed")
+        comm._link.free()
+    if comm in comm._family:
+        comm._family.remove(comm)
+
+
+def _pack(color: Any, key: Any) -> bytes:
+    try:
+        number = 0 if color is None else operator.index(color)
+        return _COLOR_AND_KEY.pack(color is not None, number, operator.index(key))
+    except (TypeError, struct.error):
+        raise TypeError(
+            f"split: color must be an integer or None, and key an integer; got {color!r}, {key!r}"
+        ) from None
+
+
+def _open(
+    comm: Communicator, said: list[tuple[bool, int, int]], options: Options
+) -> Communicator | None:
+    """Make this rank's new communicator from what every rank said: (takes part, color, key)."""
+    takes_part, color, _ = said[comm.rank]
+    colors = sorted({color for taking, color, _ in said if taking})
+    members = [r for r, (taking, other, _) in enumerate(said) if taking and other == color]
+    members.sort(key=lambda rank: (said[rank][2], rank))
+    with comm._turn():
+        link = comm._link.split(colors.index(color) if takes_part else None, members)
+    if link is None:
+        return None
+    made = type(comm)(link, options)
+    made._family = comm._family
+    comm._family.append(made)
+    return made

@@ -1,0 +1,350 @@
+"""The header: one step of the board in which ranks show one another what they are about to call.
+
+Word 1 of the slot is a digest of the whole signature; where all ranks show the same, they agree.
+Where they do not, words 2 and 3 tell the call (operation, op, root) from the array (dtype, shape),
+for which a rank that cannot know it shows 0, "matches anything". Word 4 packs status, operation,
+dtype and number of dimensions, words 5 to 12 the shape, word 13 the length of the payload that
+travels along, or -1, and word 14 the length of what is sent where that may differ between ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from arraycomm._callsite import call_site, describe_exception
+from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, name_of
+from arraycomm._errors import MismatchError, PeerError
+from arraycomm._transports.base import Bytes, Handle
+from arraycomm._transports.board import PAYLOAD, PREFIX, Board
+
+MAX_DIMS: Final = 8
+_CALL, _RAISING, _LEAVING, _TEXT, _MISMATCH = range(5)
+_OPERATIONS: Final = (
+    "",
+    "init",
+    "allreduce",
+    "reduce",
+    "bcast",
+    "allgather",
+    "allgatherv",
+    "barrier",
+    "bcast_object",
+    "allgather_object",
+    "split",
+    "dup",
+    "free",
+    "synchronize",
+    "allreduce_tree",
+    "allreduce_gradients",
+    "println",
+    "finalize",
+)
+_MAX_TEXT: Final = 1 << 20
+_WORDS: Final = struct.Struct("<15q")
+
+Steps = Generator[Handle, None, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a rank is about to call.
+
+    `shape` is None on a rank that cannot know its array. `leaves` describes a tree, one
+    `(path, description)` for each leaf; a header carries their digest.
+    """
+
+    operation: str
+    op: str | None = None
+    root: int | None = None
+    dtype: DType | None = None
+    shape: tuple[int, ...] | None = None
+    leaves: tuple[tuple[str, str], ...] | None = field(default=None)
+
+    def __str__(self) -> str:
+        if self.leaves is not None:
+            return f"{self.head} of {len(self.leaves)} leaves"
+        if self.shape is None or self.dtype is None:
+            return self.head
+        return f"{self.head} {name_of(self.dtype)} {self.shape}"
+
+    @property
+    def head(self) -> str:
+        """The call without its array: what a rank always knows."""
+        root = None if self.root is None else f"root={self.root}"
+        inside = ", ".join(part for part in (self.op, root) if part is not None)
+        return f"{self.operation}({inside})" if inside else self.operation
+
+
+class Agreement(NamedTuple):
+    """What all ranks showed: their slots, and, where they had to be asked, their details."""
+
+    rows: Bytes
+    words: memoryview
+    details: list[dict[str, Any]] | None
+
+    def word(self, rank: int, number: int) -> int:
+        """Return a word of the header of `rank`."""
+        return self.words[rank * (len(self.words) // len(self.rows)) + number]
+
+    def payload(self, rank: int, nbytes: int) -> Bytes:
+        """Return the bytes that came with the header of `rank`; valid until the next step."""
+        row: Bytes = self.rows[rank, PAYLOAD : PAYLOAD + nbytes]
+        return row
+
+
+def digest(*parts: object) -> int:
+    """Return a nonzero signed 64-bit digest of the parts' representations."""
+    raw = blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little", signed=True) or 1
+
+
+def encode(signature: Signature, payload: int, length: int = 0, status: int = _CALL) -> bytes:
+    """Return the words 1 to 15 of a slot; see the module for `payload` and `length`."""
+    call = digest(signature.operation, signature.op, signature.root)
+    array = 0
+    shape: tuple[int, ...] = signature.shape or ()
+    if signature.leaves is not None:
+        array = digest(signature.leaves)
+    elif signature.shape is not None:
+        array = digest(str(signature.dtype), signature.shape)
+    info = None if signature.dtype is None else BY_DTYPE.get(signature.dtype)
+    code = 0 if info is None else info.code
+    operation = _OPERATIONS.index(signature.operation)
+    packed = status | operation << 8 | code << 16 | len(shape) << 32
+    dims = (shape if len(shape) <= MAX_DIMS else ()) + (0,) * MAX_DIMS
+    return _WORDS.pack(
+        digest(call, array, packed),
+        *(call, array, packed),
+        *dims[:MAX_DIMS],
+        *(payload, length, 0),
+    )
+
+
+def operation_of(words: memoryview, base: int) -> str:
+    """Return the operation that the slot at word `base` last named."""
+    code = (words[base + 4] >> 8) & 0xFF
+    return _OPERATIONS[code] if code < len(_OPERATIONS) else ""
+
+
+def array_of(words: memoryview, base: int) -> tuple[DType, tuple[int, ...]] | None:
+    """Return dtype and shape from the slot at word `base`, or None where they did not fit."""
+    packed = words[base + 4]
+    info, ndim = BY_CODE.get((packed >> 16) & 0xFFFF), packed >> 32
+    if info is None or ndim > MAX_DIMS:
+        return None
+    return info.dtype, tuple(words[base + 5 : base + 5 + ndim])
+
+
+def agree(
+    board: Board,
+    signature: Signature,
+    prefix: bytes,
+    payload: Bytes | None,
+    *,
+    negotiable: bool = False,
+    site: str | None = None,
+) -> Steps:
+    """Show `signature`, encoded as `prefix`, with its payload; return all ranks' `Agreement`.
+
+    Raises `PeerError` where another rank is raising, `MismatchError` where signatures differ. With
+    `negotiable`, trees that differ are returned with their details instead.
+    """
+    yield from _show(board, prefix, payload)
+    return (yield from settle(board, signature, negotiable=negotiable, site=site))
+
+
+def settle(
+    board: Board, signature: Signature, *, negotiable: bool = False, site: str | None = None
+) -> Steps:
+    """Judge the step in which all ranks have shown their signatures; see `agree`."""
+    rows, words = _seen(board)
+    own = words[board.rank * board.stride + 1]
+    if all(words[peer * board.stride + 1] == own for peer in board.peers):
+        return Agreement(rows, words, None)
+    verdict = _judge(board, words)
+    if verdict == _CALL:
+        return Agreement(rows, words, None)
+    if verdict == _LEAVING:
+        raise _leaving_error(board, rows, words)
+    mine = {
+        "head": signature.head,
+        "call": str(signature),
+        "site": site or call_site(),
+        "leaves": signature.leaves,
+    }
+    details = yield from exchange_details(board, mine)
+    if verdict == _RAISING:
+        raise _peer_error(signature.operation, details)
+    if negotiable and all(detail.get("head") == signature.head for detail in details):
+        return Agreement(rows, words, details)
+    raise mismatch(details)
+
+
+def fail_in_step(board: Board, operation: str, error: Exception) -> Steps:
+    """Take part in the step of a call whose arguments were wrong, so that the others learn of it.
+
+    Returns whether the ranks are still in step after it.
+    """
+    name = operation if operation in _OPERATIONS else ""
+    yield from _show(board, encode(Signature(name), -1, status=_RAISING), None)
+    _, words = _seen(board)
+    verdict = _judge(board, words)
+    if verdict != _LEAVING:
+        yield from exchange_details(
+            board, {"error": str(error), "traceback": describe_exception(error)}
+        )
+    return verdict == _RAISING
+
+
+def leave_in_step(board: Board, text: str) -> Steps:
+    """Take part in one last step that tells the others that this rank leaves, and why."""
+    data = np.frombuffer(text.encode(errors="replace")[-board.payload :], np.uint8)
+    yield from _show(board, encode(Signature(""), len(data), status=_LEAVING), data)
+
+
+def all_left_well(board: Board) -> bool:
+    """Tell whether the step of `leave_in_step` showed every rank leaving without a failure."""
+    _, words = _seen(board)
+    bases = range(0, board.size * board.stride, board.stride)
+    return all(words[base + 4] & 0xFF == _LEAVING and words[base + 13] == 0 for base in bases)
+
+
+def mismatch(details: Sequence[dict[str, Any]]) -> MismatchError:
+    """Return the error that shows what each rank called, ranks of one call together."""
+    groups: dict[str, list[int]] = {}
+    for rank, detail in enumerate(details):
+        said = f"{detail.get('call', 'an unknown call')} at {detail.get('site', 'unknown')}"
+        if "error" in detail:
+            said = f"raised {detail['error']}"
+        groups.setdefault(said, []).append(rank)
+    lines = "; ".join(f"{_ranks(ranks)}: {said}" for said, ranks in groups.items())
+    difference = first_difference(details)
+    return MismatchError(
+        f"ranks of one communicator called different things: {lines}"
+        + (f". {difference}" if difference else "")
+    )
+
+
+def first_difference(details: Sequence[dict[str, Any]]) -> str:
+    """Name the first leaf in which the trees of two ranks differ, or return an empty string."""
+    first = details[0].get("leaves")
+    for rank, detail in enumerate(details):
+        other = detail.get("leaves")
+        if first is None or other is None or first == other:
+            continue
+        for (path, said), (other_path, other_said) in zip(first, other, strict=False):
+            if path != other_path:
+                return f"First difference: {path} on rank 0, {other_path} on rank {rank}"
+            if said != other_said:
+                return f"First difference: {path} is {said} on rank 0, {other_said} on rank {rank}"
+        longer, where = (first, 0) if len(first) > len(other) else (other, rank)
+        path = longer[min(len(first), len(other))][0]
+        return f"First difference: {path} is on rank {where} only"
+    return ""
+
+
+def _show(board: Board, prefix: bytes, payload: Bytes | None) -> Steps:
+    slot = board.mine[(board.step + 1) & 1]
+    slot[PREFIX] = prefix
+    if payload is not None and len(payload):
+        slot[PAYLOAD : PAYLOAD + len(payload)] = payload
+    board.post()
+    yield Arrival(board)
+
+
+class Arrival:
+    """Everyone's post of the current step."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.done: Callable[[], bool] = board.arrived
+
+
+def _seen(board: Board) -> tuple[Bytes, memoryview]:
+    parity = board.step & 1
+    return board.rows[parity], board.words[parity]
+
+
+def _judge(board: Board, words: memoryview) -> int:
+    """Return `_CALL` where the slots match, else what stands in the way (."""
+    bases = range(0, board.size * board.stride, board.stride)
+    statuses = [words[base + 4] & 0xFF for base in bases]
+    if _LEAVING in statuses:
+        return _LEAVING
+    calling = [base for base, status in zip(bases, statuses, strict=True) if status == _CALL]
+    calls = {words[base + 2] for base in calling}
+    arrays = {words[base + 3] for base in calling} - {0}
+    if len(calls) > 1 or len(arrays) > 1:
+        return _MISMATCH
+    return _RAISING if _RAISING in statuses else _CALL
+
+
+def _leaving_error(board: Board, rows: Bytes, words: memoryview) -> PeerError:
+    for rank in range(board.size):
+        base = rank * board.stride
+        if words[base + 4] & 0xFF == _LEAVING:
+            length = min(max(words[base + 13], 0), board.payload)
+            text = rows[rank, PAYLOAD : PAYLOAD + length].tobytes().decode(errors="replace")
+            how = f"failed: {text}" if text else "has reached the end of its program"
+            return PeerError(f"rank {rank} {how}; it takes part no more", rank=rank, traceback=text)
+    raise AssertionError("no rank is leaving")
+
+
+def _peer_error(operation: str, details: Sequence[dict[str, Any]]) -> PeerError:
+    rank = next(rank for rank, detail in enumerate(details) if "error" in detail)
+    text = str(details[rank].get("traceback", ""))
+    error = PeerError(
+        f"{operation}: rank {rank} raised instead of taking part; its traceback:\n{text}",
+        rank=rank,
+        traceback=text,
+    )
+    error.in_step = True
+    return error
+
+
+def exchange_details(board: Board, mine: dict[str, Any]) -> Steps:
+    texts = yield from _gather_texts(board, json.dumps(mine))
+    details: list[dict[str, Any]] = []
+    for text in texts:
+        detail = json.loads(text)
+        if detail.get("leaves") is not None:
+            detail["leaves"] = [tuple(leaf) for leaf in detail["leaves"]]
+        details.append(detail)
+    return details
+
+
+def _gather_texts(board: Board, text: str) -> Steps:
+    """Every rank's text, in as many steps as the longest needs."""
+    data = text.encode()
+    if len(data) > _MAX_TEXT:
+        data = b"{}"
+    received = [bytearray() for _ in range(board.size)]
+    start, rounds = 0, 1
+    while start < rounds * board.payload:
+        piece = np.frombuffer(data[start : start + board.payload], np.uint8)
+        yield from _show(board, encode(Signature(""), len(data), status=_TEXT), piece)
+        rows, words = _seen(board)
+        for rank, text_so_far in enumerate(received):
+            length = words[rank * board.stride + 13]
+            if not 0 <= length <= _MAX_TEXT:
+                raise PeerError(f"rank {rank} sent a malformed header", rank=rank)
+            rounds = max(rounds, -(-length // board.payload))
+            count = min(max(length - start, 0), board.payload)
+            text_so_far += rows[rank, PAYLOAD : PAYLOAD + count].tobytes()
+        start += board.payload
+    return [bytes(part).decode() for part in received]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:  # noqa: PLR2004
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,352 @@
+"""The world: how it begins, and how this process leaves it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final
+
+from arraycomm import _launch
+from arraycomm._collectives import agreement_only
+from arraycomm._communicator import Communicator, Options
+from arraycomm._engine import wait_for
+from arraycomm._errors import BackendUnavailableError, NotInitializedError
+from arraycomm._header import all_left_well, leave_in_step
+from arraycomm._transports.board import FAILED, FINISHED, MESSAGE_SLOT
+
+_UNSET: Final[Any] = type("_Unset", (), {"__repr__": lambda self: "unset"})()
+_BACKENDS: Final = ("auto", "self", "mpi", "nccl", "threads")
+# Seconds that a rank which failed waits for the others to have seen it.
+_GRACE: Final = 3.0
+_NAP: Final = 1e-4
+
+
+class _State:
+    """What this process has begun."""
+
+    world: Communicator | None = None
+    arguments: dict[str, Any]
+    # The first communicator of each family that lives over MPI; `world` is one of them.
+    roots: list[Communicator]
+    failure: str = ""
+    watching: bool = False
+
+
+_state = _State()
+_state.arguments = {}
+_state.roots = []
+
+
+def init(
+    backend: str = "auto",
+    *,
+    device: str | None = _UNSET,
+    check: bool = _UNSET,
+    reproducible: bool = _UNSET,
+    timeout: float | None = _UNSET,
+) -> Communicator:
+    """Begin to communicate; return the communicator of all ranks.
+
+    Collective: every rank of the job calls it. A second call returns the same communicator, and
+    compares only the arguments that it passes.
+
+    Parameters
+    ----------
+    backend : str
+        "auto" is "mpi" under an MPI launcher (`mpiexec`, `srun`) and "self" otherwise; "self" is
+        one process alone, and needs no MPI.
+    device : str, optional
+        Where this rank makes arrays when no argument tells it: "cpu".
+    check : bool, default True
+        Compare what the ranks call before any data moves. Default from `ARRAYCOMM_CHECK`.
+    reproducible : bool, default True
+        Reduce in rank order. With False a transport may reduce in an order of its own.
+    timeout : float or None, default 1800.0
+        Seconds that a call may wait for other ranks; None for ever. Default from
+        `ARRAYCOMM_TIMEOUT`.
+
+    Returns
+    -------
+    Communicator
+        Also to be had from `world()`.
+
+    Raises
+    ------
+    BackendUnavailableError
+        The backend cannot run here: the message says what is missing.
+    ValueError
+        A second call passes an argument that differs from the first.
+    """
+    if backend not in _BACKENDS:
+        raise ValueError(f"init: backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
+    passed = {
+        name: value
+        for name, value in (
+            ("device", device),
+            ("check", check),
+            ("reproducible", reproducible),
+            ("timeout", timeout),
+        )
+        if value is not _UNSET
+    }
+    if _state.world is not None:
+        _compare_with_first(_state.world, backend, passed)
+        return _state.world
+    arguments = {**_defaults(), **passed}
+    _check_device(arguments["device"])
+    options = Options(arguments["check"], arguments["reproducible"], arguments["timeout"])
+    _state.world = _open_world(backend, options)
+    _state.arguments = arguments
+    return _state.world
+
+
+def world() -> Communicator:
+    """Return the communicator of all ranks, which `init` made.
+
+    Raises
+    ------
+    NotInitializedError
+        `init` was not called yet, or `finalize` was.
+    """
+    if _state.world is None:
+        raise NotInitializedError("world: there is none yet; call arraycomm.init() first")
+    return _state.world
+
+
+def is_initialized() -> bool:
+    """Tell whether `init` was called (and `finalize` was not)."""
+    return _state.world is not None
+
+
+def finalize() -> None:
+    """End communication; collective. Frees every communicator made from the world.
+
+    Not needed at the end of a program. `init` may be called again afterwards.
+    """
+    comm = _state.world
+    if comm is None:
+        return
+    _state.world = None
+    _state.arguments = {}
+    if comm in _state.roots:
+        _state.roots.remove(comm)
+    if comm._closed is not None:
+        return
+    lost = any(member._closed is not None for member in comm._family)
+    said = comm._call("finalize", lambda _: agreement_only("finalize", data=bytes([lost])))
+    if any(data != b"\0" for data in said):
+        return
+    for member in [*comm._family[1:], comm]:
+        member._forget_short()
+        member._closed = NotInitializedError("arraycomm was finalized")
+        member._link.free()
+    comm._family.clear()
+
+
+def open_mpi(mpi_comm: Any, device: str | None, options: Options) -> Communicator:
+    """Return a communicator over a duplicate of an mpi4py communicator."""
+    _check_device(device)
+    transport = _mpi_transport()
+    comm = Communicator(transport(mpi_comm.Dup()), options)
+    _state.roots.append(comm)
+    _watch_exit()
+    comm._call("init", lambda _: agreement_only("init", repr(options)))
+    return comm
+
+
+def _defaults() -> dict[str, Any]:
+    timeout = os.environ.get("ARRAYCOMM_TIMEOUT", "1800")
+    try:
+        seconds = None if timeout.lower() == "none" else float(timeout)
+    except ValueError:
+        raise ValueError(
+            f"init: ARRAYCOMM_TIMEOUT must be a number of seconds or none; got {timeout!r}"
+        ) from None
+    check = os.environ.get("ARRAYCOMM_CHECK", "1").lower()
+    return {
+        "device": None,
+        "check": check not in ("0", "false", "no", "off"),
+        "reproducible": True,
+        "timeout": seconds,
+    }
+
+
+def _compare_with_first(comm: Communicator, backend: str, passed: dict[str, Any]) -> None:
+    if backend not in ("auto", comm.backend):
+        raise ValueError(f"init: was called with backend {comm.backend!r} before; got {backend!r}")
+    for name, value in passed.items():
+        first = _state.arguments[name]
+        if value != first:
+            raise ValueError(f"init: was called with {name}={first!r} before; got {value!r}")
+
+
+def _check_device(device: str | None) -> None:
+    if device not in (None, "cpu"):
+        raise BackendUnavailableError(
+            f"init: device {device!r} cannot be chosen; arrays on a device are communicated from "
+            "where they are, by way of host memory"
+        )
+
+
+def _open_world(backend: str, options: Options) -> Communicator:
+    if backend == "auto":
+        backend = _automatic()
+    if backend == "mpi":
+        transport = _mpi_transport()
+        return _open_mpi_world(transport, options)
+    if backend == "threads":
+        raise ValueError(
+            "init: a world of threads is made by arraycomm.testing.run, which passes its "
+            "communicator to your function"
+        )
+    if backend == "nccl":
+        raise BackendUnavailableError(
+            "init: there is no NCCL transport in this version; arrays on a GPU are communicated "
+            'by way of host memory with backend="mpi"'
+        )
+    from arraycomm._transports.threads import SelfTransport
+
+    return Communicator(SelfTransport(), options)
+
+
+def _automatic() -> str:
+    if _launch.detect(os.environ) is not None or _mpi_has_peers():
+        return "mpi"
+    processes = _launch.torchrun_size(os.environ)
+    if processes > 1:
+        raise BackendUnavailableError(
+            f"init: torchrun started {processes} processes, but arraycomm communicates over MPI; "
+            f"start the program with: mpiexec -n {processes} python …"
+        )
+    return "self"
+
+
+def _mpi_has_peers() -> bool:
+    module = sys.modules.get("mpi4py.MPI")
+    return bool(module and module.Is_initialized() and module.COMM_WORLD.size > 1)
+
+
+def _mpi_transport() -> Callable[..., Any]:
+    try:
+        from arraycomm._transports.mpi import MPITransport
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            f"init: no MPI could be loaded ({error}); install one beside mpi4py, for example with: "
+            "pip install mpich"
+        ) from error
+    return MPITransport
+
+
+def _open_mpi_world(transport: Callable[..., Any], options: Options) -> Communicator:
+    from mpi4py import MPI
+
+    launch = _launch.detect(os.environ)
+    if launch is not None and launch.size != MPI.COMM_WORLD.size:
+        library = MPI.Get_library_version().splitlines()[0]
+        raise BackendUnavailableError(
+            f"init: {launch.launcher} started {launch.size} processes, but the MPI that was loaded "
+            f"({library}) sees {MPI.COMM_WORLD.size}; start the program with the mpiexec of that "
+            "MPI, or install the MPI that belongs to this launcher"
+        )
+    return open_mpi(MPI.COMM_WORLD, None, options)
+
+
+# The end of this process
+
+
+def _watch_exit() -> None:
+    """Learn how the program ends. Registered after mpi4py's own hook, so that it runs before it."""
+    if _state.watching:
+        return
+    _state.watching = True
+    previous = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        previous(kind, error, trace)
+        sys.stderr.flush()
+        _state.failure = "".join(traceback.format_exception(kind, error, trace))
+        for comm in _open_communicators():
+            comm._board.leave(FAILED, comm._completed, _state.failure)
+
+    sys.excepthook = excepthook
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """A forked child has no part in its parent's communication, nor in how that ends."""
+    for comm in _open_communicators():
+        comm._forget_short()
+        comm._closed = RuntimeError(
+            "a forked process cannot use the communicator of its parent; "
+            "start processes with the spawn method, or communicate in the parent"
+        )
+    _state.roots.clear()
+    _state.world = None
+
+
+def _open_communicators() -> list[Communicator]:
+    return [comm for root in _state.roots for comm in root._family if comm._closed is None]
+
+
+def _at_exit() -> None:
+    """Let MPI finalize where everyone ended well; leave the hard way where somebody did not."""
+    if not _state.roots:
+        return
+    clean = not _state.failure and all(root._closed is None for root in _state.roots)
+    for comm in _open_communicators():
+        if clean:
+            comm._board.leave(FINISHED, comm._completed, "")
+    everyone = [_everyone_left(root, clean) for root in _state.roots]
+    if clean and all(everyone):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _everyone_left(root: Communicator, clean: bool) -> bool:
+    """Wait for the other ranks to leave as well, and tell whether all had finished."""
+    if root._board.slot == MESSAGE_SLOT:
+        return _left_in_step(root, clean)
+    deadline = None if clean else time.monotonic() + _GRACE
+    waiting = list(root._board.peers)
+    clean_peers = True
+    while waiting and (deadline is None or time.monotonic() < deadline):
+        for peer in list(waiting):
+            farewell = root._board.farewell(peer)
+            if farewell is not None:
+                waiting.remove(peer)
+                clean_peers = clean_peers and farewell.state == FINISHED
+        if not clean_peers and deadline is None:
+            deadline = time.monotonic() + _GRACE
+        root._link.progress()
+        time.sleep(_NAP)
+    return clean_peers and not waiting
+
+
+def _left_in_step(root: Communicator, clean: bool) -> bool:
+    """The same over a board that travels: everyone's last step says how it left."""
+    if root._closed is not None or not root._engine.idle:
+        return False
+    text = "" if clean else (_state.failure.strip().splitlines() or ["it failed"])[-1]
+    limit = float("inf") if clean else _GRACE
+
+    def watch(waited: float) -> None:
+        if waited > limit:
+            raise TimeoutError
+
+    board = root._board
+    try:
+        for arrival in leave_in_step(board, text):
+            wait_for(arrival.done, 0, watch)
+    except TimeoutError:
+        return False
+    return all_left_well(board)

@@ -1,0 +1,127 @@
+"""The short way of a small reduction that was called before.
+
+It does what the long way does (view, header, fold, result), with everything that depends only on
+operation, dtype and shape worked out beforehand. When anything is unusual it hands over.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from arraycomm._dtypes import DType
+from arraycomm._engine import wait_for
+from arraycomm._folds import folder, ieee_mode, in_ieee_mode
+from arraycomm._header import Signature, encode, settle
+from arraycomm._results import allocate, give, written
+from arraycomm._transports.board import PAYLOAD, PREFIX
+from arraycomm._views import view, view_out
+
+if TYPE_CHECKING:
+    from arraycomm._communicator import Communicator
+
+
+class ShortReduction:
+    """`allreduce` of one op, dtype and shape, small enough to travel with the header.
+
+    Calling it returns the result, or None where the long way has to be taken.
+    """
+
+    def __init__(
+        self, comm: Communicator, op: str, dtype: DType, shape: tuple[int, ...], *, numpy: bool
+    ) -> None:
+        board = comm._board
+        self._comm, self._board, self._engine = comm, board, comm._engine
+        self._turn = comm._engine.turn
+        self._dtype, self._shape, self._numpy = dtype, shape, numpy
+        self._signature = Signature("allreduce", op, None, dtype, shape)
+        count = int(np.prod(shape, dtype=np.int64))
+        self._nbytes = count * dtype.itemsize
+        self._prefix = encode(self._signature, self._nbytes)
+        self._digest = memoryview(self._prefix)[:8].cast("q")[0]
+        self._fold = folder(op, dtype)
+        self._quiet = contextvars.copy_context()
+        self._quiet.run(np.seterr, all="ignore")
+        end = PAYLOAD + self._nbytes
+        self._rows = [
+            [row[PAYLOAD:end].view(dtype).reshape(shape) for row in rows] for rows in board.rows
+        ]
+        self._mine = [
+            np.frombuffer(slot, np.uint8)[PAYLOAD:end].view(dtype).reshape(shape)
+            for slot in board.mine
+        ]
+        self._digests = [peer * board.stride + 1 for peer in board.peers]
+        self._calls, self._seconds = 0, 0.0
+
+    def __call__(self, x: Any, out: Any) -> Any:
+        if self._numpy:
+            if out is None:
+                out = allocate(self._shape, self._dtype)
+            elif (
+                type(out) is not np.ndarray
+                or out.dtype != self._dtype
+                or out.shape != self._shape
+                or not out.flags.carray
+            ):
+                return None
+            return out if self._reduce(x, out) else None
+        try:
+            source = view(x, "allreduce")
+            into = None if out is None else view_out(out, self._shape, self._dtype, "allreduce")
+        except Exception:
+            return None
+        if source.dtype != self._dtype or source.shape != self._shape:
+            return None
+        target = allocate(self._shape, self._dtype) if into is None else into.array
+        if not self._reduce(source.array, target):
+            return None
+        return give(target, source) if into is None else written(into)
+
+    def _reduce(self, x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> bool:
+        """Reduce, unless somebody else is at it; tell whether that was done."""
+        if self._engine._queue or not self._turn.acquire(False):
+            return False
+        try:
+            started = perf_counter()
+            board = self._board
+            parity = (board.step + 1) & 1
+            board.mine[parity][PREFIX] = self._prefix
+            self._mine[parity][...] = x
+            board.post()
+            words, digest = board.words[parity], self._digest
+            if not board.arrived():
+                self._wait()
+            for place in self._digests:
+                if words[place] != digest:
+                    self._disagree()
+            if in_ieee_mode():
+                self._quiet.run(self._fold, self._rows[parity], out)
+            else:
+                with ieee_mode():
+                    self._quiet.run(self._fold, self._rows[parity], out)
+            self._comm._completed = board.step
+            self._calls += 1
+            self._seconds += perf_counter() - started
+            return True
+        finally:
+            self._turn.release()
+
+    def _wait(self) -> None:
+        try:
+            wait_for(self._board.arrived, self._engine._spins, self._engine._watch)
+        except BaseException as error:
+            self._comm._close(error)
+            raise
+
+    def _disagree(self) -> None:
+        """Raise on every rank; see `settle`."""
+        self._engine.run(self._comm._guarded(settle(self._board, self._signature)))
+
+    def add_to(self, totals: list[float]) -> None:
+        """Add this way's figures to the communicator's: calls, bytes, copies, seconds."""
+        totals[0] += self._calls
+        totals[1] += self._calls * self._nbytes
+        totals[3] += self._seconds

@@ -1,0 +1,96 @@
+"""What a transport gives: a board for small steps, and a few movements of bytes for large ones.
+
+A movement returns a `Handle` at once and is finished when `done()` says so; the buffers stay
+untouched by the caller until then. All ranks of a group issue the same movements in the same order.
+Buffers are one-dimensional, contiguous arrays of bytes; no single movement exceeds `MAX_BYTES`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from arraycomm._transports.board import Board
+
+Bytes = np.ndarray[Any, Any]
+
+# Counts and offsets of MPI before version 4 are 32-bit integers.
+MAX_BYTES: Final = 2**31 - 4096
+
+
+class Handle(Protocol):
+    """A movement under way, or a step of the board."""
+
+    def done(self) -> bool:
+        """Push the movement on and tell whether it is finished; never waits."""
+
+
+class Blocks(NamedTuple):
+    """One block of `buffer` for each rank: `counts[r]` bytes from `offsets[r]`."""
+
+    buffer: Bytes
+    counts: Sequence[int]
+    offsets: Sequence[int]
+
+    def block(self, rank: int) -> Bytes:
+        """Return the bytes that belong to `rank`."""
+        start = self.offsets[rank]
+        return self.buffer[start : start + self.counts[rank]]
+
+
+class Transport(abc.ABC):
+    """One group of ranks."""
+
+    name: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    board: Board
+    mpi_comm: Any = None
+    # Polls before the first one that gives up the core.
+    spins: int = 0
+    # Whether a thread of its own may push movements on while the caller computes.
+    threaded: bool = True
+
+    @abc.abstractmethod
+    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
+        """Send block r to rank r; receive rank r's block in block r."""
+
+    @abc.abstractmethod
+    def allgather(self, recv: Blocks) -> Handle:
+        """Everyone's own block of `recv` becomes known to all, in place."""
+
+    @abc.abstractmethod
+    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
+        """Send bytes to `root`, which receives rank r's in block r; `recv` is None elsewhere."""
+
+    @abc.abstractmethod
+    def bcast(self, buffer: Bytes, root: int) -> Handle:
+        """Make every rank's buffer that of `root`."""
+
+    @abc.abstractmethod
+    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+        """Return the group of `members` (ranks of this group, in their new order), or None.
+
+        Collective: every rank of this group calls it; `color` tells the new groups apart, and is
+        None on a rank that belongs to none. May block.
+        """
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """Release the group, with every rank in it. May block."""
+
+    @abc.abstractmethod
+    def nodes(self) -> Sequence[int]:
+        """For each rank, a number that it shares with the ranks on its node."""
+
+    def progress(self) -> None:
+        """Give movements of other ranks that involve this one a chance to go on."""
+
+    def abort(self, code: int) -> None:
+        """End the whole job at once, as far as this transport reaches."""
+        raise SystemExit(code)

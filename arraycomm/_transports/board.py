@@ -1,0 +1,153 @@
+"""The board: one slot a rank that all ranks of a group can read, for small steps in lock step.
+
+A step is: write into `mine`, `post`, wait until `arrived`, read `rows`. Slots are used in turn
+(two parities), so no acknowledgement is needed: who sees everyone's step k + 1 knows that
+everyone has finished reading step k.
+
+Layout of a slot, in words of 8 bytes: word 0 is the stamp (the step's number, written last), words
+1 to 15 are the header's, and the payload starts at `PAYLOAD`.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+PAYLOAD: Final = 128
+PREFIX: Final = slice(8, PAYLOAD)
+SHARED_SLOT: Final = 4096
+MESSAGE_SLOT: Final = 256
+
+# How a rank's part in a group ended; 0 while it has not.
+FAILED: Final = 1
+FINISHED: Final = 2
+
+_FAREWELL_TEXT: Final = 4096
+_FAREWELL: Final = 24 + _FAREWELL_TEXT  # state, last step completed, length of the text, text
+
+_STRONGLY_ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+_fence_lock = threading.Lock()
+
+
+def _fence() -> None:
+    """Order memory accesses on processors that would reorder them: a lock's own barriers do."""
+    if not _STRONGLY_ORDERED:
+        _fence_lock.acquire()
+        _fence_lock.release()
+
+
+class Farewell(NamedTuple):
+    """How a rank left: its state, the step of the last call that it completed, its traceback."""
+
+    state: int
+    step: int
+    text: str
+
+
+class Board:
+    """Slots over memory that `_publish` and `arrived` make visible to the other ranks.
+
+    Attributes
+    ----------
+    step : int
+        The number of the last step posted by this rank.
+    words : list of memoryview
+        For each parity, all slots as 64-bit words.
+    rows : list of ndarray
+        For each parity, the slots as bytes, shape (size, slot).
+    mine : list of memoryview
+        For each parity, this rank's slot to write into, as bytes.
+    """
+
+    def __init__(self, rank: int, size: int, rows: list[Any], mine: list[Any]) -> None:
+        self.rank = rank
+        self.size = size
+        self.step = 0
+        self.rows = rows
+        self.slot = rows[0].shape[1]
+        self.payload = self.slot - PAYLOAD
+        self.words = [memoryview(block.reshape(-1)).cast("q") for block in rows]
+        self.mine = [memoryview(slot) for slot in mine]
+        self.my_words = [slot.cast("q") for slot in self.mine]
+        self.stride = self.slot // 8
+        self.peers = [r for r in range(size) if r != rank]
+
+    def post(self) -> None:
+        """Publish this rank's slot as its next step."""
+        raise NotImplementedError
+
+    def arrived(self) -> bool:
+        """Tell whether every rank has posted the current step; never waits."""
+        raise NotImplementedError
+
+    def missing(self) -> list[int]:
+        """Ranks that have not posted the current step, as far as this rank can see."""
+        raise NotImplementedError
+
+    def leave(self, state: int, completed: int, text: str) -> None:
+        """Say that this rank takes part in nothing after the call of step `completed`."""
+        raise NotImplementedError
+
+    def farewell(self, rank: int) -> Farewell | None:
+        """Return how `rank` left, or None while it has not."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the board holds."""
+
+
+class SharedBoard(Board):
+    """A board in memory that all ranks share: of one process, or of one node."""
+
+    def __init__(self, rank: int, size: int, memory: np.ndarray[Any, Any]) -> None:
+        slots = memory[: 2 * size * SHARED_SLOT].reshape(2, size, SHARED_SLOT)
+        super().__init__(rank, size, [slots[0], slots[1]], [slots[0, rank], slots[1, rank]])
+        self._memory = memory
+        notes = memory[2 * size * SHARED_SLOT :][: size * _FAREWELL].reshape(size, _FAREWELL)
+        self._notes = notes
+        self._note_words = [memoryview(note[:24]).cast("q") for note in notes]
+        self.stamps = [peer * self.stride for peer in self.peers]
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Bytes of zeroed memory that a group of `size` ranks shares."""
+        return size * (2 * SHARED_SLOT + _FAREWELL)
+
+    def post(self) -> None:
+        _fence()
+        self.step = step = self.step + 1
+        self.my_words[step & 1][0] = step
+
+    def arrived(self) -> bool:
+        step = self.step
+        words = self.words[step & 1]
+        for stamp in self.stamps:
+            if words[stamp] != step:
+                return False
+        _fence()
+        return True
+
+    def missing(self) -> list[int]:
+        words = self.words[self.step & 1]
+        return [r for r in self.peers if words[r * self.stride] != self.step]
+
+    def leave(self, state: int, completed: int, text: str) -> None:
+        data = text.encode(errors="replace")[-_FAREWELL_TEXT:]
+        self._notes[self.rank, 24 : 24 + len(data)] = np.frombuffer(data, np.uint8)
+        words = self._note_words[self.rank]
+        words[1], words[2] = completed, len(data)
+        _fence()
+        words[0] = state
+
+    def farewell(self, rank: int) -> Farewell | None:
+        words = self._note_words[rank]
+        state = words[0]
+        if not state:
+            return None
+        _fence()
+        length = min(max(words[2], 0), _FAREWELL_TEXT)
+        text = self._notes[rank, 24 : 24 + length].tobytes().decode(errors="replace")
+        return Farewell(state, words[1], text)

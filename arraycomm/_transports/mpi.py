@@ -1,0 +1,208 @@
+"""Ranks as MPI processes, through mpi4py.
+
+On one node the board is a file mapped by all ranks; across nodes it is a persistent allgather.
+Large movements are nonblocking collectives of bytes: MPI never sees a dtype, and never reduces.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from arraycomm._errors import TransportError
+from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
+from arraycomm._transports.board import MESSAGE_SLOT, Board, Farewell, SharedBoard
+
+_SPINS = 64
+
+
+class _Movement:
+    """A nonblocking MPI operation, and the buffers that it must keep alive."""
+
+    def __init__(self, request: MPI.Request, *buffers: Bytes | None) -> None:
+        self._request = request
+        self._buffers = buffers
+
+    def done(self) -> bool:
+        try:
+            return self._request.Test()
+        except MPI.Exception as error:
+            raise _translated(error) from error
+
+
+class _Finished:
+    def done(self) -> bool:
+        return True
+
+
+class MPITransport(Transport):
+    """One rank of an MPI communicator that belongs to this transport alone."""
+
+    name = "mpi"
+    spins = _SPINS
+
+    def __init__(self, comm: MPI.Intracomm, *, share: bool = True) -> None:
+        self.mpi_comm: MPI.Intracomm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._share = share
+        local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank, self.local_size = local.rank, local.size
+        self._nodes: list[int] = comm.allgather(local.bcast(comm.rank))
+        local.Free()
+        memory = None
+        if share and self.local_size == self.size:
+            memory = _shared_memory(comm, SharedBoard.nbytes(self.size))
+        self.board: Board = (
+            MessageBoard(comm) if memory is None else SharedBoard(self.rank, self.size, memory)
+        )
+
+    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
+        return self._start(
+            lambda: self.mpi_comm.Ialltoallv(
+                [send.buffer, (send.counts, send.offsets), MPI.BYTE],
+                [recv.buffer, (recv.counts, recv.offsets), MPI.BYTE],
+            ),
+            send.buffer,
+            recv.buffer,
+        )
+
+    def allgather(self, recv: Blocks) -> Handle:
+        return self._start(
+            lambda: self.mpi_comm.Iallgatherv(
+                MPI.IN_PLACE, [recv.buffer, (recv.counts, recv.offsets), MPI.BYTE]
+            ),
+            recv.buffer,
+        )
+
+    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
+        into = recv and [recv.buffer, (recv.counts, recv.offsets), MPI.BYTE]
+        return self._start(
+            lambda: self.mpi_comm.Igatherv([send, MPI.BYTE], into, root),
+            send,
+            recv and recv.buffer,
+        )
+
+    def bcast(self, buffer: Bytes, root: int) -> Handle:
+        return self._start(lambda: self.mpi_comm.Ibcast([buffer, MPI.BYTE], root), buffer)
+
+    def _start(self, call: Callable[[], MPI.Request], *buffers: Bytes | None) -> Handle:
+        if self.size == 1 and len(buffers) == 1:
+            return _Finished()
+        try:
+            return _Movement(call(), *buffers)
+        except MPI.Exception as error:
+            raise _translated(error) from error
+
+    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+        key = 0 if color is None else members.index(self.rank)
+        comm = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else MPITransport(comm, share=self._share)
+
+    def free(self) -> None:
+        self.board.close()
+        self.mpi_comm.Free()
+
+    def nodes(self) -> Sequence[int]:
+        return self._nodes
+
+    def progress(self) -> None:
+        self.mpi_comm.Iprobe()
+
+    def abort(self, code: int) -> None:
+        self.mpi_comm.Abort(code)
+
+
+class MessageBoard(Board):
+    """A board that travels: each step is one allgather, prepared once for each parity."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        size = comm.size
+        rows = [np.zeros((size, MESSAGE_SLOT), np.uint8) for _ in range(2)]
+        mine = [np.zeros(MESSAGE_SLOT, np.uint8) for _ in range(2)]
+        super().__init__(comm.rank, size, rows, mine)
+        self._requests = [
+            comm.Allgather_init([mine[p], MPI.BYTE], [rows[p], MPI.BYTE]) for p in range(2)
+        ]
+        self._pending = False
+
+    def post(self) -> None:
+        self.step = step = self.step + 1
+        self.my_words[step & 1][0] = step
+        try:
+            self._requests[step & 1].Start()
+        except MPI.Exception as error:
+            raise _translated(error) from error
+        self._pending = True
+
+    def arrived(self) -> bool:
+        if self._pending:
+            try:
+                self._pending = not self._requests[self.step & 1].Test()
+            except MPI.Exception as error:
+                raise _translated(error) from error
+        return not self._pending
+
+    def missing(self) -> list[int]:
+        return list(self.peers) if self._pending else []
+
+    def leave(self, state: int, completed: int, text: str) -> None:
+        """Nothing to do: a rank that leaves says so in its next step (see the header)."""
+
+    def farewell(self, rank: int) -> Farewell | None:
+        return None
+
+    def close(self) -> None:
+        for request in self._requests:
+            request.Free()
+
+
+def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> np.ndarray[Any, Any] | None:
+    """Map one zeroed file in all ranks, or return None on all where one of them cannot."""
+    path, descriptor = "", -1
+    if comm.rank == 0:
+        path, descriptor = _make_file(nbytes)
+    path = comm.bcast(path)
+    memory = None
+    try:
+        if descriptor < 0 and path:
+            descriptor = os.open(path, os.O_RDWR)
+        if descriptor >= 0:
+            memory = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    except (OSError, ValueError):
+        pass
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    everyone = comm.allreduce(memory is not None, op=MPI.LAND)
+    if comm.rank == 0 and path:
+        os.unlink(path)
+    return memory if everyone else None
+
+
+def _make_file(nbytes: int) -> tuple[str, int]:
+    """Create a private file of `nbytes` zeros, in memory where there is a place for that."""
+    for directory in ("/dev/shm", tempfile.gettempdir()):  # noqa: S108
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="arraycomm-", dir=directory)
+        except OSError:
+            continue
+        try:
+            # A file with holes would end the process by a signal when the memory runs out.
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
+            os.close(descriptor)
+            os.unlink(path)
+            continue
+        return path, descriptor
+    return "", -1
+
+
+def _translated(error: MPI.Exception) -> TransportError:
+    return TransportError(f"MPI reported: {error.Get_error_string()}")

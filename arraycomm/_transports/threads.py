@@ -1,0 +1,139 @@
+"""Ranks as threads of one process: they read one another's memory directly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
+from arraycomm._transports.board import SharedBoard
+
+_Parts = Sequence[Bytes | None]
+
+
+class Group:
+    """What the ranks of one group share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.memory = np.zeros(SharedBoard.nbytes(size), np.uint8)
+        # For each rank: movements offered and movements read so far, and the parts it offers
+        # to every rank in the last two.
+        self.offered = [0] * size
+        self.read = [0] * size
+        self.parts: list[list[_Parts]] = [[(), ()] for _ in range(size)]
+        self._lock = threading.Lock()
+        self._children: dict[tuple[int, int], tuple[Group, int]] = {}
+
+    def child(self, split: int, color: int, size: int) -> Group:
+        """Return the group that all callers with the same arguments share."""
+        with self._lock:
+            group, waited_for = self._children.pop((split, color), (None, size))
+            group = group or Group(size)
+            if waited_for > 1:
+                self._children[split, color] = (group, waited_for - 1)
+            return group
+
+
+class _Swap:
+    """Offer parts to all, copy what the others offer to this rank, wait until all have read."""
+
+    def __init__(self, group: Group, rank: int, parts: _Parts, into: _Parts) -> None:
+        self._group, self._rank, self._into = group, rank, into
+        self._number = group.offered[rank] + 1
+        self._copied = False
+        group.parts[rank][self._number & 1] = parts
+        group.offered[rank] = self._number
+
+    def done(self) -> bool:
+        group, number = self._group, self._number
+        if not self._copied:
+            if min(group.offered) < number:
+                return False
+            self._copy()
+        if min(group.read) < number:
+            return False
+        group.parts[self._rank][number & 1] = ()
+        return True
+
+    def _copy(self) -> None:
+        group, parity = self._group, self._number & 1
+        for peer, target in enumerate(self._into):
+            if target is None or not len(target):
+                continue
+            source = group.parts[peer][parity][self._rank]
+            if source is not None and source is not target:
+                np.copyto(target, source)
+        self._copied = True
+        group.read[self._rank] = self._number
+
+
+class ThreadsTransport(Transport):
+    """One rank of a group of threads."""
+
+    name = "threads"
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group = group
+        self.rank = self.local_rank = rank
+        self.size = self.local_size = group.size
+        self.board = SharedBoard(rank, group.size, group.memory)
+        self._splits = 0
+
+    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
+        return self._swap(
+            [send.block(r) for r in range(self.size)], [recv.block(r) for r in range(self.size)]
+        )
+
+    def allgather(self, recv: Blocks) -> Handle:
+        mine = recv.block(self.rank)
+        into = [None if r == self.rank else recv.block(r) for r in range(self.size)]
+        return self._swap([mine] * self.size, into)
+
+    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
+        parts: list[Bytes | None] = [None] * self.size
+        parts[root] = send
+        nothing: list[Bytes | None] = [None] * self.size
+        into = nothing if recv is None else [recv.block(r) for r in range(self.size)]
+        return self._swap(parts, into)
+
+    def bcast(self, buffer: Bytes, root: int) -> Handle:
+        into: list[Bytes | None] = [None] * self.size
+        if self.rank == root:
+            return self._swap([buffer] * self.size, into)
+        into[root] = buffer
+        return self._swap([None] * self.size, into)
+
+    def _swap(self, parts: _Parts, into: _Parts) -> Handle:
+        return _Swap(self._group, self.rank, parts, into)
+
+    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+        self._splits += 1
+        if color is None:
+            return None
+        group = self._group.child(self._splits, color, len(members))
+        return type(self)(group, members.index(self.rank))
+
+    def free(self) -> None:
+        self.board.close()
+
+    def nodes(self) -> Sequence[int]:
+        return [0] * self.size
+
+
+class SelfTransport(ThreadsTransport):
+    """One rank alone: needs no MPI library."""
+
+    name = "self"
+
+    def __init__(self, group: Group | None = None, rank: int = 0) -> None:
+        super().__init__(group or Group(1), rank)
+
+
+def make_group(size: int) -> list[Any]:
+    """Return the transports of a new group of threads, one for each rank."""
+    group = Group(size)
+    return [ThreadsTransport(group, rank) for rank in range(size)]
