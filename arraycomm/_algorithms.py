@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._folds import fold
+from arraycomm._results import allocate
 from arraycomm._transports.base import MAX_BYTES, Blocks, Handle, Transport
 
 Array = np.ndarray[Any, Any]
@@ -47,7 +48,8 @@ class Scratch:
         """Return `count` elements of uninitialised memory, valid until the next call."""
         nbytes = count * dtype.itemsize
         if self._memory.nbytes < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
+            # Aligned alike on every rank, so that vectorized folds treat the same elements alike.
+            self._memory = allocate((nbytes,), np.dtype(np.uint8))
         return self._memory[:nbytes].view(dtype)
 
 

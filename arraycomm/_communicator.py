@@ -18,12 +18,13 @@ from arraycomm._engine import Engine, Task
 from arraycomm._errors import (
     CommTimeoutError,
     CommunicatorClosedError,
+    MismatchError,
     PeerError,
 )
 from arraycomm._header import Signature, Steps, agree, encode, fail_in_step, operation_of
 from arraycomm._short import ShortReduction
 from arraycomm._transports.base import Transport
-from arraycomm._transports.board import FAILED
+from arraycomm._transports.board import FAILED, FINISHED, Farewell
 from arraycomm._views import view
 
 _MAX_CACHED: Final = 1024
@@ -123,6 +124,8 @@ class Communicator:
         self._prefixes: dict[tuple[Signature, int, int], bytes] = {}
         self._short: dict[tuple[Any, ...], ShortReduction] = {}
         self._closed: BaseException | None = None
+        # Whether a call was given up while data was moving: the transport still holds its buffers.
+        self._unfinished = False
         self._completed = 0
         self._stats: dict[str, list[float]] = {}
         # This communicator and those made from it, in the order of their making.
@@ -271,14 +274,15 @@ class Communicator:
         Communication Operations in MPICH, 2005).
         """
         try:
-            short = self._short[type(x), op, x.dtype, x.shape]
-        except (KeyError, AttributeError, TypeError):
-            result = self._call("allreduce", _collectives.allreduce, x, op, out)
+            short = self._short.get((type(x), op, x.dtype, x.shape))
+        except (AttributeError, TypeError):
+            short = None
+        if short is not None and (result := short(x, out)) is not None:
+            return result
+        result = self._call("allreduce", _collectives.allreduce, x, op, out)
+        if short is None:
             self._remember(x, op)
-            return result
-        if (result := short(x, out)) is not None:
-            return result
-        return self._call("allreduce", _collectives.allreduce, x, op, out)
+        return result
 
     def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None) -> Any:
         """Reduce all ranks' arrays as `allreduce` does; only `root` gets the result.
@@ -527,16 +531,13 @@ class Communicator:
     def _watch(self, waited: float) -> None:
         """Raise where waiting on makes no sense: a rank has left, or does not come."""
         board = self._board
-        for rank in board.peers:
-            farewell = board.farewell(rank)
-            if farewell is not None and farewell.step < board.step:
-                how = "failed" if farewell.state == FAILED else "has reached the end of its program"
-                raise PeerError(
-                    f"rank {rank} {how} and takes part no more; {self._last_seen(rank)}"
-                    + (f"; its traceback:\n{farewell.text}" if farewell.text else ""),
-                    rank=rank,
-                    traceback=farewell.text,
-                )
+        left = {rank: farewell for rank in board.peers if (farewell := board.farewell(rank))}
+        gone = [rank for rank, farewell in left.items() if farewell.step < board.step]
+        if gone:
+            # A rank that has a traceback of its own, or none because it finished, is the cause;
+            # the others followed it.
+            cause = next((r for r in gone if left[r].text or left[r].state == FINISHED), gone[0])
+            raise self._peer_error(cause, left[cause])
         timeout = self._options.timeout
         if timeout is not None and waited > timeout:
             missing = board.missing()
@@ -546,6 +547,16 @@ class Communicator:
                 + ("; ".join(f"rank {r} is missing, {self._last_seen(r)}" for r in missing))
                 + ("" if missing else "every rank had begun the call, but its data did not come")
             )
+
+    def _peer_error(self, rank: int, farewell: Farewell) -> PeerError:
+        finished = farewell.state == FINISHED
+        how = "has reached the end of its program" if finished else "failed"
+        return PeerError(
+            f"rank {rank} {how} and takes part no more; {self._last_seen(rank)}"
+            + (f"; its traceback:\n{farewell.text}" if farewell.text else ""),
+            rank=rank,
+            traceback=farewell.text,
+        )
 
     def _last_seen(self, rank: int) -> str:
         previous = self._board.words[(self._board.step - 1) & 1]
@@ -557,6 +568,7 @@ class Communicator:
         if self._closed is not None:
             return
         self._closed = error
+        self._unfinished = not isinstance(error, MismatchError)
         self._forget_short()
         text = "" if isinstance(error, PeerError) else describe_exception(error)
         self._board.leave(FAILED, self._completed, text)

@@ -71,9 +71,9 @@ def _chain(ufunc: np.ufunc) -> Fold:
         if len(rows) == 1:
             np.copyto(out, rows[0])
             return
-        ufunc(rows[0], rows[1], out)
+        ufunc(rows[0], rows[1], out=out)
         for row in rows[2:]:
-            ufunc(out, row, out)
+            ufunc(out, row, out=out)
 
     return chain
 
@@ -81,7 +81,7 @@ def _chain(ufunc: np.ufunc) -> Fold:
 def _mean(chain: Fold) -> Fold:
     def mean(rows: Sequence[Array], out: Array) -> None:
         chain(rows, out)
-        np.divide(out, out.dtype.type(len(rows)), out)
+        np.divide(out, out.dtype.type(len(rows)), out=out)
 
     return mean
 
@@ -92,7 +92,7 @@ def _complex_mean(chain: Fold) -> Fold:
     def mean(rows: Sequence[Array], out: Array) -> None:
         chain(rows, out)
         for part in (out.real, out.imag):
-            np.divide(part, part.dtype.type(len(rows)), part)
+            np.divide(part, part.dtype.type(len(rows)), out=part)
 
     return mean
 
@@ -116,9 +116,9 @@ def _narrow(op: str) -> Fold:
         wide = np.empty_like(accumulator)
         for row in rows[1:]:
             wide[...] = row
-            ufunc(accumulator, wide, accumulator)
+            ufunc(accumulator, wide, out=accumulator)
         if op == "mean":
-            np.divide(accumulator, np.float32(len(rows)), accumulator)
+            np.divide(accumulator, np.float32(len(rows)), out=accumulator)
         out[...] = accumulator
 
     return narrow

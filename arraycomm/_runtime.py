@@ -15,15 +15,17 @@ from arraycomm import _launch
 from arraycomm._collectives import agreement_only
 from arraycomm._communicator import Communicator, Options
 from arraycomm._engine import wait_for
-from arraycomm._errors import BackendUnavailableError, NotInitializedError
+from arraycomm._errors import BackendUnavailableError, NotInitializedError, PeerError
 from arraycomm._header import all_left_well, leave_in_step
-from arraycomm._transports.board import FAILED, FINISHED, MESSAGE_SLOT
+from arraycomm._transports.board import FAILED, FINISHED, GONE, MESSAGE_SLOT
 
 _UNSET: Final[Any] = type("_Unset", (), {"__repr__": lambda self: "unset"})()
 _BACKENDS: Final = ("auto", "self", "mpi", "nccl", "threads")
 # Seconds that a rank which failed waits for the others to have seen it.
 _GRACE: Final = 3.0
 _NAP: Final = 1e-4
+# Seconds in which ranks that raise the same error at the same time have printed it.
+_PRINTING: Final = 0.5
 
 
 class _State:
@@ -272,8 +274,8 @@ def _watch_exit() -> None:
         previous(kind, error, trace)
         sys.stderr.flush()
         _state.failure = "".join(traceback.format_exception(kind, error, trace))
-        for comm in _open_communicators():
-            comm._board.leave(FAILED, comm._completed, _state.failure)
+        # Who fails because another rank did shows no traceback: the other's is the one to see.
+        _leave_all(GONE, "" if isinstance(error, PeerError) else _state.failure)
 
     sys.excepthook = excepthook
     atexit.register(_at_exit)
@@ -282,7 +284,7 @@ def _watch_exit() -> None:
 
 def _forget() -> None:
     """A forked child has no part in its parent's communication, nor in how that ends."""
-    for comm in _open_communicators():
+    for comm in _communicators():
         comm._forget_short()
         comm._closed = RuntimeError(
             "a forked process cannot use the communicator of its parent; "
@@ -292,18 +294,20 @@ def _forget() -> None:
     _state.world = None
 
 
-def _open_communicators() -> list[Communicator]:
-    return [comm for root in _state.roots for comm in root._family if comm._closed is None]
+def _communicators() -> list[Communicator]:
+    return [comm for root in _state.roots for comm in root._family]
+
+
+def _leave_all(state: int, text: str = "") -> None:
+    for comm in _communicators():
+        comm._board.leave(state, comm._completed, text)
 
 
 def _at_exit() -> None:
     """Let MPI finalize where everyone ended well; leave the hard way where somebody did not."""
-    if not _state.roots:
-        return
-    clean = not _state.failure and all(root._closed is None for root in _state.roots)
-    for comm in _open_communicators():
-        if clean:
-            comm._board.leave(FINISHED, comm._completed, "")
+    clean = not _state.failure and not any(comm._unfinished for comm in _communicators())
+    if clean:
+        _leave_all(FINISHED)
     everyone = [_everyone_left(root, clean) for root in _state.roots]
     if clean and all(everyone):
         return
@@ -313,29 +317,30 @@ def _at_exit() -> None:
 
 
 def _everyone_left(root: Communicator, clean: bool) -> bool:
-    """Wait for the other ranks to leave as well, and tell whether all had finished."""
+    """Wait for the other ranks to leave as well, and tell whether all had finished.
+
+    A rank that failed waits for the others only so long: they are to see its error, and to print
+    theirs, before the launcher ends them.
+    """
     if root._board.slot == MESSAGE_SLOT:
         return _left_in_step(root, clean)
     deadline = None if clean else time.monotonic() + _GRACE
     waiting = list(root._board.peers)
-    clean_peers = True
     while waiting and (deadline is None or time.monotonic() < deadline):
-        for peer in list(waiting):
-            farewell = root._board.farewell(peer)
-            if farewell is not None:
-                waiting.remove(peer)
-                clean_peers = clean_peers and farewell.state == FINISHED
-        if not clean_peers and deadline is None:
-            deadline = time.monotonic() + _GRACE
+        farewells = {peer: root._board.farewell(peer) for peer in waiting}
+        waiting = [p for p, left in farewells.items() if left is None or left.state == FAILED]
+        if deadline is None and any(left and left.state == GONE for left in farewells.values()):
+            clean, deadline = False, time.monotonic() + _GRACE
         root._link.progress()
         time.sleep(_NAP)
-    return clean_peers and not waiting
+    return clean and not waiting
 
 
 def _left_in_step(root: Communicator, clean: bool) -> bool:
     """The same over a board that travels: everyone's last step says how it left."""
     if root._closed is not None or not root._engine.idle:
-        return False
+        time.sleep(0.0 if clean else _PRINTING)
+        return clean
     text = "" if clean else (_state.failure.strip().splitlines() or ["it failed"])[-1]
     limit = float("inf") if clean else _GRACE
 

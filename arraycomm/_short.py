@@ -75,10 +75,15 @@ class ShortReduction:
             return None
         if source.dtype != self._dtype or source.shape != self._shape:
             return None
-        target = allocate(self._shape, self._dtype) if into is None else into.array
+        direct = into is not None and into.array.flags.carray
+        target = into.array if direct else allocate(self._shape, self._dtype)
         if not self._reduce(source.array, target):
             return None
-        return give(target, source) if into is None else written(into)
+        if into is None:
+            return give(target, source)
+        if not direct:
+            into.array[...] = target
+        return written(into)
 
     def _reduce(self, x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> bool:
         """Reduce, unless somebody else is at it; tell whether that was done."""

@@ -21,9 +21,11 @@ PREFIX: Final = slice(8, PAYLOAD)
 SHARED_SLOT: Final = 4096
 MESSAGE_SLOT: Final = 256
 
-# How a rank's part in a group ended; 0 while it has not.
+# How a rank's part in a group ended; 0 while it has not. FAILED: it will make no further call
+# here. GONE: its error has been printed, and its process ends. FINISHED: its program ended well.
 FAILED: Final = 1
 FINISHED: Final = 2
+GONE: Final = 3
 
 _FAREWELL_TEXT: Final = 4096
 _FAREWELL: Final = 24 + _FAREWELL_TEXT  # state, last step completed, length of the text, text
@@ -88,7 +90,10 @@ class Board:
         raise NotImplementedError
 
     def leave(self, state: int, completed: int, text: str) -> None:
-        """Say that this rank takes part in nothing after the call of step `completed`."""
+        """Say that this rank takes part in nothing after the call of step `completed`.
+
+        Said again, only the state changes.
+        """
         raise NotImplementedError
 
     def farewell(self, rank: int) -> Farewell | None:
@@ -135,11 +140,12 @@ class SharedBoard(Board):
         return [r for r in self.peers if words[r * self.stride] != self.step]
 
     def leave(self, state: int, completed: int, text: str) -> None:
-        data = text.encode(errors="replace")[-_FAREWELL_TEXT:]
-        self._notes[self.rank, 24 : 24 + len(data)] = np.frombuffer(data, np.uint8)
         words = self._note_words[self.rank]
-        words[1], words[2] = completed, len(data)
-        _fence()
+        if not words[0]:
+            data = text.encode(errors="replace")[-_FAREWELL_TEXT:]
+            self._notes[self.rank, 24 : 24 + len(data)] = np.frombuffer(data, np.uint8)
+            words[1], words[2] = completed, len(data)
+            _fence()
         words[0] = state
 
     def farewell(self, rank: int) -> Farewell | None:

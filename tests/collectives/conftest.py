@@ -1,0 +1,91 @@
+"""`on_ranks(size, fn, *args)`: run a function on some ranks, and return what each returned.
+
+The tests in this folder run over threads when pytest is alone, and over MPI when every rank of
+`mpiexec -n 4 python -m pytest tests/collectives` runs them in step: once with the board in shared
+memory, as on one node, and once with the board that travels, as between nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from arraycomm import _launch
+from arraycomm._callsite import describe_exception
+from arraycomm._communicator import Communicator, Options
+from arraycomm._transports.board import FAILED, FINISHED
+from arraycomm.testing import run
+
+TIMEOUT = 20.0
+LAUNCH = _launch.detect(os.environ)
+TRANSPORTS = ["threads"] if LAUNCH is None else ["mpi-shared", "mpi-messages"]
+SIZES = [1, 2, 3, 4] if LAUNCH is None else list(range(1, min(LAUNCH.size, 4) + 1))
+
+OnRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def on_ranks(transport: str) -> OnRanks:
+    if transport == "threads":
+        return lambda size, fn, *args: run(size, fn, *args, timeout=TIMEOUT)
+    return lambda size, fn, *args: _run_over_mpi(transport == "mpi-shared", size, fn, *args)
+
+
+@pytest.fixture(params=SIZES)
+def size(request: pytest.FixtureRequest) -> int:
+    number: int = request.param
+    return number
+
+
+@pytest.fixture(params=[s for s in SIZES if s > 1])
+def several(request: pytest.FixtureRequest) -> int:
+    """A number of ranks with which ranks can differ."""
+    number: int = request.param
+    return number
+
+
+@lru_cache
+def _group(size: int) -> Any:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    return world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
+
+
+def _run_over_mpi(share: bool, size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run on the first `size` ranks; every rank of the job learns what each returned."""
+    from mpi4py import MPI
+
+    from arraycomm._transports.mpi import MPITransport
+
+    group, result, error = _group(size), None, None
+    if group != MPI.COMM_NULL:
+        comm = Communicator(MPITransport(group.Dup(), share=share), Options(timeout=TIMEOUT))
+        try:
+            result = fn(comm, *args)
+        except BaseException as raised:
+            error = raised
+        for member in comm._family:
+            state = FINISHED if error is None else FAILED
+            member._board.leave(state, member._completed, describe_exception(error) if error else "")
+    said = describe_exception(error) if error else ""
+    outcomes = MPI.COMM_WORLD.allgather((result, said))
+    if group != MPI.COMM_NULL and not any(text for _, text in outcomes):
+        for member in comm._family:
+            member._link.free()
+    if error is not None:
+        raise error
+    failed = [f"on rank {r}:\n{text}" for r, (_, text) in enumerate(outcomes) if text]
+    if failed:
+        pytest.fail(failed[0], pytrace=False)
+    return [result for result, _ in outcomes[:size]]

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from arraycomm._communicator import Communicator
+from tests.collectives import oracle
+from tests.collectives.oracle import CASES, IDS, expected, same_bits, same_result, sample
+
+# One element, some kilobytes that still travel in the header of a node, and what takes slices.
+COUNTS = [1, 37, 30_000]
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
+def test_allreduce_is_the_fold_in_rank_order(on_ranks, size, dtype, op) -> None:
+    def check(comm: Communicator) -> None:
+        for count in COUNTS:
+            arrays = [sample(dtype, count, rank, op) for rank in range(comm.size)]
+            result = comm.allreduce(arrays[comm.rank], op)
+            few = slice(0, 200)
+            assert same_result(result[few], expected([a[few] for a in arrays], op), op), count
+            last = slice(count - min(count, 100), count)
+            assert same_result(result[last], expected([a[last] for a in arrays], op), op), count
+            assert same_bits(comm.allreduce(arrays[comm.rank], op), result), "called again"
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
+def test_reduce_gives_root_what_allreduce_gives_all(on_ranks, size, dtype, op) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (5, 40_000):
+            mine = sample(dtype, count, comm.rank, op)
+            before = mine.tobytes()
+            whole = comm.allreduce(mine, op)
+            for root in range(comm.size):
+                result = comm.reduce(mine, op, root)
+                if comm.rank == root:
+                    assert same_bits(result, whole)
+                else:
+                    assert result is None
+            assert mine.tobytes() == before
+
+    on_ranks(size, check)
+
+
+def test_every_rank_gets_the_same_bits(on_ranks, size) -> None:
+    def check(comm: Communicator) -> list[bytes]:
+        return [
+            comm.allreduce(sample(dtype, count, comm.rank, op), op).tobytes()
+            for dtype, op in CASES
+            for count in (9, 30_000)
+        ]
+
+    results = on_ranks(size, check)
+    assert all(result == results[0] for result in results)
+
+
+def test_nan_of_any_rank_shows_in_min_and_max(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for dtype in (*oracle.FLOAT, *oracle.NARROW):
+            for op in ("min", "max"):
+                for holder in range(comm.size):
+                    x = np.ones(3, dtype)
+                    if comm.rank == holder:
+                        x[1] = np.nan
+                    result = comm.allreduce(x, op).astype(np.float32)
+                    assert np.isnan(result).tolist() == [False, True, False]
+
+    on_ranks(size, check)
+
+
+def test_narrow_floats_are_rounded_once(on_ranks) -> None:
+    """256 + 1 + 1 is 258 in bfloat16 only where nothing is rounded on the way."""
+
+    def check(comm: Communicator) -> None:
+        x = np.array([256 if comm.rank == 0 else 1], ml_dtypes.bfloat16)
+        assert float(comm.allreduce(x)[0]) == 258.0
+
+    on_ranks(3, check)
+
+
+def test_integer_sums_wrap(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        result = comm.allreduce(np.full(2, 200, np.uint8))
+        assert result.tolist() == [200 * comm.size % 256] * 2
+
+    on_ranks(size, check)
+
+
+def test_subnormal_numbers_are_kept_in_threads_that_flush_them(on_ranks, size) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        x = np.full(5, 1e-310)
+        torch.set_flush_denormal(True)
+        try:
+            results = [comm.allreduce(x), comm.allreduce(x), comm.allreduce(np.full(9_000, 1e-310))]
+        finally:
+            torch.set_flush_denormal(False)
+        for result in results:
+            assert (result == expected([np.full(1, 1e-310)] * comm.size, "sum")[0]).all()
+            assert (result != 0).all()
+
+    on_ranks(size, check)
+
+
+def test_overflow_is_silent_and_infinite(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        for dtype in (np.float32, np.float16):
+            for count in (1, 20_000):
+                x = np.full(count, np.finfo(dtype).max, dtype)
+                for _ in range(2):
+                    assert np.isposinf(comm.allreduce(x).astype(np.float64)).all()
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("chunk", [1, 1000, 1 << 15])
+def test_result_does_not_depend_on_the_chunk_size(on_ranks, size, chunk, monkeypatch) -> None:
+    from arraycomm import _algorithms
+
+    def check(comm: Communicator) -> bytes:
+        x = sample(np.dtype(np.float32), 20_011, comm.rank)
+        return comm.allreduce(x).tobytes()
+
+    whole = on_ranks(size, check)
+    monkeypatch.setattr(_algorithms, "CHUNK_BYTES", chunk)
+    assert on_ranks(size, check) == whole
+
+
+def test_python_numbers_come_back_as_their_type(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for value, op, result in (
+            (comm.rank + 1, "sum", sum(range(comm.size + 1))),
+            (comm.rank + 0.5, "max", comm.size - 0.5),
+            (comm.rank == 0, "or", True),
+            (1j, "sum", comm.size * 1j),
+            (np.float32(2), "mean", np.float32(2)),
+        ):
+            got: Any = comm.allreduce(value, op)
+            assert got == result
+            assert type(got) is type(value)
+
+    on_ranks(size, check)
