@@ -23,6 +23,17 @@ def call_site() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def describe_raise(error: BaseException) -> str:
+    """Return the traceback as text, with the user's frames that led to where it was caught."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    outer = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    inner = describe_exception(error)
+    heading, _, rest = inner.rpartition("Traceback (most recent call last):\n")
+    return f"{heading}Traceback (most recent call last):\n{outer}{rest}"
+
+
 def describe_exception(error: BaseException) -> str:
     """Return the traceback as text."""
     return "".join(traceback.format_exception(error))

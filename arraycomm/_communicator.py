@@ -12,7 +12,7 @@ import numpy as np
 
 from arraycomm import _collectives
 from arraycomm._algorithms import Scratch
-from arraycomm._callsite import call_site, describe_exception
+from arraycomm._callsite import call_site, describe_exception, describe_raise
 from arraycomm._collectives import Call
 from arraycomm._engine import Engine, Task
 from arraycomm._errors import (
@@ -436,17 +436,13 @@ class Communicator:
     ) -> Steps:
         """Look at the arguments now; return the steps of the call, which may run later."""
         if self._closed is not None:
-            raise self._closed_error(operation)
-        call: Call | None = None
-        wrong: Exception | None = None
+            return self._refused(operation)
         try:
             call = prepare(self, *args)
         except Exception as error:
-            wrong = error
+            self._count(operation, None)
+            return self._raising(operation, error, describe_raise(error))
         self._count(operation, call)
-        if call is None:
-            assert wrong is not None
-            return self._raising(operation, wrong)
         return self._guarded(self._steps(call, site))
 
     def _steps(self, call: Call, site: str | None) -> Steps:
@@ -475,15 +471,20 @@ class Communicator:
         self._completed = self._board.step
         return result
 
-    def _raising(self, operation: str, error: Exception) -> Steps:
+    def _refused(self, operation: str) -> Steps:
+        raise self._closed_error(operation)
+        yield
+
+    def _raising(self, operation: str, error: Exception, traceback: str) -> Steps:
         try:
-            in_step = yield from fail_in_step(self._board, operation, error)
+            in_step = yield from fail_in_step(self._board, operation, error, traceback)
         except BaseException as lost:
             self._close(lost)
             raise error from lost
         self._completed = self._board.step
         if not in_step:
             self._close(error)
+            self._unfinished = False
         raise error
 
     def _prefix(self, call: Call) -> bytes:
@@ -568,10 +569,15 @@ class Communicator:
         if self._closed is not None:
             return
         self._closed = error
+        if isinstance(error, MismatchError):
+            # All ranks learn of it in the same steps, which this one has taken to the end.
+            self._completed = self._board.step
         self._unfinished = not isinstance(error, MismatchError)
         self._forget_short()
-        text = "" if isinstance(error, PeerError) else describe_exception(error)
-        self._board.leave(FAILED, self._completed, text)
+        if not isinstance(error, CommTimeoutError):
+            # After a timeout nothing is said: the others that wait are to time out themselves.
+            text = "" if isinstance(error, PeerError) else describe_exception(error)
+            self._board.leave(FAILED, self._completed, text)
 
     def _closed_error(self, operation: str) -> CommunicatorClosedError:
         closed = CommunicatorClosedError(

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from arraycomm._callsite import call_site, describe_exception
+from arraycomm._callsite import call_site
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, name_of
 from arraycomm._errors import MismatchError, PeerError
 from arraycomm._transports.base import Bytes, Handle
@@ -187,7 +187,7 @@ def settle(
     raise mismatch(details)
 
 
-def fail_in_step(board: Board, operation: str, error: Exception) -> Steps:
+def fail_in_step(board: Board, operation: str, error: Exception, traceback: str) -> Steps:
     """Take part in the step of a call whose arguments were wrong, so that the others learn of it.
 
     Returns whether the ranks are still in step after it.
@@ -197,9 +197,7 @@ def fail_in_step(board: Board, operation: str, error: Exception) -> Steps:
     _, words = _seen(board)
     verdict = _judge(board, words)
     if verdict != _LEAVING:
-        yield from exchange_details(
-            board, {"error": str(error), "traceback": describe_exception(error)}
-        )
+        yield from exchange_details(board, {"error": str(error), "traceback": traceback})
     return verdict == _RAISING
 
 

@@ -237,11 +237,9 @@ class _Leaves:
             (path, _NONE if seen is None else describe(seen.dtype, seen.shape))
             for path, seen in zip(self.paths, self.views, strict=True)
         ]
-        return (*said, ("tied leaves", str(self._index) if self._tied else "none"))
-
-    @property
-    def _tied(self) -> bool:
-        return len(self._index) != len(self.views)
+        if len(self._index) != len(self.views):
+            said.append(("tied leaves", str(self._index)))
+        return tuple(said)
 
     def rebuild(self, results: list[Any]) -> Any:
         """Return the tree of these distinct leaves."""
@@ -367,7 +365,7 @@ def _agreed_descriptions(details: list[dict[str, Any]]) -> list[str]:
         if len(descriptions) > 1:
             raise mismatch(_without_none(details))
         agreed.append(descriptions.pop() if descriptions else _NONE)
-    return agreed[:-1]
+    return agreed
 
 
 def _without_none(details: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,264 @@
+"""What is wrong on one rank is an error on every rank, soon, with a message that tells."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._communicator import Communicator
+
+WRONG: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] = {
+    "list": (TypeError, "allreduce.*allreduce_tree", lambda c: c.allreduce([1, 2])),
+    "string": (TypeError, "bcast_object", lambda c: c.allreduce("no")),
+    "object dtype": (TypeError, "Python objects", lambda c: c.allreduce(np.array([{}]))),
+    "op of dtype": (TypeError, "'mean' is not defined for int64", lambda c: c.allreduce(1, "mean")),
+    "sum of bool": (TypeError, 'use "or"', lambda c: c.allreduce(np.ones(2, bool))),
+    "min of complex": (TypeError, "no order", lambda c: c.allreduce(1j, "min")),
+    "sum of dates": (
+        TypeError,
+        "only be moved",
+        lambda c: c.allreduce(np.zeros(1, "datetime64[s]")),
+    ),
+    "unknown op": (ValueError, "op must be one of sum, mean", lambda c: c.allreduce(1.0, "avg")),
+    "op no string": (TypeError, "name of a reduction", lambda c: c.allreduce(1.0, ["sum"])),
+    "root too large": (ValueError, "root must be a rank", lambda c: c.bcast(1.0, c.size)),
+    "root negative": (ValueError, "root must be a rank", lambda c: c.reduce(1.0, root=-1)),
+    "root no integer": (TypeError, "root must be an integer", lambda c: c.bcast(1.0, "0")),
+    "nothing to send": (TypeError, "passes the array to send", lambda c: c.bcast(None, c.rank)),
+    "big integer": (OverflowError, "allreduce", lambda c: c.allreduce(2**70)),
+    "out shape": (ValueError, "shape", lambda c: c.allreduce(np.ones(3), out=np.ones(4))),
+    "out dtype": (TypeError, "dtype", lambda c: c.allreduce(np.ones(3), out=np.ones(3, "f4"))),
+    "out read-only": (
+        BufferError,
+        "read-only",
+        lambda c: c.allreduce(np.ones(3), out=np.broadcast_to(1.0, 3)),
+    ),
+    "color": (TypeError, "color must be an integer", lambda c: c.split("a")),
+    "tree leaf": (
+        TypeError,
+        r"tree\['a'\]\[1\]",
+        lambda c: ac.allreduce_tree({"a": [1.0, "x"]}, comm=c),
+    ),
+    "tree op": (TypeError, r"tree\['n'\].*mean", lambda c: ac.allreduce_tree({"n": 3}, comm=c)),
+    "synchronize": (
+        TypeError,
+        r"tree\[0\]",
+        lambda c: ac.synchronize([object()], comm=c),
+    ),
+    "missing": (
+        ValueError,
+        "missing must be",
+        lambda c: ac.allreduce_gradients([1.0], missing="ones", comm=c),
+    ),
+    "unpicklable": (Exception, "pickle", lambda c: c.allgather_object(threading.Lock())),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_argument_on_one_rank_raises_on_all_and_the_ranks_go_on(
+    on_ranks, size, case
+) -> None:
+    kind, message, wrong = WRONG[case]
+
+    def check(comm: Communicator) -> None:
+        for culprit in range(comm.size):
+            if comm.rank == culprit:
+                with pytest.raises(kind, match=message):
+                    wrong(comm)
+            else:
+                with pytest.raises(ac.PeerError, match=f"rank {culprit} raised") as caught:
+                    comm.allreduce(np.ones(5, np.float32))
+                assert caught.value.rank == culprit
+                assert "test_errors.py" in caught.value.traceback
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_argument_on_every_rank_raises_its_own(on_ranks, size, case) -> None:
+    kind, message, wrong = WRONG[case]
+
+    def check(comm: Communicator) -> None:
+        if case == "nothing to send" and comm.size > 1:
+            return
+        with pytest.raises(kind, match=message):
+            wrong(comm)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(size, check)
+
+
+def _small(comm: Communicator) -> Any:
+    return comm.allreduce(np.ones(3, np.float32))
+
+
+DIFFERENT: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str]] = {
+    "op": (_small, lambda c: c.allreduce(np.ones(3, np.float32), "max"), r"allreduce\(max\)"),
+    "dtype": (_small, lambda c: c.allreduce(np.ones(3)), "float64"),
+    "shape": (_small, lambda c: c.allreduce(np.ones((3, 1), np.float32)), r"\(3, 1\)"),
+    "size": (_small, lambda c: c.allreduce(np.ones(10**5, np.float32)), r"\(100000,\)"),
+    "operation": (_small, lambda c: c.barrier(), "barrier"),
+    "python number": (_small, lambda c: c.allreduce(1), "int64"),
+    "root": (lambda c: c.bcast(1.0, 0), lambda c: c.bcast(1.0, 1), "root=1"),
+    "bcast shape": (lambda c: c.bcast(np.ones(3), 0), lambda c: c.bcast(np.ones(4), 0), r"\(4,\)"),
+    "nonblocking": (_small, lambda c: c.iallgather(np.ones(3, np.float32)).wait(), "allgather"),
+    "split": (_small, lambda c: c.split(0), "split"),
+    "object": (lambda c: c.bcast_object(1), lambda c: c.allgather_object(1), "allgather_object"),
+    "dup": (lambda c: c.dup(), lambda c: c.dup(timeout=3.0), "timeout=3.0"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_differ_raise_mismatch_everywhere(on_ranks, several, case) -> None:
+    usual, other, message = DIFFERENT[case]
+
+    def check(comm: Communicator) -> None:
+        healthy = comm.dup()
+        for called_before in (False, True):
+            broken = comm.dup()
+            if called_before:
+                _small(broken)
+            started = time.monotonic()
+            with pytest.raises(ac.MismatchError, match=message) as caught:
+                (other if comm.rank == comm.size - 1 else usual)(broken)
+            assert time.monotonic() - started < 10
+            assert f"rank {comm.size - 1}: " in str(caught.value)
+            assert "test_errors.py:" in str(caught.value)
+            with pytest.raises(ac.CommunicatorClosedError, match="MismatchError") as closed:
+                broken.barrier()
+            assert closed.value.__cause__ is caught.value
+            assert healthy.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_mismatch_groups_ranks_of_one_call(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises(ac.MismatchError, match=r"ranks 0, 2: .*; rank 1: barrier at "):
+            comm.barrier() if comm.rank == 1 else comm.allreduce(1.0)
+
+    on_ranks(3, check)
+
+
+TREES: dict[str, tuple[Any, Any, str]] = {
+    "shape": ({"a": np.ones(2), "b": np.ones(3)}, {"a": np.ones(2), "b": np.ones(4)}, r"\['b'\]"),
+    "dtype": ([np.ones(2)], [np.ones(2, np.float32)], r"tree\[0\] is float64 .* float32"),
+    "key": ({"a": 1.0}, {"b": 1.0}, r"tree\['a'\] on rank 0, tree\['b'\] on rank 1"),
+    "length": ([1.0], [1.0, 2.0], r"tree\[1\] is on rank 1 only|First difference: tree\[1\]"),
+    "none": ([1.0, None], [1.0, 2.0], r"tree\[1\] is None on rank 0, float64 \(\) on rank 1"),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_trees_that_differ_raise_with_the_first_path(on_ranks, several, case) -> None:
+    usual, other, message = TREES[case]
+
+    def check(comm: Communicator) -> None:
+        for reduce_or_send in (ac.allreduce_tree, ac.synchronize):
+            broken = comm.dup()
+            mine = other if comm.rank == 1 else usual
+            with pytest.raises(ac.MismatchError, match="tree"):
+                reduce_or_send(mine, comm=broken)
+        broken = comm.dup()
+        with pytest.raises(ac.MismatchError, match=message):
+            ac.allreduce_tree(mine, comm=broken)
+
+    on_ranks(several, check)
+
+
+def test_gradients_that_differ_in_more_than_none_raise(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        tree = [None, np.ones(2)] if comm.rank == 0 else [np.ones(3), np.ones(1 + comm.rank)]
+        if comm.size == 2:
+            tree[1] = np.ones(2 + comm.rank)
+        with pytest.raises(ac.MismatchError, match=r"First difference: tree\[1\]"):
+            ac.allreduce_gradients(tree, comm=comm)
+
+    on_ranks(several, check)
+
+
+def test_rank_that_never_comes_is_named(on_ranks, several, transport) -> None:
+    def check(comm: Communicator) -> None:
+        impatient = comm.dup(timeout=0.3)
+        impatient.allreduce(np.ones(2))
+        if comm.rank == 0:
+            comm.barrier()
+            return
+        with pytest.raises(ac.CommTimeoutError, match="timeout 0.3 s") as caught:
+            impatient.barrier()
+        assert "rank 0 is missing, last seen in allreduce" in str(caught.value)
+        with pytest.raises(ac.CommunicatorClosedError, match="CommTimeoutError"):
+            impatient.barrier()
+        comm.barrier()
+
+    if transport == "mpi-messages":
+        pytest.skip("leaves an allgather of MPI's pending")
+    on_ranks(several, check)
+
+
+def test_two_threads_at_once_are_refused(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        waiting, go_on = threading.Event(), threading.Event()
+        other = comm.dup()
+        if comm.rank == 0:
+            errors: list[Exception] = []
+
+            def second() -> None:
+                waiting.wait()
+                while not comm._engine.turn.locked():
+                    time.sleep(0.001)
+                try:
+                    comm.barrier()
+                except ac.ConcurrentUseError as error:
+                    errors.append(error)
+                go_on.set()
+
+            thread = threading.Thread(target=second)
+            thread.start()
+            waiting.set()
+            other.barrier()
+            releasing = threading.Thread(target=lambda: (go_on.wait(), other.barrier()))
+            releasing.start()
+            comm.allreduce(1)
+            thread.join()
+            releasing.join()
+            assert "dup()" in str(errors[0])
+        else:
+            other.barrier()
+            other.barrier()
+            comm.allreduce(1)
+
+    on_ranks(several, check)
+
+
+def test_freed_communicator_says_so(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        with comm.dup() as inner:
+            assert inner.allreduce(1) == comm.size
+        for call in (inner.barrier, lambda: inner.allreduce(1), lambda: inner.ibarrier().wait()):
+            with pytest.raises(ac.CommunicatorClosedError, match="it was freed"):
+                call()
+        inner.free()
+
+    on_ranks(size, check)
+
+
+def test_tensor_that_requires_grad_is_refused(on_ranks, size) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        x = torch.ones(3, requires_grad=True)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"arraycomm\.adapters\.torch"):
+                comm.allreduce(x)
+            with torch.no_grad():
+                assert (comm.allreduce(x) == comm.size).all()
+
+    on_ranks(size, check)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import numpy as np
+
+from arraycomm._communicator import Communicator
+
+
+def test_split_partitions_by_color_and_orders_by_key(on_ranks, size) -> None:
+    def check(comm: Communicator) -> tuple[int, list[int], int, int]:
+        color = -7 if comm.rank % 2 else 2**40
+        part = comm.split(color, key=-comm.rank)
+        assert part is not None
+        members = part.allgather(comm.rank).tolist()
+        return color, members, part.rank, part.size
+
+    for rank, (color, members, number, count) in enumerate(on_ranks(size, check)):
+        same = [r for r in range(size) if (r % 2 == 1) == (color < 0)]
+        assert members == same[::-1]
+        assert members[number] == rank
+        assert count == len(same)
+
+
+def test_split_leaves_out_who_passes_none(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        part = comm.split(None if comm.rank == 0 else 5)
+        assert (part is None) == (comm.rank == 0)
+        if part is not None:
+            assert part.allreduce(1) == comm.size - 1
+        comm.barrier()
+
+    on_ranks(size, check)
+
+
+def test_calls_on_parts_do_not_meet(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        parts = [comm.split(comm.rank >= k) for k in range(comm.size)]
+        for k, part in enumerate(parts):
+            for count in (2, 30_000):
+                got = part.allreduce(np.full(count, comm.rank))
+                same = [r for r in range(comm.size) if (r >= k) == (comm.rank >= k)]
+                assert (got == sum(same)).all()
+
+    on_ranks(size, check)
+
+
+def test_dup_keeps_ranks_and_takes_options(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup(timeout=5.0, check=False)
+        assert (other.rank, other.size) == (comm.rank, comm.size)
+        assert other._options.timeout == 5.0
+        assert other._options.check is False
+        for count in (2, 30_000):
+            assert (other.allreduce(np.ones(count)) == comm.size).all()
+            assert (other.allgather(np.ones(count)) == 1).all()
+        assert other.dup()._options == other._options
+        requests = [comm.iallreduce(1), other.iallreduce(2)]
+        assert [r.wait() for r in reversed(requests)] == [2 * comm.size, comm.size]
+
+    on_ranks(size, check)
+
+
+def test_ranks_of_one_node_are_together(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        node = comm.split_by_node()
+        assert (node.rank, node.size) == (comm.local_rank, comm.local_size)
+
+    on_ranks(size, check)
+
+
+def test_many_communicators_can_be_made_and_freed(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for number in range(200):
+            with comm.dup() as inner:
+                assert inner.allreduce(number) == number * comm.size
+        assert comm._family == [comm]
+
+    on_ranks(size, check)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._communicator import Communicator
+
+
+def test_many_requests_in_any_order_of_waiting(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (3, 50_000):
+            x = np.arange(count, dtype=np.float64)
+            requests = [comm.iallreduce(x * k, "max") for k in range(6)]
+            requests.append(comm.ibcast(x if comm.rank == 0 else None, 0))
+            order = np.random.default_rng(comm.rank).permutation(len(requests))
+            results = {int(k): requests[k].wait() for k in order}
+            for k in range(6):
+                assert np.array_equal(results[k], x * k)
+            assert np.array_equal(results[6], x)
+            assert all(request.test() for request in requests)
+
+    on_ranks(size, check)
+
+
+def test_every_nonblocking_form_gives_what_the_blocking_one_gives(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.arange(30_000, dtype=np.float32) + comm.rank
+        root = comm.size - 1
+        out = np.empty_like(x)
+        assert comm.iallreduce(x, out=out).wait() is out
+        assert np.array_equal(out, comm.allreduce(x))
+        assert np.array_equal(comm.ibcast(x, root).wait(), comm.bcast(x, root))
+        assert np.array_equal(comm.iallgather(x).wait(), comm.allgather(x))
+        assert comm.ibarrier().wait() is None
+        mine, other = comm.ireduce(x, "mean", root).wait(), comm.reduce(x, "mean", root)
+        assert (mine is None) == (other is None) == (comm.rank != root)
+        assert mine is None or np.array_equal(mine, other)
+
+    on_ranks(size, check)
+
+
+def test_blocking_calls_wait_behind_requests(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.full(40_000, comm.rank + 1.0)
+        out = np.empty_like(x)
+        request = comm.iallreduce(x, out=out)
+        assert comm.allreduce(1) == comm.size
+        assert (out == sum(range(comm.size + 1))).all()
+        assert request.test()
+
+    on_ranks(size, check)
+
+
+def test_requests_progress_while_the_caller_does_something_else(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        out = np.empty(60_000)
+        request = comm.iallreduce(np.ones(60_000), out=out)
+        deadline = time.monotonic() + 10
+        while not request._task.finished and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert request._task.finished
+        assert (out == comm.size).all()
+        comm.barrier()
+
+    on_ranks(size, check)
+
+
+def test_error_of_an_argument_is_raised_by_wait(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        request = comm.iallreduce(np.ones(3) if comm.rank else "no")
+        good = comm.iallreduce(1)
+        with pytest.raises(ac.PeerError if comm.rank else TypeError):
+            request.wait()
+        assert good.wait() == comm.size
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(size, check)
+
+
+def test_mismatch_ends_all_that_is_outstanding(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        broken = comm.dup()
+        first = broken.iallreduce(np.ones(3 + comm.rank))
+        second = broken.iallreduce(np.ones(3))
+        with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
+            second.wait()
+        with pytest.raises(ac.MismatchError, match=r"test_requests\.py:"):
+            first.wait()
+
+    on_ranks(several, check)
+
+
+def test_wait_with_a_timeout_can_be_repeated(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        if comm.rank == 0:
+            other.barrier()
+            assert comm.iallreduce(1).wait() == comm.size
+        else:
+            request = comm.iallreduce(1)
+            with pytest.raises(ac.CommTimeoutError, match="not finished after 0.1 seconds"):
+                request.wait(timeout=0.1)
+            other.barrier()
+            assert request.wait() == comm.size
+
+    on_ranks(several, check)
+
+
+def test_request_says_where_it_was_made(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        request = comm.ibarrier()
+        request.wait()
+        assert repr(request).startswith("<Request made at test_requests.py:")
+
+    on_ranks(size, check)
