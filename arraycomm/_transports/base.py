@@ -1,7 +1,8 @@
 """What a transport gives: a board for small steps, and a few movements of bytes for large ones.
 
 A movement returns a `Handle` at once and is finished when `done()` says so; the buffers stay
-untouched by the caller until then. All ranks of a group issue the same movements in the same order.
+untouched by the caller until then. All ranks of a group issue the same movements in the same order,
+each after the one before has finished.
 Buffers are one-dimensional, contiguous arrays of bytes; no single movement exceeds `MAX_BYTES`.
 """
 

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from arraycomm._folds import fold, ieee_mode, in_ieee_mode
+from tests.collectives.oracle import CASES, IDS, expected, same_result, sample
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_fold_is_in_rank_order(dtype, op, rows) -> None:
+    for count in (0, 1, 70_001):
+        arrays = [sample(dtype, count, rank, op) for rank in range(rows)]
+        out = np.empty(count, dtype)
+        fold(op, dtype, arrays, out)
+        some = slice(0, None, 700)
+        assert same_result(out[some].copy(), expected([a[some] for a in arrays], op), op)
+
+
+def test_order_of_the_rows_matters() -> None:
+    """1e8 + 1 - 1e8 is 0 in float32, where 1e8 - 1e8 + 1 is 1."""
+    rows = [np.array([value], np.float32) for value in (1e8, 1, -1e8)]
+    out = np.empty(1, np.float32)
+    fold("sum", rows[0].dtype, rows, out)
+    assert out[0] == 0
+    fold("sum", rows[0].dtype, [rows[0], rows[2], rows[1]], out)
+    assert out[0] == 1
+
+
+def test_complex_mean_of_an_infinity_keeps_its_zero_part() -> None:
+    rows = [np.array([complex(np.inf, 0)])] * 3
+    out = np.empty(1, complex)
+    fold("mean", out.dtype, rows, out)
+    assert out[0].real == np.inf
+    assert out[0].imag == 0
+
+
+def test_narrow_overflow_follows_the_format() -> None:
+    for dtype, value, want in (
+        (np.float16, 60000, np.inf),
+        (ml_dtypes.float8_e5m2, 57344, np.inf),
+        (ml_dtypes.float8_e4m3fn, 448, np.nan),
+    ):
+        rows = [np.array([value], dtype)] * 2
+        out = np.empty(1, dtype)
+        fold("sum", out.dtype, rows, out)
+        assert np.array_equal(out.astype(float), [want], equal_nan=True)
+
+
+def test_mode_is_left_as_it_was_found() -> None:
+    torch = pytest.importorskip("torch")
+    seen: list[bool] = []
+
+    def flushing() -> None:
+        torch.set_flush_denormal(True)
+        seen.append(in_ieee_mode())
+        with ieee_mode():
+            seen.append(in_ieee_mode())
+        seen.append(in_ieee_mode())
+
+    thread = threading.Thread(target=flushing)
+    thread.start()
+    thread.join()
+    assert seen == [False, True, False]
+    assert in_ieee_mode()

@@ -1,0 +1,154 @@
+"""What every transport promises: one suite, one thin subclass each.
+
+The MPI ones run where every rank of an MPI job runs this file in step, the others where pytest is
+alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from arraycomm._engine import wait_for
+from arraycomm._transports.base import Blocks, Handle, Transport
+from arraycomm._transports.board import FAILED, PAYLOAD
+from tests.collectives.conftest import LAUNCH, OnRanks, on_ranks, several, size, transport
+
+__all__ = ["on_ranks", "several", "size", "transport"]
+
+
+def _finish(handle: Handle) -> None:
+    def watch(waited: float) -> None:
+        assert waited < 20, "the movement does not end"
+
+    wait_for(handle.done, 0, watch)
+
+
+def _blocks(counts: list[int], fill: int = 0) -> Blocks:
+    offsets = [sum(counts[:r]) for r in range(len(counts))]
+    return Blocks(np.full(sum(counts), fill, np.uint8), counts, offsets)
+
+
+class TransportContract:
+    """Subclasses say which transport; `on_ranks` passes a communicator over it."""
+
+    def test_board_shows_every_rank_what_the_others_wrote(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            board = comm._link.board
+            for number in range(20):
+                payload = np.full(board.payload, number * 7 + comm.rank, np.uint8)
+                board.mine[(board.step + 1) & 1][PAYLOAD:] = payload
+                board.post()
+                wait_for(board.arrived, 0, lambda waited: None)
+                assert board.missing() == []
+                rows = board.rows[board.step & 1]
+                for rank in range(comm.size):
+                    assert (rows[rank, PAYLOAD:] == number * 7 + rank).all()
+
+        on_ranks(size, check)
+
+    def test_alltoall_of_different_lengths(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            for scale in (0, 1, 1000):
+                send = _blocks([scale * (r + comm.rank) for r in range(comm.size)])
+                for rank in range(comm.size):
+                    send.block(rank)[...] = 10 * comm.rank + rank
+                recv = _blocks([scale * (comm.rank + r) for r in range(comm.size)], 255)
+                _finish(comm._link.alltoall(send, recv))
+                for rank in range(comm.size):
+                    assert (recv.block(rank) == 10 * rank + comm.rank).all()
+
+        on_ranks(size, check)
+
+    def test_allgather_is_in_place(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            for scale in (0, 3, 5000):
+                recv = _blocks([scale * (r + 1) for r in range(comm.size)], 255)
+                recv.block(comm.rank)[...] = comm.rank
+                _finish(comm._link.allgather(recv))
+                for rank in range(comm.size):
+                    assert (recv.block(rank) == rank).all()
+
+        on_ranks(size, check)
+
+    def test_gather_reaches_every_root(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            for root in range(comm.size):
+                recv = _blocks([100 * r for r in range(comm.size)], 255)
+                send = np.full(100 * comm.rank, comm.rank, np.uint8)
+                _finish(comm._link.gather(send, recv if comm.rank == root else None, root))
+                for rank in range(comm.size):
+                    want = rank if comm.rank == root else 255
+                    assert (recv.block(rank) == want).all()
+
+        on_ranks(size, check)
+
+    def test_bcast_from_every_root(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            for root in range(comm.size):
+                for count in (0, 5, 100_000):
+                    buffer = np.full(count, comm.rank, np.uint8)
+                    _finish(comm._link.bcast(buffer, root))
+                    assert (buffer == root).all()
+
+        on_ranks(size, check)
+
+    def test_split_numbers_members_in_the_order_given(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            members = list(range(comm.size))[::-1]
+            link: Transport | None = comm._link.split(0, members)
+            assert link is not None
+            assert (link.rank, link.size) == (members.index(comm.rank), comm.size)
+            buffer = np.full(10, comm.rank, np.uint8)
+            _finish(link.bcast(buffer, 0))
+            assert (buffer == members[0]).all()
+            link.free()
+
+        on_ranks(size, check)
+
+    def test_farewell_is_seen_where_memory_is_shared(
+        self, on_ranks: OnRanks, several: int, transport: str
+    ) -> None:
+        if transport == "mpi-messages":
+            pytest.skip("between nodes a farewell is a step of the header")
+
+        def check(comm) -> None:
+            other = comm.dup()
+            board = other._board
+            assert all(board.farewell(peer) is None for peer in board.peers)
+            comm.barrier()
+            board.leave(FAILED, 7, f"bye from {comm.rank}")
+            comm.barrier()
+            for peer in board.peers:
+                assert board.farewell(peer) == (FAILED, 7, f"bye from {peer}")
+            comm.barrier()
+
+        on_ranks(several, check)
+
+
+@pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
+class TestThreads(TransportContract):
+    pass
+
+
+@pytest.mark.skipif(LAUNCH is None, reason="needs to be run under mpiexec")
+class TestMPI(TransportContract):
+    pass
+
+
+@pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
+class TestSelf(TransportContract):
+    @pytest.fixture
+    def size(self) -> int:
+        return 1
+
+    @pytest.fixture
+    def several(self) -> int:
+        pytest.skip("one rank alone")
+
+    @pytest.fixture
+    def on_ranks(self) -> OnRanks:
+        from arraycomm._communicator import Communicator, Options
+        from arraycomm._transports.threads import SelfTransport
+
+        return lambda _, fn, *args: [fn(Communicator(SelfTransport(), Options()), *args)]
