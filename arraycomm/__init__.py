@@ -19,7 +19,6 @@ from arraycomm._println import println
 from arraycomm._runtime import finalize, init, is_initialized, world
 from arraycomm._trees import allreduce_gradients, allreduce_tree, synchronize
 
-
 __all__ = [
     "ArrayCommError",
     "BackendUnavailableError",

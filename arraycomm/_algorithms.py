@@ -7,6 +7,7 @@ calls, blocking or not. Sources and targets are one-dimensional, contiguous arra
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -150,7 +151,7 @@ def _blocks(array: Array, bounds: Sequence[int]) -> Blocks:
     """Elements bounds[r] to bounds[r + 1] of the array, as blocks of bytes."""
     itemsize, first = array.itemsize, bounds[0]
     offsets = [(bound - first) * itemsize for bound in bounds]
-    counts = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+    counts = [end - start for start, end in pairwise(offsets)]
     return Blocks(_bytes(array[first : bounds[-1]]), counts, offsets[:-1])
 
 

@@ -11,6 +11,7 @@ import operator
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -238,8 +239,7 @@ def barrier(comm: Communicator) -> Call:
     """See `Communicator.barrier`."""
 
     def finish(agreement: Agreement) -> Steps:
-        return None
-        yield
+        yield from ()
 
     return Call(Signature("barrier"), finish)
 
@@ -248,8 +248,8 @@ def agreement_only(operation: str, op: str | None = None, data: bytes = b"") -> 
     """A call that is finished with its header; it returns every rank's `data`, of one length."""
 
     def finish(agreement: Agreement) -> Steps:
+        yield from ()
         return [agreement.payload(rank, len(data)).tobytes() for rank in range(len(agreement.rows))]
-        yield
 
     return Call(Signature(operation, op), finish, np.frombuffer(data, np.uint8))
 
@@ -262,17 +262,14 @@ def allgather_object(comm: Communicator, obj: Any, operation: str = "allgather_o
         lengths = [_length(agreement, rank) for rank in range(comm.size)]
         if max(lengths) <= comm._inline:
             parts = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
-            return [pickle.loads(part) for part in parts]
+            return [pickle.loads(part.data) for part in parts]
         bounds = [0]
         for length in lengths:
             bounds.append(bounds[-1] + length)
         everything = np.empty(bounds[-1], np.uint8)
         everything[bounds[comm.rank] : bounds[comm.rank + 1]] = data
         yield from _algorithms.allgatherv(comm._link, everything, bounds)
-        return [
-            pickle.loads(everything[start:end])
-            for start, end in zip(bounds, bounds[1:], strict=False)
-        ]
+        return [pickle.loads(everything[start:end].data) for start, end in pairwise(bounds)]
 
     return Call(
         Signature(operation),
@@ -293,10 +290,10 @@ def bcast_object(comm: Communicator, obj: Any, root: int) -> Call:
     def finish(agreement: Agreement) -> Steps:
         length = _length(agreement, root)
         if length <= comm._inline:
-            return pickle.loads(agreement.payload(root, length))
+            return pickle.loads(agreement.payload(root, length).data)
         received = data.copy() if comm.rank == root else np.empty(length, np.uint8)
         yield from _algorithms.bcast(comm._link, received, root)
-        return pickle.loads(received)
+        return pickle.loads(received.data)
 
     return Call(
         Signature("bcast_object", None, root),

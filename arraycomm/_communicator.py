@@ -472,8 +472,8 @@ class Communicator:
         return result
 
     def _refused(self, operation: str) -> Steps:
+        yield from ()
         raise self._closed_error(operation)
-        yield
 
     def _raising(self, operation: str, error: Exception, traceback: str) -> Steps:
         try:

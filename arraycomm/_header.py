@@ -252,7 +252,7 @@ def _show(board: Board, prefix: bytes, payload: Bytes | None) -> Steps:
     slot = board.mine[(board.step + 1) & 1]
     slot[PREFIX] = prefix
     if payload is not None and len(payload):
-        slot[PAYLOAD : PAYLOAD + len(payload)] = payload
+        slot[PAYLOAD : PAYLOAD + len(payload)] = payload.data
     board.post()
     yield Arrival(board)
 
@@ -329,13 +329,13 @@ def _gather_texts(board: Board, text: str) -> Steps:
         piece = np.frombuffer(data[start : start + board.payload], np.uint8)
         yield from _show(board, encode(Signature(""), len(data), status=_TEXT), piece)
         rows, words = _seen(board)
-        for rank, text_so_far in enumerate(received):
+        for rank in range(board.size):
             length = words[rank * board.stride + 13]
             if not 0 <= length <= _MAX_TEXT:
                 raise PeerError(f"rank {rank} sent a malformed header", rank=rank)
             rounds = max(rounds, -(-length // board.payload))
             count = min(max(length - start, 0), board.payload)
-            text_so_far += rows[rank, PAYLOAD : PAYLOAD + count].tobytes()
+            received[rank] += rows[rank, PAYLOAD : PAYLOAD + count].tobytes()
         start += board.payload
     return [bytes(part).decode() for part in received]
 
@@ -343,6 +343,6 @@ def _gather_texts(board: Board, text: str) -> Steps:
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:  # noqa: PLR2004
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]}–{ranks[-1]}"
     return "ranks " + ", ".join(map(str, ranks))

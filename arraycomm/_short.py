@@ -75,14 +75,14 @@ class ShortReduction:
             return None
         if source.dtype != self._dtype or source.shape != self._shape:
             return None
-        direct = into is not None and into.array.flags.carray
-        target = into.array if direct else allocate(self._shape, self._dtype)
+        if into is not None and into.array.flags.carray:
+            return written(into) if self._reduce(source.array, into.array) else None
+        target = allocate(self._shape, self._dtype)
         if not self._reduce(source.array, target):
             return None
         if into is None:
             return give(target, source)
-        if not direct:
-            into.array[...] = target
+        into.array[...] = target
         return written(into)
 
     def _reduce(self, x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> bool:

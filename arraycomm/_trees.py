@@ -439,7 +439,7 @@ def _synchronize_call(comm: Communicator, tree: Any, root: int) -> Call:
         yield from _algorithms.bcast(comm._link, received, root)
         for memory in packed.memory:
             yield from _algorithms.bcast(comm._link, memory, root)
-        results = _received(parts, packed, iter(pickle.loads(received)), is_root)
+        results = _received(parts, packed, iter(pickle.loads(received.data)), is_root)
         return flat.rebuild([results[number] for number in index])
 
     described = tuple(

@@ -32,7 +32,7 @@ def per_rank_arrays(draw: st.DrawFn, size: int, dtype: np.dtype[Any]) -> list[Ar
 def _fill(count: int, dtype: np.dtype[Any], rng: np.random.Generator) -> Array:
     if dtype in (*FLOAT, *NARROW, *COMPLEX):
         values = np.where(
-            rng.random(count) < 0.3,  # noqa: PLR2004 - a third is special
+            rng.random(count) < 0.3,
             rng.choice(_SPECIAL, count),
             rng.standard_normal(count) * 10.0 ** rng.integers(-3, 4, count),
         )
@@ -40,7 +40,7 @@ def _fill(count: int, dtype: np.dtype[Any], rng: np.random.Generator) -> Array:
             if dtype in COMPLEX:
                 return (values + 1j * rng.permutation(values)).astype(dtype)
             return values.astype(dtype)
-    if dtype == bool:
+    if dtype.kind == "b":
         return rng.integers(0, 2, count).astype(bool)
     return rng.integers(0, 256, (count, dtype.itemsize), np.uint8).view(dtype).reshape(count)
 

@@ -2,9 +2,7 @@ from arraycomm._launch import Launch, detect, torchrun_size
 
 
 def test_each_launcher_is_known_by_its_variables() -> None:
-    assert detect({"PMI_SIZE": "3", "PMI_RANK": "0"}) == Launch(
-        3, "an mpiexec of the MPICH family"
-    )
+    assert detect({"PMI_SIZE": "3", "PMI_RANK": "0"}) == Launch(3, "an mpiexec of the MPICH family")
     assert detect({"OMPI_COMM_WORLD_SIZE": "4"}) == Launch(4, "Open MPI's mpiexec")
     assert detect({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}) == Launch(2, "srun")
 

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from arraycomm._pytrees import flatten
 
-Point = namedtuple("Point", "x y")
+
+class Point(NamedTuple):
+    x: object
+    y: object
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,9 @@ HEAD = "import sys, time, numpy as np, arraycomm as ac\n"
 
 
 def _alone(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_COMM", "ARRAYCOMM"))}
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_COMM", "ARRAYCOMM"))
+    }
     return subprocess.run(
         [sys.executable, "-c", HEAD + textwrap.dedent(program)],
         capture_output=True,

@@ -62,7 +62,7 @@ def test_no_thread_is_left_behind() -> None:
             raise ValueError
 
     for _ in range(5):
-        with pytest.raises(ValueError):  # noqa: PT011 - has no message
+        with pytest.raises(ValueError):
             run(4, fail, timeout=5)
     for thread in threading.enumerate():
         if thread.name == "arraycomm-progress":

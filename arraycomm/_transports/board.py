@@ -71,10 +71,10 @@ class Board:
         self.rows = rows
         self.slot = rows[0].shape[1]
         self.payload = self.slot - PAYLOAD
-        self.words = [memoryview(block.reshape(-1)).cast("q") for block in rows]
-        self.mine = [memoryview(slot) for slot in mine]
+        self.words = [block.reshape(-1).data.cast("q") for block in rows]
+        self.mine = [slot.data for slot in mine]
         self.my_words = [slot.cast("q") for slot in self.mine]
-        self.stride = self.slot // 8
+        self.stride: int = self.slot // 8
         self.peers = [r for r in range(size) if r != rank]
 
     def post(self) -> None:
@@ -113,7 +113,7 @@ class SharedBoard(Board):
         self._memory = memory
         notes = memory[2 * size * SHARED_SLOT :][: size * _FAREWELL].reshape(size, _FAREWELL)
         self._notes = notes
-        self._note_words = [memoryview(note[:24]).cast("q") for note in notes]
+        self._note_words = [note[:24].data.cast("q") for note in notes]
         self.stamps = [peer * self.stride for peer in self.peers]
 
     @staticmethod

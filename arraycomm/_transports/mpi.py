@@ -103,7 +103,10 @@ class MPITransport(Transport):
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         key = 0 if color is None else members.index(self.rank)
         comm = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else MPITransport(comm, share=self._share)
+        if color is None:
+            return None
+        assert isinstance(comm, MPI.Intracomm)
+        return MPITransport(comm, share=self._share)
 
     def free(self) -> None:
         self.board.close()
@@ -188,7 +191,7 @@ def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> np.ndarray[Any, Any] | N
 
 def _make_file(nbytes: int) -> tuple[str, int]:
     """Create a private file of `nbytes` zeros, in memory where there is a place for that."""
-    for directory in ("/dev/shm", tempfile.gettempdir()):  # noqa: S108
+    for directory in ("/dev/shm", tempfile.gettempdir()):
         try:
             descriptor, path = tempfile.mkstemp(prefix="arraycomm-", dir=directory)
         except OSError:

@@ -77,7 +77,9 @@ def _run_over_mpi(share: bool, size: int, fn: Callable[..., Any], *args: Any) ->
             error = raised
         for member in comm._family:
             state = FINISHED if error is None else FAILED
-            member._board.leave(state, member._completed, describe_exception(error) if error else "")
+            member._board.leave(
+                state, member._completed, describe_exception(error) if error else ""
+            )
     said = describe_exception(error) if error else ""
     outcomes = MPI.COMM_WORLD.allgather((result, said))
     if group != MPI.COMM_NULL and not any(text for _, text in outcomes):

@@ -9,7 +9,10 @@ from arraycomm._communicator import Communicator
 @pytest.mark.parametrize("length", [0, 10, 200, 5_000, 3_000_000])
 def test_objects_of_different_sizes(on_ranks, size, length) -> None:
     def check(comm: Communicator) -> None:
-        objects = [{"rank": r, "text": "x" * (length if r == comm.size - 1 else r)} for r in range(comm.size)]
+        objects = [
+            {"rank": r, "text": "x" * (length if r == comm.size - 1 else r)}
+            for r in range(comm.size)
+        ]
         assert comm.allgather_object(objects[comm.rank]) == objects
         for root in range(comm.size):
             mine = objects[root] if comm.rank == root else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -57,7 +56,7 @@ def test_container_covers_the_data_and_sums_agree(on_ranks, size, count) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_allreduce_of_different_values(on_ranks, size, dtype) -> None:
-    op = "or" if dtype == bool else "sum"
+    op = "or" if dtype.kind == "b" else "sum"
 
     def check(comm: Communicator) -> None:
         arrays = [np.full((2, 3), rank + 1).astype(dtype) for rank in range(comm.size)]
@@ -111,7 +110,9 @@ def test_five_hundred_twelve_elements_from_fill(on_ranks, size, dtype, op) -> No
     on_ranks(size, check)
 
 
-Layer = namedtuple("Layer", "weight bias")
+class Layer(NamedTuple):
+    weight: object
+    bias: object
 
 
 def _state(value: float, name: str) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_wait_with_a_timeout_can_be_repeated(on_ranks, several) -> None:
             assert comm.iallreduce(1).wait() == comm.size
         else:
             request = comm.iallreduce(1)
-            with pytest.raises(ac.CommTimeoutError, match="not finished after 0.1 seconds"):
+            with pytest.raises(ac.CommTimeoutError, match=r"not finished after 0\.1 seconds"):
                 request.wait(timeout=0.1)
             other.barrier()
             assert request.wait() == comm.size

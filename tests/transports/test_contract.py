@@ -32,7 +32,9 @@ def _blocks(counts: list[int], fill: int = 0) -> Blocks:
 class TransportContract:
     """Subclasses say which transport; `on_ranks` passes a communicator over it."""
 
-    def test_board_shows_every_rank_what_the_others_wrote(self, on_ranks: OnRanks, size: int) -> None:
+    def test_board_shows_every_rank_what_the_others_wrote(
+        self, on_ranks: OnRanks, size: int
+    ) -> None:
         def check(comm) -> None:
             board = comm._link.board
             for number in range(20):
