@@ -49,6 +49,22 @@ class Call:
     blind: bool = False
 
 
+class UndeliveredError(Exception):
+    """The ranks are done with one another, but this one's framework does not take its result."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def deliver(make: Callable[..., Any], *args: Any) -> Any:
+    """Return `make(*args)`, the last thing a call does; what it raises concerns this rank alone."""
+    try:
+        return make(*args)
+    except Exception as error:
+        raise UndeliveredError(error) from error
+
+
 class Target:
     """Where a result goes: a fresh array like the caller's, or the caller's `out`.
 
@@ -77,10 +93,10 @@ class Target:
     def deliver(self) -> Any:
         """Hand the finished result to the caller."""
         if self._out is None:
-            return give(self._array, self._like)
+            return deliver(give, self._array, self._like)
         if self._staged:
             np.copyto(self._out.array, self._array)
-        return written(self._out)
+        return deliver(written, self._out)
 
 
 def allreduce(comm: Communicator, x: Any, op: str, out: Any) -> Call:

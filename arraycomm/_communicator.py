@@ -13,7 +13,7 @@ import numpy as np
 from arraycomm import _collectives
 from arraycomm._algorithms import Scratch
 from arraycomm._callsite import call_site, describe_exception, describe_raise
-from arraycomm._collectives import Call
+from arraycomm._collectives import Call, UndeliveredError
 from arraycomm._engine import Engine, Task
 from arraycomm._errors import (
     CommTimeoutError,
@@ -464,6 +464,9 @@ class Communicator:
         """Close the communicator where steps fail in a way that leaves ranks out of step."""
         try:
             result = yield from steps
+        except UndeliveredError as undelivered:
+            self._completed = self._board.step
+            raise undelivered.error from None
         except BaseException as error:
             if not (isinstance(error, PeerError) and error.in_step):
                 self._close(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -159,4 +158,6 @@ def ieee_mode() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _math_library() -> ctypes.CDLL:
-    return ctypes.CDLL(ctypes.util.find_library("m"))
+    from ctypes.util import find_library
+
+    return ctypes.CDLL(find_library("m"))

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm import _algorithms
-from arraycomm._collectives import Call, bcast_object, check_root
+from arraycomm._collectives import Call, bcast_object, check_root, deliver
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME, DType, check_movable, check_reducible, name_of
 from arraycomm._errors import MismatchError
@@ -287,7 +287,7 @@ def _reduce_call(
             yield from _reduce_packed(comm, packed, op)
         else:
             _fold_inline(comm, packed, agreement, op)
-        return leaves.rebuild(_results(leaves.views, present, packed))
+        return deliver(lambda: leaves.rebuild(_results(leaves.views, present, packed)))
 
     return Call(
         Signature(operation, op, None, leaves=leaves.described()),
@@ -351,7 +351,7 @@ def _reduce_missing(
     yield from _reduce_packed(comm, packed, op)
     example = next((leaf for leaf in leaves.views if leaf is not None), None)
     likes = [leaf or example or view(np.empty(0), "allreduce_gradients") for leaf in leaves.views]
-    return leaves.rebuild(_results(likes, present, packed))
+    return deliver(lambda: leaves.rebuild(_results(likes, present, packed)))
 
 
 def _agreed_descriptions(details: list[dict[str, Any]]) -> list[str]:
@@ -426,21 +426,23 @@ def _synchronize_call(comm: Communicator, tree: Any, root: int) -> Call:
         values = [part.value for part in parts if part.value is not _Kept]
         data = np.frombuffer(pickle.dumps(values, pickle.HIGHEST_PROTOCOL), np.uint8)
 
+    def rebuild(values: list[Any]) -> Any:
+        results = _received(parts, packed, iter(values), is_root)
+        return flat.rebuild([results[number] for number in index])
+
     def finish(agreement: Agreement) -> Steps:
         if _someone_has_none(comm, agreement):
             _check_root_has_tree(comm, agreement, root)
             whole = yield from _bcast_whole(comm, tree, root)
             values = _take_from_whole(whole, parts, index, packed, is_root)
-            results = _received(parts, packed, iter(values), is_root)
-            return flat.rebuild([results[number] for number in index])
+            return deliver(rebuild, values)
         received = np.empty(agreement.word(root, 14), np.uint8)
         if is_root:
             received[...] = data
         yield from _algorithms.bcast(comm._link, received, root)
         for memory in packed.memory:
             yield from _algorithms.bcast(comm._link, memory, root)
-        results = _received(parts, packed, iter(pickle.loads(received.data)), is_root)
-        return flat.rebuild([results[number] for number in index])
+        return deliver(rebuild, pickle.loads(received.data))
 
     described = tuple(
         (path, parts[n].description) for path, n in zip(flat.paths, index, strict=True)

@@ -260,3 +260,20 @@ def test_tensor_that_requires_grad_is_refused(on_ranks, size) -> None:
                 assert (comm.allreduce(x) == comm.size).all()
 
     on_ranks(size, check)
+
+
+def test_result_that_a_framework_refuses_concerns_its_rank_alone(on_ranks, several) -> None:
+    jax = pytest.importorskip("jax")
+    like = jax.numpy.ones(1)
+
+    def check(comm: Communicator) -> None:
+        for count in (3, 30_000):
+            x = np.ones(count)
+            if comm.rank == 1:
+                with pytest.raises(TypeError, match="jax_enable_x64"):
+                    comm.bcast(None, 0, like=like)
+            else:
+                assert (comm.bcast(x, 0) == 1).all()
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
