@@ -23,7 +23,7 @@ from arraycomm._folds import fold
 from arraycomm._header import Agreement, Signature, Steps, array_of, exchange_details
 from arraycomm._results import allocate, give, written
 from arraycomm._transports.base import Bytes
-from arraycomm._views import BufferView, view, view_out
+from arraycomm._views import BufferView, likeness, view, view_out
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -156,15 +156,11 @@ def reduce(comm: Communicator, x: Any, op: str, root: int, out: Any) -> Call:
 def bcast(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
     """See `Communicator.bcast`."""
     root = check_root(comm, root, "bcast")
-    known = None if x is None else view(x, "bcast")
-    if comm.rank == root:
-        if known is None:
-            raise TypeError("bcast: x is None on the root; the root passes the array to send")
-        return _bcast_from(comm, known, root, out)
-    example = known or (None if like is None else view(like, "bcast"))
-    if example is None and out is not None:
-        example = view(out, "bcast")
-    return _bcast_to(comm, known, example or view(np.empty(0), "bcast"), root, out)
+    if comm.rank != root:
+        return _bcast_to(comm, x, root, like, out)
+    if x is None:
+        raise TypeError("bcast: x is None on the root; the root passes the array to send")
+    return _bcast_from(comm, view(x, "bcast"), root, out)
 
 
 def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> Call:
@@ -192,15 +188,16 @@ def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> 
     )
 
 
-def _bcast_to(
-    comm: Communicator, known: BufferView | None, like: BufferView, root: int, out: Any
-) -> Call:
+def _bcast_to(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
+    kind = _wanted_kind(x, like, out)
+    known = _known_array(x, out)
+    target: Target | None = None
     if known is None:
         signature = Signature("bcast", None, root)
     else:
         check_movable(known.dtype, "bcast")
         signature = Signature("bcast", None, root, known.dtype, known.shape)
-        target = Target(like, known.shape, known.dtype, out, "bcast")
+        target = Target(kind, known.shape, known.dtype, out, "bcast")
 
     def finish(agreement: Agreement) -> Steps:
         array = array_of(agreement.words, comm._slot_of(root))
@@ -209,7 +206,7 @@ def _bcast_to(
             descr, shape = ast.literal_eval(details[root]["array"])
             array = np.lib.format.descr_to_dtype(descr), tuple(shape)
         dtype, shape = array
-        into = target if known is not None else Target(like, shape, dtype, out, "bcast")
+        into = target or Target(kind, shape, dtype, out, "bcast")
         length = agreement.word(root, 13)
         if length >= 0:
             into.flat.view(np.uint8)[...] = agreement.payload(root, length)
@@ -218,6 +215,24 @@ def _bcast_to(
         return into.deliver()
 
     return Call(signature, finish)
+
+
+def _known_array(x: Any, out: Any) -> BufferView | None:
+    """Return the array that a rank which is not the root knows the result to be like, if any."""
+    if x is not None:
+        return view(x, "bcast")
+    if out is None:
+        return None
+    found = view(out, "bcast")
+    return view_out(out, found.shape, found.dtype, "bcast")
+
+
+def _wanted_kind(x: Any, like: Any, out: Any) -> BufferView:
+    """Return a view that tells what the result is like; its elements do not matter."""
+    for name, example in (("x", x), ("like", like), ("out", out)):
+        if example is not None:
+            return likeness(example, "bcast", name)
+    return view(np.empty(0), "bcast")
 
 
 def allgather(comm: Communicator, x: Any, out: Any) -> Call:

@@ -106,7 +106,11 @@ def name_of(dtype: DType) -> str:
 @lru_cache(maxsize=1024)
 def check_movable(dtype: DType, operation: str) -> None:
     """Raise `TypeError` unless elements of `dtype` can be sent as plain bytes."""
-    if dtype in BY_DTYPE or (dtype.kind in "mMSUV" and not dtype.hasobject and dtype.itemsize):
+    if dtype in BY_DTYPE:
+        return
+    # ml_dtypes' integers of 4 bits are of kind V as well, but are no structures.
+    plain = dtype.kind in "mMSU" or dtype.type is np.void
+    if plain and not dtype.hasobject and dtype.itemsize:
         return
     if dtype.hasobject:
         raise TypeError(

@@ -39,6 +39,11 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] = {
         "read-only",
         lambda c: c.allreduce(np.ones(3), out=np.broadcast_to(1.0, 3)),
     ),
+    "bcast out read-only": (
+        BufferError,
+        "read-only",
+        lambda c: c.bcast(np.ones(3), c.size - 1, out=np.broadcast_to(1.0, 3)),
+    ),
     "color": (TypeError, "color must be an integer", lambda c: c.split("a")),
     "tree leaf": (
         TypeError,
@@ -97,6 +102,8 @@ def _small(comm: Communicator) -> Any:
     return comm.allreduce(np.ones(3, np.float32))
 
 
+_receive = lambda out: lambda c: c.bcast(None if c.rank else np.ones(3), 0, out=out)  # noqa: E731
+
 DIFFERENT: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str]] = {
     "op": (_small, lambda c: c.allreduce(np.ones(3, np.float32), "max"), r"allreduce\(max\)"),
     "dtype": (_small, lambda c: c.allreduce(np.ones(3)), "float64"),
@@ -106,6 +113,8 @@ DIFFERENT: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator
     "python number": (_small, lambda c: c.allreduce(1), "int64"),
     "root": (lambda c: c.bcast(1.0, 0), lambda c: c.bcast(1.0, 1), "root=1"),
     "bcast shape": (lambda c: c.bcast(np.ones(3), 0), lambda c: c.bcast(np.ones(4), 0), r"\(4,\)"),
+    "bcast out shape": (_receive(None), _receive(np.ones(4)), r"\(4,\)"),
+    "bcast out dtype": (_receive(None), _receive(np.ones(3, "f4")), "float32"),
     "nonblocking": (_small, lambda c: c.iallgather(np.ones(3, np.float32)).wait(), "allgather"),
     "split": (_small, lambda c: c.split(0), "split"),
     "object": (lambda c: c.bcast_object(1), lambda c: c.allgather_object(1), "allgather_object"),

@@ -1,0 +1,216 @@
+"""Results: memory for them, and its way into the caller's framework.
+
+This is the only place that knows which framework takes over a NumPy array's memory as its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from arraycomm._dtypes import BY_DTYPE, DType, name_of
+from arraycomm._views import CPU, Array, BufferView, as_cupy, torch_carriers
+
+_ALIGNMENT: Final = 64  # JAX takes over memory of this alignment and copies any other
+_BYTE: Final = np.dtype(np.uint8)
+_from_buffer: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
+_WIDE: Final = frozenset(np.dtype(name) for name in ("int64", "uint64", "float64", "complex128"))
+
+Giver: TypeAlias = Callable[[Array, BufferView, str], Any]
+
+
+def allocate(shape: tuple[int, ...], dtype: DType) -> Array:
+    """Return new C-contiguous memory, aligned to 64 bytes, of which nothing is set."""
+    memory = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, _BYTE)
+    return np.ndarray(shape, dtype, memory, -ctypes.addressof(_from_buffer(memory)) % _ALIGNMENT)
+
+
+def give(array: Array, like: BufferView, operation: str = "result") -> Any:
+    """Hand `array` to the framework and device of `like`, as an array of that framework.
+
+    The caller must forget `array`: wherever the framework can take the memory over, it does.
+    """
+    return _GIVERS[like.framework](array, like, operation)
+
+
+def takes_over(framework: str, dtype: DType) -> bool:
+    """Tell whether `give` hands host memory of this dtype over without a copy.
+
+    Where this is false, the memory is free for other use as soon as `give` returns.
+    """
+    if framework in {"numpy", "python", "numpy_scalar", "namespace"}:
+        return True
+    if framework == "array_api_strict":
+        return dtype in _STRICT
+    return framework in {"torch", "jax"} and dtype in BY_DTYPE
+
+
+def written(out: BufferView) -> Any:
+    """Finish a write into `out.array`, and return the caller's `out`.
+
+    Memory that stood in for the caller's is copied back; torch is told that the tensor changed, so
+    that autograd notices where an older value was saved.
+    """
+    if out.framework == "torch":
+        _written_torch(out)
+    elif out.framework == "mlx":
+        out.source[...] = _give_mlx(out.array, out, "out")
+    elif out.framework == "cupy":
+        _written_cupy(out)
+    elif out.copied:
+        np.copyto(out.source, out.array)
+    return out.source
+
+
+def _written_torch(out: BufferView) -> None:
+    torch = sys.modules["torch"]
+    if out.copied:
+        with torch.no_grad():
+            out.source.copy_(_to_tensor(out.array, "out"))
+    else:
+        torch.autograd.graph.increment_version(out.source)
+
+
+def _written_cupy(out: BufferView) -> None:
+    import cupy
+
+    with cupy.cuda.Device(out.device[1]):
+        as_cupy(out.source)[...] = cupy.asarray(out.array)
+
+
+def _give_numpy(array: Array, _like: BufferView, _operation: str) -> Any:
+    return array
+
+
+def _give_number(array: Array, _like: BufferView, _operation: str) -> Any:
+    return array.item() if array.ndim == 0 else array
+
+
+def _give_scalar(array: Array, _like: BufferView, _operation: str) -> Any:
+    return array[()] if array.ndim == 0 else array
+
+
+def _give_torch(array: Array, like: BufferView, operation: str) -> Any:
+    tensor = _to_tensor(array, operation)
+    if like.device == CPU:
+        return tensor
+    # From pageable memory, the copy is in the order of the current stream and done on return.
+    return tensor.to(sys.modules["torch"].device(*like.device))
+
+
+def _to_tensor(array: Array, operation: str) -> Any:
+    import torch
+
+    for dtype, (carrier, numpy_dtype) in torch_carriers().items():
+        if array.dtype == numpy_dtype:
+            integers = array.view(f"i{carrier.itemsize}")
+            return torch.from_numpy(integers).view(dtype)
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise _no_such_dtype("torch", array.dtype, operation) from None
+
+
+def _give_jax(array: Array, like: BufferView, operation: str) -> Any:
+    import jax
+
+    if array.dtype not in BY_DTYPE:
+        raise _no_such_dtype("jax", array.dtype, operation)
+    with _x64(array.dtype, like.source, operation):
+        return jax.device_put(array, _jax_place(like.source))
+
+
+def _x64(dtype: DType, source: Any, operation: str) -> Any:
+    """Let JAX keep 64 bits where it does by its configuration, or did for `source`."""
+    import jax
+
+    config: Any = jax.config
+    if dtype not in _WIDE or config.jax_enable_x64:
+        return nullcontext()
+    if source is not None and source.dtype in _WIDE:
+        return jax.enable_x64(True)
+    raise TypeError(
+        f"{operation}: JAX would cut {dtype} to 32 bits, because its 64-bit mode is off; set "
+        'jax.config.update("jax_enable_x64", True), or cast first'
+    )
+
+
+def _jax_place(source: Any) -> Any:
+    """Return where the result belongs; None, the default, for a source that is free to move."""
+    if source is None or not source.committed:
+        return None
+    sharding = source.sharding
+    if len(sharding.device_set) == 1:
+        return sharding
+    import jax
+
+    # Replicated, whatever the number of dimensions.
+    spec: Any = jax.sharding.PartitionSpec
+    return jax.sharding.NamedSharding(sharding.mesh, spec())
+
+
+def _give_cupy(array: Array, like: BufferView, _operation: str) -> Any:
+    import cupy
+
+    if like.device == CPU:
+        return cupy.asarray(array)
+    with cupy.cuda.Device(like.device[1]):
+        return cupy.asarray(array)
+
+
+def _give_strict(array: Array, like: BufferView, operation: str) -> Any:
+    import array_api_strict
+
+    if array.dtype not in _STRICT:
+        raise _no_such_dtype("array_api_strict", array.dtype, operation)
+    device = None if like.source is None else like.source.device
+    return array_api_strict.asarray(array, device=device, copy=False)
+
+
+_STRICT: Final = frozenset(
+    row for row in BY_DTYPE if row.kind in "biufc" and row != np.dtype(np.float16)
+)
+
+
+def _give_mlx(array: Array, _like: BufferView, operation: str) -> Any:
+    import mlx.core as mx
+
+    name = name_of(array.dtype)
+    dtype = getattr(mx, "bool_" if name == "bool" else name, None)
+    if dtype is None:
+        raise _no_such_dtype("mlx", array.dtype, operation)
+    return mx.array(np.asarray(array, order="C"), dtype=dtype)
+
+
+def _give_namespace(array: Array, like: BufferView, _operation: str) -> Any:
+    xp = like.source.__array_namespace__()
+    try:
+        return xp.from_dlpack(array)
+    except (BufferError, TypeError, AttributeError, RuntimeError):
+        return xp.asarray(array)
+
+
+def _no_such_dtype(framework: str, dtype: DType, operation: str) -> TypeError:
+    return TypeError(
+        f"{operation}: {framework} has no dtype {name_of(dtype)}; cast first, or take the array as "
+        "NumPy's"
+    )
+
+
+_GIVERS: Final[dict[str, Giver]] = {
+    "numpy": _give_numpy,
+    "python": _give_number,
+    "numpy_scalar": _give_scalar,
+    "torch": _give_torch,
+    "jax": _give_jax,
+    "cupy": _give_cupy,
+    "array_api_strict": _give_strict,
+    "mlx": _give_mlx,
+    "namespace": _give_namespace,
+}

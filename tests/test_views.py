@@ -1,0 +1,683 @@
+"""Arrays enter as they are: every framework, dtype and layout, and a clear no to the rest."""
+
+from __future__ import annotations
+
+import array as array_module
+import ctypes
+import gc
+import mmap
+import subprocess
+import sys
+import textwrap
+from contextlib import nullcontext
+from enum import IntEnum
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from arraycomm._dtypes import BY_NAME
+from arraycomm._results import written
+from arraycomm._views import CPU, likeness, view, view_out
+
+FRAMEWORKS = ("numpy", "torch", "jax", "array_api_strict", "mlx")
+_NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+_MISSING = {
+    "array_api_strict": {*_NARROW, "float16"},
+    "mlx": {"float8_e4m3fn", "float8_e5m2", "complex128"},
+}
+PAIRS = [
+    (framework, name)
+    for framework in FRAMEWORKS
+    for name in BY_NAME
+    if name not in _MISSING.get(framework, ())
+]
+LAYOUTS = {
+    "contiguous": lambda a: a,
+    "sliced": lambda a: a[:, 1:, ::2],
+    "transposed": lambda a: a.transpose(2, 0, 1),
+    "fortran": np.asfortranarray,
+    "negative": lambda a: a[::-1, :, ::-1],
+    "broadcast": lambda a: np.broadcast_to(a[:, :1], a.shape),
+    "0-d": lambda a: a[1, 2, 3],
+    "empty": lambda a: a[:, :0],
+}
+
+
+def need(framework: str) -> Any:
+    """Import a framework, or skip the test where it is not installed."""
+    return pytest.importorskip("mlx.core" if framework == "mlx" else framework)
+
+
+def sample(name: str, shape: tuple[int, ...] = (3, 4, 5), seed: int = 0) -> Any:
+    """Return an array of random bits (of bool: random truth)."""
+    dtype = BY_NAME[name].dtype
+    bits = np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    if name == "bool":
+        bits &= 1
+    return bits.view(dtype).reshape(shape)
+
+
+def make(framework: str, array: Any) -> Any:
+    """Return an array of the framework, without any code of the library."""
+    module = need(framework)
+    return _MAKERS[framework](module, np.asarray(array))
+
+
+def _make_torch(torch: Any, array: Any) -> Any:
+    if any(step < 0 for step in array.strides):
+        pytest.skip("torch has no negative strides")
+    integers = array.view(f"i{array.itemsize}") if array.dtype.name in _NARROW else array
+    tensor = torch.from_numpy(integers if integers.flags.writeable else integers.copy())
+    return tensor.view(getattr(torch, array.dtype.name)) if integers is not array else tensor
+
+
+def _make_jax(jax: Any, array: Any) -> Any:
+    with jax.enable_x64(True):
+        return jax.numpy.array(array)
+
+
+def _make_mlx(mx: Any, array: Any) -> Any:
+    name = array.dtype.name
+    return mx.array(
+        np.asarray(array, order="C"), dtype=getattr(mx, "bool_" if name == "bool" else name)
+    )
+
+
+_MAKERS = {
+    "numpy": lambda _, array: array,
+    "torch": _make_torch,
+    "jax": _make_jax,
+    "array_api_strict": lambda xs, array: xs.asarray(array, copy=False),
+    "mlx": _make_mlx,
+}
+
+
+def content(x: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Return dtype, shape and bytes of any framework's array, without any code of the library."""
+    kind = type(x).__module__.partition(".")[0]
+    shape = tuple(x.shape)
+    if kind == "torch":
+        torch = need("torch")
+        data = x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str(x.dtype).removeprefix("torch."), shape, data
+    if kind == "mlx":
+        mx = need("mlx")
+        name = str(x.dtype).removeprefix("mlx.core.").rstrip("_")
+        flat = np.asarray(memoryview(mx.contiguous(x).reshape(-1).view(mx.uint8)))
+        return name, shape, flat.tobytes()
+    array = np.from_dlpack(x) if kind == "array_api_strict" else np.asarray(x)
+    return array.dtype.name, shape, array.tobytes()
+
+
+def pointer(x: Any) -> int:
+    """Return the address of an array's first element as its framework tells it."""
+    kind = type(x).__module__.partition(".")[0]
+    if kind == "torch":
+        return x.data_ptr()
+    if kind in {"jax", "jaxlib"}:
+        return x.unsafe_buffer_pointer()
+    if kind == "array_api_strict":
+        x = np.from_dlpack(x)
+    if kind == "mlx":
+        x = np.asarray(memoryview(x if x.dtype.size != 2 else x.view(need("mlx").uint16)))
+    return np.asarray(x).__array_interface__["data"][0]
+
+
+# What comes in ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("framework", "name"), PAIRS)
+def test_elements_are_the_same_bits(framework: str, name: str, layout: str) -> None:
+    expected = np.asarray(LAYOUTS[layout](sample(name)))
+    found = view(make(framework, expected), "op")
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.array.tobytes() == expected.tobytes()
+    assert (found.framework, found.device) == (framework, CPU)
+
+
+@pytest.mark.parametrize(("framework", "name"), PAIRS)
+def test_memory_is_the_callers(framework: str, name: str) -> None:
+    x = make(framework, sample(name))
+    found = view(x, "op")
+    assert found.address == pointer(x)
+    assert not found.copied
+    assert found.source is x
+
+
+@pytest.mark.parametrize("layout", ["sliced", "transposed", "fortran", "broadcast"])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "array_api_strict"])
+def test_strides_are_the_callers(framework: str, layout: str) -> None:
+    expected = LAYOUTS[layout](sample("float32"))
+    if framework == "torch" and layout == "broadcast":
+        x = need("torch").from_numpy(sample("float32"))[:, :1].expand(3, 4, 5)
+    else:
+        x = make(framework, expected)
+    assert view(x, "op").strides == expected.strides
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "array_api_strict"])
+def test_write_reaches_the_caller(framework: str) -> None:
+    x = make(framework, sample("int32"))
+    found = view(x, "op")
+    assert not found.readonly
+    found.array[1, 2, 3] = 42
+    assert int(x[1, 2, 3]) == 42
+
+
+@pytest.mark.parametrize("framework", ["jax", "mlx"])
+def test_immutable_arrays_are_read_only(framework: str) -> None:
+    found = view(make(framework, sample("float32")), "op")
+    assert found.readonly
+    assert not found.array.flags.writeable
+
+
+def test_read_only_numpy_is_read_only() -> None:
+    x = sample("int8")
+    x.flags.writeable = False
+    assert view(x, "op").readonly
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_memory_lives_as_long_as_the_view(framework: str) -> None:
+    expected = sample("int64", (1000,))
+    found = view(make(framework, expected.copy()), "op")
+    gc.collect()
+    np.ones(1000), np.ones(1000)
+    assert found.array.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c16", ">M8[s]", [("a", ">i4"), ("b", ">f8")]])
+def test_other_byte_orders_are_converted(dtype: Any) -> None:
+    x = np.zeros(3, dtype)
+    x.view(np.uint8)[...] = np.arange(x.nbytes)
+    found = view(x, "op")
+    assert found.dtype.isnative
+    assert found.copied
+    assert found.array.tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "m8[us]", "S3", "U2", [("a", "i4"), ("b", "f8")]])
+def test_dtypes_without_arithmetic_pass(dtype: Any) -> None:
+    x = np.zeros(3, dtype)
+    assert view(x, "op").array is x
+
+
+def test_memmap_is_read_in_place(tmp_path: Any) -> None:
+    x = np.memmap(tmp_path / "m", np.float32, "w+", shape=(4,))
+    found = view(x, "op")
+    assert type(found.array) is np.ndarray
+    assert found.address == pointer(x)
+
+
+def test_arrays_of_unaligned_fields_pass() -> None:
+    x = np.zeros(4, np.dtype([("a", "i1"), ("b", "f8")]))["b"]
+    x[...] = range(4)
+    assert view(x, "op").array.tolist() == [0, 1, 2, 3]
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [
+        (True, "bool"),
+        (-7, "int64"),
+        (2.5, "float64"),
+        (1 - 2j, "complex128"),
+        (Level.HIGH, "int64"),
+    ],
+)
+def test_python_numbers(number: Any, dtype: str) -> None:
+    found = view(number, "op")
+    assert (found.framework, found.dtype, found.shape) == ("python", np.dtype(dtype), ())
+    assert found.array.item() == number
+    assert found.readonly
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_numpy_scalars(name: str) -> None:
+    scalar = sample(name)[1, 2, 3]
+    found = view(scalar, "op")
+    assert (found.framework, found.dtype, found.shape) == ("numpy_scalar", scalar.dtype, ())
+    assert found.array.tobytes() == scalar.tobytes()
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**5000], ids=["max", "min", "huge"])
+def test_large_python_integers_overflow(number: int) -> None:
+    with pytest.raises(OverflowError, match=r"^allreduce: x .* int64"):
+        view(number, "allreduce")
+
+
+def _mapped() -> mmap.mmap:
+    mapped = mmap.mmap(-1, 3)
+    mapped[:] = b"\1\2\3"
+    return mapped
+
+
+@pytest.mark.parametrize(
+    ("buffer", "dtype", "readonly"),
+    [
+        (b"\1\2\3", "u1", True),
+        (bytearray(b"\1\2\3"), "u1", False),
+        (memoryview(b"\1\2\3"), "u1", True),
+        (array_module.array("h", [1, 2, 3]), "i2", False),
+        ((ctypes.c_float * 3)(1, 2, 3), "f4", False),
+        (_mapped(), "u1", False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_buffers_are_read_in_place(buffer: Any, dtype: str, readonly: bool) -> None:
+    found = view(buffer, "op")
+    assert (found.framework, found.dtype, found.readonly) == ("numpy", np.dtype(dtype), readonly)
+    assert found.array.tolist() == [1, 2, 3]
+    if not readonly:
+        found.array[0] = 9
+        assert np.frombuffer(buffer, dtype)[0] == 9
+
+
+class Described:
+    """Has an array interface and nothing else."""
+
+    def __init__(self, array: Any, **changes: Any) -> None:
+        self.owner = array
+        self.__array_interface__ = {**array.__array_interface__, **changes}
+
+
+class Structured:
+    """Has the C form of the array interface and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_struct__ = array.__array_struct__
+
+
+class Named(Structured):
+    """An array of a namespace that the library does not know."""
+
+    def __array_namespace__(self) -> Any:
+        return np
+
+
+@pytest.mark.parametrize("kind", [Described, Structured])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_array_interfaces(kind: Any, layout: str) -> None:
+    expected = np.asarray(LAYOUTS[layout](sample("complex64")))
+    found = view(kind(expected), "op")
+    assert (found.framework, found.dtype) == ("numpy", expected.dtype)
+    assert found.array.tobytes() == expected.tobytes()
+    if expected.size:
+        assert (found.strides, found.address) == (expected.strides, pointer(expected))
+
+
+@pytest.mark.parametrize("kind", [Described, Structured])
+@pytest.mark.parametrize("readonly", [True, False])
+def test_array_interfaces_tell_what_is_read_only(kind: Any, readonly: bool) -> None:
+    x = np.zeros(3)
+    x.flags.writeable = not readonly
+    found = view(kind(x), "op")
+    assert found.readonly is readonly
+    assert found.array.flags.writeable is not readonly
+
+
+def test_array_interface_of_other_byte_order() -> None:
+    x = np.arange(3, dtype=">i4")
+    x.flags.writeable = False
+    found = view(Described(x), "op")
+    assert found.copied
+    assert found.readonly
+    assert found.array.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("memory", [None, bytearray(range(12))])
+def test_array_interface_over_a_buffer(memory: Any) -> None:
+    class Buffer(array_module.array):
+        @property
+        def __array_interface__(self) -> dict[str, Any]:
+            form = {"version": 3, "shape": (2,), "typestr": "<i4"}
+            return {**form, "data": memory, "offset": 4}
+
+    found = view(Buffer("b", range(12)), "op")
+    assert found.array.tobytes() == bytes(range(4, 12))
+
+
+def test_unknown_namespaces_are_told_apart() -> None:
+    assert view(Named(np.ones(3)), "op").framework == "namespace"
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        ("text", "got str; use bcast_object .* allreduce_tree"),
+        ([1, 2], "got list"),
+        ((1, 2), "got tuple"),
+        ({"w": 1}, "got dict"),
+        ({1}, "got set"),
+        (None, "got NoneType"),
+        (np.ndarray, "got the class ndarray"),
+        (Fraction(1, 2), "fractions.Fraction"),
+        (object(), "got object"),
+        (np.ma.masked_array([1, 2], [0, 1]), "masked .*filled"),
+        (np.array([None, 1]), "Python objects.* bcast_object"),
+        (np.ones(2, np.longdouble), "not supported; cast to one of bool"),
+        (np.ones(2, np.clongdouble), "not supported; cast to one of bool"),
+        (np.ones(2, ml_dtypes.int4), "int4 is not supported"),
+        (np.longdouble(1), "not supported"),
+        (np.array(["a"], np.dtypes.StringDType()), "Python objects"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_array_is_a_type_error(x: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=rf"^allreduce: .*{words}"):
+        view(x, "allreduce")
+
+
+class TestTorch:
+    @pytest.fixture(autouse=True)
+    def _torch(self) -> None:
+        self.torch = need("torch")
+
+    def test_history_is_not_dropped(self) -> None:
+        x = self.torch.ones(3, requires_grad=True)
+        with pytest.raises(TypeError, match=r"gradients.*arraycomm\.adapters\.torch.*no_grad"):
+            view(x, "allreduce")
+        with self.torch.no_grad():
+            assert view(x, "allreduce").address == x.data_ptr()
+
+    def test_parameters(self) -> None:
+        x = self.torch.nn.Parameter(self.torch.ones(3))
+        with self.torch.no_grad():
+            assert view(x, "op").framework == "torch"
+
+    @pytest.mark.parametrize("part", ["conj", "imag"])
+    def test_lazy_signs_are_resolved(self, part: str) -> None:
+        z = self.torch.tensor([1 + 2j, 3 - 4j]).conj()
+        x = z if part == "conj" else z.imag
+        found = view(x, "op")
+        assert found.copied
+        assert found.array.tolist() == x.tolist()
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize(
+        ("kind", "words"),
+        [
+            ("sparse", "to_dense"),
+            ("mkldnn", "to_dense"),
+            ("quantized", "dequantize"),
+            ("meta", "meta device"),
+            ("nested", "nested"),
+            ("fake", "FakeTensor"),
+            ("zero", "pass a plain"),
+            ("float8_e4m3fnuz", "cast to one of"),
+            ("complex32", "cast to one of"),
+        ],
+    )
+    def test_tensors_without_dense_memory(self, kind: str, words: str) -> None:
+        with pytest.raises(TypeError, match=rf"^allreduce: x is .*{words}"):
+            view(self._unusual(kind), "allreduce")
+
+    def _unusual(self, kind: str) -> Any:
+        torch = self.torch
+        x = torch.ones(2, 3)
+        if kind == "fake":
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            with FakeTensorMode():
+                return torch.ones(3)
+        makers = {
+            "sparse": x.to_sparse,
+            "mkldnn": x.to_mkldnn,
+            "quantized": lambda: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8),
+            "meta": lambda: torch.ones(3, device="meta"),
+            "nested": lambda: torch.nested.nested_tensor([x[0], x[1, :2]]),
+            "zero": lambda: torch._efficientzerotensor(3),
+        }
+        return makers[kind]() if kind in makers else x.to(getattr(torch, kind))
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+    @pytest.mark.parametrize("transform", ["vmap", "grad", "functionalize", "jvp"])
+    def test_traced_tensors(self, transform: str) -> None:
+        func = self.torch.func
+
+        def body(x: Any) -> Any:
+            with self.torch.no_grad():
+                view(x, "allreduce")
+            return x.sum()
+
+        x = self.torch.ones(2, 3)
+        calls = {
+            "vmap": lambda: func.vmap(body)(x),
+            "grad": lambda: func.grad(body)(x),
+            "functionalize": lambda: func.functionalize(body)(x),
+            "jvp": lambda: func.jvp(body, (x,), (x,)),
+        }
+        with pytest.raises(TypeError, match=r"^allreduce: x is traced by torch\.func"):
+            calls[transform]()
+
+    @pytest.mark.parametrize("left", [0, 8])
+    def test_freed_storage(self, left: int) -> None:
+        x = self.torch.ones(100)
+        views = (x, x[::2], x.view(10, 10).T)
+        x.untyped_storage().resize_(left)
+        for freed in views:
+            with pytest.raises(BufferError, match="no memory behind"):
+                view(freed, "op")
+
+
+class TestJax:
+    @pytest.fixture(autouse=True)
+    def _jax(self) -> None:
+        self.jax = need("jax")
+
+    @pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
+    def test_tracers(self, transform: str) -> None:
+        def body(x: Any) -> Any:
+            view(x, "allreduce")
+            return x.sum()
+
+        with pytest.raises(TypeError, match=r"^allreduce: x is traced.*arraycomm\.adapters\.jax"):
+            getattr(self.jax, transform)(body)(self.jax.numpy.ones(3))
+
+    def test_deleted_arrays(self) -> None:
+        x = self.jax.numpy.ones(3)
+        x.delete()
+        with pytest.raises(ValueError, match=r"^op: x is a JAX array that was deleted"):
+            view(x, "op")
+
+    def test_typed_keys(self) -> None:
+        with pytest.raises(TypeError, match=r"^op: x is a typed key.*jax\.random\.key_data"):
+            view(self.jax.random.key(0), "op")
+
+    def test_shapes_without_elements(self) -> None:
+        with pytest.raises(TypeError, match=r"^op: x must be an array"):
+            view(self.jax.ShapeDtypeStruct((3,), np.float32), "op")
+
+    def test_small_integers(self) -> None:
+        with pytest.raises(TypeError, match="int4 is not supported"):
+            view(self.jax.numpy.ones(3, self.jax.numpy.int4), "op")
+
+    def test_arrays_on_several_devices(self) -> None:
+        script = """
+            import jax, numpy as np
+            from jax.sharding import NamedSharding, PartitionSpec as P
+            from arraycomm._results import allocate, give
+            from arraycomm._views import view
+            mesh = jax.make_mesh((2,), ("d",))
+            x = jax.numpy.arange(6.0).reshape(2, 3)
+            replicated = view(jax.device_put(x, NamedSharding(mesh, P())), "op")
+            assert replicated.array.tolist() == x.tolist()
+            result = give(np.ones(4, np.float32), replicated)
+            assert len(result.sharding.device_set) == 2, result.sharding
+            assert result.tolist() == [1] * 4
+            second = jax.device_put(x, jax.devices()[1])
+            assert give(np.ones(4, np.float32), view(second, "op")).device == jax.devices()[1]
+            try:
+                view(jax.device_put(x, NamedSharding(mesh, P("d"))), "op")
+            except TypeError as error:
+                print(error)
+        """
+        found = _run(script, {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
+        assert "op: x is sharded over 2 devices" in found
+
+
+def _run(script: str, environment: dict[str, str] | None = None) -> str:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_no_framework_is_imported() -> None:
+    script = """
+        import sys
+        import arraycomm._exchange, arraycomm._results, arraycomm._views
+        import numpy as np
+        arraycomm._views.view(np.ones(3), "op")
+        arraycomm._views.view(memoryview(b"abc"), "op")
+        print({"torch", "jax", "cupy", "mlx", "array_api_strict", "mpi4py.MPI"} & set(sys.modules))
+    """
+    assert _run(script).strip() == "set()"
+
+
+def test_device_memory_without_cupy_says_so() -> None:
+    if "cupy" in sys.modules:
+        pytest.skip("CuPy is installed")
+
+    class OnDevice:
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {"version": 3, "shape": (2,), "typestr": "<f4", "data": (1 << 40, False)}
+
+    with pytest.raises(BufferError, match=r"device memory.*CuPy"):
+        view(OnDevice(), "op")
+
+
+# Destinations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "sliced", "transposed", "fortran", "negative"])
+@pytest.mark.parametrize(("framework", "name"), [p for p in PAIRS if p[0] != "jax"])
+def test_out_receives_what_is_written(framework: str, name: str, layout: str) -> None:
+    out = make(framework, LAYOUTS[layout](sample(name).copy()))
+    value = sample(name, tuple(out.shape), seed=1)
+    found = view_out(out, tuple(out.shape), value.dtype, "op")
+    found.array[...] = value
+    assert written(found) is out
+    assert content(out) == content(value)
+
+
+def test_out_of_other_byte_order() -> None:
+    out = np.zeros(3, ">i4")
+    found = view_out(out, (3,), np.dtype("i4"), "op")
+    found.array[...] = [1, 2, 3]
+    written(found)
+    assert out.tolist() == [1, 2, 3]
+
+
+def test_out_with_lazy_conjugation() -> None:
+    torch = need("torch")
+    out = torch.zeros(2, dtype=torch.complex64).conj()
+    found = view_out(out, (2,), np.dtype("c8"), "op")
+    found.array[...] = [1 + 2j, 3 - 4j]
+    assert written(found).tolist() == [1 + 2j, 3 - 4j]
+
+
+def test_autograd_notices_a_written_out() -> None:
+    torch = need("torch")
+    w = torch.ones(3, requires_grad=True)
+    out = torch.ones(3)
+    loss = (w * out).sum()
+    written(view_out(out, (3,), np.dtype("f4"), "op"))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def _read_only() -> Any:
+    x = np.zeros(3, "f4")
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "words"),
+    [
+        (np.zeros(4, "f4"), ValueError, r"shape \(3,\); got \(4,\)"),
+        (np.zeros((3, 1), "f4"), ValueError, r"got \(3, 1\)"),
+        (np.zeros(3, "f8"), TypeError, "dtype float32; got float64"),
+        (_read_only(), BufferError, "read-only"),
+        (bytes(3), TypeError, "dtype float32; got uint8"),
+        (memoryview(_read_only()), BufferError, "read-only"),
+        (np.broadcast_to(np.zeros(1, "f4"), 3), BufferError, "read-only"),
+        (np.lib.stride_tricks.as_strided(np.zeros(1, "f4"), (3,), (0,)), BufferError, "share mem"),
+        (np.lib.stride_tricks.as_strided(np.zeros(3, "f4"), (3,), (2,)), BufferError, "share mem"),
+        (1.0, TypeError, "must be an array; got float"),
+        (np.float32(1), TypeError, "must be an array; got float32"),
+        ([1.0, 2.0, 3.0], TypeError, "got list"),
+        ("out", TypeError, "got str"),
+    ],
+    ids=lambda value: str(value)[:20] if isinstance(value, str) else type(value).__name__,
+)
+def test_out_that_cannot_take_the_result(out: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=rf"^reduce: (elements of )?out .*{words}"):
+        view_out(out, (3,), np.dtype("f4"), "reduce")
+
+
+def test_out_that_overlaps_itself_in_torch() -> None:
+    out = need("torch").zeros(1).expand(3)
+    with pytest.raises(BufferError, match="share memory"):
+        view_out(out, (3,), np.dtype("f4"), "op")
+
+
+def test_out_that_requires_gradients() -> None:
+    torch = need("torch")
+    out = torch.zeros(3, requires_grad=True)
+    with pytest.raises(TypeError, match=r"^op: out requires gradients"):
+        view_out(out, (3,), np.dtype("f4"), "op")
+    with torch.no_grad():
+        found = view_out(out, (3,), np.dtype("f4"), "op")
+        found.array[...] = 5
+        assert written(found).tolist() == [5, 5, 5]
+
+
+def test_out_of_jax_is_immutable() -> None:
+    out = need("jax").numpy.zeros(3)
+    with pytest.raises(BufferError, match=r"^op: out is a JAX array, which is immutable"):
+        view_out(out, (3,), np.dtype("f4"), "op")
+
+
+# Likeness ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> str:
+    need(request.param)
+    return request.param
+
+
+def test_likeness_tells_framework_and_device(framework: str) -> None:
+    x = make(framework, sample("float32"))
+    like = likeness(x, "op", "like")
+    assert like.source is x
+    assert (like.framework, like.device) == (framework, CPU)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_likeness_takes_tensors_with_gradients(grad: bool) -> None:
+    torch = need("torch")
+    with nullcontext() if grad else torch.no_grad():
+        like = likeness(torch.ones(3, requires_grad=True), "op", "like")
+    assert like.framework == "torch"
