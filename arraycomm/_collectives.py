@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from arraycomm import _algorithms
+from arraycomm._buffers import BufferView
 from arraycomm._dtypes import DType, check_movable, check_reducible
 from arraycomm._errors import TransportError
 from arraycomm._folds import fold
 from arraycomm._header import Agreement, Signature, Steps, array_of, exchange_details
 from arraycomm._results import allocate, give, written
 from arraycomm._transports.base import Bytes
-from arraycomm._views import BufferView, likeness, view, view_out
+from arraycomm._views import likeness, view, view_out
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator

@@ -8,18 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from arraycomm._buffers import CPU, Array, BufferView, Device
+from arraycomm._protocols import as_cupy
 from arraycomm._results import allocate, give, takes_over
-from arraycomm._views import (
-    CPU,
-    NOTHING,
-    Array,
-    BufferView,
-    Device,
-    as_cupy,
-    check_readable,
-    likeness,
-    view,
-)
+from arraycomm._views import NOTHING, check_readable, likeness, view
 
 _MODULES: Final = {
     "numpy": "numpy",

@@ -14,8 +14,10 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from arraycomm._buffers import CPU, Array, BufferView
 from arraycomm._dtypes import BY_DTYPE, DType, name_of
-from arraycomm._views import CPU, Array, BufferView, as_cupy, torch_carriers
+from arraycomm._frameworks import torch_carriers
+from arraycomm._protocols import as_cupy
 
 _ALIGNMENT: Final = 64  # JAX takes over memory of this alignment and copies any other
 _BYTE: Final = np.dtype(np.uint8)

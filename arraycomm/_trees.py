@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm import _algorithms
+from arraycomm._buffers import BufferView
 from arraycomm._collectives import Call, bcast_object, check_root, deliver
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME, DType, check_movable, check_reducible, name_of
@@ -23,7 +24,7 @@ from arraycomm._pytrees import Flat, flatten, is_torch
 from arraycomm._results import allocate, give
 from arraycomm._runtime import world
 from arraycomm._transports.base import Bytes
-from arraycomm._views import BufferView, view
+from arraycomm._views import view
 
 DEFAULT_BUCKET_BYTES: Final = 25 << 20
 _ALIGNMENT: Final = 64

@@ -18,9 +18,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from arraycomm._buffers import CPU
 from arraycomm._dtypes import BY_NAME
 from arraycomm._results import written
-from arraycomm._views import CPU, likeness, view, view_out
+from arraycomm._views import likeness, view, view_out
 
 FRAMEWORKS = ("numpy", "torch", "jax", "array_api_strict", "mlx")
 _NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -1,0 +1,40 @@
+"""The command line: `arraycomm demo`, `arraycomm bench`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+# Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`.
+_COMMANDS: Final = {
+    "demo": "train one model with NumPy, PyTorch and JAX on several ranks, and check the result",
+    "bench": "time collectives",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments after the program's name; those of this process by default.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="arraycomm", description="Collectives on any array, over MPI."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    for name, summary in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        # Only the command asked for is imported: it may need what another one does without.
+        if name in argv[:1]:
+            module = importlib.import_module(f"{__name__}.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status

@@ -1,0 +1,277 @@
+"""Who takes part in the benchmark: one allreduce (sum) of one array, done in different ways."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import arraycomm
+from arraycomm import Communicator
+from arraycomm._dtypes import BY_NAME, DType, check_reducible
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Array = np.ndarray[Any, Any]
+
+TITLES: Final = {
+    "out": "arraycomm, out=",
+    "fresh": "arraycomm",
+    "unchecked": "arraycomm, check=False",
+    "mpi4py": "mpi4py Allreduce",
+    "gloo": "gloo",
+}
+# What arraycomm is compared with; the others are arraycomm itself.
+REFERENCES: Final = ("mpi4py", "gloo")
+FRAMEWORKS: Final = ("numpy", "torch", "jax")
+
+_GLOO_DTYPES: Final = frozenset(
+    ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
+)
+# torch holds these dtypes, but hardly computes with them; JAX cuts those to 32 bits by default.
+_NOT_IN_TORCH: Final = frozenset(("uint16", "uint32", "uint64"))
+_NOT_IN_JAX: Final = frozenset(("int64", "uint64", "float64", "complex128"))
+_GLOO_TIMEOUT: Final = timedelta(seconds=120)
+
+
+class UnsupportedError(Exception):
+    """A contender cannot do this at all; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to sum `x` over the ranks.
+
+    `call` is what is timed. `answer` does the same once more, and returns the result as NumPy's.
+    """
+
+    key: str
+    framework: str
+    call: Callable[[], Any]
+    answer: Callable[[], Array]
+
+
+class Field:
+    """What the contenders run over, made once and on first use; every rank asks in the same order."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self.mpi: MPI.Intracomm = comm.mpi_comm.Dup()
+        self._unchecked: Communicator | None = None
+        self._gloo: Any = None
+        self._no_gloo = ""
+        self._directory = ""
+
+    @property
+    def unchecked(self) -> Communicator:
+        """The communicator that leaves the header out where it may."""
+        if self._unchecked is None:
+            self._unchecked = self.comm.dup(check=False)
+        return self._unchecked
+
+    @property
+    def gloo(self) -> Any:
+        """`torch.distributed`, with all ranks in a group of gloo's."""
+        if self._gloo is None and not self._no_gloo:
+            try:
+                self._gloo = self._join_gloo()
+            except Exception as error:
+                self._no_gloo = f"gloo does not start: {error}"
+            # All ranks, or none.
+            self._no_gloo = max(self.mpi.allgather(self._no_gloo))
+        if self._no_gloo:
+            raise UnsupportedError(self._no_gloo)
+        return self._gloo
+
+    def _join_gloo(self) -> Any:
+        dist: Any = import_module("torch.distributed")
+        made = tempfile.mkdtemp(prefix="arraycomm-bench-") if self.rank == 0 else ""
+        self._directory = made
+        path = Path(self.mpi.bcast(made)) / "store"
+        # Between processes of one node the loopback device is enough, and works without a network.
+        if self.comm.local_size == self.size and Path("/sys/class/net/lo").exists():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(path), self.size),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=_GLOO_TIMEOUT,
+        )
+        return dist
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.mpi.Barrier()
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Return, element by element, the largest of all ranks' numbers."""
+        rows = self.mpi.allgather(list(seconds))
+        return [max(column) for column in zip(*rows, strict=True)]
+
+    def close(self) -> None:
+        """Release everything; collective."""
+        if self._gloo is not None:
+            self._gloo.destroy_process_group()
+        if self._unchecked is not None:
+            self._unchecked.free()
+        self.mpi.Free()
+        if self._directory:
+            with suppress(OSError):
+                shutil.rmtree(self._directory)
+
+
+class Case:
+    """One array to sum, and memory for the result: the same memory for every contender."""
+
+    def __init__(self, dtype_name: str, nbytes: int, rank: int, size: int) -> None:
+        self.dtype: DType = BY_NAME[dtype_name].dtype
+        self.dtype_name = dtype_name
+        self.count = max(1, nbytes // self.dtype.itemsize)
+        self.nbytes = self.count * self.dtype.itemsize
+        self.x = pattern(rank, self.count).astype(self.dtype)
+        self.y = np.zeros(self.count, self.dtype)
+        total = sum((pattern(r, self.count) for r in range(size)), np.zeros(self.count, np.uint8))
+        self.expected: Array = total.astype(self.dtype)
+
+    def verify(self, contender: Contender) -> str:
+        """Return what is wrong with a contender's answer on this rank, or an empty string."""
+        self.y[...] = 0
+        answer = contender.answer()
+        if answer.shape != self.expected.shape or answer.dtype != self.dtype:
+            return f"the result is {answer.dtype} {answer.shape}"
+        wrong = np.flatnonzero(answer != self.expected)
+        if not len(wrong):
+            return ""
+        first = int(wrong[0])
+        return (
+            f"{len(wrong)} of {self.count} elements are wrong; the first is "
+            f"{answer[first]} in place of {self.expected[first]}"
+        )
+
+
+def pattern(rank: int, count: int) -> Array:
+    """Small integers, other ones on every rank, whose sums every dtype holds exactly."""
+    values: Array = (np.arange(count, dtype=np.uint32) // (rank + 1) % 3).astype(np.uint8)
+    return values
+
+
+def parse_dtype(name: str) -> str:
+    """Return the name of a dtype that can be summed, or raise."""
+    if name not in BY_NAME:
+        raise ValueError(f"unknown dtype {name!r}; known are {', '.join(BY_NAME)}")
+    check_reducible(BY_NAME[name].dtype, "sum", "bench")
+    return name
+
+
+def installed(framework: str) -> bool:
+    """Tell whether a framework can be imported, without doing so."""
+    return find_spec(framework) is not None
+
+
+def keys_of(framework: str) -> list[str]:
+    """Return the contenders there are for a framework's arrays."""
+    keys = ["out", "fresh", "unchecked", "mpi4py"]
+    if framework == "torch":
+        return [*keys, "gloo"]
+    # A JAX array cannot be written to, so that there is neither `out` nor a buffer for MPI.
+    return ["fresh", "unchecked"] if framework == "jax" else keys
+
+
+def make(key: str, framework: str, case: Case, field: Field) -> Contender:
+    """Return a contender, or raise `UnsupportedError`."""
+    if framework == "torch" and case.dtype_name in _NOT_IN_TORCH:
+        raise UnsupportedError(f"torch does not compute with {case.dtype_name}")
+    if framework == "jax" and case.dtype_name in _NOT_IN_JAX:
+        raise UnsupportedError(f"JAX has {case.dtype_name} only in its 64-bit mode")
+    return _MAKERS[key](framework, case, field)
+
+
+def _out(framework: str, case: Case, field: Field) -> Contender:
+    return _into("out", field.comm, framework, case)
+
+
+def _unchecked(framework: str, case: Case, field: Field) -> Contender:
+    if framework == "jax":
+        return _returning("unchecked", field.unchecked, framework, case)
+    return _into("unchecked", field.unchecked, framework, case)
+
+
+def _fresh(framework: str, case: Case, field: Field) -> Contender:
+    return _returning("fresh", field.comm, framework, case)
+
+
+def _into(key: str, comm: Communicator, framework: str, case: Case) -> Contender:
+    x, y = _array(case.x, framework), _array(case.y, framework)
+    call = partial(comm.allreduce, x, out=y)
+    return Contender(key, framework, call, lambda: _numpy(call()))
+
+
+def _returning(key: str, comm: Communicator, framework: str, case: Case) -> Contender:
+    call = partial(comm.allreduce, _array(case.x, framework))
+    return Contender(key, framework, call, lambda: _numpy(call()))
+
+
+def _mpi4py(framework: str, case: Case, field: Field) -> Contender:
+    from mpi4py import MPI
+
+    # Open MPI takes bfloat16 for bytes, and sums those.
+    if case.dtype.isbuiltin != 1 or MPI.Datatype.fromcode(case.dtype.char) == MPI.DATATYPE_NULL:
+        raise UnsupportedError(f"MPI has no {case.dtype_name}")
+    x, y = _array(case.x, framework), _array(case.y, framework)
+    call = partial(field.mpi.Allreduce, x, y)
+
+    def answer() -> Array:
+        call()
+        return _numpy(y)
+
+    return Contender("mpi4py", framework, call, answer)
+
+
+def _gloo(framework: str, case: Case, field: Field) -> Contender:
+    if case.dtype_name not in _GLOO_DTYPES:
+        raise UnsupportedError(f"gloo has no {case.dtype_name}")
+    x, memory = _array(case.x, framework), np.zeros(case.count, case.dtype)
+    buffer = _array(memory, framework)
+    call = partial(field.gloo.all_reduce, buffer)
+
+    def answer() -> Array:
+        buffer.copy_(x)
+        call()
+        result = memory.copy()
+        # It sums in place: anything but zeros would grow from call to call.
+        buffer.zero_()
+        return result
+
+    return Contender("gloo", framework, call, answer)
+
+
+_MAKERS: Final[dict[str, Callable[[str, Case, Field], Contender]]] = {
+    "out": _out,
+    "fresh": _fresh,
+    "unchecked": _unchecked,
+    "mpi4py": _mpi4py,
+    "gloo": _gloo,
+}
+
+
+def _array(values: Array, framework: str) -> Any:
+    return values if framework == "numpy" else arraycomm.exchange(values, framework)
+
+
+def _numpy(result: Any) -> Array:
+    array: Array = arraycomm.exchange(result, "numpy")
+    return array

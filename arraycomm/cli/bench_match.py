@@ -1,0 +1,97 @@
+"""One line of the benchmark: who takes part, whose result is right, and how long each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from arraycomm.cli.bench_contenders import (
+    REFERENCES,
+    TITLES,
+    Case,
+    Contender,
+    Field,
+    UnsupportedError,
+    make,
+)
+from arraycomm.cli.bench_timing import figures, measure, ratio
+
+Line = dict[str, Any]
+
+
+def measured(field: Field, case: Case, mode: str, entries: Sequence[Entry], **limits: Any) -> Line:
+    """Time what takes part in a line, and return the line; collective."""
+    ready = [entry for entry in entries if entry.contender is not None]
+    calls = [entry.contender.call for entry in ready if entry.contender is not None]
+    agreed, samples = measure(calls, meeting=field, **limits)
+    for entry, count, row in zip(ready, agreed.calls, samples, strict=True):
+        entry.calls, entry.samples = count, row
+    return {
+        "mode": mode,
+        "dtype": case.dtype_name,
+        "nbytes": case.nbytes,
+        "repetitions": agreed.repetitions,
+        "contenders": [entry.as_dict(entries) for entry in entries],
+    }
+
+
+class Entry:
+    """One contender's part in one line.
+
+    `status` is "ok", "unsupported" (it cannot do this), "wrong" (its result was) or "error" (it
+    raised); for all but the first, `reason` says more and it is not timed.
+    """
+
+    def __init__(self, key: str, framework: str) -> None:
+        self.key, self.framework = key, framework
+        self.contender: Contender | None = None
+        self.status, self.reason = "ok", ""
+        self.calls = 0
+        self.samples: list[float] = []
+
+    def as_dict(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """Return what the results hold of it."""
+        said: dict[str, Any] = {
+            "key": self.key,
+            "name": TITLES[self.key],
+            "framework": self.framework,
+            "status": self.status,
+        }
+        if self.status != "ok":
+            return {**said, "reason": self.reason}
+        ratios = {
+            other.key: ratio(self.samples, other.samples)
+            for other in entries
+            if other.framework == self.framework and other.key in REFERENCES and other.samples
+        }
+        numbers = asdict(figures(self.samples))
+        samples = [float(f"{seconds:.4g}") for seconds in self.samples]
+        return {**said, "calls": self.calls, **numbers, "ratios": ratios, "samples": samples}
+
+
+def enter(field: Field, case: Case, key: str, framework: str) -> Entry:
+    """Make a contender and verify its result; collective."""
+    entry = Entry(key, framework)
+    try:
+        contender = make(key, framework, case, field)
+    except UnsupportedError as unsupported:
+        entry.status, entry.reason = "unsupported", str(unsupported)
+        return entry
+    verify(field, case, contender, entry)
+    return entry
+
+
+def verify(field: Field, case: Case, contender: Contender, entry: Entry) -> None:
+    """Let a contender take part whose result is right on every rank; collective."""
+    status, reason = "wrong", ""
+    try:
+        reason = case.verify(contender)
+    except Exception as error:
+        status, reason = "error", f"{type(error).__name__}: {error}"
+    said = field.mpi.allgather((status, reason))
+    rank = next((rank for rank, (_, reason) in enumerate(said) if reason), None)
+    if rank is None:
+        entry.contender = contender
+        return
+    entry.status, entry.reason = said[rank][0], f"rank {rank}: {said[rank][1]}"

@@ -1,0 +1,63 @@
+"""Learn x → x² on several ranks with PyTorch.
+
+    mpiexec -n 3 python quickstart_torch.py
+
+Without mpiexec it is the same program on one rank.
+"""
+
+import hashlib
+import time
+
+import torch
+from torch import nn
+
+import arraycomm as ac
+
+
+def main() -> None:
+    began = time.perf_counter()
+
+    # Begin to communicate. Every rank runs this whole program; comm.rank tells them apart.
+    comm = ac.init()
+
+    # Seeded by the rank, so that each has data of its own.
+    torch.manual_seed(comm.rank)
+    x = torch.rand(16, 1)
+    y = x**2
+
+    model = nn.Sequential(
+        nn.Linear(1, 256),
+        nn.Tanh(),
+        nn.Linear(256, 512),
+        nn.Tanh(),
+        nn.Linear(512, 256),
+        nn.Tanh(),
+        nn.Linear(256, 1),
+    )
+
+    # The seeds gave each rank other parameters, too: take rank 0's, and its buffers.
+    ac.synchronize(model)
+
+    # From now on, optimizer.step() first averages the gradients over all ranks.
+    optimizer = ac.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
+
+    # Matters where rank 0 has loaded a checkpoint; here the state is empty on every rank.
+    ac.synchronize(optimizer)
+
+    for epoch in range(1, 101):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if epoch % 10 == 0:
+            # Every rank's line, in the order of the ranks.
+            ac.println(f"epoch {epoch}: loss {loss.item():.6f}")
+
+    # Same start, same averages: the parameters are the same on every rank, to the bit.
+    parameters = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    ac.println("parameters", hashlib.sha256(parameters).hexdigest()[:16])
+    ac.println(f"{time.perf_counter() - began:.1f} seconds in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Programs on several ranks, each a process, for tests that need more than threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Only the launcher of this interpreter's environment fits the MPI that is loaded here.
+LAUNCHER = Path(sys.executable).with_name("mpiexec")
+# Open MPI's launcher refuses root, and more ranks than cores, unless told otherwise.
+SETTINGS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMP_NUM_THREADS": "1",
+}
+LAUNCHED = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
+
+needs_mpiexec = pytest.mark.skipif(
+    not LAUNCHER.exists() or LAUNCHED, reason="no mpiexec beside the interpreter, or under one"
+)
+
+
+def run_python(
+    *arguments: str, ranks: int | None = None, cwd: Path | None = None, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Run the interpreter with these arguments, under mpiexec where `ranks` is given."""
+    launcher = [] if ranks is None else [str(LAUNCHER), "-n", str(ranks)]
+    command = [*launcher, sys.executable, *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=os.environ | SETTINGS,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"{' '.join(command)} took over {timeout} s:\n{out}\n{err}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -1,0 +1,108 @@
+"""What an installation of arraycomm holds, and what importing it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import arraycomm as ac
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+EXTRAS = {"cuda12", "cuda13", "demo", "docs", "jax", "lint", "mpich", "openmpi", "test", "torch"}
+FOREIGN = {"cupy", "jax", "mpi4py", "mlx", "tensorflow", "torch"}
+
+
+def modules_after(statement: str) -> set[str]:
+    """Return the top-level modules that a fresh interpreter holds after `statement`."""
+    listing = f"{statement}; import sys; print(*{{m.partition('.')[0] for m in sys.modules}})"
+    run = subprocess.run(
+        [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(run.stdout.split())
+
+
+def test_importing_arraycomm_imports_no_framework_and_no_mpi() -> None:
+    assert modules_after("import arraycomm") & FOREIGN == set()
+
+
+def test_importing_the_testing_tools_imports_no_framework_and_no_mpi() -> None:
+    assert modules_after("import arraycomm.testing") & FOREIGN == set()
+
+
+def test_a_world_of_one_process_needs_no_mpi() -> None:
+    assert "mpi4py" not in modules_after("import arraycomm; arraycomm.init(backend='self')")
+
+
+def test_the_installed_version_is_the_projects() -> None:
+    assert metadata.version("arraycomm") == PROJECT["project"]["version"]
+
+
+def test_the_installed_extras_are_these() -> None:
+    assert set(metadata.metadata("arraycomm").get_all("Provides-Extra") or ()) == EXTRAS
+
+
+def test_no_framework_is_required() -> None:
+    required = [line for line in metadata.requires("arraycomm") or () if "extra ==" not in line]
+    names = {line.split(">")[0].strip().replace("-", "_") for line in required}
+    assert names == {"array_api_compat", "ml_dtypes", "mpi4py", "numpy", "optree"}
+
+
+def test_the_command_runs_the_command_line_interface() -> None:
+    (command,) = metadata.entry_points(group="console_scripts", name="arraycomm")
+    assert command.value == "arraycomm.cli:main"
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert files("arraycomm").joinpath("py.typed").is_file()
+
+
+def test_every_package_of_the_checkout_is_declared() -> None:
+    if not (ROOT / "arraycomm").is_dir():
+        pytest.skip("there is no checkout here, only its tests")
+    roots = {name: ROOT / path for name, path in SETUPTOOLS["package-dir"].items()}
+    found = {
+        ".".join((name, *module.parent.relative_to(root).parts))
+        for name, root in roots.items()
+        for module in root.rglob("*.py")
+    }
+    assert found == set(SETUPTOOLS["packages"])
+
+
+@pytest.mark.parametrize("package", SETUPTOOLS["packages"])
+def test_every_declared_package_can_be_imported(package: str) -> None:
+    assert modules_after(f"import {package}") >= {"arraycomm"}
+
+
+def test_the_public_names_are_these_and_sorted() -> None:
+    assert ac.__all__ == [
+        "ArrayCommError",
+        "BackendUnavailableError",
+        "CommTimeoutError",
+        "Communicator",
+        "CommunicatorClosedError",
+        "ConcurrentUseError",
+        "DistributedDataContainer",
+        "DistributedOptimizer",
+        "MismatchError",
+        "NotInitializedError",
+        "PeerError",
+        "Request",
+        "TransportError",
+        "allreduce_gradients",
+        "allreduce_tree",
+        "exchange",
+        "finalize",
+        "init",
+        "is_initialized",
+        "println",
+        "synchronize",
+        "world",
+    ]
