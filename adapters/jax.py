@@ -13,36 +13,32 @@ import arraycomm as ac
 
 __all__ = ["DistributedOptimizer", "all_reduce", "synchronize"]
 
+DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
 
 
-def DistributedOptimizer(  # noqa: N802
-    optimizer: optax.GradientTransformation,
-    *,
-    comm: ac.Communicator | None = None,
-    op: str = "mean",
-    bucket_bytes: int = 25 << 20,
+class _Distributed(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """What `DistributedOptimizer` made."""
+
+
+def check(optimizer: optax.GradientTransformation) -> None:
+    """Raise `ValueError` where the transformation is distributed already."""
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("DistributedOptimizer: this transformation is distributed already")
+
+
+def distribute(
+    optimizer: optax.GradientTransformation, group: ac.Communicator, op: str, bucket_bytes: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation that reduces the gradients over all ranks, then applies `optimizer`.
-
-    Collective, since it works on a communicator of its own. Its state is that of `optimizer`.
-
-    Parameters
-    ----------
-    optimizer : optax.GradientTransformation
-        Any.
-    comm, op, bucket_bytes
-        As for `arraycomm.DistributedOptimizer`.
-    """
+    """Return a transformation that reduces over `group`, its own, and then applies `optimizer`."""
     inner = optax.with_extra_args_support(optimizer)
-    reduction = all_reduce(comm=comm, op=op, bucket_bytes=bucket_bytes)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        reduced, _ = reduction.update(updates, optax.EmptyState(), params)
+        reduced = _reduce(group, updates, op, bucket_bytes)
         updated: tuple[Any, Any] = inner.update(reduced, state, params, **extra)
         return updated
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return _Distributed(inner.init, update)
 
 
 def all_reduce(
@@ -50,8 +46,10 @@ def all_reduce(
 ) -> optax.GradientTransformation:
     """Return a stateless transformation that reduces updates over all ranks, for `optax.chain`.
 
-    Collective: a program that JAX dispatched may still run while the next call is made, so the
-    transformation works on a duplicate of `comm`.
+    Collective: it works on a duplicate of `comm`, since a program that JAX dispatched may still
+    run while the next call is made. Eagerly, a gradient that is None on some ranks counts as zeros
+    there; under `jax.jit` the structure is the same on every rank, and what fails inside the
+    compiled program is raised by JAX, with the message of arraycomm's error.
 
     Parameters
     ----------
@@ -64,12 +62,15 @@ def all_reduce(
         return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(updates)):
-            return _reduce_traced(group, updates, op, bucket_bytes), state
-        reduced = ac.allreduce_gradients(updates, op, bucket_bytes=bucket_bytes, comm=group)
-        return reduced, state
+        return _reduce(group, updates, op, bucket_bytes), state
 
     return optax.GradientTransformation(init, update)
+
+
+def _reduce(group: ac.Communicator, updates: Any, op: str, bucket_bytes: int) -> Any:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(updates)):
+        return _reduce_traced(group, updates, op, bucket_bytes)
+    return ac.allreduce_gradients(updates, op, bucket_bytes=bucket_bytes, comm=group)
 
 
 def _reduce_traced(group: ac.Communicator, updates: Any, op: str, bucket_bytes: int) -> Any:
@@ -83,16 +84,23 @@ def _reduce_traced(group: ac.Communicator, updates: Any, op: str, bucket_bytes: 
             "jitted JAX collectives work on the CPU backend; on a GPU call the transformation "
             "outside jax.jit"
         )
-    leaves, structure = jax.tree.flatten(updates)
-    if not leaves:
-        return updates
+    leaves, structure = jax.tree.flatten(updates, is_leaf=lambda leaf: leaf is None)
+    places = [place for place, leaf in enumerate(leaves) if leaf is not None]
 
     def reduce_buffers(_: Any, results: Any, *buffers: Any) -> None:
-        arrays = [np.asarray(buffer) for buffer in buffers]
-        reduced = ac.allreduce_gradients(arrays, op, bucket_bytes=bucket_bytes, comm=group)
-        for result, array in zip(results, reduced, strict=True):
-            np.asarray(result)[...] = array
+        gradients: list[Any] = [None] * len(leaves)
+        for place, buffer in zip(places, buffers, strict=True):
+            gradients[place] = np.asarray(buffer)
+        # The compiled program has no room for a gradient that only other ranks have.
+        reduced = ac.allreduce_gradients(
+            gradients, op, missing="error", bucket_bytes=bucket_bytes, comm=group
+        )
+        for place, result in zip(places, results, strict=True):
+            np.asarray(result)[...] = reduced[place]
 
-    types = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
-    reduced = buffer_callback(reduce_buffers, types, has_side_effect=True)(*leaves)
-    return jax.tree.unflatten(structure, reduced)
+    present = [leaves[place] for place in places]
+    types = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in present]
+    reduced = buffer_callback(reduce_buffers, types, has_side_effect=True)(*present)
+    for place, leaf in zip(places, reduced, strict=True):
+        leaves[place] = leaf
+    return jax.tree.unflatten(structure, leaves)

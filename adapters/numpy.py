@@ -8,39 +8,30 @@ import arraycomm as ac
 
 __all__ = ["DistributedOptimizer", "synchronize"]
 
+DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
 
 
-class DistributedOptimizer:
+def check(optimizer: Any) -> None:
+    """Raise unless `optimizer` has a method `update`, and is not distributed already."""
+    if isinstance(optimizer, Distributed):
+        raise ValueError("DistributedOptimizer: this optimizer is distributed already")
+    if not callable(getattr(optimizer, "update", None)):
+        raise TypeError(
+            "DistributedOptimizer: optimizer must be a torch optimizer, an optax "
+            "transformation, or an object with a method update(params, grads); "
+            f"got {type(optimizer).__name__}"
+        )
+
+
+class Distributed:
     """An optimizer whose gradients are reduced over all ranks before each update.
 
     Everything but `update` is the wrapped optimizer's own: its attributes can be read and set.
-
-    Parameters
-    ----------
-    optimizer : object
-        With a method `update(params, grads, …)`.
-    comm, op, bucket_bytes
-        As for `arraycomm.DistributedOptimizer`.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        *,
-        comm: ac.Communicator | None = None,
-        op: str = "mean",
-        bucket_bytes: int = 25 << 20,
-    ) -> None:
-        if not callable(getattr(optimizer, "update", None)):
-            raise TypeError(
-                "DistributedOptimizer: optimizer must be a torch optimizer, an optax "
-                "transformation, or an object with a method update(params, grads); "
-                f"got {type(optimizer).__name__}"
-            )
-        vars(self).update(
-            _optimizer=optimizer, _comm=comm or ac.world(), _op=op, _bucket_bytes=bucket_bytes
-        )
+    def __init__(self, optimizer: Any, group: ac.Communicator, op: str, bucket_bytes: int) -> None:
+        vars(self).update(_optimizer=optimizer, _group=group, _op=op, _bucket_bytes=bucket_bytes)
 
     def update(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce `grads`, and update with the result; collective.
@@ -53,7 +44,7 @@ class DistributedOptimizer:
             Passed on.
         """
         reduced = ac.allreduce_gradients(
-            grads, self._op, bucket_bytes=self._bucket_bytes, comm=self._comm
+            grads, self._op, bucket_bytes=self._bucket_bytes, comm=self._group
         )
         return self._optimizer.update(params, reduced, *args, **kwargs)
 
@@ -64,3 +55,6 @@ class DistributedOptimizer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._optimizer, name, value)
+
+
+distribute = Distributed

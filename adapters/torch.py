@@ -12,38 +12,22 @@ import arraycomm as ac
 
 __all__ = ["DistributedOptimizer", "synchronize"]
 
+DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
 
 _distributed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def DistributedOptimizer(  # noqa: N802
-    optimizer: torch.optim.Optimizer,
-    *,
-    comm: ac.Communicator | None = None,
-    op: str = "mean",
-    bucket_bytes: int = 25 << 20,
-) -> torch.optim.Optimizer:
-    """Make a torch optimizer reduce the gradients over all ranks before each step.
-
-    The optimizer itself is changed (by a hook before its steps) and returned, so that learning-rate
-    schedulers, state dicts and everything else that holds it keep working.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Any; with a closure, each evaluation's gradients and loss are reduced.
-    comm, op, bucket_bytes
-        As for `arraycomm.DistributedOptimizer`.
-
-    Raises
-    ------
-    ValueError
-        The optimizer is distributed already.
-    """
+def check(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ValueError` where the optimizer is distributed already."""
     if optimizer in _distributed:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
-    group = comm or ac.world()
+
+
+def distribute(
+    optimizer: torch.optim.Optimizer, group: ac.Communicator, op: str, bucket_bytes: int
+) -> torch.optim.Optimizer:
+    """Reduce gradients over `group`, which is the optimizer's own, by a hook before each step."""
 
     def reduce_gradients() -> None:
         parameters = [p for each in optimizer.param_groups for p in each["params"]]

@@ -128,6 +128,9 @@ class Communicator:
         self._unfinished = False
         self._completed = 0
         self._stats: dict[str, list[float]] = {}
+        # Duplicates do their work for this one; their figures count here.
+        self._original: Communicator | None = None
+        self._duplicates: list[Communicator] = []
         # This communicator and those made from it, in the order of their making.
         self._family: list[Communicator] = [self]
         self.rank, self.size = link.rank, link.size
@@ -402,15 +405,26 @@ class Communicator:
         -------
         dict
             For each operation `calls`, `bytes` (of the arrays passed), `copies` (made of arrays
-            outside the transport) and `seconds` (inside blocking calls and waits).
+            outside the transport) and `seconds` (inside blocking calls). Duplicates made from this
+            communicator, such as those of distributed optimizers, are counted in.
         """
-        result = {name: list(numbers) for name, numbers in self._stats.items()}
-        for short in self._short.values():
-            short.add_to(result.setdefault("allreduce", [0, 0, 0, 0.0]))
         return {
             name: dict(zip(("calls", "bytes", "copies", "seconds"), numbers, strict=True))
-            for name, numbers in result.items()
+            for name, numbers in self._totals().items()
         }
+
+    def _totals(self) -> dict[str, list[float]]:
+        totals = {name: list(numbers) for name, numbers in self._stats.items()}
+        for short in self._short.values():
+            short.add_to(totals.setdefault("allreduce", [0, 0, 0, 0.0]))
+        for duplicate in self._duplicates:
+            _add(totals, duplicate._totals())
+        return totals
+
+    def _take_over_stats(self, freed: Communicator) -> None:
+        if freed in self._duplicates:
+            self._duplicates.remove(freed)
+            _add(self._stats, freed._totals())
 
     # How calls are made
 
@@ -589,3 +603,10 @@ class Communicator:
         )
         closed.__cause__ = self._closed
         return closed
+
+
+def _add(totals: dict[str, list[float]], others: dict[str, list[float]]) -> None:
+    for name, numbers in others.items():
+        mine = totals.setdefault(name, [0, 0, 0, 0.0])
+        for place, number in enumerate(numbers):
+            mine[place] += number

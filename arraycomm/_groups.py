@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from arraycomm._collectives import Call, agreement_only
@@ -32,15 +33,23 @@ def split_by_node(comm: Communicator) -> Communicator:
     return made
 
 
-def dup(comm: Communicator, options: Options) -> Communicator:
-    """Return a communicator of the same ranks with these options."""
+def dup(
+    comm: Communicator, options: Options, check: Callable[[], None] = lambda: None
+) -> Communicator:
+    """Return a communicator of the same ranks with these options.
+
+    Where `check` raises on one rank, it raises there and tells the other ranks.
+    """
 
     def prepare(comm: Communicator) -> Call:
+        check()
         return agreement_only("dup", repr(options))
 
     comm._call("dup", prepare)
     made = _open(comm, [(True, 0, 0)] * comm.size, options)
     assert made is not None
+    made._original = comm
+    comm._duplicates.append(made)
     return made
 
 
@@ -51,6 +60,8 @@ def free(comm: Communicator) -> None:
         comm._forget_short()
         comm._closed = CommunicatorClosedError("it was freed")
         comm._link.free()
+    if comm._original is not None:
+        comm._original._take_over_stats(comm)
     if comm in comm._family:
         comm._family.remove(comm)
 

@@ -249,8 +249,9 @@ def first_difference(details: Sequence[dict[str, Any]]) -> str:
 
 
 def _show(board: Board, prefix: bytes, payload: Bytes | None) -> Steps:
-    slot = board.mine[(board.step + 1) & 1]
-    slot[PREFIX] = prefix
+    parity = (board.step + 1) & 1
+    slot = board.mine[parity]
+    slot[PREFIX] = board.shown[parity] = prefix
     if payload is not None and len(payload):
         slot[PAYLOAD : PAYLOAD + len(payload)] = payload.data
     board.post()

@@ -6,6 +6,8 @@ from typing import Any
 
 from arraycomm._adapters import adapter_of
 from arraycomm._communicator import Communicator
+from arraycomm._groups import dup
+from arraycomm._runtime import world
 from arraycomm._trees import DEFAULT_BUCKET_BYTES
 
 
@@ -34,16 +36,32 @@ def DistributedOptimizer(  # noqa: N802
     Returns
     -------
     optimizer
-        Of the same kind.
+        Of the same kind. With torch, a closure's gradients and loss are reduced at each of its
+        evaluations; learning-rate schedulers and state dicts work as before.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is distributed already, or an argument has no such value.
+    TypeError
+        `optimizer` is none of these.
 
     Notes
     -----
-    Each step is collective: every rank makes it. A parameter without a gradient on some ranks
-    counts as zeros there.
+    Collective: every rank makes its optimizer, which may be of another framework, and then every
+    step. The optimizer works on a duplicate of `comm`, so that its order does not depend on other
+    calls. A parameter without a gradient on some ranks counts as zeros there.
     """
-    if op not in ("mean", "sum"):
-        raise ValueError(f'DistributedOptimizer: op must be "mean" or "sum"; got {op!r}')
-    if bucket_bytes < 1:
-        raise ValueError(f"DistributedOptimizer: bucket_bytes must be positive; got {bucket_bytes}")
-    make = adapter_of(optimizer).DistributedOptimizer
-    return make(optimizer, comm=comm, op=op, bucket_bytes=bucket_bytes)
+    group = comm or world()
+    adapter = adapter_of(optimizer)
+
+    def check() -> None:
+        if op not in ("mean", "sum"):
+            raise ValueError(f'DistributedOptimizer: op must be "mean" or "sum"; got {op!r}')
+        if bucket_bytes < 1:
+            raise ValueError(
+                f"DistributedOptimizer: bucket_bytes must be positive; got {bucket_bytes}"
+            )
+        adapter.check(optimizer)
+
+    return adapter.distribute(optimizer, dup(group, group._options, check), op, bucket_bytes)

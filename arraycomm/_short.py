@@ -93,7 +93,8 @@ class ShortReduction:
             started = perf_counter()
             board = self._board
             parity = (board.step + 1) & 1
-            board.mine[parity][PREFIX] = self._prefix
+            if board.shown[parity] is not self._prefix:
+                board.mine[parity][PREFIX] = board.shown[parity] = self._prefix
             self._mine[parity][...] = x
             board.post()
             words, digest = board.words[parity], self._digest

@@ -35,7 +35,13 @@ _NONE: Final = "None"
 Spec = tuple[DType, tuple[int, ...]]
 
 
-def allreduce_tree(tree: Any, op: str = "mean", *, comm: Communicator | None = None) -> Any:
+def allreduce_tree(
+    tree: Any,
+    op: str = "mean",
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    comm: Communicator | None = None,
+) -> Any:
     """Reduce every leaf of a tree over the ranks, in few messages.
 
     Parameters
@@ -44,6 +50,8 @@ def allreduce_tree(tree: Any, op: str = "mean", *, comm: Communicator | None = N
         The same structure, shapes and dtypes on every rank; frameworks may differ. None stays.
     op : str
         As for `Communicator.allreduce`.
+    bucket_bytes : int
+        Leaves are fused into messages of about this many bytes.
     comm : Communicator, optional
         `world()` by default.
 
@@ -65,7 +73,8 @@ def allreduce_tree(tree: Any, op: str = "mean", *, comm: Communicator | None = N
     Each byte is copied once, into a buffer for its dtype; results are parts of that buffer.
     """
     comm = comm or world()
-    return comm._call("allreduce_tree", _reduce_call, "allreduce_tree", tree, op, "forbidden")
+    name = "allreduce_tree"
+    return comm._call(name, _reduce_call, name, tree, op, "error", bucket_bytes)
 
 
 def allreduce_gradients(
@@ -85,7 +94,8 @@ def allreduce_gradients(
     op : str
         As for `Communicator.allreduce`.
     missing : str
-        "zeros": None on some ranks counts as zeros of the other ranks' shape and dtype.
+        "zeros": None on some ranks counts as zeros of the other ranks' shape and dtype. "error":
+        it is a `MismatchError`.
     bucket_bytes : int
         Leaves are fused into messages of about this many bytes.
     comm : Communicator, optional
@@ -260,8 +270,10 @@ def _parse(description: str) -> Spec:
 def _gradients_call(
     comm: Communicator, tree: Any, op: str, missing: str, bucket_bytes: int
 ) -> Call:
-    if missing != "zeros":
-        raise ValueError(f'allreduce_gradients: missing must be "zeros"; got {missing!r}')
+    if missing not in ("zeros", "error"):
+        raise ValueError(
+            f'allreduce_gradients: missing must be "zeros" or "error"; got {missing!r}'
+        )
     return _reduce_call(comm, "allreduce_gradients", tree, op, missing, bucket_bytes)
 
 
@@ -271,7 +283,7 @@ def _reduce_call(
     tree: Any,
     op: str,
     missing: str,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int,
 ) -> Call:
     leaves = _Leaves(tree, operation, none=True)
     for path, leaf in zip(leaves.paths, leaves.views, strict=True):

@@ -1,148 +1,35 @@
-"""The Python code in README.md and docs/ runs as it stands.
-
-Each document runs from top to bottom in a process of its own. A block that needs a framework which
-is not installed is left out, and so is a later block that uses a name of a block left out. A block
-after the comment `<!-- skip: next "reason" -->` is not run. The programs in docs/examples/ run on three
-ranks.
-"""
+"""The Python code in README.md and docs/ runs as it stands, each document in a process of its own."""
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
-from unittest import SkipTest
 
 import pytest
 
+from tests.launcher import needs_mpiexec, run_python
+
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
-FRAMEWORKS = {"cupy", "equinox", "flax", "jax", "mlx", "mpi4py", "optax", "sklearn", "torch"}
-LAUNCHER = Path(sys.executable).with_name("mpiexec")
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def name_of(document: Path) -> str:
     return document.relative_to(ROOT).as_posix()
 
 
-def run_python(*arguments: str, directory: Path, launcher: tuple[str, ...] = ()) -> None:
-    command = [*launcher, sys.executable, "-P", *arguments]
-    # Open MPI's launcher refuses root, and more ranks than cores, unless told otherwise.
-    environment = {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMP_NUM_THREADS": "1",
-    }
-    run = subprocess.run(
-        command,
-        cwd=directory,
-        env=os.environ | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout}\n{run.stderr}"
-
-
-on_three_ranks = pytest.mark.skipif(not LAUNCHER.exists(), reason="no mpiexec beside python")
+def run_document(document: Path, directory: Path, ranks: int | None = None) -> None:
+    pytest.importorskip("sybil")
+    program = Path(__file__).with_name("run_document.py")
+    # Safe path: the directory of the program holds packages with the names of others.
+    job = run_python("-P", str(program), str(document), ranks=ranks, cwd=directory)
+    assert job.returncode == 0, job.stdout + job.stderr
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_the_code_of_a_document_runs(document: Path, tmp_path: Path) -> None:
-    pytest.importorskip("sybil")
-    run_python(__file__, str(document), directory=tmp_path)
+    run_document(document, tmp_path)
 
 
-@on_three_ranks
+@needs_mpiexec
 def test_the_code_of_the_readme_runs_on_three_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("sybil")
-    readme = str(ROOT / "README.md")
-    run_python(__file__, readme, directory=tmp_path, launcher=(str(LAUNCHER), "-n", "3"))
-
-
-@on_three_ranks
-@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
-def test_an_example_runs_on_three_ranks(example: Path, tmp_path: Path) -> None:
-    needed = imports_of(ast.parse(example.read_text(encoding="utf-8"))).values()
-    for framework in FRAMEWORKS.intersection(needed):
-        pytest.importorskip(framework)
-    run_python(str(example), directory=tmp_path, launcher=(str(LAUNCHER), "-n", "3"))
-
-
-def needed_module(dotted: str) -> str:
-    """Return the top-level module that importing `dotted` needs; an adapter needs its framework."""
-    return dotted.removeprefix("arraycomm.adapters.").partition(".")[0]
-
-
-def imports_of(block: ast.Module) -> dict[str, str]:
-    """Map the names that the imports in `block` bind to the top-level modules they need."""
-    imports = {}
-    for node in ast.walk(block):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                imports[alias.asname or alias.name.partition(".")[0]] = needed_module(alias.name)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                imports[alias.asname or alias.name] = needed_module(f"{node.module}.{alias.name}")
-    return imports
-
-
-def names_in(block: ast.Module, context: type[ast.expr_context]) -> set[str]:
-    """Return the names that `block`, its imports aside, binds (ast.Store) or uses (ast.Load)."""
-    names = {
-        n.id for n in ast.walk(block) if isinstance(n, ast.Name) and isinstance(n.ctx, context)
-    }
-    if context is ast.Store:
-        definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        names |= {node.name for node in ast.walk(block) if isinstance(node, definitions)}
-    return names
-
-
-class Names:
-    """The names that the blocks so far have bound, and those that blocks left out would have."""
-
-    def __init__(self) -> None:
-        self._absent = {name for name in FRAMEWORKS if importlib.util.find_spec(name) is None}
-        self._bound: set[str] = set()
-        self._unbound: set[str] = set()
-
-    def allow(self, source: str) -> bool:
-        """Return whether the block `source` can run here, and note what it binds if it does."""
-        try:
-            block = ast.parse(source)
-        except SyntaxError:  # a doctest or a comment of Sybil's, without names that matter here
-            return True
-        imports, assigned = imports_of(block), names_in(block, ast.Store)
-        absent = {name for name, module in imports.items() if module in self._absent}
-        if absent or names_in(block, ast.Load) & self._unbound:
-            self._unbound |= absent | assigned | (imports.keys() - self._bound)
-            return False
-        self._bound |= assigned | imports.keys()
-        self._unbound -= self._bound
-        return True
-
-
-def run_examples(path: Path) -> None:
-    """Run the code of the document at `path` in this process."""
-    from sybil import Sybil
-    from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
-
-    sybil = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()], path=str(path.parent))
-    names = Names()
-    for example in sybil.parse(path).examples():
-        if not names.allow(str(example.parsed)):
-            continue
-        with contextlib.suppress(SkipTest):
-            example.evaluate()
-
-
-if __name__ == "__main__":
-    run_examples(Path(sys.argv[1]))
+    run_document(README, tmp_path, ranks=3)

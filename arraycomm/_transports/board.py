@@ -18,7 +18,6 @@ import numpy as np
 
 PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)
-SHARED_SLOT: Final = 4096
 MESSAGE_SLOT: Final = 256
 
 # How a rank's part in a group ended; 0 while it has not. FAILED: it will make no further call
@@ -49,6 +48,11 @@ class Farewell(NamedTuple):
     text: str
 
 
+def shared_slot(size: int) -> int:
+    """Return the bytes of a slot in shared memory, for a group of `size` ranks."""
+    return PAYLOAD + min(max((128 << 10) // size, 4 << 10), 32 << 10) // 8 * 8
+
+
 class Board:
     """Slots over memory that `_publish` and `arrived` make visible to the other ranks.
 
@@ -75,6 +79,8 @@ class Board:
         self.mine = [slot.data for slot in mine]
         self.my_words = [slot.cast("q") for slot in self.mine]
         self.stride: int = self.slot // 8
+        # What this rank's slots show in their words 1 to 15, where that is known.
+        self.shown: list[bytes | None] = [None, None]
         self.peers = [r for r in range(size) if r != rank]
 
     def post(self) -> None:
@@ -105,13 +111,17 @@ class Board:
 
 
 class SharedBoard(Board):
-    """A board in memory that all ranks share: of one process, or of one node."""
+    """A board in memory that all ranks share: of one process, or of one node.
+
+    The more ranks, the smaller the slots: every rank reads all of them.
+    """
 
     def __init__(self, rank: int, size: int, memory: np.ndarray[Any, Any]) -> None:
-        slots = memory[: 2 * size * SHARED_SLOT].reshape(2, size, SHARED_SLOT)
+        slot = shared_slot(size)
+        slots = memory[: 2 * size * slot].reshape(2, size, slot)
         super().__init__(rank, size, [slots[0], slots[1]], [slots[0, rank], slots[1, rank]])
         self._memory = memory
-        notes = memory[2 * size * SHARED_SLOT :][: size * _FAREWELL].reshape(size, _FAREWELL)
+        notes = memory[2 * size * slot :][: size * _FAREWELL].reshape(size, _FAREWELL)
         self._notes = notes
         self._note_words = [note[:24].data.cast("q") for note in notes]
         self.stamps = [peer * self.stride for peer in self.peers]
@@ -119,7 +129,7 @@ class SharedBoard(Board):
     @staticmethod
     def nbytes(size: int) -> int:
         """Bytes of zeroed memory that a group of `size` ranks shares."""
-        return size * (2 * SHARED_SLOT + _FAREWELL)
+        return size * (2 * shared_slot(size) + _FAREWELL)
 
     def post(self) -> None:
         _fence()

@@ -33,7 +33,7 @@ class Trainer:
             self._params = ac.synchronize(self._params, comm=comm)
             # A communicator for the gradients alone, as JAX's optimizer makes one for itself: where
             # frameworks differ between ranks, each rank has to take part in making it.
-            self._optimizer = ac.DistributedOptimizer(self._optimizer, comm=comm.dup(), op="sum")
+            self._optimizer = ac.DistributedOptimizer(self._optimizer, comm=comm, op="sum")
 
     def step(self, batch: Batch) -> float:
         """Learn from a batch; return the sum of its weighted losses."""

@@ -144,7 +144,6 @@ def test_a_gradient_missing_on_all_ranks_stays_none() -> None:
         np.testing.assert_array_equal(updates["b"], -reduced(3, 0, "mean")["b"])
 
 
-@pytest.mark.xfail(reason="only torch optimizers know that they are distributed")
 def test_wrapping_twice_is_refused() -> None:
     def wrap_twice(comm: ac.Communicator) -> None:
         wrapped = ac.DistributedOptimizer(optax.sgd(0.1), comm=comm)

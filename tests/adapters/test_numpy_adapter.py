@@ -159,7 +159,6 @@ def test_further_arguments_reach_the_optimizer() -> None:
     assert run(3, train) == [1.0 - 2.0 * 3.0 + 0.5] * 3
 
 
-@pytest.mark.xfail(reason="only torch optimizers know that they are distributed")
 def test_wrapping_twice_is_refused() -> None:
     def wrap_twice(comm: ac.Communicator) -> None:
         wrapped = ac.DistributedOptimizer(SGD(), comm=comm)

@@ -191,6 +191,17 @@ def test_gradients_that_differ_in_more_than_none_raise(on_ranks, several) -> Non
     on_ranks(several, check)
 
 
+def test_missing_gradients_can_be_made_an_error(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        tree = {"w": None if comm.rank else np.ones(2)}
+        with pytest.raises(
+            ac.MismatchError, match=r"tree\['w'\] is float64 \(2,\) on rank 0, None"
+        ):
+            ac.allreduce_gradients(tree, missing="error", comm=comm)
+
+    on_ranks(several, check)
+
+
 def test_rank_that_never_comes_is_named(on_ranks, several, transport) -> None:
     def check(comm: Communicator) -> None:
         impatient = comm.dup(timeout=0.3)
