@@ -15,28 +15,32 @@ import numpy as np
 from arraycomm._folds import fold
 from arraycomm._results import allocate
 from arraycomm._transports.base import MAX_BYTES, Blocks, Handle, Transport
+from arraycomm._transports.board import PAYLOAD
 
 Array = np.ndarray[Any, Any]
 Moves = Generator[Handle, None, None]
 
+# A slot of the board at a time, and everyone folds it: up to this many steps.
+MAX_STEPS: Final = 16
 # Below this many bytes in all, every rank gathers everything and folds it by itself.
 GATHER_BYTES: Final = 64 << 10
 # Larger reductions go chunk by chunk, small enough for the cache that cores share.
 CHUNK_BYTES: Final = 4 << 20
 
 
-def choose(operation: str, nbytes: int, size: int, inline: int) -> str:
-    """Name the algorithm for a message of `nbytes` on `size` ranks; `inline` fit in a header.
+def choose(nbytes: int, size: int, payload: int, shared: bool) -> str:
+    """Name the algorithm of a reduction of `nbytes` on `size` ranks.
 
+    `payload` is what fits in a slot of the board, and `shared` tells whether that is shared memory.
     The same arguments on every rank give the same answer on every rank.
     """
     if size == 1:
         return "local"
-    if nbytes <= inline:
-        return "inline"
-    if operation in ("allreduce", "reduce"):
-        return "gather" if nbytes * size <= GATHER_BYTES else "slices"
-    return "direct"
+    if shared and nbytes <= MAX_STEPS * payload:
+        return "steps"
+    if nbytes * size <= GATHER_BYTES:
+        return "gather"
+    return "slices"
 
 
 class Scratch:
@@ -56,9 +60,11 @@ class Scratch:
 
 def allreduce(link: Transport, source: Array, target: Array, op: str, scratch: Scratch) -> Moves:
     """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
-    match choose("allreduce", source.nbytes, link.size, 0):
+    match _choose(link, source):
         case "local":
             fold(op, source.dtype, [_apart(source, target)], target)
+        case "steps":
+            yield from _in_steps(link, source, target, op)
         case "gather":
             rows = yield from _gather_rows(link, source, scratch)
             fold(op, source.dtype, rows, target)
@@ -74,10 +80,12 @@ def reduce(
     link: Transport, source: Array, target: Array | None, op: str, root: int, scratch: Scratch
 ) -> Moves:
     """Fold all ranks' `source` into the `target` of `root`; the others pass None."""
-    match choose("reduce", source.nbytes, link.size, 0):
+    match _choose(link, source):
         case "local":
             assert target is not None
             fold(op, source.dtype, [_apart(source, target)], target)
+        case "steps":
+            yield from _in_steps(link, source, target, op)
         case "gather":
             into = None if target is None else scratch.take(link.size * len(source), source.dtype)
             counts = [len(source)] * link.size
@@ -114,6 +122,26 @@ def allgatherv(link: Transport, target: Array, bounds: Sequence[int]) -> Moves:
         return
     for rank in range(link.size):
         yield from bcast(link, target[bounds[rank] : bounds[rank + 1]], rank)
+
+
+def _choose(link: Transport, source: Array) -> str:
+    board = link.board
+    return choose(source.nbytes, link.size, board.payload, board.shared)
+
+
+def _in_steps(link: Transport, source: Array, target: Array | None, op: str) -> Moves:
+    """Show a slot's worth to all ranks at a time; who has a target folds what all ranks show."""
+    board, dtype = link.board, source.dtype
+    count = board.payload // dtype.itemsize
+    for start in range(0, len(source), count):
+        piece = slice(start, start + count)
+        shown = _bytes(source[piece])
+        board.mine[(board.step + 1) & 1][PAYLOAD : PAYLOAD + len(shown)] = shown.data
+        board.post()
+        yield board
+        if target is not None:
+            rows = board.rows[board.step & 1][:, PAYLOAD : PAYLOAD + len(shown)]
+            fold(op, dtype, [row.view(dtype) for row in rows], target[piece])
 
 
 def _fold_slice(

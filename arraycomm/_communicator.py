@@ -271,10 +271,10 @@ class Communicator:
 
         Notes
         -----
-        Blocks until every rank has called. Up to some kilobytes all is done in one small step;
-        larger arrays are sent in slices to the rank that folds them and gathered again, about
-        twice the array's bytes a rank (Thakur, Rabenseifner, Gropp: Optimization of Collective
-        Communication Operations in MPICH, 2005).
+        Blocks until every rank has called. Up to 32 KiB (128 bytes between nodes) all is done in
+        one small step. Large arrays are sent in slices to the rank that folds them and gathered
+        again: about twice the array's bytes a rank (Thakur, Rabenseifner, Gropp: Optimization of
+        Collective Communication Operations in MPICH, 2005).
         """
         try:
             short = self._short.get((type(x), op, x.dtype, x.shape))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
@@ -255,15 +255,7 @@ def _show(board: Board, prefix: bytes, payload: Bytes | None) -> Steps:
     if payload is not None and len(payload):
         slot[PAYLOAD : PAYLOAD + len(payload)] = payload.data
     board.post()
-    yield Arrival(board)
-
-
-class Arrival:
-    """Everyone's post of the current step."""
-
-    def __init__(self, board: Board) -> None:
-        self.board = board
-        self.done: Callable[[], bool] = board.arrived
+    yield board
 
 
 def _seen(board: Board) -> tuple[Bytes, memoryview]:

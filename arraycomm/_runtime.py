@@ -17,7 +17,7 @@ from arraycomm._communicator import Communicator, Options
 from arraycomm._engine import wait_for
 from arraycomm._errors import BackendUnavailableError, NotInitializedError, PeerError
 from arraycomm._header import all_left_well, leave_in_step
-from arraycomm._transports.board import FAILED, FINISHED, GONE, MESSAGE_SLOT
+from arraycomm._transports.board import FAILED, FINISHED, GONE
 
 _UNSET: Final[Any] = type("_Unset", (), {"__repr__": lambda self: "unset"})()
 _BACKENDS: Final = ("auto", "self", "mpi", "nccl", "threads")
@@ -322,7 +322,7 @@ def _everyone_left(root: Communicator, clean: bool) -> bool:
     A rank that failed waits for the others only so long: they are to see its error, and to print
     theirs, before the launcher ends them.
     """
-    if root._board.slot == MESSAGE_SLOT:
+    if not root._board.shared:
         return _left_in_step(root, clean)
     deadline = None if clean else time.monotonic() + _GRACE
     waiting = list(root._board.peers)

@@ -98,7 +98,7 @@ class ShortReduction:
             self._mine[parity][...] = x
             board.post()
             words, digest = board.words[parity], self._digest
-            if not board.arrived():
+            if not board.done():
                 self._wait()
             for place in self._digests:
                 if words[place] != digest:
@@ -117,7 +117,7 @@ class ShortReduction:
 
     def _wait(self) -> None:
         try:
-            wait_for(self._board.arrived, self._engine._spins, self._engine._watch)
+            wait_for(self._board.done, self._engine._spins, self._engine._watch)
         except BaseException as error:
             self._comm._close(error)
             raise

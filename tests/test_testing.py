@@ -76,7 +76,7 @@ def test_deadlock_of_two_communicators_times_out() -> None:
         (comm if comm.rank else other).barrier()
 
     with pytest.raises(ac.CommTimeoutError, match="is missing"):
-        run(2, deadlock, timeout=0.3)
+        run(2, deadlock, timeout=2)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, pytest.skip.Exception])

@@ -1,6 +1,6 @@
 """The board: one slot a rank that all ranks of a group can read, for small steps in lock step.
 
-A step is: write into `mine`, `post`, wait until `arrived`, read `rows`. Slots are used in turn
+A step is: write into `mine`, `post`, wait until it is `done`, read `rows`. Slots are used in turn
 (two parities), so no acknowledgement is needed: who sees everyone's step k + 1 knows that
 everyone has finished reading step k.
 
@@ -54,10 +54,12 @@ def shared_slot(size: int) -> int:
 
 
 class Board:
-    """Slots over memory that `_publish` and `arrived` make visible to the other ranks.
+    """Slots that `post` shows to the other ranks; a board is the handle of its current step.
 
     Attributes
     ----------
+    shared : bool
+        Whether the slots are in memory that all ranks share.
     step : int
         The number of the last step posted by this rank.
     words : list of memoryview
@@ -67,6 +69,8 @@ class Board:
     mine : list of memoryview
         For each parity, this rank's slot to write into, as bytes.
     """
+
+    shared = False
 
     def __init__(self, rank: int, size: int, rows: list[Any], mine: list[Any]) -> None:
         self.rank = rank
@@ -87,7 +91,7 @@ class Board:
         """Publish this rank's slot as its next step."""
         raise NotImplementedError
 
-    def arrived(self) -> bool:
+    def done(self) -> bool:
         """Tell whether every rank has posted the current step; never waits."""
         raise NotImplementedError
 
@@ -116,6 +120,8 @@ class SharedBoard(Board):
     The more ranks, the smaller the slots: every rank reads all of them.
     """
 
+    shared = True
+
     def __init__(self, rank: int, size: int, memory: np.ndarray[Any, Any]) -> None:
         slot = shared_slot(size)
         slots = memory[: 2 * size * slot].reshape(2, size, slot)
@@ -136,7 +142,7 @@ class SharedBoard(Board):
         self.step = step = self.step + 1
         self.my_words[step & 1][0] = step
 
-    def arrived(self) -> bool:
+    def done(self) -> bool:
         step = self.step
         words = self.words[step & 1]
         for stamp in self.stamps:

@@ -144,7 +144,7 @@ class MessageBoard(Board):
             raise _translated(error) from error
         self._pending = True
 
-    def arrived(self) -> bool:
+    def done(self) -> bool:
         if self._pending:
             try:
                 self._pending = not self._requests[self.step & 1].Test()

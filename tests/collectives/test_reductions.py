@@ -6,16 +6,26 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from arraycomm import _algorithms
 from arraycomm._communicator import Communicator
 from tests.collectives import oracle
 from tests.collectives.oracle import CASES, IDS, expected, same_bits, same_result, sample
 
-# One element, some kilobytes that still travel in the header of a node, and what takes slices.
+# One element, what travels in the header of a node, and what takes several steps or slices.
 COUNTS = [1, 37, 30_000]
 
 
+@pytest.fixture(params=["steps", "slices"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How reductions go that do not fit in the header, where memory is shared."""
+    if request.param == "slices":
+        monkeypatch.setattr(_algorithms, "MAX_STEPS", 0)
+    way: str = request.param
+    return way
+
+
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
-def test_allreduce_is_the_fold_in_rank_order(on_ranks, size, dtype, op) -> None:
+def test_allreduce_is_the_fold_in_rank_order(on_ranks, size, way, dtype, op) -> None:
     def check(comm: Communicator) -> None:
         for count in COUNTS:
             arrays = [sample(dtype, count, rank, op) for rank in range(comm.size)]
@@ -30,7 +40,7 @@ def test_allreduce_is_the_fold_in_rank_order(on_ranks, size, dtype, op) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
-def test_reduce_gives_root_what_allreduce_gives_all(on_ranks, size, dtype, op) -> None:
+def test_reduce_gives_root_what_allreduce_gives_all(on_ranks, size, way, dtype, op) -> None:
     def check(comm: Communicator) -> None:
         for count in (5, 40_000):
             mine = sample(dtype, count, comm.rank, op)
@@ -121,13 +131,13 @@ def test_overflow_is_silent_and_infinite(on_ranks, several) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 1000, 1 << 15])
 def test_result_does_not_depend_on_the_chunk_size(on_ranks, size, chunk, monkeypatch) -> None:
-    from arraycomm import _algorithms
-
     def check(comm: Communicator) -> bytes:
         x = sample(np.dtype(np.float32), 20_011, comm.rank)
         return comm.allreduce(x).tobytes()
 
     whole = on_ranks(size, check)
+    monkeypatch.setattr(_algorithms, "MAX_STEPS", 0)
+    assert on_ranks(size, check) == whole
     monkeypatch.setattr(_algorithms, "CHUNK_BYTES", chunk)
     assert on_ranks(size, check) == whole
 

@@ -41,7 +41,7 @@ class TransportContract:
                 payload = np.full(board.payload, number * 7 + comm.rank, np.uint8)
                 board.mine[(board.step + 1) & 1][PAYLOAD:] = payload
                 board.post()
-                wait_for(board.arrived, 0, lambda waited: None)
+                wait_for(board.done, 0, lambda waited: None)
                 assert board.missing() == []
                 rows = board.rows[board.step & 1]
                 for rank in range(comm.size):
