@@ -24,8 +24,10 @@ _BACKENDS: Final = ("auto", "self", "mpi", "nccl", "threads")
 # Seconds that a rank which failed waits for the others to have seen it.
 _GRACE: Final = 3.0
 _NAP: Final = 1e-4
-# Seconds in which ranks that raise the same error at the same time have printed it.
-_PRINTING: Final = 0.5
+# Seconds in which a launcher has forwarded what ranks have printed, and in which ranks that raise at
+# the same time, but cannot see one another, have printed it. The launcher ends all once one is gone.
+_FORWARDING: Final = 0.2
+_PRINTING: Final = 1.0
 
 
 class _State:
@@ -313,6 +315,7 @@ def _at_exit() -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(_FORWARDING if all(root._board.shared for root in _state.roots) else _PRINTING)
     os._exit(1)
 
 
@@ -339,7 +342,6 @@ def _everyone_left(root: Communicator, clean: bool) -> bool:
 def _left_in_step(root: Communicator, clean: bool) -> bool:
     """The same over a board that travels: everyone's last step says how it left."""
     if root._closed is not None or not root._engine.idle:
-        time.sleep(0.0 if clean else _PRINTING)
         return clean
     text = "" if clean else (_state.failure.strip().splitlines() or ["it failed"])[-1]
     limit = float("inf") if clean else _GRACE
