@@ -21,8 +21,13 @@ class _Distributed(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """What `DistributedOptimizer` made."""
 
 
-def check(optimizer: optax.GradientTransformation) -> None:
-    """Raise `ValueError` where the transformation is distributed already."""
+def check(optimizer: Any) -> None:
+    """Raise unless this is an optax transformation that is not distributed already."""
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            "DistributedOptimizer: optimizer must be an optax.GradientTransformation; "
+            f"got {type(optimizer).__name__}"
+        )
     if isinstance(optimizer, _Distributed):
         raise ValueError("DistributedOptimizer: this transformation is distributed already")
 

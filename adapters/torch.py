@@ -18,8 +18,13 @@ synchronize = ac.synchronize
 _distributed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` where the optimizer is distributed already."""
+def check(optimizer: Any) -> None:
+    """Raise unless this is a torch optimizer that is not distributed already."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "DistributedOptimizer: optimizer must be a torch.optim.Optimizer; "
+            f"got {type(optimizer).__name__}"
+        )
     if optimizer in _distributed:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
 
@@ -62,9 +67,12 @@ def distribute(
     return optimizer
 
 
-def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def _set_gradient(parameter: torch.Tensor, gradient: Any) -> None:
     if gradient is None:
         return
+    if not isinstance(gradient, torch.Tensor):
+        # From a rank that had no gradient at all, and so no tensor to make it like.
+        gradient = ac.exchange(gradient, "torch")
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.device)
     else:

@@ -18,10 +18,17 @@ import numpy as np
 
 from arraycomm import _algorithms
 from arraycomm._buffers import BufferView
-from arraycomm._dtypes import DType, check_movable, check_reducible
+from arraycomm._dtypes import DType, check_movable, check_op, check_reducible
 from arraycomm._errors import TransportError
 from arraycomm._folds import fold
-from arraycomm._header import Agreement, Signature, Steps, array_of, exchange_details
+from arraycomm._header import (
+    Agreement,
+    Signature,
+    Steps,
+    array_of,
+    exchange_details,
+    in_header,
+)
 from arraycomm._results import allocate, give, written
 from arraycomm._transports.base import Bytes
 from arraycomm._views import likeness, view, view_out
@@ -168,10 +175,11 @@ def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> 
     check_movable(source.dtype, "bcast")
     flat, copies = flatten(source)
     target = Target(source, source.shape, source.dtype, out, "bcast", flat)
+    # What the header has no room for is told in further steps, after which its payload is gone.
+    description = None if in_header(source.dtype, source.shape) else _description(source)
 
     def finish(agreement: Agreement) -> Steps:
-        if array_of(agreement.words, comm._slot_of(root)) is None:
-            description = repr((np.lib.format.dtype_to_descr(source.dtype), source.shape))
+        if description is not None:
             yield from exchange_details(comm._board, {"array": description})
         if target.flat is not flat:
             np.copyto(target.flat, flat)
@@ -179,7 +187,7 @@ def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> 
             yield from _algorithms.bcast(comm._link, target.flat, root)
         return target.deliver()
 
-    inline = flat.nbytes <= comm._inline
+    inline = description is None and flat.nbytes <= comm._inline
     return Call(
         Signature("bcast", None, root, source.dtype, source.shape),
         finish,
@@ -187,6 +195,17 @@ def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> 
         nbytes=flat.nbytes,
         copies=copies + 1,
     )
+
+
+def _description(source: BufferView) -> str:
+    """Say dtype and shape in a way that another rank can read; raise where that is not possible."""
+    descr = np.lib.format.dtype_to_descr(source.dtype)
+    if np.lib.format.descr_to_dtype(descr) != source.dtype:
+        raise TypeError(
+            f"bcast: dtype {source.dtype} cannot be described to the other ranks; send its fields "
+            "one by one"
+        )
+    return repr((descr, source.shape))
 
 
 def _bcast_to(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
@@ -202,13 +221,13 @@ def _bcast_to(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Cal
 
     def finish(agreement: Agreement) -> Steps:
         array = array_of(agreement.words, comm._slot_of(root))
+        length = agreement.word(root, 13)
         if array is None:
             details = yield from exchange_details(comm._board, {})
             descr, shape = ast.literal_eval(details[root]["array"])
             array = np.lib.format.descr_to_dtype(descr), tuple(shape)
         dtype, shape = array
         into = target or Target(kind, shape, dtype, out, "bcast")
-        length = agreement.word(root, 13)
         if length >= 0:
             into.flat.view(np.uint8)[...] = agreement.payload(root, length)
         else:
@@ -294,14 +313,16 @@ def allgather_object(comm: Communicator, obj: Any, operation: str = "allgather_o
         lengths = [_length(agreement, rank) for rank in range(comm.size)]
         if max(lengths) <= comm._inline:
             parts = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
-            return [pickle.loads(part.data) for part in parts]
+            return deliver(lambda: [pickle.loads(part.data) for part in parts])
         bounds = [0]
         for length in lengths:
             bounds.append(bounds[-1] + length)
         everything = np.empty(bounds[-1], np.uint8)
         everything[bounds[comm.rank] : bounds[comm.rank + 1]] = data
         yield from _algorithms.allgatherv(comm._link, everything, bounds)
-        return [pickle.loads(everything[start:end].data) for start, end in pairwise(bounds)]
+        return deliver(
+            lambda: [pickle.loads(everything[start:end].data) for start, end in pairwise(bounds)]
+        )
 
     return Call(
         Signature(operation),
@@ -322,10 +343,10 @@ def bcast_object(comm: Communicator, obj: Any, root: int) -> Call:
     def finish(agreement: Agreement) -> Steps:
         length = _length(agreement, root)
         if length <= comm._inline:
-            return pickle.loads(agreement.payload(root, length).data)
+            return deliver(pickle.loads, agreement.payload(root, length).data)
         received = data.copy() if comm.rank == root else np.empty(length, np.uint8)
         yield from _algorithms.bcast(comm._link, received, root)
-        return pickle.loads(received.data)
+        return deliver(pickle.loads, received.data)
 
     return Call(
         Signature("bcast_object", None, root),
@@ -359,8 +380,7 @@ def flatten(source: BufferView) -> tuple[np.ndarray[Any, Any], int]:
 
 
 def _check_op(dtype: DType, op: Any, operation: str) -> None:
-    if not isinstance(op, str):
-        raise TypeError(f"{operation}: op must be the name of a reduction; got {op!r}")
+    check_op(op, operation)
     check_movable(dtype, operation)
     check_reducible(dtype, op, operation)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -37,6 +38,18 @@ class Options:
     check: bool = True
     reproducible: bool = True
     timeout: float | None = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in ("check", "reproducible"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        if self.timeout is None:
+            return
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
+            raise TypeError(f"timeout must be a number of seconds or None; got {self.timeout!r}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be positive, or None; got {self.timeout!r}")
+        object.__setattr__(self, "timeout", float(self.timeout))
 
 
 class Request:
@@ -210,7 +223,7 @@ class Communicator:
         """
         from arraycomm._groups import dup
 
-        return dup(self, replace(self._options, **options))
+        return dup(self, options)
 
     def free(self) -> None:
         """Release the communicator; collective. Later calls raise `CommunicatorClosedError`."""
@@ -278,7 +291,8 @@ class Communicator:
         """
         try:
             short = self._short.get((type(x), op, x.dtype, x.shape))
-        except (AttributeError, TypeError):
+        except Exception:
+            # What is wrong with x is found, and told to the other ranks, on the long way.
             short = None
         if short is not None and (result := short(x, out)) is not None:
             return result
@@ -439,7 +453,7 @@ class Communicator:
     def _start(self, operation: str, prepare: Callable[..., Call], *args: Any) -> Request:
         site = call_site()
         with self._turn():
-            task = self._engine.submit(self._program(operation, prepare, args, site))
+            task = self._engine.submit(self._program(operation, prepare, args, site), site)
         return Request(self, task, site)
 
     def _turn(self) -> _Turn:
@@ -456,6 +470,9 @@ class Communicator:
         except Exception as error:
             self._count(operation, None)
             return self._raising(operation, error, describe_raise(error))
+        except BaseException as error:
+            self._close(error)
+            raise
         self._count(operation, call)
         return self._guarded(self._steps(call, site))
 
@@ -463,6 +480,8 @@ class Communicator:
         if self._closed is not None:
             raise self._closed_error(call.signature.operation)
         if call.blind and call.payload is None and not self._options.check:
+            # Counted as two steps, so that farewells tell before from after.
+            self._board.step += 2
             return (yield from call.finish(None))
         agreement = yield from agree(
             self._board,
@@ -493,6 +512,12 @@ class Communicator:
         raise self._closed_error(operation)
 
     def _raising(self, operation: str, error: Exception, traceback: str) -> Steps:
+        if self._closed is not None:
+            raise self._closed_error(operation) from error
+        if not self._options.check:
+            # Others may be in a call without a header, in which nothing can be told in step.
+            self._close(error)
+            raise error
         try:
             in_step = yield from fail_in_step(self._board, operation, error, traceback)
         except BaseException as lost:
@@ -501,7 +526,6 @@ class Communicator:
         self._completed = self._board.step
         if not in_step:
             self._close(error)
-            self._unfinished = False
         raise error
 
     def _prefix(self, call: Call) -> bytes:
@@ -516,16 +540,17 @@ class Communicator:
 
     def _remember(self, x: Any, op: str) -> None:
         """Keep the short way of a reduction that has just succeeded the long way."""
-        if not hasattr(x, "dtype") or self._closed is not None:
-            return
-        source = view(x, "allreduce")
-        if source.array.nbytes > self._inline or source.copied:
-            return
-        if len(self._short) >= _MAX_CACHED:
-            self._forget_short()
-        self._short[type(x), op, x.dtype, x.shape] = ShortReduction(
-            self, op, source.dtype, source.shape, numpy=type(x) is np.ndarray
-        )
+        # An array that cannot be looked at a second time has no short way.
+        with suppress(Exception):
+            key = (type(x), op, x.dtype, x.shape)
+            source = view(x, "allreduce")
+            if source.array.nbytes > self._inline or source.copied or self._closed is not None:
+                return
+            if len(self._short) >= _MAX_CACHED:
+                self._forget_short()
+            self._short[key] = ShortReduction(
+                self, op, source.dtype, source.shape, numpy=type(x) is np.ndarray
+            )
 
     def _forget_short(self) -> None:
         totals = self._stats.setdefault("allreduce", [0, 0, 0, 0.0])
@@ -589,7 +614,10 @@ class Communicator:
         if isinstance(error, MismatchError):
             # All ranks learn of it in the same steps, which this one has taken to the end.
             self._completed = self._board.step
-        self._unfinished = not isinstance(error, MismatchError)
+        waiting = self._engine.interrupted
+        self._unfinished = waiting is not None and not (
+            waiting is self._board and self._board.shared
+        )
         self._forget_short()
         if not isinstance(error, CommTimeoutError):
             # After a timeout nothing is said: the others that wait are to time out themselves.

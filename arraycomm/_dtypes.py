@@ -109,7 +109,7 @@ def check_movable(dtype: DType, operation: str) -> None:
     if dtype in BY_DTYPE:
         return
     # ml_dtypes' integers of 4 bits are of kind V as well, but are no structures.
-    plain = dtype.kind in "mMSU" or dtype.type is np.void
+    plain = dtype.kind in "mMSU" or issubclass(dtype.type, np.void)
     if plain and not dtype.hasobject and dtype.itemsize:
         return
     if dtype.hasobject:
@@ -123,11 +123,17 @@ def check_movable(dtype: DType, operation: str) -> None:
     )
 
 
-@lru_cache(maxsize=1024)
-def check_reducible(dtype: DType, op: str, operation: str) -> None:
-    """Raise `ValueError` for an unknown op and `TypeError` for one that the dtype does not have."""
+def check_op(op: object, operation: str) -> None:
+    """Raise unless `op` is the name of a reduction."""
+    if not isinstance(op, str):
+        raise TypeError(f"{operation}: op must be the name of a reduction; got {op!r}")
     if op not in OPS:
         raise ValueError(f"{operation}: op must be one of {', '.join(OPS)}; got {op!r}")
+
+
+@lru_cache(maxsize=1024)
+def check_reducible(dtype: DType, op: str, operation: str) -> None:
+    """Raise `TypeError` for a reduction that the dtype does not have."""
     kind = kind_of(dtype)
     if op in _REDUCTIONS[kind]:
         return

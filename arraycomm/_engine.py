@@ -53,8 +53,9 @@ def wait_for(done: Callable[[], bool], spins: int, watch: Watch) -> None:
 class Task:
     """One program under way, and in the end its result or its error."""
 
-    def __init__(self, program: Steps) -> None:
+    def __init__(self, program: Steps, site: str = "unknown") -> None:
         self._program = program
+        self.site = site
         self.waiting: Handle | None = None
         self.since = 0.0
         self.finished = False
@@ -68,8 +69,10 @@ class Task:
             self.since = time.monotonic()
         except StopIteration as stop:
             self.finish(stop.value, None)
-        except Exception as error:
+        except BaseException as error:
             self.finish(None, error)
+            if not isinstance(error, Exception):
+                raise
 
     def finish(self, result: Any, error: BaseException | None) -> None:
         """Record how the program ended."""
@@ -100,6 +103,8 @@ class Engine:
         self._driving = threading.Lock()
         self._progress: threading.Thread | None = None
         self._starting = threading.Lock()
+        # What a call was waiting for when it was given up.
+        self.interrupted: Handle | None = None
         # Held by the thread that is calling; the short way of small reductions takes it too.
         self.turn = threading.Lock()
 
@@ -126,14 +131,15 @@ class Engine:
                 try:
                     wait_for(waiting.done, self._spins, self._watch)
                 except BaseException as error:
+                    self.interrupted = waiting
                     # The program raises it, after what it has to tidy up.
                     program.throw(error)
         except StopIteration as stop:
             return stop.value
 
-    def submit(self, program: Steps) -> Task:
+    def submit(self, program: Steps, site: str = "unknown") -> Task:
         """Put a program at the end of the queue, and start it if it is alone there."""
-        task = Task(program)
+        task = Task(program, site)
         self._queue.append(task)
         self.advance()
         if self._threaded and self._queue:
@@ -150,6 +156,17 @@ class Engine:
         finally:
             self._driving.release()
 
+    def drain(self) -> list[Task]:
+        """Wait for everything outstanding; return the tasks that nobody had waited for."""
+        dropped = list(self._queue)
+        for task in dropped:
+            wait_for(lambda task=task: self._pushed(task), self._spins, lambda waited: None)  # type: ignore[misc]
+        return dropped
+
+    def _pushed(self, task: Task) -> bool:
+        self.advance()
+        return task.finished
+
     def finish(self, task: Task, timeout: float | None = None) -> Any:
         """Wait for a task, and return its result or raise its error."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -158,11 +175,7 @@ class Engine:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError
 
-        def done() -> bool:
-            self.advance()
-            return task.finished
-
-        wait_for(done, self._spins, watch)
+        wait_for(lambda: self._pushed(task), self._spins, watch)
         if task.error is not None:
             raise task.error
         return task.result
@@ -175,6 +188,7 @@ class Engine:
                     self._watch(time.monotonic() - task.since)
                     return False
             except Exception as error:
+                self.interrupted = task.waiting
                 task.fail(error)
                 return True
             task.step()

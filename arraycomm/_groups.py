@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from arraycomm._collectives import Call, agreement_only
@@ -34,19 +35,21 @@ def split_by_node(comm: Communicator) -> Communicator:
 
 
 def dup(
-    comm: Communicator, options: Options, check: Callable[[], None] = lambda: None
+    comm: Communicator, options: dict[str, Any], check: Callable[[], None] = lambda: None
 ) -> Communicator:
-    """Return a communicator of the same ranks with these options.
+    """Return a communicator of the same ranks, with these options where they are to differ.
 
     Where `check` raises on one rank, it raises there and tells the other ranks.
     """
+    chosen: list[Options] = []
 
     def prepare(comm: Communicator) -> Call:
         check()
-        return agreement_only("dup", repr(options))
+        chosen.append(replace(comm._options, **options))
+        return agreement_only("dup", repr(chosen[0]))
 
     comm._call("dup", prepare)
-    made = _open(comm, [(True, 0, 0)] * comm.size, options)
+    made = _open(comm, [(True, 0, 0)] * comm.size, chosen[0])
     assert made is not None
     made._original = comm
     comm._duplicates.append(made)
@@ -55,15 +58,16 @@ def dup(
 
 def free(comm: Communicator) -> None:
     """See `Communicator.free`."""
-    if comm._closed is None:
-        comm._call("free", lambda comm: agreement_only("free"))
-        comm._forget_short()
-        comm._closed = CommunicatorClosedError("it was freed")
-        comm._link.free()
+    if comm._closed is not None:
+        # It was freed before, or an error ended it: then the end of the program takes care of it.
+        return
+    comm._call("free", lambda comm: agreement_only("free"))
+    comm._forget_short()
+    comm._closed = CommunicatorClosedError("it was freed")
+    comm._link.free()
     if comm._original is not None:
         comm._original._take_over_stats(comm)
-    if comm in comm._family:
-        comm._family.remove(comm)
+    comm._family.remove(comm)
 
 
 def _pack(color: Any, key: Any) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
@@ -46,7 +46,8 @@ _OPERATIONS: Final = (
     "println",
     "finalize",
 )
-_MAX_TEXT: Final = 1 << 20
+_MAX_TEXT: Final = 16 << 20
+_LONG: Final = 10_000
 _WORDS: Final = struct.Struct("<15q")
 
 Steps = Generator[Handle, None, Any]
@@ -57,7 +58,8 @@ class Signature:
     """What a rank is about to call.
 
     `shape` is None on a rank that cannot know its array. `leaves` describes a tree, one
-    `(path, description)` for each leaf; a header carries their digest.
+    `(path, description)` for each leaf, and `settings` what else decides how it travels; a header
+    carries their digest.
     """
 
     operation: str
@@ -65,7 +67,8 @@ class Signature:
     root: int | None = None
     dtype: DType | None = None
     shape: tuple[int, ...] | None = None
-    leaves: tuple[tuple[str, str], ...] | None = field(default=None)
+    leaves: tuple[tuple[str, str], ...] | None = None
+    settings: str = ""
 
     def __str__(self) -> str:
         if self.leaves is not None:
@@ -111,7 +114,7 @@ def encode(signature: Signature, payload: int, length: int = 0, status: int = _C
     array = 0
     shape: tuple[int, ...] = signature.shape or ()
     if signature.leaves is not None:
-        array = digest(signature.leaves)
+        array = digest(signature.leaves, signature.settings)
     elif signature.shape is not None:
         array = digest(str(signature.dtype), signature.shape)
     info = None if signature.dtype is None else BY_DTYPE.get(signature.dtype)
@@ -140,6 +143,11 @@ def array_of(words: memoryview, base: int) -> tuple[DType, tuple[int, ...]] | No
     if info is None or ndim > MAX_DIMS:
         return None
     return info.dtype, tuple(words[base + 5 : base + 5 + ndim])
+
+
+def in_header(dtype: DType, shape: tuple[int, ...]) -> bool:
+    """Tell whether a header has room for this dtype and shape; see `array_of`."""
+    return dtype in BY_DTYPE and len(shape) <= MAX_DIMS
 
 
 def agree(
@@ -178,6 +186,7 @@ def settle(
         "call": str(signature),
         "site": site or call_site(),
         "leaves": signature.leaves,
+        "settings": signature.settings,
     }
     details = yield from exchange_details(board, mine)
     if verdict == _RAISING:
@@ -245,6 +254,12 @@ def first_difference(details: Sequence[dict[str, Any]]) -> str:
         longer, where = (first, 0) if len(first) > len(other) else (other, rank)
         path = longer[min(len(first), len(other))][0]
         return f"First difference: {path} is on rank {where} only"
+    for rank, detail in enumerate(details):
+        if detail.get("settings", "") != details[0].get("settings", ""):
+            return (
+                f"First difference: {details[0].get('settings')} on rank 0, "
+                f"{detail.get('settings')} on rank {rank}"
+            )
     return ""
 
 
@@ -301,7 +316,12 @@ def _peer_error(operation: str, details: Sequence[dict[str, Any]]) -> PeerError:
 
 
 def exchange_details(board: Board, mine: dict[str, Any]) -> Steps:
-    texts = yield from _gather_texts(board, json.dumps(mine))
+    text = json.dumps(mine)
+    if len(text) > _MAX_TEXT:
+        text = json.dumps(
+            {key: str(value)[-_LONG:] for key, value in mine.items() if key != "leaves"}
+        )
+    texts = yield from _gather_texts(board, text)
     details: list[dict[str, Any]] = []
     for text in texts:
         detail = json.loads(text)
@@ -314,8 +334,6 @@ def exchange_details(board: Board, mine: dict[str, Any]) -> Steps:
 def _gather_texts(board: Board, text: str) -> Steps:
     """Every rank's text, in as many steps as the longest needs."""
     data = text.encode()
-    if len(data) > _MAX_TEXT:
-        data = b"{}"
     received = [bytearray() for _ in range(board.size)]
     start, rounds = 0, 1
     while start < rounds * board.payload:

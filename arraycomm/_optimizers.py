@@ -53,7 +53,6 @@ def DistributedOptimizer(  # noqa: N802
     calls. A parameter without a gradient on some ranks counts as zeros there.
     """
     group = comm or world()
-    adapter = adapter_of(optimizer)
 
     def check() -> None:
         if op not in ("mean", "sum"):
@@ -62,6 +61,7 @@ def DistributedOptimizer(  # noqa: N802
             raise ValueError(
                 f"DistributedOptimizer: bucket_bytes must be positive; got {bucket_bytes}"
             )
-        adapter.check(optimizer)
+        adapter_of(optimizer).check(optimizer)
 
-    return adapter.distribute(optimizer, dup(group, group._options, check), op, bucket_bytes)
+    private = dup(group, {}, check)
+    return adapter_of(optimizer).distribute(optimizer, private, op, bucket_bytes)

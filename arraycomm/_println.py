@@ -6,9 +6,15 @@ import sys
 from datetime import datetime
 from typing import Any
 
-from arraycomm._collectives import allgather_object
+from arraycomm._collectives import Call, allgather_object
 from arraycomm._communicator import Communicator
 from arraycomm._runtime import is_initialized, world
+
+
+def _line(comm: Communicator, values: tuple[Any, ...]) -> Call:
+    now = datetime.now().astimezone().isoformat(timespec="milliseconds")[:23]
+    line = f"{now} [{comm.rank}/{comm.size}] {' '.join(map(str, values))}\n"
+    return allgather_object(comm, line, "println")
 
 
 def println(*values: Any, comm: Communicator | None = None) -> None:
@@ -24,15 +30,11 @@ def println(*values: Any, comm: Communicator | None = None) -> None:
     comm : Communicator, optional
         `world()` by default.
     """
-    line = " ".join(map(str, values))
     if comm is None and not is_initialized():
-        print(line, flush=True)
+        print(*values, flush=True)
         return
     comm = comm or world()
-    now = datetime.now().astimezone().isoformat(timespec="milliseconds")[:23]
-    lines = comm._call(
-        "println", allgather_object, f"{now} [{comm.rank}/{comm.size}] {line}\n", "println"
-    )
+    lines = comm._call("println", _line, values)
     if comm.rank == 0:
         sys.stdout.write("".join(lines))
         sys.stdout.flush()

@@ -7,7 +7,9 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
@@ -101,6 +103,10 @@ def init(
     if _state.world is not None:
         _compare_with_first(_state.world, backend, passed)
         return _state.world
+    if backend != "self" and (_launch.detect(os.environ) is not None or _mpi_has_peers()):
+        # From here on an error of this rank alone ends the job, in which the others wait for it.
+        _mpi_transport()
+        _watch_exit()
     arguments = {**_defaults(), **passed}
     _check_device(arguments["device"])
     options = Options(arguments["check"], arguments["reproducible"], arguments["timeout"])
@@ -137,10 +143,10 @@ def finalize() -> None:
         return
     _state.world = None
     _state.arguments = {}
-    if comm in _state.roots:
-        _state.roots.remove(comm)
     if comm._closed is not None:
         return
+    for member in comm._family:
+        _complete(member)
     lost = any(member._closed is not None for member in comm._family)
     said = comm._call("finalize", lambda _: agreement_only("finalize", data=bytes([lost])))
     if any(data != b"\0" for data in said):
@@ -150,6 +156,19 @@ def finalize() -> None:
         member._closed = NotInitializedError("arraycomm was finalized")
         member._link.free()
     comm._family.clear()
+    if comm in _state.roots:
+        _state.roots.remove(comm)
+
+
+def _complete(comm: Communicator) -> None:
+    """Complete the requests of a communicator that nobody waited for, and say so."""
+    for task in comm._engine.drain():
+        warnings.warn(
+            f"the request made at {task.site} was never waited for; keep requests, and wait for "
+            "each of them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def open_mpi(mpi_comm: Any, device: str | None, options: Options) -> Communicator:
@@ -307,19 +326,27 @@ def _leave_all(state: int, text: str = "") -> None:
 
 def _at_exit() -> None:
     """Let MPI finalize where everyone ended well; leave the hard way where somebody did not."""
-    _state.roots = [root for root in _state.roots if root in root._family]
-    if not _state.roots:
-        return
-    clean = not _state.failure and not any(comm._unfinished for comm in _communicators())
+    clean = not _state.failure
+    if clean:
+        for comm in _communicators():
+            with suppress(RuntimeWarning):
+                _complete(comm)
+        clean = not any(comm._unfinished for comm in _communicators())
     if clean:
         _leave_all(FINISHED)
-    everyone = [_everyone_left(root, clean) for root in _state.roots]
+    watched = [comm for root in _state.roots for comm in _representatives(root)]
+    everyone = [_everyone_left(comm, clean) for comm in watched]
     if clean and all(everyone):
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(_FORWARDING if all(root._board.shared for root in _state.roots) else _PRINTING)
+    time.sleep(_FORWARDING if all(comm._board.shared for comm in watched) else _PRINTING)
     os._exit(1)
+
+
+def _representatives(root: Communicator) -> list[Communicator]:
+    """The communicators whose ranks make up a family: its first, or all where that was freed."""
+    return [root] if root in root._family else root._family
 
 
 def _everyone_left(root: Communicator, clean: bool) -> bool:

@@ -87,9 +87,11 @@ class ShortReduction:
 
     def _reduce(self, x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> bool:
         """Reduce, unless somebody else is at it; tell whether that was done."""
-        if self._engine._queue or not self._turn.acquire(False):
+        if not self._turn.acquire(False):
             return False
         try:
+            if self._engine._queue or self._comm._closed is not None:
+                return False
             started = perf_counter()
             board = self._board
             parity = (board.step + 1) & 1

@@ -16,7 +16,7 @@ from arraycomm import _algorithms
 from arraycomm._buffers import BufferView
 from arraycomm._collectives import Call, bcast_object, check_root, deliver
 from arraycomm._communicator import Communicator
-from arraycomm._dtypes import BY_NAME, DType, check_movable, check_reducible, name_of
+from arraycomm._dtypes import BY_NAME, DType, check_movable, check_op, check_reducible, name_of
 from arraycomm._errors import MismatchError
 from arraycomm._folds import fold
 from arraycomm._header import Agreement, Signature, Steps, mismatch
@@ -228,7 +228,7 @@ class Packed:
 class _Leaves:
     """The distinct leaves of a tree: which are arrays, and how results get back into the tree."""
 
-    def __init__(self, tree: Any, operation: str, *, none: bool) -> None:
+    def __init__(self, tree: Any, operation: str) -> None:
         self.flat: Flat = flatten(tree)
         self.views: list[BufferView | None] = []
         self._index: list[int] = []
@@ -243,18 +243,25 @@ class _Leaves:
             self._index.append(tied)
 
     def described(self) -> tuple[tuple[str, str], ...]:
-        """Path and description of each distinct leaf, and which leaves are tied."""
+        """Path and description of each distinct leaf."""
         said = [
             (path, _NONE if seen is None else describe(seen.dtype, seen.shape))
             for path, seen in zip(self.paths, self.views, strict=True)
         ]
-        if len(self._index) != len(self.views):
-            said.append(("tied leaves", str(self._index)))
         return tuple(said)
+
+    def ties(self) -> str:
+        """Say which leaves are one object."""
+        return _ties(self._index)
 
     def rebuild(self, results: list[Any]) -> Any:
         """Return the tree of these distinct leaves."""
         return self.flat.rebuild([results[index] for index in self._index])
+
+
+def _ties(index: Sequence[int]) -> str:
+    """Say which of the leaves, each given by the number of its object, are tied."""
+    return f"tied leaves {list(index)}" if len(set(index)) != len(index) else "no tied leaves"
 
 
 def describe(dtype: DType, shape: tuple[int, ...]) -> str:
@@ -285,7 +292,8 @@ def _reduce_call(
     missing: str,
     bucket_bytes: int,
 ) -> Call:
-    leaves = _Leaves(tree, operation, none=True)
+    check_op(op, operation)
+    leaves = _Leaves(tree, operation)
     for path, leaf in zip(leaves.paths, leaves.views, strict=True):
         if leaf is not None:
             check_movable(leaf.dtype, f"{operation}: {path}")
@@ -303,7 +311,12 @@ def _reduce_call(
         return deliver(lambda: leaves.rebuild(_results(leaves.views, present, packed)))
 
     return Call(
-        Signature(operation, op, None, leaves=leaves.described()),
+        Signature(
+            operation,
+            op,
+            leaves=leaves.described(),
+            settings=f"bucket_bytes={bucket_bytes}, {leaves.ties()}",
+        ),
         finish,
         payload,
         nbytes=packed.nbytes,
@@ -370,6 +383,8 @@ def _reduce_missing(
 def _agreed_descriptions(details: list[dict[str, Any]]) -> list[str]:
     """What each leaf is, where ranks differ in None only; raises `MismatchError` otherwise."""
     trees = [detail["leaves"] for detail in details]
+    if len({detail["settings"] for detail in details}) > 1:
+        raise mismatch(_without_none(details))
     if any([path for path, _ in tree] != [path for path, _ in trees[0]] for tree in trees):
         raise mismatch(details)
     agreed = []
@@ -457,11 +472,9 @@ def _synchronize_call(comm: Communicator, tree: Any, root: int) -> Call:
             yield from _algorithms.bcast(comm._link, memory, root)
         return deliver(rebuild, pickle.loads(received.data))
 
-    described = tuple(
-        (path, parts[n].description) for path, n in zip(flat.paths, index, strict=True)
-    )
+    described = [(path, parts[n].description) for path, n in zip(flat.paths, index, strict=True)]
     return Call(
-        Signature("synchronize", None, root, leaves=described),
+        Signature("synchronize", None, root, leaves=tuple(described), settings=_ties(index)),
         finish,
         None,
         len(data),

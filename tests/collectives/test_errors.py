@@ -297,3 +297,92 @@ def test_result_that_a_framework_refuses_concerns_its_rank_alone(on_ranks, sever
             assert comm.allreduce(1) == comm.size
 
     on_ranks(several, check)
+
+
+def test_trees_whose_leaves_are_tied_on_one_rank_only_raise(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        x, y = np.ones(3), np.ones(3)
+        tree = {"a": x, "b": x if comm.rank == 0 else y}
+        for call in (ac.synchronize, ac.allreduce_tree):
+            with pytest.raises(ac.MismatchError, match=r"tied leaves|tree"):
+                call(tree, comm=comm.dup())
+
+    on_ranks(several, check)
+
+
+def test_bucket_sizes_that_differ_raise(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        tree = [np.ones(1, "f4"), np.ones(1, "i4"), np.ones(1, "f4")]
+        with pytest.raises(ac.MismatchError, match=r"bucket_bytes=1, .* on rank 0, bucket_bytes=9"):
+            ac.allreduce_tree(tree, "sum", bucket_bytes=9 if comm.rank else 1, comm=comm)
+
+    on_ranks(several, check)
+
+
+def test_array_whose_dtype_raises_is_told_to_all(on_ranks, several) -> None:
+    class Uninitialized:
+        @property
+        def dtype(self) -> object:
+            raise RuntimeError("not yet")
+
+    def check(comm: Communicator) -> None:
+        with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError):
+            comm.allreduce(Uninitialized() if comm.rank == 0 else np.ones(2))
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_what_is_wrong_with_options_and_lines_is_told_to_all(on_ranks, several) -> None:
+    class Unprintable:
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    def check(comm: Communicator) -> None:
+        for kind, call in (
+            (TypeError, lambda: comm.dup(foo=1)),
+            (TypeError, lambda: comm.dup(timeout="abc")),
+            (ValueError, lambda: comm.dup(timeout=-1)),
+            (ZeroDivisionError, lambda: ac.println(Unprintable(), comm=comm)),
+            (TypeError, lambda: ac.DistributedOptimizer(object(), comm=comm)),
+            (ValueError, lambda: ac.allreduce_tree({}, "foo", comm=comm)),
+        ):
+            with pytest.raises(kind if comm.rank == 0 else ac.PeerError):
+                call() if comm.rank == 0 else comm.barrier()
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(
+    on_ranks, several, transport
+) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (3, 5_000, 200_000):
+            unchecked = comm.dup(check=False, timeout=10.0)
+            assert (unchecked.allreduce(np.ones(count)) == comm.size).all()
+            with pytest.raises(ValueError if comm.rank == 0 else ac.PeerError):
+                unchecked.allreduce(np.ones(count), "sum" if comm.rank else "nope")
+            with pytest.raises(ac.CommunicatorClosedError):
+                unchecked.barrier()
+
+    if transport == "mpi-messages":
+        pytest.skip("between nodes the others wait for the timeout")
+    on_ranks(several, check)
+
+
+def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(on_ranks, several) -> None:
+    class Interrupting:
+        def __dlpack__(self, **_: object) -> object:
+            raise KeyboardInterrupt
+
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        if comm.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                other.allreduce(Interrupting())
+            with pytest.raises(ac.CommunicatorClosedError):
+                other.allreduce(1)
+        comm.barrier()
+
+    on_ranks(several, check)

@@ -140,6 +140,30 @@ def test_dtypes_without_arithmetic_are_moved(on_ranks, size, array) -> None:
     on_ranks(size, check)
 
 
+@pytest.mark.parametrize("array", MOVED, ids=lambda a: a.dtype.str)
+def test_moved_dtypes_come_right_call_after_call(on_ranks, size, array) -> None:
+    """The description takes steps of its own, which must not overwrite what is still to be read."""
+
+    def check(comm: Communicator) -> None:
+        for number in range(100):
+            mine = np.roll(array, number)
+            got = comm.bcast(mine if comm.rank == 0 else None, 0)
+            assert got.tobytes() == mine.astype(got.dtype).tobytes()
+
+    on_ranks(size, check)
+
+
+def test_dtype_that_cannot_be_described_is_refused_before_it_is_sent(on_ranks, size) -> None:
+    dtype = np.dtype([("a", ml_dtypes.bfloat16)])
+
+    def check(comm: Communicator) -> None:
+        with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError):
+            comm.bcast(np.zeros(2, dtype) if comm.rank == 0 else None, 0)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(size, check)
+
+
 def test_byte_orders_may_differ(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
         got = comm.allreduce(np.arange(5).astype("<i4" if comm.rank % 2 else ">i4"))
