@@ -254,6 +254,92 @@ class TestUnderMpiexec:
         assert done.returncode != 0
         assert done.stderr.count("PeerError: rank 1 failed") == 2
 
+    @pytest.mark.parametrize("board", ["shared", "messages"])
+    @pytest.mark.parametrize("count", [10, 1_000_000])
+    def test_request_that_nobody_waited_for_is_completed_at_the_end(
+        self, board: str, count: int
+    ) -> None:
+        program = f"""
+            comm = ac.init()
+            comm.dup().iallreduce(np.ones({count}))
+            comm.iallreduce(np.ones({count}))
+        """
+        done = _on_three(_messages(program) if board == "messages" else program)
+        assert done.returncode == 0, done.stderr
+        assert "never waited for" in done.stderr or count == 10
+
+    def test_finalize_completes_requests_of_duplicates_first(self) -> None:
+        done = _on_three("""
+            comm = ac.init()
+            out = np.empty(10**6)
+            request = comm.dup().iallreduce(np.ones(10**6), out=out)
+            ac.finalize()
+            assert (out == 3).all()
+        """)
+        assert done.returncode == 0, done.stderr
+
+    def test_finalize_on_one_rank_only_is_a_mismatch_that_ends(self) -> None:
+        done = _on_three("""
+            comm = ac.init()
+            try:
+                ac.finalize() if comm.rank == 0 else comm.allreduce(1)
+            except ac.MismatchError:
+                print("handled")
+        """)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("handled") == 3
+
+    def test_finalize_on_one_rank_after_a_handled_mismatch_ends(self) -> None:
+        done = _on_three("""
+            comm = ac.init()
+            try:
+                comm.allreduce(np.ones(2 + (comm.rank == 1)))
+            except ac.MismatchError:
+                print("handled")
+            if comm.rank == 0:
+                ac.finalize()
+        """)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("handled") == 3
+
+    def test_duplicate_outlives_the_world_and_is_watched(self) -> None:
+        done = _on_three("""
+            comm = ac.init()
+            other = comm.dup()
+            comm.free()
+            assert other.allreduce(1) == 3
+            if comm.rank == 0:
+                raise ValueError("on purpose")
+            other.barrier()
+        """)
+        assert done.returncode != 0
+        assert done.stderr.count("PeerError: rank 0 failed") == 2
+
+    @pytest.mark.parametrize(
+        "wrong", ["device='cuda:0'", "timeout='soon'", "backend='nccl'", "check=3"]
+    )
+    def test_wrong_argument_of_init_on_one_rank_ends_the_job(self, wrong: str) -> None:
+        done = _on_three(f"""
+            from mpi4py import MPI
+            ac.init({wrong}) if MPI.COMM_WORLD.rank == 1 else ac.init()
+        """)
+        assert done.returncode != 0
+        assert "Error: " in done.stderr
+
+    @pytest.mark.parametrize("board", ["shared", "messages"])
+    def test_handled_error_within_a_duplicate_ends_well(self, board: str) -> None:
+        program = """
+            comm = ac.init()
+            try:
+                with comm.dup() as inner:
+                    raise KeyError
+            except KeyError:
+                pass
+            assert comm.allreduce(1) == 3
+        """
+        done = _on_three(_messages(program) if board == "messages" else program)
+        assert done.returncode == 0, done.stderr
+
     def test_exit_status_of_the_program_is_kept(self) -> None:
         done = _on_three("""
             comm = ac.init()
