@@ -17,7 +17,8 @@ from arraycomm._exchange import exchange
 from arraycomm._optimizers import DistributedOptimizer
 from arraycomm._println import println
 from arraycomm._runtime import finalize, init, is_initialized, world
-from arraycomm._trees import allreduce_gradients, allreduce_tree, synchronize
+from arraycomm._synchronize import synchronize
+from arraycomm._trees import allreduce_gradients, allreduce_tree
 
 __all__ = [
     "ArrayCommError",
