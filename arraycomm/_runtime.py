@@ -29,7 +29,7 @@ _NAP: Final = 1e-4
 # Seconds in which a launcher has forwarded what ranks have printed, and in which ranks that raise at
 # the same time, but cannot see one another, have printed it. The launcher ends all once one is gone.
 _FORWARDING: Final = 0.2
-_PRINTING: Final = 1.0
+_PRINTING: Final = 2.0
 
 
 class _State:
@@ -340,8 +340,22 @@ def _at_exit() -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(_FORWARDING if all(comm._board.shared for comm in watched) else _PRINTING)
+    _linger(watched)
     os._exit(1)
+
+
+def _linger(watched: list[Communicator]) -> None:
+    """Give the launcher time to forward what was printed, and other ranks to learn and print.
+
+    A rank that learns by a message may need this one to push it on.
+    """
+    seconds = _FORWARDING if all(comm._board.shared for comm in watched) else _PRINTING
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for comm in watched:
+            with suppress(Exception):
+                comm._link.progress()
+        time.sleep(_NAP)
 
 
 def _representatives(root: Communicator) -> list[Communicator]:
