@@ -261,3 +261,15 @@ def test_an_op_other_than_mean_and_sum_is_refused(op: Any) -> None:
             ac.DistributedOptimizer(sgd(make_parameters()), comm=comm, op=op)
 
     run(2, wrap)
+
+
+def test_a_rank_without_any_gradient_steps_with_the_others() -> None:
+    def step(comm: ac.Communicator) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm, op="sum")
+        if comm.rank == 1:
+            weight.grad = torch.full((2,), 3.0, dtype=torch.bfloat16)
+        optimizer.step()
+        return weight.detach().tolist()
+
+    assert run(3, step) == [[-3.0, -3.0]] * 3

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+
+import numpy as np
 import pytest
 
 import arraycomm as ac
@@ -24,8 +27,6 @@ def test_objects_of_different_sizes(on_ranks, size, length) -> None:
 
 
 def test_statistics_count_calls_bytes_and_copies(on_ranks, size) -> None:
-    import numpy as np
-
     def check(comm: Communicator) -> None:
         x = np.ones((100, 100))
         comm.allreduce(x)
@@ -39,5 +40,60 @@ def test_statistics_count_calls_bytes_and_copies(on_ranks, size) -> None:
         assert numbers["seconds"] > 0
         ac.println("x", comm=comm)
         assert comm.stats()["println"]["calls"] == 1
+
+    on_ranks(size, check)
+
+
+class FailsOnRankOne:
+    """Unpickles everywhere but in the thread or process of rank 1."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickle, ()
+
+
+_local = threading.local()
+
+
+def _unpickle() -> str:
+    if _local.rank == 1:
+        raise ZeroDivisionError("only here")
+    return "fine"
+
+
+@pytest.mark.parametrize("length", [0, 100_000])
+def test_object_that_one_rank_cannot_unpickle_concerns_that_rank_alone(
+    on_ranks, several, length
+) -> None:
+    def check(comm: Communicator) -> None:
+        _local.rank = comm.rank
+        sent = (FailsOnRankOne(), "x" * length)
+        for call in (lambda: comm.bcast_object(sent, 0), lambda: comm.allgather_object(sent)):
+            if comm.rank == 1:
+                with pytest.raises(ZeroDivisionError, match="only here"):
+                    call()
+            else:
+                assert "fine" in str(call())[:100]
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_array_that_can_be_looked_at_once_only_is_reduced(on_ranks, size) -> None:
+    class Once:
+        dtype, shape = np.dtype("f8"), [2]
+
+        def __init__(self) -> None:
+            self._array = np.ones(2)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self._array.__dlpack_device__()
+
+        def __dlpack__(self, **keywords: object) -> object:
+            array, self._array = self._array, None
+            return array.__dlpack__(**keywords)
+
+    def check(comm: Communicator) -> None:
+        for _ in range(2):
+            assert comm.allreduce(Once()).tolist() == [comm.size] * 2
 
     on_ranks(size, check)
