@@ -131,7 +131,7 @@ class Communicator:
         self._link = link
         self._board = link.board
         self._options = options
-        self._engine = Engine(link.spins, link.threaded, self._watch)
+        self._engine = Engine(link.spins, link.threaded, self._watch, self._push_others)
         self._scratch = Scratch()
         self._inline = link.board.payload
         self._prefixes: dict[tuple[Signature, int, int], bytes] = {}
@@ -500,6 +500,9 @@ class Communicator:
         except UndeliveredError as undelivered:
             self._completed = self._board.step
             raise undelivered.error from None
+        except GeneratorExit:
+            # Nobody is left who could have waited for it.
+            raise
         except BaseException as error:
             if not (isinstance(error, PeerError) and error.in_step):
                 self._close(error)
@@ -570,6 +573,12 @@ class Communicator:
         return rank * self._board.stride
 
     # How calls end early
+
+    def _push_others(self) -> None:
+        """Push on what is outstanding on the other communicators of this rank."""
+        for comm in self._family:
+            if comm is not self and not comm._engine.idle:
+                comm._engine.advance()
 
     def _watch(self, waited: float) -> None:
         """Raise where waiting on makes no sense: a rank has left, or does not come."""

@@ -93,12 +93,16 @@ class Engine:
     """The queue of one communicator.
 
     `watch(seconds waited)` is called while waiting, and raises where waiting makes no sense any more.
+    `push_others` is called while waiting where no thread pushes on the requests of other queues.
     """
 
-    def __init__(self, spins: int, threaded: bool, watch: Watch) -> None:
+    def __init__(
+        self, spins: int, threaded: bool, watch: Watch, push_others: Callable[[], None]
+    ) -> None:
         self._spins = spins
         self._threaded = threaded
         self._watch = watch
+        self._push_others = push_others
         self._queue: deque[Task] = deque()
         self._driving = threading.Lock()
         self._progress: threading.Thread | None = None
@@ -129,7 +133,7 @@ class Engine:
             while True:
                 waiting = next(program)
                 try:
-                    wait_for(waiting.done, self._spins, self._watch)
+                    self.wait_for(waiting.done)
                 except BaseException as error:
                     self.interrupted = waiting
                     # The program raises it, after what it has to tidy up.
@@ -160,8 +164,19 @@ class Engine:
         """Wait for everything outstanding; return the tasks that nobody had waited for."""
         dropped = list(self._queue)
         for task in dropped:
-            wait_for(lambda task=task: self._pushed(task), self._spins, lambda waited: None)  # type: ignore[misc]
+            self.wait_for(lambda task=task: self._pushed(task), lambda waited: None)  # type: ignore[misc]
         return dropped
+
+    def wait_for(self, done: Callable[[], bool], watch: Watch | None = None) -> None:
+        """Poll until `done`, and push on what else this rank has outstanding if nobody does."""
+
+        def done_or_pushed() -> bool:
+            if done():
+                return True
+            self._push_others()
+            return False
+
+        wait_for(done if self._threaded else done_or_pushed, self._spins, watch or self._watch)
 
     def _pushed(self, task: Task) -> bool:
         self.advance()
@@ -175,7 +190,7 @@ class Engine:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError
 
-        wait_for(lambda: self._pushed(task), self._spins, watch)
+        self.wait_for(lambda: self._pushed(task), watch)
         if task.error is not None:
             raise task.error
         return task.result

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arraycomm._dtypes import DType
-from arraycomm._engine import wait_for
 from arraycomm._folds import folder, ieee_mode, in_ieee_mode
 from arraycomm._header import Signature, encode, settle
 from arraycomm._results import allocate, give, written
@@ -98,10 +97,15 @@ class ShortReduction:
             if board.shown[parity] is not self._prefix:
                 board.mine[parity][PREFIX] = board.shown[parity] = self._prefix
             self._mine[parity][...] = x
-            board.post()
+            try:
+                board.post()
+                if not board.done():
+                    self._engine.wait_for(board.done)
+            except BaseException as error:
+                # The other ranks may have gone on from here: no later call would fit theirs.
+                self._comm._close(error)
+                raise
             words, digest = board.words[parity], self._digest
-            if not board.done():
-                self._wait()
             for place in self._digests:
                 if words[place] != digest:
                     self._disagree()
@@ -116,13 +120,6 @@ class ShortReduction:
             return True
         finally:
             self._turn.release()
-
-    def _wait(self) -> None:
-        try:
-            wait_for(self._board.done, self._engine._spins, self._engine._watch)
-        except BaseException as error:
-            self._comm._close(error)
-            raise
 
     def _disagree(self) -> None:
         """Raise on every rank; see `settle`."""
