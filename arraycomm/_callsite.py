@@ -13,10 +13,15 @@ _OURS = (
 )
 
 
+def is_ours(filename: str) -> bool:
+    """Tell whether a file of Python code belongs to the library."""
+    return filename.startswith(_OURS)
+
+
 def call_site() -> str:
     """Return `file.py:line` of the innermost frame outside the library."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "unknown"
@@ -26,7 +31,7 @@ def call_site() -> str:
 def describe_raise(error: BaseException) -> str:
     """Return the traceback as text, with the user's frames that led to where it was caught."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     outer = "".join(traceback.format_stack(frame)) if frame is not None else ""
     inner = describe_exception(error)

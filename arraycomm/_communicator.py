@@ -11,10 +11,10 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from arraycomm import _collectives
+from arraycomm import _calls, _movements, _objects, _reductions
 from arraycomm._algorithms import Scratch
+from arraycomm._calls import Call, UndeliveredError
 from arraycomm._callsite import call_site, describe_exception, describe_raise
-from arraycomm._collectives import Call, UndeliveredError
 from arraycomm._engine import Engine, Task
 from arraycomm._errors import (
     CommTimeoutError,
@@ -296,7 +296,7 @@ class Communicator:
             short = None
         if short is not None and (result := short(x, out)) is not None:
             return result
-        result = self._call("allreduce", _collectives.allreduce, x, op, out)
+        result = self._call("allreduce", _reductions.allreduce, x, op, out)
         if short is None:
             self._remember(x, op)
         return result
@@ -320,7 +320,7 @@ class Communicator:
         array, shape S, or None
             Like `x` on `root`, None on the other ranks.
         """
-        return self._call("reduce", _collectives.reduce, x, op, root, out)
+        return self._call("reduce", _reductions.reduce, x, op, root, out)
 
     def bcast(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Any:
         """Give every rank the array of `root`.
@@ -342,7 +342,7 @@ class Communicator:
         array, shape S
             A fresh array on every rank, `root` included; or `out`.
         """
-        return self._call("bcast", _collectives.bcast, x, root, like, out)
+        return self._call("bcast", _movements.bcast, x, root, like, out)
 
     def allgather(self, x: Any, *, out: Any = None) -> Any:
         """Stack all ranks' arrays; every rank gets the whole.
@@ -359,11 +359,11 @@ class Communicator:
         array, shape (size, *S)
             Row r is the array of rank r. (A Python number gives a NumPy array.)
         """
-        return self._call("allgather", _collectives.allgather, x, out)
+        return self._call("allgather", _movements.allgather, x, out)
 
     def barrier(self) -> None:
         """Wait until every rank has called."""
-        self._call("barrier", _collectives.barrier)
+        self._call("barrier", _calls.barrier)
 
     def bcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """Give every rank a copy of the Python object of `root`.
@@ -377,7 +377,7 @@ class Communicator:
         root : int
             The rank that sends.
         """
-        return self._call("bcast_object", _collectives.bcast_object, obj, root)
+        return self._call("bcast_object", _objects.bcast_object, obj, root)
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """Return the list of all ranks' Python objects, which travel as pickles.
@@ -387,30 +387,30 @@ class Communicator:
         obj : object
             Anything that pickles; it may differ between ranks in type and size.
         """
-        gathered: list[Any] = self._call("allgather_object", _collectives.allgather_object, obj)
+        gathered: list[Any] = self._call("allgather_object", _objects.allgather_object, obj)
         return gathered
 
     # Nonblocking forms
 
     def iallreduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
         """Start `allreduce`; leave `x` and `out` alone until the request is finished."""
-        return self._start("allreduce", _collectives.allreduce, x, op, out)
+        return self._start("allreduce", _reductions.allreduce, x, op, out)
 
     def ireduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None) -> Request:
         """Start `reduce`; leave `x` and `out` alone until the request is finished."""
-        return self._start("reduce", _collectives.reduce, x, op, root, out)
+        return self._start("reduce", _reductions.reduce, x, op, root, out)
 
     def ibcast(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Request:
         """Start `bcast`; leave `x` and `out` alone until the request is finished."""
-        return self._start("bcast", _collectives.bcast, x, root, like, out)
+        return self._start("bcast", _movements.bcast, x, root, like, out)
 
     def iallgather(self, x: Any, *, out: Any = None) -> Request:
         """Start `allgather`; leave `x` and `out` alone until the request is finished."""
-        return self._start("allgather", _collectives.allgather, x, out)
+        return self._start("allgather", _movements.allgather, x, out)
 
     def ibarrier(self) -> Request:
         """Start `barrier`."""
-        return self._start("barrier", _collectives.barrier)
+        return self._start("barrier", _calls.barrier)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return what this rank did so far, by operation; local.

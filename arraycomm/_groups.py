@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from arraycomm._collectives import Call, agreement_only
+from arraycomm._calls import Call, agreement_only
 from arraycomm._errors import CommunicatorClosedError
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ _OPERATIONS: Final = (
     "allreduce_gradients",
     "println",
     "finalize",
+    "draw",
 )
 _MAX_TEXT: Final = 16 << 20
 _LONG: Final = 10_000

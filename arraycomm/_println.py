@@ -6,8 +6,9 @@ import sys
 from datetime import datetime
 from typing import Any
 
-from arraycomm._collectives import Call, allgather_object
+from arraycomm._calls import Call
 from arraycomm._communicator import Communicator
+from arraycomm._objects import allgather_object
 from arraycomm._runtime import is_initialized, world
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from arraycomm import _launch
-from arraycomm._collectives import agreement_only
+from arraycomm._calls import agreement_only
 from arraycomm._communicator import Communicator, Options
 from arraycomm._engine import wait_for
 from arraycomm._errors import BackendUnavailableError, NotInitializedError, PeerError

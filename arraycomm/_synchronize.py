@@ -12,11 +12,12 @@ import numpy as np
 
 from arraycomm import _algorithms
 from arraycomm._buffers import BufferView
-from arraycomm._collectives import Call, bcast_object, check_root, deliver
+from arraycomm._calls import Call, check_root, deliver
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError
 from arraycomm._header import Agreement, Signature, Steps
+from arraycomm._objects import bcast_object
 from arraycomm._pytrees import flatten, is_torch
 from arraycomm._results import give
 from arraycomm._runtime import world

@@ -11,7 +11,7 @@ import numpy as np
 
 from arraycomm import _algorithms
 from arraycomm._buffers import BufferView
-from arraycomm._collectives import Call, deliver
+from arraycomm._calls import Call, deliver
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME, DType, check_movable, check_op, check_reducible, name_of
 from arraycomm._folds import fold

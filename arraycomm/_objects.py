@@ -1,0 +1,79 @@
+"""The collectives of Python objects, which travel as pickles, as calls: see `_calls.py`."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from arraycomm import _algorithms
+from arraycomm._calls import Call, check_root, deliver, payload_of
+from arraycomm._errors import TransportError
+from arraycomm._header import Agreement, Signature, Steps
+
+if TYPE_CHECKING:
+    from arraycomm._communicator import Communicator
+
+# A length from another rank beyond this is taken for a broken header, not for an order of memory.
+_MAX_OBJECT: Final = 1 << 40
+
+
+def allgather_object(comm: Communicator, obj: Any, operation: str = "allgather_object") -> Call:
+    """See `Communicator.allgather_object`."""
+    data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+
+    def finish(agreement: Agreement) -> Steps:
+        lengths = [_length(agreement, rank) for rank in range(comm.size)]
+        if max(lengths) <= comm._inline:
+            parts = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
+            return deliver(lambda: [pickle.loads(part.data) for part in parts])
+        bounds = [0]
+        for length in lengths:
+            bounds.append(bounds[-1] + length)
+        everything = np.empty(bounds[-1], np.uint8)
+        everything[bounds[comm.rank] : bounds[comm.rank + 1]] = data
+        yield from _algorithms.allgatherv(comm._link, everything, bounds)
+        return deliver(
+            lambda: [pickle.loads(everything[start:end].data) for start, end in pairwise(bounds)]
+        )
+
+    return Call(
+        Signature(operation),
+        finish,
+        payload_of(data, len(data) <= comm._inline),
+        len(data),
+        nbytes=len(data),
+    )
+
+
+def bcast_object(comm: Communicator, obj: Any, root: int) -> Call:
+    """See `Communicator.bcast_object`."""
+    root = check_root(comm, root, "bcast_object")
+    data = np.empty(0, np.uint8)
+    if comm.rank == root:
+        data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+
+    def finish(agreement: Agreement) -> Steps:
+        length = _length(agreement, root)
+        if length <= comm._inline:
+            return deliver(pickle.loads, agreement.payload(root, length).data)
+        received = data.copy() if comm.rank == root else np.empty(length, np.uint8)
+        yield from _algorithms.bcast(comm._link, received, root)
+        return deliver(pickle.loads, received.data)
+
+    return Call(
+        Signature("bcast_object", None, root),
+        finish,
+        payload_of(data, len(data) <= comm._inline),
+        len(data),
+        nbytes=len(data),
+    )
+
+
+def _length(agreement: Agreement, rank: int) -> int:
+    length = agreement.word(rank, 14)
+    if not 0 <= length <= _MAX_OBJECT:
+        raise TransportError(f"rank {rank} announced an object of {length} bytes")
+    return length
