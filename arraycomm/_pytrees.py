@@ -51,10 +51,11 @@ def is_torch(obj: Any, *names: str) -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    kinds: Any = torch
+    kind: Any = torch
     for name in names:
-        kinds = getattr(kinds, name)
-    return isinstance(obj, kinds)
+        # Another thread may be in the middle of importing it: then nobody has an object of it yet.
+        kind = getattr(kind, name, None)
+    return kind is not None and isinstance(obj, kind)
 
 
 @lru_cache(maxsize=256)

@@ -1,5 +1,31 @@
 """Tools for the tests of programs that communicate."""
 
-from arraycomm.testing._run import run
+from typing import Any
 
-__all__ = ["run"]
+from arraycomm.testing._run import run
+from arraycomm.testing._schedule import Schedule
+from arraycomm.testing._values import ArrayCase, RankValues
+
+__all__ = [
+    "ArrayCase",
+    "RankValues",
+    "Schedule",
+    "conformance",
+    "given",
+    "per_rank",
+    "run",
+    "strategies",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use what needs Hypothesis."""
+    from importlib import import_module
+
+    if name in ("conformance", "strategies"):
+        return import_module(f"arraycomm.testing.{name}")
+    if name == "given":
+        return import_module("arraycomm.testing._given").given
+    if name == "per_rank":
+        return import_module("arraycomm.testing.strategies").per_rank
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

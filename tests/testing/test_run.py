@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
+from arraycomm.testing import Schedule, run
 
 
 def test_results_come_by_rank() -> None:
@@ -23,7 +27,11 @@ def test_first_failure_is_raised_with_its_rank() -> None:
 
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
         run(3, fail)
-    assert caught.value.__notes__[0] == "raised on rank 1 of 3"
+    raised, *others = caught.value.__notes__
+    assert raised == "raised on rank 1 of 3"
+    assert [note[:38] for note in others] == [
+        f"rank {rank} raised arraycomm._errors.PeerErr"[:38] for rank in (0, 2)
+    ]
 
 
 def test_other_ranks_are_told_who_failed() -> None:
@@ -53,9 +61,15 @@ def test_rank_that_returns_early_ends_the_others_wait() -> None:
         run(2, leave)
 
 
-def test_no_thread_is_left_behind() -> None:
-    before = threading.active_count()
+@pytest.fixture
+def _all_threads_end() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
 
+
+@pytest.mark.usefixtures("_all_threads_end")
+def test_no_thread_is_left_behind_with_requests_outstanding() -> None:
     def fail(comm) -> None:
         comm.iallreduce(np.ones(10**5))
         if comm.rank == 0:
@@ -64,19 +78,129 @@ def test_no_thread_is_left_behind() -> None:
     for _ in range(5):
         with pytest.raises(ValueError):
             run(4, fail, timeout=5)
-    for thread in threading.enumerate():
-        if thread.name == "arraycomm-progress":
-            thread.join(5)
-    assert threading.active_count() == before
 
 
-def test_deadlock_of_two_communicators_times_out() -> None:
-    def deadlock(comm) -> None:
-        other = comm.dup()
-        (comm if comm.rank else other).barrier()
+def _deadlock(comm) -> None:
+    other = comm.dup()
+    (comm if comm.rank else other).barrier()
 
-    with pytest.raises(ac.CommTimeoutError, match="is missing"):
-        run(2, deadlock, timeout=2)
+
+@pytest.mark.usefixtures("_all_threads_end")
+def test_deadlock_is_raised_with_the_place_of_each_rank() -> None:
+    with pytest.raises(ac.CommTimeoutError, match="is missing") as caught:
+        run(3, _deadlock, timeout=0.5)
+    raised, *others = caught.value.__notes__
+    assert raised == "raised on rank 0 of 3"
+    for rank, note in enumerate(others, 1):
+        assert note.startswith(f"rank {rank} raised arraycomm._errors.CommTimeoutError: waited")
+        assert "in _deadlock" in note
+        assert "_engine.py" not in note
+
+
+@pytest.mark.usefixtures("_all_threads_end")
+def test_rank_stuck_in_python_is_interrupted() -> None:
+    def spin(comm) -> None:
+        while comm.rank == 1:
+            with suppress(Exception):
+                time.sleep(0.001)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(2, spin, timeout=0.5)
+    [_, note] = caught.value.__notes__
+    assert "rank 1 did not end in time, and was interrupted here" in note
+    assert "in spin" in note
+
+
+@pytest.mark.usefixtures("_all_threads_end")
+def test_rank_that_others_waited_for_in_vain_is_named() -> None:
+    def spin(comm) -> None:
+        while comm.rank == 2:
+            time.sleep(0.001)
+        comm.barrier()
+
+    with pytest.raises(ac.CommTimeoutError, match="rank 2 is missing") as caught:
+        run(3, spin, timeout=0.5)
+    assert any("was interrupted here" in note for note in caught.value.__notes__)
+
+
+def test_rank_stuck_outside_python_is_reported_and_left_behind() -> None:
+    release = threading.Event()
+
+    def block(comm) -> None:
+        if comm.rank == 1:
+            release.wait()
+        else:
+            raise ZeroDivisionError
+
+    try:
+        with pytest.raises(ZeroDivisionError) as caught:
+            run(2, block, timeout=0.2)
+    finally:
+        release.set()
+    [_, note] = caught.value.__notes__
+    assert "rank 1 did not end in time, and cannot be interrupted outside Python" in note
+    assert "release.wait()" in note
+
+
+@pytest.mark.usefixtures("_all_threads_end")
+def test_interrupt_of_the_caller_ends_all_ranks() -> None:
+    def wait(comm) -> None:
+        if comm.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        while comm.rank == 1:
+            time.sleep(0.001)
+        comm.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(3, wait, timeout=60)
+
+
+def test_error_that_is_shown_does_not_depend_on_time() -> None:
+    def fail(comm, late) -> None:
+        comm.barrier()
+        if comm.rank == late:
+            time.sleep(0.01)
+        raise ValueError(comm.rank)
+
+    for late in (0, 1, 2):
+        with pytest.raises(ValueError, match="0"):
+            run(3, fail, late)
+
+
+def test_own_error_is_shown_rather_than_what_followed_from_it() -> None:
+    def fail(comm) -> None:
+        if comm.rank == 2:
+            raise ZeroDivisionError
+        try:
+            comm.barrier()
+        except ac.PeerError as error:
+            raise RuntimeError("gives up") from error
+
+    with pytest.raises(ZeroDivisionError):
+        run(3, fail)
+
+
+def test_schedule_is_replayed_and_named() -> None:
+    def race(comm, order) -> None:
+        for _ in range(5):
+            order.append(comm.rank)
+            comm.barrier()
+
+    orders: list[list[int]] = [[] for _ in range(20)]
+    for seed, order in enumerate(orders):
+        again: list[int] = []
+        run(3, race, order, schedule=seed)
+        run(3, race, again, schedule=seed)
+        assert order == again
+    assert len({tuple(order) for order in orders}) > 5
+
+
+def test_failure_under_a_schedule_says_how_to_replay_it() -> None:
+    schedule = Schedule(3, faults=1.0)
+    with pytest.raises(ac.TransportError, match="injected fault") as caught:
+        run(2, lambda comm: comm.barrier(), schedule=schedule)
+    assert f"replay it with schedule={schedule!r}" in caught.value.__notes__
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, pytest.skip.Exception])

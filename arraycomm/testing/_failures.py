@@ -1,0 +1,110 @@
+"""Which rank's failure is the one to show, and how it reaches another rank whole."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import traceback
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from arraycomm._callsite import describe_exception, is_ours
+from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerError
+
+
+class Ended(Protocol):
+    """A rank that has ended, and how."""
+
+    rank: int
+    error: BaseException | None
+
+    @property
+    def step(self) -> int:
+        """The step of the communicator up to which all went well."""
+
+
+def first_failure(ranks: Sequence[Ended]) -> BaseException | None:
+    """Return the error from which the others followed, or None; notes on it tell of all ranks.
+
+    Time does not count, so that the same program shows the same error on every run: an error of
+    the rank's own comes before a wait in vain, and that before what another rank's failure
+    caused; then the earlier step counts, then the lower rank.
+    """
+    failed = [rank for rank in ranks if rank.error is not None]
+    if not failed:
+        return None
+    first = min(failed, key=lambda rank: (_follows(rank.error), rank.step, rank.rank))
+    assert first.error is not None
+    first.error.add_note(f"raised on rank {first.rank} of {len(ranks)}")
+    for other in ranks:
+        if other is not first:
+            first.error.add_note(state_of(other.rank, other.error))
+    return first.error
+
+
+def state_of(rank: int, error: BaseException | None) -> str:
+    """Say how a rank ended; of one that waited in vain, also where."""
+    if error is None:
+        return f"rank {rank} returned"
+    said = traceback.format_exception_only(error)[0].rstrip()
+    if not isinstance(error, CommTimeoutError):
+        return f"rank {rank} raised {said.splitlines()[0]}"
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not is_ours(frame.filename)
+    ]
+    return f"rank {rank} raised {said}\n{''.join(traceback.format_list(frames))}".rstrip()
+
+
+def _follows(error: BaseException | None) -> int:
+    if any(isinstance(link, (PeerError, CommunicatorClosedError)) for link in _chain(error)):
+        return 2
+    return int(isinstance(error, CommTimeoutError))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def pack(error: BaseException) -> bytes:
+    """Return an exception as bytes, with its traceback."""
+    for attempt in (error, _stand_in(error)):
+        stream = io.BytesIO()
+        try:
+            _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(attempt)
+            unpack(stream.getvalue())
+        except Exception:
+            continue
+        return stream.getvalue()
+    return pickle.dumps(RankError(describe_exception(error)))
+
+
+def unpack(data: bytes) -> BaseException:
+    """Return the exception that `pack` was given, with a traceback that shows the same lines."""
+    error = pickle.loads(data)
+    assert isinstance(error, BaseException)
+    return error
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        from tblib import pickling_support
+
+        if isinstance(obj, TracebackType):
+            return pickling_support.pickle_traceback(obj)
+        if isinstance(obj, BaseException):
+            return pickling_support.pickle_exception(obj)
+        return NotImplemented
+
+
+class RankError(Exception):
+    """Stands for an exception of another rank, of a class that cannot be sent."""
+
+
+def _stand_in(error: BaseException) -> BaseException:
+    said = f"{type(error).__qualname__}: {error}"
+    return RankError(said).with_traceback(error.__traceback__)

@@ -1,0 +1,420 @@
+"""`given`, on threads and under mpiexec: what fails, shrinks, and says so."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm.testing import RankValues, given, per_rank
+from arraycomm.testing import strategies as ranked
+from tests.launcher import needs_mpiexec, run_python
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FEW = hypothesis.settings(max_examples=20, deadline=None, database=None)
+
+KINDS = [
+    pytest.param(None, id="threads"),
+    pytest.param(3, id="mpiexec", marks=needs_mpiexec),
+]
+
+
+@lru_cache
+def _report(ranks: int | None) -> str:
+    """The report of a run of all planted tests but those that end the run."""
+    arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--hypothesis-show-statistics"]
+    chosen = "not outside and not fixture and not after_it and not in_step_again"
+    done = run_python(*arguments, "-k", chosen, str(HERE / "planted.py"), ranks=ranks, cwd=ROOT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+def _section(ranks: int | None, test: str) -> str:
+    """What the report of rank 0 says about one test."""
+    report = re.sub(r"\x1b\[[0-9;]*m", "", _report(ranks))
+    found = re.search(
+        rf"\n_+ (?:\w+\.)?{re.escape(test)} _+\n(.*?)\n(?:_{{20}}|={{20}})", report, re.DOTALL
+    )
+    assert found, report
+    return found[1]
+
+
+MINIMAL = [
+    ("test_before_a_collective", "ValueError: planted before", 1, 2, "x=101"),
+    ("test_inside_a_collective", "TypeError: allreduce", 1, 2, "x=101"),
+    ("test_between_collectives", "ValueError: planted between", 1, 2, "x=101"),
+    ("test_after_a_collective", "AssertionError|assert", 1, 2, "x="),
+    ("test_on_every_rank", "AssertionError|assert 101 <=", 0, 1, "x=101"),
+    ("test_mismatch", "MismatchError: ranks of one communicator", 0, 2, "x=101"),
+    ("test_one_call_more", "PeerError: rank 0 has reached the end", 1, 2, "x=101"),
+    ("test_failure_in_a_part_of_the_ranks", "ValueError: planted in a part", 1, 2, "x=101"),
+    ("test_requests_outstanding", "ValueError: planted under way", 1, 2, "x=101"),
+    ("test_deadlock", "CommTimeoutError: waited", 0, 2, "x=2"),
+    ("test_stuck_in_python", "CommTimeoutError: waited", 0, 2, "x=2"),
+    ("test_as_many_ranks_as_there_are", "assert 3 < 3", 0, 3, ""),
+]
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+@pytest.mark.parametrize(("test", "error", "rank", "count", "value"), MINIMAL, ids=str)
+def test_failure_shrinks_to_the_smallest_example(ranks, test, error, rank, count, value) -> None:
+    said = _section(ranks, test)
+    assert re.search(rf"^E .*({error})", said, re.MULTILINE), said
+    assert f"raised on rank {rank} of {count}" in said
+    assert re.search(rf"^E\s+ranks={count},", said, re.MULTILINE), said
+    assert value in said
+    assert "@reproduce_failure(" in said
+    assert "found on " + ("threads" if ranks is None else "the processes of mpiexec") in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_one_call_less_shrinks_however_many_ways_it_fails(ranks) -> None:
+    said = _section(ranks, "test_one_call_less")
+    assert re.search(r"ranks=2,\n[E |]*x=2,", said), said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_traceback_is_that_of_the_rank_that_failed(ranks) -> None:
+    said = _section(ranks, "test_before_a_collective")
+    assert 'raise ValueError("planted before")' in said
+    assert re.search(r"^tests/testing/planted.py:\d+: ValueError", said, re.MULTILINE), said
+    assert "rank 0 raised arraycomm._errors.PeerError" in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_deadlock_is_shown_with_the_place_of_each_rank(ranks) -> None:
+    said = _section(ranks, "test_deadlock")
+    place = r"planted.py\D+\d+,? in test_deadlock"
+    assert len(re.findall(place, said)) >= 1, said
+    assert "rank 1 raised arraycomm._errors.CommTimeoutError: waited" in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_rank_stuck_in_python_is_shown_with_its_stack(ranks) -> None:
+    said = _section(ranks, "test_stuck_in_python")
+    assert "rank 1 did not end in time, and was interrupted here" in said
+    assert "in test_stuck_in_python" in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_two_faults_are_told_apart(ranks) -> None:
+    said = _section(ranks, "test_two_faults")
+    assert "2 distinct failures" in said
+    assert "KeyError: 'the first'" in said
+    assert "IndexError: the second" in said
+    assert "x=1," in said
+    assert "x=1000," in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_error_that_cannot_be_sent_keeps_its_name_and_place(ranks) -> None:
+    said = _section(ranks, "test_error_that_cannot_be_sent")
+    assert "UnheardOfError: quite unheard of" in said
+    assert "raise _local_error()" in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_notes_events_targets_and_assumptions(ranks) -> None:
+    said = _section(ranks, "test_notes_and_assumptions")
+    assert "x=RankValues(102)" in said
+    assert "mine is 102" in said
+    assert "Highest target score" in said
+    statistics = _report(ranks).split("Hypothesis Statistics")[1]
+    last = (ranks or 4) - 1
+    assert re.search(rf"[1-9][\d.]*%, rank {last} was here", statistics), statistics
+    assert re.search(r"Retried draw from|invalid|, \d+ invalid", statistics)
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_draws_are_shown_and_shrink(ranks) -> None:
+    said = _section(ranks, "test_draws_in_step")
+    assert "Draw 1 (first): 101" in said
+    assert "Draw 2 (mine): RankValues(0, 0)" in said
+    assert "Draw 3: 0" in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_explicit_examples_are_run_first(ranks) -> None:
+    said = _section(ranks, "test_explicit_examples")
+    assert "x=7," in said
+    assert f"ranks={ranks or 4}," in said
+    assert f"7 on {ranks or 4}" in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_methods_parameters_and_fixtures(ranks) -> None:
+    for limit in (10, 20):
+        said = _section(ranks, f"test_method[{limit}]")
+        assert f"x={limit + 1}," in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_strides_survive_the_trip(ranks) -> None:
+    said = _section(ranks, "test_negative_strides_arrive")
+    assert "they are negative on every rank" in said
+    assert "layout='negative'" in said
+    assert "ranks=2," in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_skips(ranks) -> None:
+    assert "planted.py" in _report(ranks)
+    assert "not here" in _report(ranks)
+    if ranks is not None:
+        assert "needs [64] ranks; there are 3" in _report(ranks)
+
+
+@needs_mpiexec
+def test_rank_stuck_outside_python_ends_the_job() -> None:
+    arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "outside"]
+    done = run_python(*arguments, str(HERE / "planted.py"), ranks=2, cwd=ROOT, timeout=60)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "rank 1 did not end in time, and cannot be interrupted outside Python" in said
+    assert "in test_stuck_outside_python" in said
+    assert "The example was: test_stuck_outside_python(ranks=2)" in said
+
+
+def test_thread_stuck_outside_python_is_left_behind_and_said() -> None:
+    arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "outside"]
+    done = run_python(*arguments, str(HERE / "planted.py"), cwd=ROOT, timeout=60)
+    assert done.returncode == 1
+    assert "rank 1 did not end in time, and cannot be interrupted outside Python" in done.stdout
+    assert "time.sleep(60)" in done.stdout
+
+
+@needs_mpiexec
+def test_ranks_that_run_different_tests_find_together_again() -> None:
+    arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA"]
+    chosen = ["-k", "fixture or after_it or in_step_again", str(HERE / "planted.py")]
+    done = run_python(*arguments, *chosen, ranks=3, cwd=ROOT, timeout=60)
+    assert "ranks run different tests" in done.stdout
+    assert re.search(r"PASSED .*test_in_step_again", done.stdout), done.stdout
+
+
+PROGRAM = """
+import sys
+import hypothesis
+from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
+import arraycomm as ac
+from arraycomm.testing import given
+
+calls = []
+
+@hypothesis.settings(database=DirectoryBasedExampleDatabase(sys.argv[1]), deadline=None, derandomize=False)
+@given(x=st.integers(0, 10**6))
+def test(comm, x):
+    calls.append((comm.size, x))
+    if comm.rank == 1:
+        assert x < 1234
+    comm.barrier()
+
+try:
+    test()
+except AssertionError as error:
+    comm = ac.world() if ac.is_initialized() else None
+    if comm is None or comm.rank == 0:
+        print("first", calls[0], "last", calls[-1], "of", len(calls))
+        print([note for note in error.__notes__ if "reproduce_failure" in note])
+"""
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_second_run_begins_with_the_example_that_failed(ranks, tmp_path) -> None:
+    first = run_python("-c", PROGRAM, str(tmp_path), ranks=ranks, timeout=120)
+    assert "last (2, 1234)" in first.stdout, first.stdout + first.stderr
+    second = run_python("-c", PROGRAM, str(tmp_path), ranks=ranks, timeout=120)
+    assert "first (2, 1234)" in second.stdout, second.stdout + second.stderr
+
+
+def test_failure_is_reproduced_from_its_line() -> None:
+    @hypothesis.settings(database=None, deadline=None)
+    @given(x=st.integers(0, 10**6))
+    def test(comm, x) -> None:
+        assert comm.rank != 1 or x < 1234
+
+    with pytest.raises(AssertionError) as caught:
+        test()
+    [line] = [note for note in caught.value.__notes__ if "reproduce_failure" in note]
+    version, blob = re.search(r"@reproduce_failure\('(.*)', (b'.*')\)", line).groups()
+    calls: list[tuple[int, int]] = []
+
+    @hypothesis.reproduce_failure(version, eval(blob))
+    @given(x=st.integers(0, 10**6))
+    def again(comm, x) -> None:
+        calls.append((comm.size, x))
+        assert comm.rank != 1 or x < 1234
+
+    with pytest.raises(AssertionError):
+        again()
+    assert calls == [(2, 1234)] * 2
+
+
+def test_seeds_and_settings_apply_on_either_side() -> None:
+    def collect(decorate) -> list[tuple[int, int]]:
+        seen: list[tuple[int, int]] = []
+
+        @decorate
+        def test(comm, x) -> None:
+            if comm.rank == 0:
+                seen.append((comm.size, x))
+
+        test()
+        return seen
+
+    draw = given(x=st.integers())
+    outer = collect(lambda test: FEW(hypothesis.seed(5)(draw(test))))
+    inner = collect(lambda test: draw(FEW(hypothesis.seed(5)(test))))
+    assert outer == inner
+    assert len(outer) == 20
+
+
+def test_every_rank_count_up_to_four_is_drawn() -> None:
+    seen: set[int] = set()
+
+    @FEW
+    @given()
+    def test(comm) -> None:
+        seen.add(comm.size)
+
+    test()
+    assert seen == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(3, {3}), ([2, 5], {2, 5}), (st.sampled_from([1, 6]), {1, 6})]
+)
+def test_rank_counts_are_those_asked_for(ranks, expected) -> None:
+    seen: set[int] = set()
+
+    @FEW
+    @given(ranks=ranks)
+    def test(comm) -> None:
+        seen.add(comm.size)
+
+    test()
+    assert seen == expected
+
+
+def test_each_rank_has_a_copy_of_its_own() -> None:
+    @FEW
+    @given(ranks=3, x=st.lists(st.integers(), min_size=1), y=per_rank(st.integers()))
+    def test(comm, x, y) -> None:
+        everyone = comm.allgather_object(y)
+        assert everyone[comm.rank] == y
+        x.append(comm.rank)
+        comm.barrier()
+        assert x[-1] == comm.rank
+
+    test()
+
+
+def test_target_counts_as_the_largest_of_all_ranks() -> None:
+    @hypothesis.settings(max_examples=10, deadline=None, database=None)
+    @hypothesis.example(ranks=3, x=RankValues(1, 5, 3))
+    @given(x=per_rank(st.integers(0, 3)))
+    def test(comm, x) -> None:
+        hypothesis.target(float(x), label="here")
+        hypothesis.target(float(comm.rank), label=f"of rank {comm.rank}")
+        assert x < 5
+
+    with pytest.raises(AssertionError):
+        test()
+
+
+def test_notes_that_differ_name_their_rank() -> None:
+    @FEW
+    @given(ranks=2)
+    def test(comm) -> None:
+        hypothesis.note("the same")
+        hypothesis.note(f"different {comm.rank}")
+        raise ValueError
+
+    with pytest.raises(ValueError) as caught:
+        test()
+    for expected in ("[rank 0] different 0", "[rank 1] different 1"):
+        assert expected in caught.value.__notes__
+
+
+def test_draw_with_another_label_is_a_mismatch() -> None:
+    @FEW
+    @given(ranks=2, data=st.data())
+    def test(comm, data) -> None:
+        data.draw(st.integers(), label=f"of {comm.rank}")
+
+    with pytest.raises(ac.MismatchError, match=r"draw\(of 0, .*draw\(of 1, "):
+        test()
+
+
+def test_draw_that_finds_nothing_ends_the_example_only() -> None:
+    seen: list[int] = []
+
+    @hypothesis.settings(
+        max_examples=20,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @given(ranks=2, data=st.data())
+    def test(comm, data) -> None:
+        first = data.draw(st.integers(0, 3))
+        data.draw(st.integers().filter(lambda _: first % 2 == 0))
+        comm.barrier()
+        seen.append(first)
+
+    test()
+    assert seen
+    assert not any(first % 2 for first in seen)
+
+
+def test_value_that_cannot_be_sent_is_an_error_that_says_so() -> None:
+    @FEW
+    @given(x=st.just(lambda: 1))
+    def test(comm, x) -> None: ...
+
+    with pytest.raises(TypeError, match="cannot be sent to the other ranks"):
+        test()
+
+
+def test_function_without_comm_is_refused() -> None:
+    with pytest.raises(TypeError, match="must have a parameter named comm"):
+
+        @given()
+        def test(x) -> None: ...
+
+
+def test_keyboard_interrupt_in_a_rank_comes_through() -> None:
+    @FEW
+    @given(ranks=2)
+    def test(comm) -> None:
+        if comm.rank == 1:
+            raise KeyboardInterrupt
+        comm.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        test()
+
+
+def test_roots_are_ranks() -> None:
+    @FEW
+    @given(root=ranked.roots())
+    def test(comm, root) -> None:
+        assert 0 <= root < comm.size
+
+    test()
+
+
+def test_import_without_hypothesis() -> None:
+    program = (
+        "import sys; sys.modules['hypothesis'] = None; import arraycomm.testing as t;"
+        "print(t.run(2, lambda comm: comm.allreduce(1)))"
+    )
+    done = run_python("-c", program)
+    assert done.stdout.strip() == "[2, 2]", done.stderr
