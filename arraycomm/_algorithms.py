@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._folds import fold
+from arraycomm._folds import fold, prefixes
 from arraycomm._results import allocate
 from arraycomm._transports.base import MAX_BYTES, Blocks, Handle, Transport
 from arraycomm._transports.board import PAYLOAD
@@ -101,6 +101,100 @@ def reduce(
                 yield link.gather(_bytes(part), into_blocks, root)
 
 
+def reduce_scatter(
+    link: Transport, source: Array, target: Array, op: str, scratch: Scratch
+) -> Moves:
+    """Fold everyone's row r of `source`, which has one row a rank, into the `target` of rank r."""
+    size, count = link.size, len(target)
+    if size == 1:
+        fold(op, source.dtype, [_apart(source, target)], target)
+        return
+    for columns in _chunks(target, size, size):
+        rows = scratch.take(size * len(columns), source.dtype)
+        yield link.alltoall(_columns(source, count, columns), _even(rows, [len(columns)] * size))
+        part = target[columns.start : columns.stop]
+        fold(op, source.dtype, list(rows.reshape(size, -1)), part)
+
+
+def scan(
+    link: Transport, source: Array, target: Array | None, op: str, scratch: Scratch, inclusive: bool
+) -> Moves:
+    """Fold the `source` of the ranks up to each into its `target`: with itself where `inclusive`.
+
+    Each rank folds all prefixes of its slice. Exclusive, rank 0 has no target.
+    """
+    size = link.size
+    for chunk in _chunks(source, size):
+        bounds = _bounds(chunk, size)
+        count = bounds[link.rank + 1] - bounds[link.rank]
+        memory = scratch.take(2 * size * count, source.dtype)
+        rows, outs = memory.reshape(2, size, count)
+        yield link.alltoall(_blocks(source, bounds), _even(rows.reshape(-1), [count] * size))
+        prefixes(op, source.dtype, list(rows), list(outs))
+        counts = [count] * size
+        if not inclusive:
+            # Prefix r belongs to rank r + 1; the last belongs to nobody, and rank 0 gets none.
+            counts[0] = 0
+        yield link.alltoall(
+            _even(outs.reshape(-1)[: sum(counts)], counts),
+            _nothing(size) if target is None else _blocks(target, bounds),
+        )
+
+
+def gatherv(
+    link: Transport, source: Array, target: Array | None, bounds: Sequence[int], root: int
+) -> Moves:
+    """Collect everyone's `source` in the `target` of `root`, rank r's from element bounds[r]."""
+    if bounds[-1] * source.itemsize <= MAX_BYTES:
+        yield link.gather(_bytes(source), None if target is None else _blocks(target, bounds), root)
+        return
+    for rank, piece in _pieces(bounds, source.itemsize):
+        first = piece.start - bounds[rank]
+        mine = source[first : first + len(piece)] if rank == link.rank else source[:0]
+        into = None if target is None else _one(target[piece.start : piece.stop], rank, link.size)
+        yield link.gather(_bytes(mine), into, root)
+
+
+def scatterv(
+    link: Transport, source: Array | None, target: Array, bounds: Sequence[int], root: int
+) -> Moves:
+    """Give rank r the elements bounds[r] to bounds[r + 1] of the `source` of `root`."""
+    if bounds[-1] * target.itemsize <= MAX_BYTES:
+        yield link.scatter(
+            None if source is None else _blocks(source, bounds), _bytes(target), root
+        )
+        return
+    for rank, piece in _pieces(bounds, target.itemsize):
+        first = piece.start - bounds[rank]
+        mine = target[first : first + len(piece)] if rank == link.rank else target[:0]
+        part = None if source is None else _one(source[piece.start : piece.stop], rank, link.size)
+        yield link.scatter(part, _bytes(mine), root)
+
+
+def alltoallv(
+    link: Transport,
+    source: Array,
+    bounds: Sequence[int],
+    target: Array,
+    into: Sequence[int],
+    longest: int,
+) -> Moves:
+    """Send rank r the elements from bounds[r]; put what rank r sends from element into[r].
+
+    `longest` is the length of the longest part between any two ranks, and the same on all.
+    """
+    rank, size = link.rank, link.size
+    if longest * size * source.itemsize <= MAX_BYTES:
+        yield link.alltoall(_blocks(source, bounds), _blocks(target, into))
+        return
+    for shift in range(size):
+        to, origin = (rank + shift) % size, (rank - shift) % size
+        for _, piece in _pieces([0, longest], source.itemsize):
+            send = source[bounds[to] : bounds[to + 1]][piece.start : piece.stop]
+            recv = target[into[origin] : into[origin + 1]][piece.start : piece.stop]
+            yield link.alltoall(_one(send, to, size), _one(recv, origin, size))
+
+
 def bcast(link: Transport, buffer: Array, root: int) -> Moves:
     """Make every rank's `buffer` that of `root`."""
     if link.size == 1:
@@ -163,8 +257,9 @@ def _gather_rows(
     return list(into)
 
 
-def _chunks(array: Array, size: int) -> Iterator[range]:
-    step = max(CHUNK_BYTES // array.itemsize, size)
+def _chunks(array: Array, size: int, rows: int = 1) -> Iterator[range]:
+    """Cut `array`, of which `rows` are moved at once, into ranges that are small enough."""
+    step = max(CHUNK_BYTES // (array.itemsize * rows), size)
     for start in range(0, len(array), step):
         yield range(start, min(start + step, len(array)))
 
@@ -181,6 +276,34 @@ def _blocks(array: Array, bounds: Sequence[int]) -> Blocks:
     offsets = [(bound - first) * itemsize for bound in bounds]
     counts = [end - start for start, end in pairwise(offsets)]
     return Blocks(_bytes(array[first : bounds[-1]]), counts, offsets[:-1])
+
+
+def _columns(array: Array, count: int, columns: range) -> Blocks:
+    """Some columns of an array of rows of `count` elements, a row for each rank."""
+    rows = len(array) // count
+    if array.nbytes > MAX_BYTES:
+        packed = array.reshape(rows, count)[:, columns.start : columns.stop].reshape(-1)
+        return _even(packed, [len(columns)] * rows)
+    places = [(row * count + columns.start) * array.itemsize for row in range(rows)]
+    return Blocks(_bytes(array), [len(columns) * array.itemsize] * rows, places)
+
+
+def _pieces(bounds: Sequence[int], itemsize: int) -> Iterator[tuple[int, range]]:
+    """Each part, and the elements of a piece of it that one movement can take."""
+    step = MAX_BYTES // itemsize
+    for rank, (begin, end) in enumerate(pairwise(bounds)):
+        for start in range(begin, end, step):
+            yield rank, range(start, min(start + step, end))
+
+
+def _one(array: Array, rank: int, size: int) -> Blocks:
+    """The whole array for one rank, nothing for the others."""
+    counts = [array.nbytes if other == rank else 0 for other in range(size)]
+    return Blocks(_bytes(array), counts, [0] * size)
+
+
+def _nothing(size: int) -> Blocks:
+    return Blocks(np.empty(0, np.uint8), [0] * size, [0] * size)
 
 
 def _even(array: Array, counts: Sequence[int]) -> Blocks:

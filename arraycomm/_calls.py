@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from arraycomm._buffers import BufferView
 from arraycomm._dtypes import DType
+from arraycomm._errors import TransportError
 from arraycomm._header import Agreement, Signature, Steps
 from arraycomm._results import allocate, give, written
 from arraycomm._transports.base import Bytes
@@ -18,6 +19,10 @@ from arraycomm._views import view_out
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
+
+
+# A length from another rank beyond this is taken for a broken header, not for an order of memory.
+MAX_LENGTH: Final = 1 << 40
 
 
 @dataclass(slots=True)
@@ -85,6 +90,84 @@ class Target:
         if self._staged:
             np.copyto(self._out.array, self._array)
         return deliver(written, self._out)
+
+
+class LateTarget:
+    """A target whose shape is known only once the other ranks have been heard.
+
+    What is wrong with `out` is raised at the end, since by then the other ranks count on this one.
+    """
+
+    def __init__(
+        self, like: BufferView, shape: tuple[int, ...], dtype: DType, out: Any, operation: str
+    ) -> None:
+        self._error: Exception | None = None
+        try:
+            self._target = Target(like, shape, dtype, out, operation, like.array)
+        except (TypeError, ValueError, BufferError) as error:
+            self._error = error
+            self._target = Target(like, shape, dtype, None, operation)
+        self.flat = self._target.flat
+
+    def deliver(self) -> Any:
+        """Hand the finished result to the caller, or raise what is wrong with `out`."""
+        if self._error is not None:
+            raise UndeliveredError(self._error)
+        return self._target.deliver()
+
+
+def bounds_of(lengths: Iterable[int], elements: int = 1) -> list[int]:
+    """Where parts of so many rows of `elements` begin, and where the last one ends."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length * elements)
+    return bounds
+
+
+def lengths_of(agreement: Agreement, size: int) -> list[int]:
+    """Return the lengths that the ranks have announced."""
+    lengths = [agreement.word(rank, 14) for rank in range(size)]
+    for rank, length in enumerate(lengths):
+        if not 0 <= length <= MAX_LENGTH:
+            raise TransportError(f"rank {rank} announced a length of {length}")
+    return lengths
+
+
+def check_counts(counts: Any, size: int, rows: int, operation: str) -> list[int]:
+    """Return `counts` as one length for each rank, which make up the rows of an array."""
+    try:
+        found = [operator.index(count) for count in counts]
+    except TypeError:
+        raise TypeError(
+            f"{operation}: counts must be a sequence of integers, one for each rank; got {counts!r}"
+        ) from None
+    if len(found) != size or min(found) < 0 or sum(found) != rows:
+        raise ValueError(
+            f"{operation}: counts must be one length for each of the {size} ranks, {rows} in all, "
+            f"as x has rows; got {found}"
+        )
+    return found
+
+
+def check_rows(source: BufferView, size: int, operation: str) -> tuple[int, ...]:
+    """Return the shape of the rows of an array that has one for each rank."""
+    shape = source.shape
+    if not shape or shape[0] != size:
+        raise ValueError(
+            f"{operation}: x must have one row for each of the {size} ranks, shape ({size}, …); got "
+            f"shape {shape}"
+        )
+    return shape[1:]
+
+
+def check_axis(source: BufferView, operation: str, otherwise: str) -> tuple[int, ...]:
+    """Return the shape of the rows of an array that may have any number of them."""
+    if not source.shape:
+        raise ValueError(
+            f"{operation}: x must have an axis 0, whose length may differ between ranks; got a "
+            f"0-d array, for which there is {otherwise}"
+        )
+    return source.shape[1:]
 
 
 def barrier(comm: Communicator) -> Call:

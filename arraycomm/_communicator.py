@@ -361,6 +361,204 @@ class Communicator:
         """
         return self._call("allgather", _movements.allgather, x, out)
 
+    def allgatherv(self, x: Any, *, return_counts: bool = False, out: Any = None) -> Any:
+        """Join all ranks' arrays along axis 0, whose length may differ; every rank gets the whole.
+
+        Parameters
+        ----------
+        x : array, shape (n, *S)
+            This rank's rows; `n` may differ between ranks and be 0, S and dtype may not.
+        return_counts : bool
+            Whether to return the ranks' row counts as well.
+        out : array, shape (sum of n, *S), optional
+            Where the result goes.
+
+        Returns
+        -------
+        array, shape (sum of n, *S), or (array, list of int)
+            The rows of rank 0, then those of rank 1, and so on.
+        """
+        return self._call("allgatherv", _movements.allgatherv, x, return_counts, out)
+
+    def gather(self, x: Any, root: int = 0, *, out: Any = None) -> Any:
+        """Stack all ranks' arrays on `root`.
+
+        Parameters
+        ----------
+        x : array, shape S
+            This rank's array; shape and dtype are the same on every rank.
+        root : int
+            The rank that gets the result.
+        out : array, shape (size, *S), optional
+            Where the result goes, on `root`.
+
+        Returns
+        -------
+        array, shape (size, *S), or None
+            On `root`, row r is the array of rank r; None on the other ranks.
+        """
+        return self._call("gather", _movements.gather, x, root, out)
+
+    def gatherv(
+        self, x: Any, root: int = 0, *, return_counts: bool = False, out: Any = None
+    ) -> Any:
+        """Join all ranks' arrays along axis 0, whose length may differ, on `root`.
+
+        Parameters
+        ----------
+        x : array, shape (n, *S)
+            This rank's rows; `n` may differ between ranks and be 0, S and dtype may not.
+        root : int
+            The rank that gets the result.
+        return_counts : bool
+            Whether `root` gets the ranks' row counts as well.
+        out : array, shape (sum of n, *S), optional
+            Where the result goes, on `root`.
+
+        Returns
+        -------
+        array, shape (sum of n, *S), or (array, list of int), or None
+            The rows of rank 0, then those of rank 1, and so on; None on the other ranks.
+        """
+        return self._call("gatherv", _movements.gatherv, x, root, return_counts, out)
+
+    def scatter(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Any:
+        """Give each rank its row of the array of `root`.
+
+        Parameters
+        ----------
+        x : array, shape (size, *S), or None
+            On `root` the array to share out; ignored on the other ranks.
+        root : int
+            The rank that sends.
+        like : array, optional
+            On the other ranks: an array of the framework and device wanted. NumPy otherwise.
+        out : array, shape S, optional
+            Where this rank's row goes.
+
+        Returns
+        -------
+        array, shape S
+            Row r of the array, on rank r.
+        """
+        return self._call("scatter", _movements.scatter, x, root, like, out)
+
+    def scatterv(
+        self,
+        x: Any = None,
+        counts: Any = None,
+        root: int = 0,
+        *,
+        like: Any = None,
+        out: Any = None,
+    ) -> Any:
+        """Give each rank its share of the rows of the array of `root`.
+
+        Parameters
+        ----------
+        x : array, shape (n, *S), or None
+            On `root` the array to share out; ignored on the other ranks.
+        counts : sequence of int, or None
+            On `root` how many rows each rank gets, n in all; ignored on the other ranks.
+        root : int
+            The rank that sends.
+        like : array, optional
+            On the other ranks: an array of the framework and device wanted. NumPy otherwise.
+        out : array, shape (counts[rank], *S), optional
+            Where this rank's rows go.
+
+        Returns
+        -------
+        array, shape (counts[rank], *S)
+            The first counts[0] rows on rank 0, the next counts[1] on rank 1, and so on.
+        """
+        return self._call("scatterv", _movements.scatterv, x, counts, root, like, out)
+
+    def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Reduce all ranks' arrays; each rank gets its row of the result.
+
+        Parameters
+        ----------
+        x : array, shape (size, *S)
+            This rank's array; shape and dtype are the same on every rank.
+        op : str
+            As for `allreduce`.
+        out : array, shape S, optional
+            Where the result goes.
+
+        Returns
+        -------
+        array, shape S
+            Row r of what `allreduce` would give, on rank r. Sends about the array's bytes a rank.
+        """
+        return self._call("reduce_scatter", _reductions.reduce_scatter, x, op, out)
+
+    def alltoall(self, x: Any, *, out: Any = None) -> Any:
+        """Send row r to rank r, and get a row from each.
+
+        Parameters
+        ----------
+        x : array, shape (size, *S)
+            This rank's rows; shape and dtype are the same on every rank.
+        out : array, shape (size, *S), optional
+            Where the result goes; may be `x` itself.
+
+        Returns
+        -------
+        array, shape (size, *S)
+            Row r is what rank r had in the row of this rank.
+        """
+        return self._call("alltoall", _movements.alltoall, x, out)
+
+    def alltoallv(
+        self, x: Any, counts: Any, *, return_counts: bool = False, out: Any = None
+    ) -> Any:
+        """Send each rank its share of the rows, and get a share of everyone's.
+
+        Parameters
+        ----------
+        x : array, shape (n, *S)
+            The rows for rank 0, then those for rank 1, and so on; n may differ between ranks.
+        counts : sequence of int
+            How many rows go to each rank, n in all.
+        return_counts : bool
+            Whether to return as well how many rows came from each rank.
+        out : array, shape (m, *S), optional
+            Where the result goes; m is what all ranks send to this one.
+
+        Returns
+        -------
+        array, shape (m, *S), or (array, list of int)
+            The rows from rank 0, then those from rank 1, and so on.
+        """
+        return self._call("alltoallv", _movements.alltoallv, x, counts, return_counts, out)
+
+    def scan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Reduce the arrays of the ranks up to and with this one.
+
+        Parameters
+        ----------
+        x : array, shape S
+            This rank's array; shape and dtype are the same on every rank.
+        op : str
+            As for `allreduce`; "mean" divides by the number of ranks that were reduced.
+        out : array, shape S, optional
+            Where the result goes; may be `x` itself.
+
+        Returns
+        -------
+        array, shape S
+            The fold of the arrays of ranks 0 to r, on rank r. Sends about twice the array's bytes.
+        """
+        return self._call("scan", _reductions.scan, x, op, out)
+
+    def exscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Reduce the arrays of the ranks before this one; None on rank 0.
+
+        Parameters and result are those of `scan`, with the arrays of ranks 0 to r − 1 on rank r.
+        """
+        return self._call("exscan", _reductions.exscan, x, op, out)
+
     def barrier(self) -> None:
         """Wait until every rank has called."""
         self._call("barrier", _calls.barrier)
@@ -390,6 +588,20 @@ class Communicator:
         gathered: list[Any] = self._call("allgather_object", _objects.allgather_object, obj)
         return gathered
 
+    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Return the list of all ranks' Python objects on `root`, None on the other ranks.
+
+        Parameters
+        ----------
+        obj : object
+            Anything that pickles; it may differ between ranks in type and size.
+        root : int
+            The rank that gets the list.
+        """
+        gathered: list[Any] | None
+        gathered = self._call("gather_object", _objects.gather_object, obj, root)
+        return gathered
+
     # Nonblocking forms
 
     def iallreduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
@@ -407,6 +619,60 @@ class Communicator:
     def iallgather(self, x: Any, *, out: Any = None) -> Request:
         """Start `allgather`; leave `x` and `out` alone until the request is finished."""
         return self._start("allgather", _movements.allgather, x, out)
+
+    def iallgatherv(self, x: Any, *, return_counts: bool = False, out: Any = None) -> Request:
+        """Start `allgatherv`; leave `x` and `out` alone until the request is finished."""
+        return self._start("allgatherv", _movements.allgatherv, x, return_counts, out)
+
+    def igather(self, x: Any, root: int = 0, *, out: Any = None) -> Request:
+        """Start `gather`; leave `x` and `out` alone until the request is finished."""
+        return self._start("gather", _movements.gather, x, root, out)
+
+    def igatherv(
+        self, x: Any, root: int = 0, *, return_counts: bool = False, out: Any = None
+    ) -> Request:
+        """Start `gatherv`; leave `x` and `out` alone until the request is finished."""
+        return self._start("gatherv", _movements.gatherv, x, root, return_counts, out)
+
+    def iscatter(
+        self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None
+    ) -> Request:
+        """Start `scatter`; leave `x` and `out` alone until the request is finished."""
+        return self._start("scatter", _movements.scatter, x, root, like, out)
+
+    def iscatterv(
+        self,
+        x: Any = None,
+        counts: Any = None,
+        root: int = 0,
+        *,
+        like: Any = None,
+        out: Any = None,
+    ) -> Request:
+        """Start `scatterv`; leave `x` and `out` alone until the request is finished."""
+        return self._start("scatterv", _movements.scatterv, x, counts, root, like, out)
+
+    def ireduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
+        """Start `reduce_scatter`; leave `x` and `out` alone until the request is finished."""
+        return self._start("reduce_scatter", _reductions.reduce_scatter, x, op, out)
+
+    def ialltoall(self, x: Any, *, out: Any = None) -> Request:
+        """Start `alltoall`; leave `x` and `out` alone until the request is finished."""
+        return self._start("alltoall", _movements.alltoall, x, out)
+
+    def ialltoallv(
+        self, x: Any, counts: Any, *, return_counts: bool = False, out: Any = None
+    ) -> Request:
+        """Start `alltoallv`; leave `x` and `out` alone until the request is finished."""
+        return self._start("alltoallv", _movements.alltoallv, x, counts, return_counts, out)
+
+    def iscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
+        """Start `scan`; leave `x` and `out` alone until the request is finished."""
+        return self._start("scan", _reductions.scan, x, op, out)
+
+    def iexscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
+        """Start `exscan`; leave `x` and `out` alone until the request is finished."""
+        return self._start("exscan", _reductions.exscan, x, op, out)
 
     def ibarrier(self) -> Request:
         """Start `barrier`."""

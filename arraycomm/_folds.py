@@ -65,6 +65,33 @@ def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
             step([row[block] for row in rows], out[block])
 
 
+def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
+    """`outs[k]` becomes the fold of the rows up to and with k; none of them overlaps a row."""
+    kind = kind_of(dtype)
+    ufunc = _BOOLEAN[op] if kind is Kind.BOOL else _UFUNCS[op]
+    wide = np.dtype(np.float32) if kind is Kind.NARROW else dtype
+    with np.errstate(all="ignore"), ieee_mode():
+        for start in range(0, len(rows[0]), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            total = rows[0][block].astype(wide)
+            outs[0][block] = total
+            for count, (row, out) in enumerate(zip(rows[1:], outs[1:], strict=True), 2):
+                if kind is Kind.COMPLEX and op == "prod":
+                    _complex_product([total, row[block]], total)
+                else:
+                    ufunc(total, row[block].astype(wide, copy=False), out=total)
+                out[block] = _over(total, count) if op == "mean" else total
+
+
+def _over(total: Array, count: int) -> Array:
+    """Return a sum divided as the mean is: complex numbers part by part."""
+    mean = total.copy()
+    parts = [mean.real, mean.imag] if np.iscomplexobj(mean) else [mean]
+    for part in parts:
+        np.divide(part, part.dtype.type(count), out=part)
+    return mean
+
+
 def _chain(ufunc: np.ufunc) -> Fold:
     def chain(rows: Sequence[Array], out: Array) -> None:
         if len(rows) == 1:

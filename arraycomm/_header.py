@@ -25,6 +25,7 @@ from arraycomm._transports.base import Bytes, Handle
 from arraycomm._transports.board import PAYLOAD, PREFIX, Board
 
 MAX_DIMS: Final = 8
+ANY: Final = -1
 _CALL, _RAISING, _LEAVING, _TEXT, _MISMATCH = range(5)
 _OPERATIONS: Final = (
     "",
@@ -46,6 +47,16 @@ _OPERATIONS: Final = (
     "println",
     "finalize",
     "draw",
+    "gather",
+    "gatherv",
+    "scatter",
+    "scatterv",
+    "alltoall",
+    "alltoallv",
+    "reduce_scatter",
+    "scan",
+    "exscan",
+    "gather_object",
 )
 _MAX_TEXT: Final = 16 << 20
 _LONG: Final = 10_000
@@ -58,7 +69,8 @@ Steps = Generator[Handle, None, Any]
 class Signature:
     """What a rank is about to call.
 
-    `shape` is None on a rank that cannot know its array. `leaves` describes a tree, one
+    `shape` is None on a rank that cannot know its array, and begins with `ANY` where the length of
+    axis 0 may differ between ranks. `leaves` describes a tree, one
     `(path, description)` for each leaf, and `settings` what else decides how it travels; a header
     carries their digest.
     """
@@ -76,7 +88,8 @@ class Signature:
             return f"{self.head} of {len(self.leaves)} leaves"
         if self.shape is None or self.dtype is None:
             return self.head
-        return f"{self.head} {name_of(self.dtype)} {self.shape}"
+        shape = str(self.shape).replace("-1", "any", 1) if ANY in self.shape else self.shape
+        return f"{self.head} {name_of(self.dtype)} {shape}"
 
     @property
     def head(self) -> str:

@@ -6,19 +6,44 @@ A function here looks at its arguments, raises what is wrong with them, and retu
 from __future__ import annotations
 
 import ast
+import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from arraycomm import _algorithms
 from arraycomm._buffers import BufferView
-from arraycomm._calls import Call, Target, check_root, flatten, payload_of
-from arraycomm._dtypes import check_movable
-from arraycomm._header import Agreement, Signature, Steps, array_of, exchange_details, in_header
+from arraycomm._calls import (
+    Call,
+    LateTarget,
+    Target,
+    bounds_of,
+    check_axis,
+    check_counts,
+    check_root,
+    check_rows,
+    flatten,
+    lengths_of,
+    payload_of,
+)
+from arraycomm._dtypes import DType, check_movable
+from arraycomm._header import (
+    ANY,
+    Agreement,
+    Signature,
+    Steps,
+    array_of,
+    exchange_details,
+    in_header,
+)
+from arraycomm._transports.base import Bytes
 from arraycomm._views import likeness, view, view_out
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
+
+Array = np.ndarray[Any, Any]
 
 
 def bcast(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
@@ -26,17 +51,21 @@ def bcast(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
     root = check_root(comm, root, "bcast")
     if comm.rank != root:
         return _bcast_to(comm, x, root, like, out)
+    return _bcast_from(comm, _sent(x, "bcast"), root, out)
+
+
+def _sent(x: Any, operation: str) -> BufferView:
     if x is None:
-        raise TypeError("bcast: x is None on the root; the root passes the array to send")
-    return _bcast_from(comm, view(x, "bcast"), root, out)
+        raise TypeError(f"{operation}: x is None on the root; the root passes the array to send")
+    source = view(x, operation)
+    check_movable(source.dtype, operation)
+    return source
 
 
 def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> Call:
-    check_movable(source.dtype, "bcast")
     flat, copies = flatten(source)
     target = Target(source, source.shape, source.dtype, out, "bcast", flat)
-    # What the header has no room for is told in further steps, after which its payload is gone.
-    description = None if in_header(source.dtype, source.shape) else _description(source)
+    description = _description(source.dtype, source.shape, "bcast")
 
     def finish(agreement: Agreement) -> Steps:
         if description is not None:
@@ -57,20 +86,35 @@ def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> 
     )
 
 
-def _description(source: BufferView) -> str:
-    """Say dtype and shape in a way that another rank can read; raise where that is not possible."""
-    descr = np.lib.format.dtype_to_descr(source.dtype)
-    if np.lib.format.descr_to_dtype(descr) != source.dtype:
+def _description(dtype: DType, shape: tuple[int, ...], operation: str) -> str | None:
+    """Say dtype and shape in a way that another rank can read, where the header has no room for it.
+
+    It is told in further steps, after which the header's payload is gone.
+    """
+    if in_header(dtype, shape):
+        return None
+    descr = np.lib.format.dtype_to_descr(dtype)
+    if np.lib.format.descr_to_dtype(descr) != dtype:
         raise TypeError(
-            f"bcast: dtype {source.dtype} cannot be described to the other ranks; send its fields "
+            f"{operation}: dtype {dtype} cannot be described to the other ranks; send its fields "
             "one by one"
         )
-    return repr((descr, source.shape))
+    return repr((descr, shape))
+
+
+def _announced(comm: Communicator, agreement: Agreement, root: int) -> Steps:
+    """Return the dtype and shape that the root has announced."""
+    array = array_of(agreement.words, comm._slot_of(root))
+    if array is None:
+        details = yield from exchange_details(comm._board, {})
+        descr, shape = ast.literal_eval(details[root]["array"])
+        array = np.lib.format.descr_to_dtype(descr), tuple(shape)
+    return array
 
 
 def _bcast_to(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
-    kind = _wanted_kind(x, like, out)
-    known = _known_array(x, out)
+    kind = _wanted_kind(x, like, out, "bcast")
+    known = _known_array(x, out, "bcast")
     target: Target | None = None
     if known is None:
         signature = Signature("bcast", None, root)
@@ -80,13 +124,8 @@ def _bcast_to(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Cal
         target = Target(kind, known.shape, known.dtype, out, "bcast")
 
     def finish(agreement: Agreement) -> Steps:
-        array = array_of(agreement.words, comm._slot_of(root))
         length = agreement.word(root, 13)
-        if array is None:
-            details = yield from exchange_details(comm._board, {})
-            descr, shape = ast.literal_eval(details[root]["array"])
-            array = np.lib.format.descr_to_dtype(descr), tuple(shape)
-        dtype, shape = array
+        dtype, shape = yield from _announced(comm, agreement, root)
         into = target or Target(kind, shape, dtype, out, "bcast")
         if length >= 0:
             into.flat.view(np.uint8)[...] = agreement.payload(root, length)
@@ -97,22 +136,22 @@ def _bcast_to(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Cal
     return Call(signature, finish)
 
 
-def _known_array(x: Any, out: Any) -> BufferView | None:
+def _known_array(x: Any, out: Any, operation: str) -> BufferView | None:
     """Return the array that a rank which is not the root knows the result to be like, if any."""
     if x is not None:
-        return view(x, "bcast")
+        return view(x, operation)
     if out is None:
         return None
-    found = view(out, "bcast")
-    return view_out(out, found.shape, found.dtype, "bcast")
+    found = view(out, operation)
+    return view_out(out, found.shape, found.dtype, operation)
 
 
-def _wanted_kind(x: Any, like: Any, out: Any) -> BufferView:
+def _wanted_kind(x: Any, like: Any, out: Any, operation: str) -> BufferView:
     """Return a view that tells what the result is like; its elements do not matter."""
     for name, example in (("x", x), ("like", like), ("out", out)):
         if example is not None:
-            return likeness(example, "bcast", name)
-    return view(np.empty(0), "bcast")
+            return likeness(example, operation, name)
+    return view(np.empty(0), operation)
 
 
 def allgather(comm: Communicator, x: Any, out: Any) -> Call:
@@ -144,3 +183,335 @@ def allgather(comm: Communicator, x: Any, out: Any) -> Call:
         copies=copies + target.copies + 1,
         blind=True,
     )
+
+
+def allgatherv(comm: Communicator, x: Any, return_counts: bool, out: Any) -> Call:
+    """See `Communicator.allgatherv`."""
+    return _joined(comm, x, None, return_counts, out, "allgatherv", "allgather")
+
+
+def gatherv(comm: Communicator, x: Any, root: int, return_counts: bool, out: Any) -> Call:
+    """See `Communicator.gatherv`."""
+    root = check_root(comm, root, "gatherv")
+    return _joined(comm, x, root, return_counts, out, "gatherv", "gather")
+
+
+def _joined(
+    comm: Communicator,
+    x: Any,
+    root: int | None,
+    return_counts: bool,
+    out: Any,
+    operation: str,
+    otherwise: str,
+) -> Call:
+    """Join everyone's rows on `root`, or on every rank where that is None."""
+    source = view(x, operation)
+    check_movable(source.dtype, operation)
+    row = check_axis(source, operation, otherwise)
+    flat, copies = flatten(source)
+    elements = math.prod(row)
+
+    def finish(agreement: Agreement) -> Steps:
+        counts = lengths_of(agreement, comm.size)
+        bounds = bounds_of(counts, elements)
+        target = None
+        if root in {None, comm.rank}:
+            shape = (sum(counts), *row)
+            target = LateTarget(source, shape, source.dtype, out, operation)
+        if max(counts) * elements * flat.itemsize <= comm._inline:
+            if target is not None:
+                _join_inline(agreement, bounds, target.flat)
+        elif root is not None:
+            into = None if target is None else target.flat
+            yield from _algorithms.gatherv(comm._link, flat, into, bounds, root)
+        elif target is not None:
+            target.flat[bounds[comm.rank] : bounds[comm.rank + 1]] = flat
+            yield from _algorithms.allgatherv(comm._link, target.flat, bounds)
+        if target is None:
+            return None
+        result = target.deliver()
+        return (result, counts) if return_counts else result
+
+    return Call(
+        Signature(operation, None, root, source.dtype, (ANY, *row)),
+        finish,
+        payload_of(flat, flat.nbytes <= comm._inline),
+        source.shape[0],
+        nbytes=flat.nbytes,
+        copies=copies + 1,
+    )
+
+
+def _join_inline(agreement: Agreement, bounds: list[int], target: Array) -> None:
+    """Put what came with the headers, one part a rank, into one array."""
+    for rank, (start, end) in enumerate(pairwise(bounds)):
+        part = target[start:end]
+        part[...] = agreement.payload(rank, part.nbytes).view(part.dtype)
+
+
+def gather(comm: Communicator, x: Any, root: int, out: Any) -> Call:
+    """See `Communicator.gather`."""
+    root = check_root(comm, root, "gather")
+    source = view(x, "gather")
+    check_movable(source.dtype, "gather")
+    flat, copies = flatten(source)
+    target = None
+    if comm.rank == root:
+        shape = (comm.size, *source.shape)
+        target = Target(source, shape, source.dtype, out, "gather", flat)
+    bounds = bounds_of([flat.size] * comm.size)
+
+    def finish(agreement: Agreement) -> Steps:
+        if not inline:
+            into = None if target is None else target.flat
+            yield from _algorithms.gatherv(comm._link, flat, into, bounds, root)
+        elif target is not None:
+            _join_inline(agreement, bounds, target.flat)
+        return None if target is None else target.deliver()
+
+    inline = flat.nbytes <= comm._inline
+    return Call(
+        Signature("gather", None, root, source.dtype, source.shape),
+        finish,
+        payload_of(flat, inline),
+        nbytes=flat.nbytes,
+        copies=copies + (target.copies + 1 if target else 0),
+        blind=True,
+    )
+
+
+def scatter(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
+    """See `Communicator.scatter`."""
+    root = check_root(comm, root, "scatter")
+    if comm.rank == root:
+        return _scatter_from(comm, _sent(x, "scatter"), root, out)
+    return _scatter_to(comm, root, like, out)
+
+
+def _scatter_from(comm: Communicator, source: BufferView, root: int, out: Any) -> Call:
+    shape = check_rows(source, comm.size, "scatter")
+    flat, copies = flatten(source)
+    target = Target(source, shape, source.dtype, out, "scatter", flat)
+    description = _description(source.dtype, shape, "scatter")
+    bounds = bounds_of([target.flat.size] * comm.size)
+
+    def finish(agreement: Agreement) -> Steps:
+        if description is not None:
+            yield from exchange_details(comm._board, {"array": description})
+        if inline:
+            target.flat[...] = flat[bounds[root] : bounds[root + 1]]
+        else:
+            yield from _algorithms.scatterv(comm._link, flat, target.flat, bounds, root)
+        return target.deliver()
+
+    inline = description is None and flat.nbytes <= comm._inline
+    return Call(
+        Signature("scatter", None, root, source.dtype, shape),
+        finish,
+        payload_of(flat, inline),
+        nbytes=flat.nbytes,
+        copies=copies + target.copies + 1,
+    )
+
+
+def _scatter_to(comm: Communicator, root: int, like: Any, out: Any) -> Call:
+    kind = _wanted_kind(None, like, out, "scatter")
+    known = _known_array(None, out, "scatter")
+    target: Target | None = None
+    signature = Signature("scatter", None, root)
+    if known is not None:
+        signature = Signature("scatter", None, root, known.dtype, known.shape)
+        target = Target(kind, known.shape, known.dtype, out, "scatter")
+
+    def finish(agreement: Agreement) -> Steps:
+        length = agreement.word(root, 13)
+        dtype, shape = yield from _announced(comm, agreement, root)
+        into = target or Target(kind, shape, dtype, out, "scatter")
+        bounds = bounds_of([into.flat.size] * comm.size)
+        if length >= 0:
+            rows = agreement.payload(root, length).view(dtype)
+            into.flat[...] = rows[bounds[comm.rank] : bounds[comm.rank + 1]]
+        else:
+            yield from _algorithms.scatterv(comm._link, None, into.flat, bounds, root)
+        return into.deliver()
+
+    return Call(signature, finish)
+
+
+def scatterv(comm: Communicator, x: Any, counts: Any, root: int, like: Any, out: Any) -> Call:
+    """See `Communicator.scatterv`."""
+    root = check_root(comm, root, "scatterv")
+    if comm.rank == root:
+        return _scatterv_from(comm, _sent(x, "scatterv"), counts, root, out)
+    return _scatterv_to(comm, root, like, out)
+
+
+def _scatterv_from(
+    comm: Communicator, source: BufferView, counts: Any, root: int, out: Any
+) -> Call:
+    row = check_axis(source, "scatterv", "scatter")
+    counts = check_counts(counts, comm.size, source.shape[0], "scatterv")
+    flat, copies = flatten(source)
+    target = Target(source, (counts[root], *row), source.dtype, out, "scatterv", flat)
+    description = _description(source.dtype, (ANY, *row), "scatterv")
+    bounds = bounds_of(counts, math.prod(row))
+    table = np.array(counts, np.int64)
+
+    def finish(agreement: Agreement) -> Steps:
+        if description is not None:
+            yield from exchange_details(comm._board, {"array": description})
+        if payload is None:
+            yield from _algorithms.bcast(comm._link, table, root)
+        if inline:
+            target.flat[...] = flat[bounds[root] : bounds[root + 1]]
+        else:
+            yield from _algorithms.scatterv(comm._link, flat, target.flat, bounds, root)
+        return target.deliver()
+
+    payload, inline = _with_data(comm, table, flat)
+    if description is not None:
+        payload, inline = None, False
+    return Call(
+        Signature("scatterv", None, root, source.dtype, (ANY, *row)),
+        finish,
+        payload,
+        int(inline),
+        nbytes=flat.nbytes,
+        copies=copies + target.copies + 1,
+    )
+
+
+def _with_data(comm: Communicator, table: Array, flat: Array) -> tuple[Bytes | None, bool]:
+    """Return what of the counts and the data fits in the header, and whether both do."""
+    if table.nbytes + flat.nbytes <= comm._inline:
+        return np.concatenate([table.view(np.uint8), flat.view(np.uint8)]), True
+    if table.nbytes <= comm._inline:
+        return table.view(np.uint8), False
+    return None, False
+
+
+def _scatterv_to(comm: Communicator, root: int, like: Any, out: Any) -> Call:
+    kind = _wanted_kind(None, like, out, "scatterv")
+    known = _known_array(None, out, "scatterv")
+    signature = Signature("scatterv", None, root)
+    if known is not None:
+        row = check_axis(known, "scatterv", "scatter")
+        signature = Signature("scatterv", None, root, known.dtype, (ANY, *row))
+
+    def finish(agreement: Agreement) -> Steps:
+        length, inline = agreement.word(root, 13), agreement.word(root, 14)
+        data = agreement.payload(root, max(length, 0)).copy()
+        dtype, (_, *row) = yield from _announced(comm, agreement, root)
+        table = np.empty(comm.size, np.int64)
+        if length < 0:
+            yield from _algorithms.bcast(comm._link, table, root)
+        else:
+            table[...] = data[: table.nbytes].view(np.int64)
+        counts = table.tolist()
+        bounds = bounds_of(counts, math.prod(row))
+        into = LateTarget(kind, (counts[comm.rank], *row), dtype, out, "scatterv")
+        if inline:
+            elements = data[table.nbytes :].view(dtype)
+            into.flat[...] = elements[bounds[comm.rank] : bounds[comm.rank + 1]]
+        else:
+            yield from _algorithms.scatterv(comm._link, None, into.flat, bounds, root)
+        return into.deliver()
+
+    return Call(signature, finish)
+
+
+def alltoall(comm: Communicator, x: Any, out: Any) -> Call:
+    """See `Communicator.alltoall`."""
+    source = view(x, "alltoall")
+    check_movable(source.dtype, "alltoall")
+    check_rows(source, comm.size, "alltoall")
+    flat, copies = flatten(source)
+    target = Target(source, source.shape, source.dtype, out, "alltoall", flat)
+    if np.may_share_memory(target.flat, flat):
+        flat, copies = flat.copy(), copies + 1
+    count = flat.size // comm.size
+    bounds = bounds_of([count] * comm.size)
+
+    def finish(agreement: Agreement) -> Steps:
+        if inline:
+            mine = slice(bounds[comm.rank], bounds[comm.rank + 1])
+            for rank, (start, end) in enumerate(pairwise(bounds)):
+                sent = agreement.payload(rank, flat.nbytes).view(flat.dtype)
+                target.flat[start:end] = sent[mine]
+        else:
+            link = comm._link
+            yield from _algorithms.alltoallv(link, flat, bounds, target.flat, bounds, count)
+        return target.deliver()
+
+    inline = flat.nbytes <= comm._inline
+    return Call(
+        Signature("alltoall", None, None, source.dtype, source.shape),
+        finish,
+        payload_of(flat, inline),
+        nbytes=flat.nbytes,
+        copies=copies + target.copies + 1,
+        blind=True,
+    )
+
+
+def alltoallv(comm: Communicator, x: Any, counts: Any, return_counts: bool, out: Any) -> Call:
+    """See `Communicator.alltoallv`."""
+    source = view(x, "alltoallv")
+    check_movable(source.dtype, "alltoallv")
+    row = check_axis(source, "alltoallv", "alltoall")
+    counts = check_counts(counts, comm.size, source.shape[0], "alltoallv")
+    flat, copies = flatten(source)
+    if out is not None and np.may_share_memory(flat, view(out, "alltoallv").array):
+        flat, copies = flat.copy(), copies + 1
+    elements = math.prod(row)
+    table = np.array(counts, np.int64)
+
+    def finish(agreement: Agreement) -> Steps:
+        lengths = lengths_of(agreement, comm.size)
+        tables, data = yield from _everyones_counts(
+            comm, agreement, table, lengths, elements * flat.itemsize
+        )
+        received = tables[:, comm.rank].tolist()
+        shape = (sum(received), *row)
+        target = LateTarget(source, shape, source.dtype, out, "alltoallv")
+        into = bounds_of(received, elements)
+        if data is None:
+            longest = int(tables.max()) * elements
+            bounds = bounds_of(counts, elements)
+            link = comm._link
+            yield from _algorithms.alltoallv(link, flat, bounds, target.flat, into, longest)
+        else:
+            for rank, (start, end) in enumerate(pairwise(into)):
+                first = int(tables[rank, : comm.rank].sum()) * elements
+                target.flat[start:end] = data[rank].view(flat.dtype)[first : first + end - start]
+        result = target.deliver()
+        return (result, received) if return_counts else result
+
+    return Call(
+        Signature("alltoallv", None, None, source.dtype, (ANY, *row)),
+        finish,
+        _with_data(comm, table, flat)[0],
+        source.shape[0],
+        nbytes=flat.nbytes,
+        copies=copies + 1,
+    )
+
+
+def _everyones_counts(
+    comm: Communicator, agreement: Agreement, table: Array, lengths: list[int], row_bytes: int
+) -> Steps:
+    """Return how many rows each rank sends to each, and their data where it came along."""
+    size, width = comm.size, table.nbytes
+    tables = np.empty((size, size), np.int64)
+    if width > comm._inline:
+        tables[comm.rank] = table
+        bounds = bounds_of([size] * size)
+        yield from _algorithms.allgatherv(comm._link, tables.reshape(-1), bounds)
+        return tables, None
+    for rank in range(size):
+        tables[rank] = agreement.payload(rank, width).view(np.int64)
+    if width + max(lengths) * row_bytes > comm._inline:
+        return tables, None
+    ends = [width + length * row_bytes for length in lengths]
+    return tables, [agreement.payload(rank, end)[width:] for rank, end in enumerate(ends)]

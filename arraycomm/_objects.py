@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import pickle
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from arraycomm import _algorithms
-from arraycomm._calls import Call, check_root, deliver, payload_of
-from arraycomm._errors import TransportError
+from arraycomm._calls import Call, bounds_of, check_root, deliver, lengths_of, payload_of
 from arraycomm._header import Agreement, Signature, Steps
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
-
-# A length from another rank beyond this is taken for a broken header, not for an order of memory.
-_MAX_OBJECT: Final = 1 << 40
 
 
 def allgather_object(comm: Communicator, obj: Any, operation: str = "allgather_object") -> Call:
@@ -25,13 +21,11 @@ def allgather_object(comm: Communicator, obj: Any, operation: str = "allgather_o
     data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
 
     def finish(agreement: Agreement) -> Steps:
-        lengths = [_length(agreement, rank) for rank in range(comm.size)]
+        lengths = lengths_of(agreement, comm.size)
         if max(lengths) <= comm._inline:
             parts = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
             return deliver(lambda: [pickle.loads(part.data) for part in parts])
-        bounds = [0]
-        for length in lengths:
-            bounds.append(bounds[-1] + length)
+        bounds = bounds_of(lengths)
         everything = np.empty(bounds[-1], np.uint8)
         everything[bounds[comm.rank] : bounds[comm.rank + 1]] = data
         yield from _algorithms.allgatherv(comm._link, everything, bounds)
@@ -48,6 +42,35 @@ def allgather_object(comm: Communicator, obj: Any, operation: str = "allgather_o
     )
 
 
+def gather_object(comm: Communicator, obj: Any, root: int) -> Call:
+    """See `Communicator.gather_object`."""
+    root = check_root(comm, root, "gather_object")
+    data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+
+    def finish(agreement: Agreement) -> Steps:
+        lengths = lengths_of(agreement, comm.size)
+        bounds = bounds_of(lengths)
+        parts: list[np.ndarray[Any, Any]] = []
+        if max(lengths) <= comm._inline:
+            parts = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
+        else:
+            everything = np.empty(bounds[-1] if comm.rank == root else 0, np.uint8)
+            into = everything if comm.rank == root else None
+            yield from _algorithms.gatherv(comm._link, data, into, bounds, root)
+            parts = [everything[start:end] for start, end in pairwise(bounds)]
+        if comm.rank != root:
+            return None
+        return deliver(lambda: [pickle.loads(part.data) for part in parts])
+
+    return Call(
+        Signature("gather_object", None, root),
+        finish,
+        payload_of(data, len(data) <= comm._inline),
+        len(data),
+        nbytes=len(data),
+    )
+
+
 def bcast_object(comm: Communicator, obj: Any, root: int) -> Call:
     """See `Communicator.bcast_object`."""
     root = check_root(comm, root, "bcast_object")
@@ -56,7 +79,7 @@ def bcast_object(comm: Communicator, obj: Any, root: int) -> Call:
         data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
 
     def finish(agreement: Agreement) -> Steps:
-        length = _length(agreement, root)
+        length = lengths_of(agreement, comm.size)[root]
         if length <= comm._inline:
             return deliver(pickle.loads, agreement.payload(root, length).data)
         received = data.copy() if comm.rank == root else np.empty(length, np.uint8)
@@ -70,10 +93,3 @@ def bcast_object(comm: Communicator, obj: Any, root: int) -> Call:
         len(data),
         nbytes=len(data),
     )
-
-
-def _length(agreement: Agreement, rank: int) -> int:
-    length = agreement.word(rank, 14)
-    if not 0 <= length <= _MAX_OBJECT:
-        raise TransportError(f"rank {rank} announced an object of {length} bytes")
-    return length

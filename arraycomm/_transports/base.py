@@ -70,6 +70,10 @@ class Transport(abc.ABC):
         """Send bytes to `root`, which receives rank r's in block r; `recv` is None elsewhere."""
 
     @abc.abstractmethod
+    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
+        """Send block r of `root` to rank r; `send` is None elsewhere."""
+
+    @abc.abstractmethod
     def bcast(self, buffer: Bytes, root: int) -> Handle:
         """Make every rank's buffer that of `root`."""
 

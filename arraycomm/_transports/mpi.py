@@ -89,6 +89,14 @@ class MPITransport(Transport):
             recv and recv.buffer,
         )
 
+    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
+        blocks = send and [send.buffer, (send.counts, send.offsets), MPI.BYTE]
+        return self._start(
+            lambda: self.mpi_comm.Iscatterv(blocks, [recv, MPI.BYTE], root),
+            recv,
+            send and send.buffer,
+        )
+
     def bcast(self, buffer: Bytes, root: int) -> Handle:
         return self._start(lambda: self.mpi_comm.Ibcast([buffer, MPI.BYTE], root), buffer)
 

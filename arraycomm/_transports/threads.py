@@ -100,6 +100,13 @@ class ThreadsTransport(Transport):
         into = nothing if recv is None else [recv.block(r) for r in range(self.size)]
         return self._swap(parts, into)
 
+    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
+        into: list[Bytes | None] = [None] * self.size
+        into[root] = recv
+        nothing: list[Bytes | None] = [None] * self.size
+        parts = nothing if send is None else [send.block(r) for r in range(self.size)]
+        return self._swap(parts, into)
+
     def bcast(self, buffer: Bytes, root: int) -> Handle:
         into: list[Bytes | None] = [None] * self.size
         if self.rank == root:
