@@ -1,6 +1,6 @@
 """The communication layer under data-parallel Python."""
 
-from arraycomm._communicator import Communicator, Request
+from arraycomm._communicator import Communicator, Request, waitall
 from arraycomm._data import DistributedDataContainer
 from arraycomm._errors import (
     ArrayCommError,
@@ -14,6 +14,7 @@ from arraycomm._errors import (
     TransportError,
 )
 from arraycomm._exchange import exchange
+from arraycomm._ops import op
 from arraycomm._optimizers import DistributedOptimizer
 from arraycomm._println import println
 from arraycomm._runtime import finalize, init, is_initialized, world
@@ -40,7 +41,9 @@ __all__ = [
     "finalize",
     "init",
     "is_initialized",
+    "op",
     "println",
     "synchronize",
+    "waitall",
     "world",
 ]

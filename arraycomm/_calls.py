@@ -62,7 +62,8 @@ class Target:
     """Where a result goes: a fresh array like the caller's, or the caller's `out`.
 
     `flat` is contiguous memory of the result's elements in C order. It is the caller's own memory
-    where that is contiguous, and does not overlap `source` other than by being the same.
+    where that is contiguous, and does not overlap `source` other than by being the same; where
+    `apart`, not even so.
     """
 
     def __init__(
@@ -73,11 +74,12 @@ class Target:
         out: Any,
         operation: str,
         source: np.ndarray[Any, Any] | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         self._like = like
         self._out = None if out is None else view_out(out, shape, dtype, operation)
-        self.copies = 0
-        direct = self._out is not None and _usable(self._out.array, source)
+        direct = self._out is not None and _usable(self._out.array, source, apart)
         self._array = self._out.array if direct and self._out else allocate(shape, dtype)
         self._staged = self._out is not None and not direct
         self.copies = int(self._staged)
@@ -99,12 +101,20 @@ class LateTarget:
     """
 
     def __init__(
-        self, like: BufferView, shape: tuple[int, ...], dtype: DType, out: Any, operation: str
+        self,
+        like: BufferView,
+        shape: tuple[int, ...],
+        dtype: DType,
+        out: Any,
+        operation: str,
+        source: np.ndarray[Any, Any] | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         self._error: Exception | None = None
         try:
-            self._target = Target(like, shape, dtype, out, operation, like.array)
-        except (TypeError, ValueError, BufferError) as error:
+            self._target = Target(like, shape, dtype, out, operation, source, apart=apart)
+        except Exception as error:
             self._error = error
             self._target = Target(like, shape, dtype, None, operation)
         self.flat = self._target.flat
@@ -216,13 +226,13 @@ def payload_of(flat: np.ndarray[Any, Any], inline: bool) -> Bytes | None:
     return flat.view(np.uint8) if inline else None
 
 
-def _usable(out: np.ndarray[Any, Any], source: np.ndarray[Any, Any] | None) -> bool:
+def _usable(out: np.ndarray[Any, Any], source: np.ndarray[Any, Any] | None, apart: bool) -> bool:
     """Tell whether a result can be written straight into `out` while `source` is being read."""
     if not (out.flags.c_contiguous and out.flags.aligned):
         return False
     if source is None or not np.may_share_memory(out, source):
         return True
-    return out.nbytes == source.nbytes and _address(out) == _address(source)
+    return not apart and out.nbytes == source.nbytes and _address(out) == _address(source)
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:

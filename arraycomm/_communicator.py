@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from arraycomm import _calls, _movements, _objects, _reductions
+from arraycomm import _calls, _messages, _movements, _objects, _reductions
 from arraycomm._algorithms import Scratch
 from arraycomm._calls import Call, UndeliveredError
 from arraycomm._callsite import call_site, describe_exception, describe_raise
@@ -23,12 +23,16 @@ from arraycomm._errors import (
     PeerError,
 )
 from arraycomm._header import Signature, Steps, agree, encode, fail_in_step, operation_of
+from arraycomm._messages import Message
+from arraycomm._ops import Op
 from arraycomm._short import ShortReduction
 from arraycomm._transports.base import Transport
 from arraycomm._transports.board import FAILED, FINISHED, Farewell
 from arraycomm._views import view
 
 _MAX_CACHED: Final = 1024
+# Seconds in which a message of a rank that has left still arrives.
+_LAST_WORDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,30 @@ class Request:
         return f"<Request made at {self._site}: {state}>"
 
 
+def waitall(requests: Iterable[Request]) -> list[Any]:
+    """Wait for all requests; return their results, in the order of the requests.
+
+    Parameters
+    ----------
+    requests : iterable of Request
+        Of any communicators, started in any order.
+
+    Raises
+    ------
+    Exception
+        The error of the first request that failed, once all have been waited for.
+    """
+    results, errors = [], []
+    for request in requests:
+        try:
+            results.append(request.wait())
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
+
+
 class _Turn:
     """One user's call at a time."""
 
@@ -140,6 +168,7 @@ class Communicator:
         # Whether a call was given up while data was moving: the transport still holds its buffers.
         self._unfinished = False
         self._completed = 0
+        self._sent = 0
         self._stats: dict[str, list[float]] = {}
         # Duplicates do their work for this one; their figures count here.
         self._original: Communicator | None = None
@@ -255,16 +284,17 @@ class Communicator:
 
     # Collectives
 
-    def allreduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+    def allreduce(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
         """Reduce all ranks' arrays, elementwise and in rank order; every rank gets the result.
 
         Parameters
         ----------
         x : array, shape S
             This rank's array; shape and dtype are the same on every rank.
-        op : str
-            "sum", "mean", "prod", "min", "max", "and", "or", "xor". Floats of 16 and 8 bits are
-            accumulated in float32 and rounded once; NaN on any rank makes min and max NaN.
+        op : str or Op
+            "sum", "mean", "prod", "min", "max", "and", "or", "xor", or made by `arraycomm.op`. Floats
+            of 16 and 8 bits are accumulated in float32 and rounded once; NaN on any rank makes min
+            and max NaN.
         out : array, shape S, optional
             Where the result goes; may be `x` itself.
 
@@ -297,18 +327,18 @@ class Communicator:
         if short is not None and (result := short(x, out)) is not None:
             return result
         result = self._call("allreduce", _reductions.allreduce, x, op, out)
-        if short is None:
+        if short is None and isinstance(op, str):
             self._remember(x, op)
         return result
 
-    def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None) -> Any:
+    def reduce(self, x: Any, op: str | Op = "sum", root: int = 0, *, out: Any = None) -> Any:
         """Reduce all ranks' arrays as `allreduce` does; only `root` gets the result.
 
         Parameters
         ----------
         x : array, shape S
             This rank's array, which stays as it is.
-        op : str
+        op : str or Op
             As for `allreduce`.
         root : int
             The rank that gets the result.
@@ -474,14 +504,14 @@ class Communicator:
         """
         return self._call("scatterv", _movements.scatterv, x, counts, root, like, out)
 
-    def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+    def reduce_scatter(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
         """Reduce all ranks' arrays; each rank gets its row of the result.
 
         Parameters
         ----------
         x : array, shape (size, *S)
             This rank's array; shape and dtype are the same on every rank.
-        op : str
+        op : str or Op
             As for `allreduce`.
         out : array, shape S, optional
             Where the result goes.
@@ -533,14 +563,14 @@ class Communicator:
         """
         return self._call("alltoallv", _movements.alltoallv, x, counts, return_counts, out)
 
-    def scan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+    def scan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
         """Reduce the arrays of the ranks up to and with this one.
 
         Parameters
         ----------
         x : array, shape S
             This rank's array; shape and dtype are the same on every rank.
-        op : str
+        op : str or Op
             As for `allreduce`; "mean" divides by the number of ranks that were reduced.
         out : array, shape S, optional
             Where the result goes; may be `x` itself.
@@ -552,12 +582,86 @@ class Communicator:
         """
         return self._call("scan", _reductions.scan, x, op, out)
 
-    def exscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+    def exscan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
         """Reduce the arrays of the ranks before this one; None on rank 0.
 
         Parameters and result are those of `scan`, with the arrays of ranks 0 to r − 1 on rank r.
         """
         return self._call("exscan", _reductions.exscan, x, op, out)
+
+    def send(self, x: Any, dest: int, tag: int = 0) -> None:
+        """Send an array to one rank, which calls `recv`.
+
+        Parameters
+        ----------
+        x : array, shape S
+            Any array, of any dtype without Python objects.
+        dest : int
+            The rank that receives; may be this one, where a request of its receives.
+        tag : int
+            From 0 to 1048575. Messages between two ranks with one tag arrive in the order of their
+            sending; those with different tags go past one another.
+
+        Notes
+        -----
+        Returns when `x` may be changed again: short messages may then still be under way, long
+        ones have been received. Messages wait for no collective, and no collective for them.
+        """
+        self._post("send", _messages.send, x, dest, tag).wait()
+
+    def recv(self, source: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Any:
+        """Receive an array from one rank, which calls `send`.
+
+        Parameters
+        ----------
+        source : int
+            The rank that sends.
+        tag : int
+            The tag that it sends with.
+        like : array, optional
+            An array of the framework and device wanted. NumPy otherwise.
+        out : array, shape S, optional
+            Where the elements go; where its shape or dtype are not those of the message, the
+            message is lost, and this raises.
+
+        Returns
+        -------
+        array, shape S
+            As it was sent; shape and dtype need not be known here.
+
+        Raises
+        ------
+        PeerError
+            The sender raised instead of sending, or has left.
+        CommTimeoutError
+            Nothing came within the communicator's timeout.
+        """
+        return self._post("recv", _messages.recv, source, tag, like, out).wait()
+
+    def sendrecv(
+        self,
+        x: Any,
+        dest: int,
+        source: int,
+        tag: int = 0,
+        *,
+        like: Any = None,
+        out: Any = None,
+    ) -> Any:
+        """Send to one rank and receive from another at the same time; see `send` and `recv`."""
+        sending = self._post("send", _messages.send, x, dest, tag)
+        try:
+            return self._post("recv", _messages.recv, source, tag, like, out).wait()
+        finally:
+            sending.wait()
+
+    def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
+        """Start `send`; leave `x` alone until the request is finished."""
+        return self._post("send", _messages.send, x, dest, tag)
+
+    def irecv(self, source: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Request:
+        """Start `recv`; leave `out` alone until the request is finished."""
+        return self._post("recv", _messages.recv, source, tag, like, out)
 
     def barrier(self) -> None:
         """Wait until every rank has called."""
@@ -604,11 +708,11 @@ class Communicator:
 
     # Nonblocking forms
 
-    def iallreduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
+    def iallreduce(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
         """Start `allreduce`; leave `x` and `out` alone until the request is finished."""
         return self._start("allreduce", _reductions.allreduce, x, op, out)
 
-    def ireduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None) -> Request:
+    def ireduce(self, x: Any, op: str | Op = "sum", root: int = 0, *, out: Any = None) -> Request:
         """Start `reduce`; leave `x` and `out` alone until the request is finished."""
         return self._start("reduce", _reductions.reduce, x, op, root, out)
 
@@ -652,7 +756,7 @@ class Communicator:
         """Start `scatterv`; leave `x` and `out` alone until the request is finished."""
         return self._start("scatterv", _movements.scatterv, x, counts, root, like, out)
 
-    def ireduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
+    def ireduce_scatter(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
         """Start `reduce_scatter`; leave `x` and `out` alone until the request is finished."""
         return self._start("reduce_scatter", _reductions.reduce_scatter, x, op, out)
 
@@ -666,11 +770,11 @@ class Communicator:
         """Start `alltoallv`; leave `x` and `out` alone until the request is finished."""
         return self._start("alltoallv", _movements.alltoallv, x, counts, return_counts, out)
 
-    def iscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
+    def iscan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
         """Start `scan`; leave `x` and `out` alone until the request is finished."""
         return self._start("scan", _reductions.scan, x, op, out)
 
-    def iexscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Request:
+    def iexscan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
         """Start `exscan`; leave `x` and `out` alone until the request is finished."""
         return self._start("exscan", _reductions.exscan, x, op, out)
 
@@ -721,6 +825,52 @@ class Communicator:
         with self._turn():
             task = self._engine.submit(self._program(operation, prepare, args, site), site)
         return Request(self, task, site)
+
+    def _post(self, operation: str, prepare: Callable[..., Message], *args: Any) -> Request:
+        """Start a message to or from another rank."""
+        if self._closed is not None:
+            raise self._closed_error(operation)
+        site = call_site()
+        with self._turn():
+            message = prepare(self, *args)
+            numbers = self._stats.setdefault(operation, [0, 0, 0, 0.0])
+            for place, number in enumerate((1, message.nbytes, message.copies)):
+                numbers[place] += number
+
+            def watch(waited: float) -> None:
+                self._watch_message(message, site, waited)
+
+            task = self._engine.submit_message(self._delivered(message.steps), site, watch)
+        return Request(self, task, site)
+
+    def _delivered(self, steps: Steps) -> Steps:
+        """Close the communicator where a message fails in the middle of its steps."""
+        try:
+            return (yield from steps)
+        except UndeliveredError as undelivered:
+            raise undelivered.error from None
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._close(error)
+            raise
+
+    def _next_message(self) -> int:
+        """Return a number for the further pieces of a message, which none under way has."""
+        self._sent = (self._sent + 1) % _messages.TAGS
+        return self._sent
+
+    def _watch_message(self, message: Message, site: str, waited: float) -> None:
+        """Raise where a message will not come any more, or not be taken."""
+        farewell = self._board.farewell(message.peer)
+        if farewell is not None and waited > _LAST_WORDS:
+            raise self._peer_error(message.peer, farewell)
+        timeout = self._options.timeout
+        if timeout is not None and waited > timeout:
+            raise CommTimeoutError(
+                f"{message.doing} at {site}: waited {waited:.1f} s (timeout {timeout:g} s) on rank "
+                f"{self.rank}; rank {message.peer} was {self._last_seen(message.peer)}"
+            )
 
     def _turn(self) -> _Turn:
         return _Turn(self._engine)

@@ -126,7 +126,10 @@ def check_movable(dtype: DType, operation: str) -> None:
 def check_op(op: object, operation: str) -> None:
     """Raise unless `op` is the name of a reduction."""
     if not isinstance(op, str):
-        raise TypeError(f"{operation}: op must be the name of a reduction; got {op!r}")
+        raise TypeError(
+            f"{operation}: op must be the name of a reduction, or made by arraycomm.op where a "
+            f"single array is reduced; got {op!r}"
+        )
     if op not in OPS:
         raise ValueError(f"{operation}: op must be one of {', '.join(OPS)}; got {op!r}")
 

@@ -53,9 +53,11 @@ def wait_for(done: Callable[[], bool], spins: int, watch: Watch) -> None:
 class Task:
     """One program under way, and in the end its result or its error."""
 
-    def __init__(self, program: Steps, site: str = "unknown") -> None:
+    def __init__(self, program: Steps, site: str = "unknown", watch: Watch | None = None) -> None:
         self._program = program
         self.site = site
+        # Called while waiting, in place of the engine's own.
+        self.watch = watch
         self.waiting: Handle | None = None
         self.since = 0.0
         self.finished = False
@@ -90,7 +92,7 @@ class Task:
 
 
 class Engine:
-    """The queue of one communicator.
+    """The queue of one communicator, and its messages, which wait for nobody in the queue.
 
     `watch(seconds waited)` is called while waiting, and raises where waiting makes no sense any more.
     `push_others` is called while waiting where no thread pushes on the requests of other queues.
@@ -104,6 +106,7 @@ class Engine:
         self._watch = watch
         self._push_others = push_others
         self._queue: deque[Task] = deque()
+        self._messages: list[Task] = []
         self._driving = threading.Lock()
         self._progress: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -115,7 +118,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is outstanding."""
-        return not self._queue
+        return not self._queue and not self._messages
 
     def take_turn(self) -> None:
         """Begin a call of the user's; `self.turn.release()` ends it."""
@@ -145,8 +148,19 @@ class Engine:
         """Put a program at the end of the queue, and start it if it is alone there."""
         task = Task(program, site)
         self._queue.append(task)
+        return self._begin(task)
+
+    def submit_message(self, program: Steps, site: str, watch: Watch) -> Task:
+        """Start a program that goes its own way, beside the queue."""
+        task = Task(program, site, watch)
+        # Begun here, so that messages begin in the order of the calls.
+        task.step()
+        self._messages.append(task)
+        return self._begin(task)
+
+    def _begin(self, task: Task) -> Task:
         self.advance()
-        if self._threaded and self._queue:
+        if self._threaded and not self.idle:
             self._start_progress()
         return task
 
@@ -155,6 +169,8 @@ class Engine:
         if not self._driving.acquire(blocking=False):
             return
         try:
+            for message in [task for task in self._messages if self._advance(task)]:
+                self._messages.remove(message)
             while self._queue and self._advance(self._queue[0]):
                 self._queue.popleft()
         finally:
@@ -162,7 +178,7 @@ class Engine:
 
     def drain(self) -> list[Task]:
         """Wait for everything outstanding; return the tasks that nobody had waited for."""
-        dropped = list(self._queue)
+        dropped = [*self._queue, *self._messages]
         for task in dropped:
             self.wait_for(lambda task=task: self._pushed(task), lambda waited: None)  # type: ignore[misc]
         return dropped
@@ -173,6 +189,7 @@ class Engine:
         def done_or_pushed() -> bool:
             if done():
                 return True
+            self.advance()
             self._push_others()
             return False
 
@@ -200,7 +217,7 @@ class Engine:
         while not task.finished:
             try:
                 if task.waiting is not None and not task.waiting.done():
-                    self._watch(time.monotonic() - task.since)
+                    (task.watch or self._watch)(time.monotonic() - task.since)
                     return False
             except Exception as error:
                 self.interrupted = task.waiting
@@ -221,7 +238,7 @@ class Engine:
         while True:
             self.advance()
             with self._starting:
-                if not self._queue:
+                if self.idle:
                     self._progress = None
                     return
             time.sleep(_NAP)

@@ -204,7 +204,7 @@ def settle(
     }
     details = yield from exchange_details(board, mine)
     if verdict == _RAISING:
-        raise _peer_error(signature.operation, details)
+        raise peer_error(signature.operation, details)
     if negotiable and all(detail.get("head") == signature.head for detail in details):
         return Agreement(rows, words, details)
     raise mismatch(details)
@@ -317,7 +317,8 @@ def _leaving_error(board: Board, rows: Bytes, words: memoryview) -> PeerError:
     raise AssertionError("no rank is leaving")
 
 
-def _peer_error(operation: str, details: Sequence[dict[str, Any]]) -> PeerError:
+def peer_error(operation: str, details: Sequence[dict[str, Any]]) -> PeerError:
+    """Return the error of the ranks that did not raise, from the details of one that did."""
     rank = next(rank for rank, detail in enumerate(details) if "error" in detail)
     text = str(details[rank].get("traceback", ""))
     error = PeerError(

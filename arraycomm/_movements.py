@@ -27,7 +27,7 @@ from arraycomm._calls import (
     lengths_of,
     payload_of,
 )
-from arraycomm._dtypes import DType, check_movable
+from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType, check_movable, name_of
 from arraycomm._header import (
     ANY,
     Agreement,
@@ -65,7 +65,7 @@ def _sent(x: Any, operation: str) -> BufferView:
 def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> Call:
     flat, copies = flatten(source)
     target = Target(source, source.shape, source.dtype, out, "bcast", flat)
-    description = _description(source.dtype, source.shape, "bcast")
+    description = describe(source.dtype, source.shape, "bcast")
 
     def finish(agreement: Agreement) -> Steps:
         if description is not None:
@@ -86,20 +86,26 @@ def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> 
     )
 
 
-def _description(dtype: DType, shape: tuple[int, ...], operation: str) -> str | None:
+def describe(dtype: DType, shape: tuple[int, ...], operation: str) -> str | None:
     """Say dtype and shape in a way that another rank can read, where the header has no room for it.
 
     It is told in further steps, after which the header's payload is gone.
     """
     if in_header(dtype, shape):
         return None
-    descr = np.lib.format.dtype_to_descr(dtype)
-    if np.lib.format.descr_to_dtype(descr) != dtype:
+    descr: Any = name_of(dtype) if dtype in BY_DTYPE else np.lib.format.dtype_to_descr(dtype)
+    if _described(descr) != dtype:
         raise TypeError(
             f"{operation}: dtype {dtype} cannot be described to the other ranks; send its fields "
             "one by one"
         )
     return repr((descr, shape))
+
+
+def _described(descr: Any) -> DType:
+    """Return the dtype that is told as a name of ours, or as the format of .npy files tells it."""
+    known = BY_NAME.get(descr) if isinstance(descr, str) else None
+    return np.lib.format.descr_to_dtype(descr) if known is None else known.dtype
 
 
 def _announced(comm: Communicator, agreement: Agreement, root: int) -> Steps:
@@ -108,12 +114,12 @@ def _announced(comm: Communicator, agreement: Agreement, root: int) -> Steps:
     if array is None:
         details = yield from exchange_details(comm._board, {})
         descr, shape = ast.literal_eval(details[root]["array"])
-        array = np.lib.format.descr_to_dtype(descr), tuple(shape)
+        array = _described(descr), tuple(shape)
     return array
 
 
 def _bcast_to(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
-    kind = _wanted_kind(x, like, out, "bcast")
+    kind = wanted_kind(x, like, out, "bcast")
     known = _known_array(x, out, "bcast")
     target: Target | None = None
     if known is None:
@@ -146,7 +152,7 @@ def _known_array(x: Any, out: Any, operation: str) -> BufferView | None:
     return view_out(out, found.shape, found.dtype, operation)
 
 
-def _wanted_kind(x: Any, like: Any, out: Any, operation: str) -> BufferView:
+def wanted_kind(x: Any, like: Any, out: Any, operation: str) -> BufferView:
     """Return a view that tells what the result is like; its elements do not matter."""
     for name, example in (("x", x), ("like", like), ("out", out)):
         if example is not None:
@@ -218,7 +224,8 @@ def _joined(
         target = None
         if root in {None, comm.rank}:
             shape = (sum(counts), *row)
-            target = LateTarget(source, shape, source.dtype, out, operation)
+            apart = root is not None
+            target = LateTarget(source, shape, source.dtype, out, operation, flat, apart=apart)
         if max(counts) * elements * flat.itemsize <= comm._inline:
             if target is not None:
                 _join_inline(agreement, bounds, target.flat)
@@ -259,7 +266,7 @@ def gather(comm: Communicator, x: Any, root: int, out: Any) -> Call:
     target = None
     if comm.rank == root:
         shape = (comm.size, *source.shape)
-        target = Target(source, shape, source.dtype, out, "gather", flat)
+        target = Target(source, shape, source.dtype, out, "gather", flat, apart=True)
     bounds = bounds_of([flat.size] * comm.size)
 
     def finish(agreement: Agreement) -> Steps:
@@ -292,8 +299,8 @@ def scatter(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
 def _scatter_from(comm: Communicator, source: BufferView, root: int, out: Any) -> Call:
     shape = check_rows(source, comm.size, "scatter")
     flat, copies = flatten(source)
-    target = Target(source, shape, source.dtype, out, "scatter", flat)
-    description = _description(source.dtype, shape, "scatter")
+    target = Target(source, shape, source.dtype, out, "scatter", flat, apart=True)
+    description = describe(source.dtype, shape, "scatter")
     bounds = bounds_of([target.flat.size] * comm.size)
 
     def finish(agreement: Agreement) -> Steps:
@@ -316,7 +323,7 @@ def _scatter_from(comm: Communicator, source: BufferView, root: int, out: Any) -
 
 
 def _scatter_to(comm: Communicator, root: int, like: Any, out: Any) -> Call:
-    kind = _wanted_kind(None, like, out, "scatter")
+    kind = wanted_kind(None, like, out, "scatter")
     known = _known_array(None, out, "scatter")
     target: Target | None = None
     signature = Signature("scatter", None, root)
@@ -353,8 +360,9 @@ def _scatterv_from(
     row = check_axis(source, "scatterv", "scatter")
     counts = check_counts(counts, comm.size, source.shape[0], "scatterv")
     flat, copies = flatten(source)
-    target = Target(source, (counts[root], *row), source.dtype, out, "scatterv", flat)
-    description = _description(source.dtype, (ANY, *row), "scatterv")
+    shape = (counts[root], *row)
+    target = Target(source, shape, source.dtype, out, "scatterv", flat, apart=True)
+    description = describe(source.dtype, (ANY, *row), "scatterv")
     bounds = bounds_of(counts, math.prod(row))
     table = np.array(counts, np.int64)
 
@@ -392,7 +400,7 @@ def _with_data(comm: Communicator, table: Array, flat: Array) -> tuple[Bytes | N
 
 
 def _scatterv_to(comm: Communicator, root: int, like: Any, out: Any) -> Call:
-    kind = _wanted_kind(None, like, out, "scatterv")
+    kind = wanted_kind(None, like, out, "scatterv")
     known = _known_array(None, out, "scatterv")
     signature = Signature("scatterv", None, root)
     if known is not None:
@@ -427,9 +435,7 @@ def alltoall(comm: Communicator, x: Any, out: Any) -> Call:
     check_movable(source.dtype, "alltoall")
     check_rows(source, comm.size, "alltoall")
     flat, copies = flatten(source)
-    target = Target(source, source.shape, source.dtype, out, "alltoall", flat)
-    if np.may_share_memory(target.flat, flat):
-        flat, copies = flat.copy(), copies + 1
+    target = Target(source, source.shape, source.dtype, out, "alltoall", flat, apart=True)
     count = flat.size // comm.size
     bounds = bounds_of([count] * comm.size)
 
@@ -462,8 +468,6 @@ def alltoallv(comm: Communicator, x: Any, counts: Any, return_counts: bool, out:
     row = check_axis(source, "alltoallv", "alltoall")
     counts = check_counts(counts, comm.size, source.shape[0], "alltoallv")
     flat, copies = flatten(source)
-    if out is not None and np.may_share_memory(flat, view(out, "alltoallv").array):
-        flat, copies = flat.copy(), copies + 1
     elements = math.prod(row)
     table = np.array(counts, np.int64)
 
@@ -474,7 +478,7 @@ def alltoallv(comm: Communicator, x: Any, counts: Any, return_counts: bool, out:
         )
         received = tables[:, comm.rank].tolist()
         shape = (sum(received), *row)
-        target = LateTarget(source, shape, source.dtype, out, "alltoallv")
+        target = LateTarget(source, shape, source.dtype, out, "alltoallv", flat, apart=True)
         into = bounds_of(received, elements)
         if data is None:
             longest = int(tables.max()) * elements

@@ -5,15 +5,26 @@ A function here looks at its arguments, raises what is wrong with them, and retu
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from arraycomm import _algorithms
-from arraycomm._calls import Call, Target, check_root, check_rows, flatten, payload_of
+from arraycomm._buffers import BufferView
+from arraycomm._calls import (
+    Call,
+    Target,
+    bounds_of,
+    check_root,
+    check_rows,
+    flatten,
+    payload_of,
+)
 from arraycomm._dtypes import DType, check_movable, check_op, check_reducible
 from arraycomm._folds import fold
 from arraycomm._header import Agreement, Signature, Steps
+from arraycomm._ops import Folding, Op, my_rows, rows_on
 from arraycomm._views import view
 
 if TYPE_CHECKING:
@@ -22,15 +33,17 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-def allreduce(comm: Communicator, x: Any, op: str, out: Any) -> Call:
+def allreduce(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
     """See `Communicator.allreduce`."""
     source = view(x, "allreduce")
-    _check_op(source.dtype, op, "allreduce")
+    name = _check_op(source.dtype, op, "allreduce")
     flat, copies = flatten(source)
     target = Target(source, source.shape, source.dtype, out, "allreduce", flat)
 
     def finish(agreement: Agreement) -> Steps:
-        if inline:
+        if isinstance(op, Op):
+            yield from _reduce_by(comm, op, source, flat, target.flat, None, agreement, inline)
+        elif inline:
             _fold_inline(comm, agreement, flat, op, target.flat)
         else:
             yield from _algorithms.allreduce(comm._link, flat, target.flat, op, comm._scratch)
@@ -38,7 +51,7 @@ def allreduce(comm: Communicator, x: Any, op: str, out: Any) -> Call:
 
     inline = flat.nbytes <= comm._inline
     return Call(
-        Signature("allreduce", op, None, source.dtype, source.shape),
+        Signature("allreduce", name, None, source.dtype, source.shape),
         finish,
         payload_of(flat, inline),
         nbytes=flat.nbytes,
@@ -47,11 +60,11 @@ def allreduce(comm: Communicator, x: Any, op: str, out: Any) -> Call:
     )
 
 
-def reduce(comm: Communicator, x: Any, op: str, root: int, out: Any) -> Call:
+def reduce(comm: Communicator, x: Any, op: str | Op, root: int, out: Any) -> Call:
     """See `Communicator.reduce`."""
     root = check_root(comm, root, "reduce")
     source = view(x, "reduce")
-    _check_op(source.dtype, op, "reduce")
+    name = _check_op(source.dtype, op, "reduce")
     flat, copies = flatten(source)
     target = None
     if comm.rank == root:
@@ -59,7 +72,9 @@ def reduce(comm: Communicator, x: Any, op: str, root: int, out: Any) -> Call:
 
     def finish(agreement: Agreement) -> Steps:
         into = None if target is None else target.flat
-        if not inline:
+        if isinstance(op, Op):
+            yield from _reduce_by(comm, op, source, flat, into, root, agreement, inline)
+        elif not inline:
             yield from _algorithms.reduce(comm._link, flat, into, op, root, comm._scratch)
         elif into is not None:
             _fold_inline(comm, agreement, flat, op, into)
@@ -67,7 +82,7 @@ def reduce(comm: Communicator, x: Any, op: str, root: int, out: Any) -> Call:
 
     inline = flat.nbytes <= comm._inline
     return Call(
-        Signature("reduce", op, root, source.dtype, source.shape),
+        Signature("reduce", name, root, source.dtype, source.shape),
         finish,
         payload_of(flat, inline),
         nbytes=flat.nbytes,
@@ -76,10 +91,10 @@ def reduce(comm: Communicator, x: Any, op: str, root: int, out: Any) -> Call:
     )
 
 
-def reduce_scatter(comm: Communicator, x: Any, op: str, out: Any) -> Call:
+def reduce_scatter(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
     """See `Communicator.reduce_scatter`."""
     source = view(x, "reduce_scatter")
-    _check_op(source.dtype, op, "reduce_scatter")
+    name = _check_op(source.dtype, op, "reduce_scatter")
     shape = check_rows(source, comm.size, "reduce_scatter")
     flat, copies = flatten(source)
     target = Target(source, shape, source.dtype, out, "reduce_scatter", flat)
@@ -87,7 +102,12 @@ def reduce_scatter(comm: Communicator, x: Any, op: str, out: Any) -> Call:
 
     def finish(agreement: Agreement) -> Steps:
         link = comm._link
-        if not inline:
+        if isinstance(op, Op):
+            folding = Folding(comm, op, source, "reduce_scatter")
+            bounds = bounds_of([count] * comm.size)
+            rows = yield from my_rows(comm, flat, bounds, [count] * comm.size)
+            yield from folding.together(lambda: folding.fold(rows, shape, target.flat))
+        elif not inline:
             yield from _algorithms.reduce_scatter(link, flat, target.flat, op, comm._scratch)
         elif count:
             mine = slice(comm.rank * count, (comm.rank + 1) * count)
@@ -97,7 +117,7 @@ def reduce_scatter(comm: Communicator, x: Any, op: str, out: Any) -> Call:
 
     inline = flat.nbytes <= comm._inline
     return Call(
-        Signature("reduce_scatter", op, None, source.dtype, source.shape),
+        Signature("reduce_scatter", name, None, source.dtype, source.shape),
         finish,
         payload_of(flat, inline),
         nbytes=flat.nbytes,
@@ -106,20 +126,20 @@ def reduce_scatter(comm: Communicator, x: Any, op: str, out: Any) -> Call:
     )
 
 
-def scan(comm: Communicator, x: Any, op: str, out: Any) -> Call:
+def scan(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
     """See `Communicator.scan`."""
     return _scan(comm, x, op, out, "scan", comm.rank + 1)
 
 
-def exscan(comm: Communicator, x: Any, op: str, out: Any) -> Call:
+def exscan(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
     """See `Communicator.exscan`."""
     return _scan(comm, x, op, out, "exscan", comm.rank)
 
 
-def _scan(comm: Communicator, x: Any, op: str, out: Any, operation: str, count: int) -> Call:
+def _scan(comm: Communicator, x: Any, op: str | Op, out: Any, operation: str, count: int) -> Call:
     """Fold what the first `count` ranks hold; with none of them there is no result."""
     source = view(x, operation)
-    _check_op(source.dtype, op, operation)
+    name = _check_op(source.dtype, op, operation)
     flat, copies = flatten(source)
     target = None
     if count:
@@ -127,8 +147,11 @@ def _scan(comm: Communicator, x: Any, op: str, out: Any, operation: str, count: 
 
     def finish(agreement: Agreement) -> Steps:
         into = None if target is None else target.flat
-        if not inline:
-            link, inclusive = comm._link, operation == "scan"
+        inclusive = operation == "scan"
+        if isinstance(op, Op):
+            yield from _scan_by(comm, op, source, flat, into, inclusive, agreement, inline)
+        elif not inline:
+            link = comm._link
             yield from _algorithms.scan(link, flat, into, op, comm._scratch, inclusive)
         elif into is not None:
             fold(op, flat.dtype, _rows_inline(comm, agreement, flat)[:count], into)
@@ -136,7 +159,7 @@ def _scan(comm: Communicator, x: Any, op: str, out: Any, operation: str, count: 
 
     inline = flat.nbytes <= comm._inline
     return Call(
-        Signature(operation, op, None, source.dtype, source.shape),
+        Signature(operation, name, None, source.dtype, source.shape),
         finish,
         payload_of(flat, inline),
         nbytes=flat.nbytes,
@@ -150,10 +173,80 @@ def _rows_inline(comm: Communicator, agreement: Agreement, flat: Array) -> list[
     return [agreement.payload(r, flat.nbytes).view(flat.dtype) for r in range(comm.size)]
 
 
-def _check_op(dtype: DType, op: Any, operation: str) -> None:
-    check_op(op, operation)
+def _check_op(dtype: DType, op: Any, operation: str) -> str:
+    """Raise unless the dtype has this reduction; return the name that the ranks compare."""
     check_movable(dtype, operation)
+    if isinstance(op, Op):
+        return op.name
+    check_op(op, operation)
     check_reducible(dtype, op, operation)
+    return str(op)
+
+
+def _reduce_by(
+    comm: Communicator,
+    op: Op,
+    source: BufferView,
+    flat: Array,
+    target: Array | None,
+    root: int | None,
+    agreement: Agreement,
+    inline: bool,
+) -> Steps:
+    """Reduce by a function: on one rank, or slice by slice where that is allowed."""
+    folding = Folding(comm, op, source, "allreduce" if root is None else "reduce")
+    if op.elementwise and not inline:
+        bounds = [flat.size * rank // comm.size for rank in range(comm.size + 1)]
+        lengths = [end - start for start, end in pairwise(bounds)]
+        rows = yield from my_rows(comm, flat, bounds, lengths)
+        part = np.empty(lengths[comm.rank], flat.dtype)
+        yield from folding.together(lambda: folding.fold(rows, part.shape, part))
+        if root is not None:
+            yield from _algorithms.gatherv(comm._link, part, target, bounds, root)
+        elif target is not None:
+            target[bounds[comm.rank] : bounds[comm.rank + 1]] = part
+            yield from _algorithms.allgatherv(comm._link, target, bounds)
+        return
+    rows = yield from rows_on(comm, agreement, flat, root or 0, inline=inline)
+
+    def attempt() -> None:
+        assert target is not None
+        folding.fold(rows, source.shape, target)
+
+    yield from folding.together(None if rows is None else attempt)
+    if root is None and target is not None:
+        yield from _algorithms.bcast(comm._link, target, 0)
+
+
+def _scan_by(
+    comm: Communicator,
+    op: Op,
+    source: BufferView,
+    flat: Array,
+    target: Array | None,
+    inclusive: bool,
+    agreement: Agreement,
+    inline: bool,
+) -> Steps:
+    """Fold all prefixes by a function, on rank 0, which then sends each rank its own."""
+    folding = Folding(comm, op, source, "scan" if inclusive else "exscan")
+    rows = yield from rows_on(comm, agreement, flat, 0, inline=inline)
+    made = None if rows is None else np.empty((comm.size, flat.size), flat.dtype)
+
+    def attempt() -> None:
+        assert made is not None
+        for place, prefix in enumerate(folding.prefixes(rows, source.shape)):
+            made[place] = prefix
+
+    yield from folding.together(None if made is None else attempt)
+    if made is not None and not inclusive:
+        made = np.roll(made, 1, axis=0)
+    mine = np.empty(flat.size, flat.dtype)
+    bounds = bounds_of([flat.size] * comm.size)
+    sent = None if made is None else made.reshape(-1)
+    yield from _algorithms.scatterv(comm._link, sent, mine, bounds, 0)
+    if target is not None:
+        target[...] = mine
 
 
 def _fold_inline(

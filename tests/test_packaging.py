@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import arraycomm as ac
+import arraycomm.testing
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -102,7 +103,22 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "finalize",
         "init",
         "is_initialized",
+        "op",
         "println",
         "synchronize",
+        "waitall",
         "world",
+    ]
+
+
+def test_the_public_names_of_the_testing_tools_are_these() -> None:
+    assert arraycomm.testing.__all__ == [
+        "ArrayCase",
+        "RankValues",
+        "Schedule",
+        "conformance",
+        "given",
+        "per_rank",
+        "run",
+        "strategies",
     ]

@@ -78,6 +78,18 @@ class Transport(abc.ABC):
         """Make every rank's buffer that of `root`."""
 
     @abc.abstractmethod
+    def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
+        """Send bytes to one rank; finished when the buffer may be used again.
+
+        Messages between two ranks, and sends and receives of this kind may be many at once; those
+        of one tag arrive in the order of their sending.
+        """
+
+    @abc.abstractmethod
+    def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
+        """Receive what `source` sends with this tag into the first bytes of `buffer`."""
+
+    @abc.abstractmethod
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         """Return the group of `members` (ranks of this group, in their new order), or None.
 

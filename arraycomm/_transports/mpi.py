@@ -100,9 +100,18 @@ class MPITransport(Transport):
     def bcast(self, buffer: Bytes, root: int) -> Handle:
         return self._start(lambda: self.mpi_comm.Ibcast([buffer, MPI.BYTE], root), buffer)
 
+    def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
+        return self._begin(lambda: self.mpi_comm.Isend([buffer, MPI.BYTE], dest, tag), buffer)
+
+    def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
+        return self._begin(lambda: self.mpi_comm.Irecv([buffer, MPI.BYTE], source, tag), buffer)
+
     def _start(self, call: Callable[[], MPI.Request], *buffers: Bytes | None) -> Handle:
         if self.size == 1 and len(buffers) == 1:
             return _Finished()
+        return self._begin(call, *buffers)
+
+    def _begin(self, call: Callable[[], MPI.Request], *buffers: Bytes | None) -> Handle:
         try:
             return _Movement(call(), *buffers)
         except MPI.Exception as error:

@@ -337,6 +337,12 @@ class _ScheduledLink(Transport):
     def bcast(self, buffer: Bytes, root: int) -> Handle:
         return self._start("bcast", lambda: self._link.bcast(buffer, root))
 
+    def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
+        return self._start("send", lambda: self._link.send(buffer, dest, tag))
+
+    def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
+        return self._start("recv", lambda: self._link.recv(buffer, source, tag))
+
     def _start(self, movement: str, start: Callable[[], Handle]) -> Handle:
         self._baton.switch(self._player, movement)
         self._baton.fail_by_chance(self._player, movement)
