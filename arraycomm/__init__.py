@@ -14,6 +14,7 @@ from arraycomm._errors import (
     TransportError,
 )
 from arraycomm._exchange import exchange
+from arraycomm._explain import explain
 from arraycomm._ops import op
 from arraycomm._optimizers import DistributedOptimizer
 from arraycomm._println import println
@@ -38,6 +39,7 @@ __all__ = [
     "allreduce_gradients",
     "allreduce_tree",
     "exchange",
+    "explain",
     "finalize",
     "init",
     "is_initialized",

@@ -36,6 +36,8 @@ def choose(nbytes: int, size: int, payload: int, shared: bool) -> str:
     """
     if size == 1:
         return "local"
+    if nbytes <= payload:
+        return "header"
     if shared and nbytes <= MAX_STEPS * payload:
         return "steps"
     if nbytes * size <= GATHER_BYTES:

@@ -185,7 +185,7 @@ def allgather(comm: Communicator, x: Any, out: Any) -> Call:
         Signature("allgather", None, None, source.dtype, source.shape),
         finish,
         payload_of(flat, inline),
-        nbytes=flat.nbytes * comm.size,
+        nbytes=flat.nbytes,
         copies=copies + target.copies + 1,
         blind=True,
     )

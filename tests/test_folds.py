@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._folds import fold, ieee_mode, in_ieee_mode
+from arraycomm._folds import _widen_half, fold, ieee_mode, in_ieee_mode
 from tests.collectives.oracle import CASES, IDS, expected, same_result, sample
 
 
@@ -19,6 +19,19 @@ def test_fold_is_in_rank_order(dtype, op, rows) -> None:
         fold(op, dtype, arrays, out)
         some = slice(0, None, 700)
         assert same_result(out[some].copy(), expected([a[some] for a in arrays], op), op)
+
+
+@pytest.mark.parametrize("which", ["all", "finite"])
+def test_every_float16_is_widened_as_numpy_does_it(which) -> None:
+    half = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    if which == "finite":
+        half = half[np.isfinite(half)]
+    wide = np.empty(half.shape, np.float32)
+    _widen_half(wide, half)
+    expected = half.astype(np.float32)
+    nan = np.isnan(expected)
+    assert np.array_equal(np.isnan(wide), nan)
+    assert wide[~nan].tobytes() == expected[~nan].tobytes()
 
 
 def test_order_of_the_rows_matters() -> None:

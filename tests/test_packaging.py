@@ -100,6 +100,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "allreduce_gradients",
         "allreduce_tree",
         "exchange",
+        "explain",
         "finalize",
         "init",
         "is_initialized",

@@ -1,0 +1,132 @@
+"""Which way an array would take through a reduction, said in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from arraycomm._algorithms import choose
+from arraycomm._communicator import Communicator
+from arraycomm._dtypes import check_movable, check_op, check_reducible, name_of
+from arraycomm._ops import Op
+from arraycomm._runtime import world
+from arraycomm._views import view
+
+_WAYS: Final = {
+    "local": "one rank alone: nothing is sent",
+    "header": "one step: the elements travel with the header, and every rank folds them",
+    "steps": "a slot of shared memory after another: every rank folds what all show",
+    "gather": "every rank gathers all ranks' elements, and folds them",
+    "slices": "chunk by chunk: each rank folds a slice of all ranks' elements, then slices are gathered",
+    "function": "one rank gathers all ranks' elements, folds them by the function, and sends the result",
+    "function by slices": "each rank folds a slice of all ranks' elements by the function, then slices "
+    "are gathered",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `allreduce` of an array would do; printed, it says so in words.
+
+    Attributes
+    ----------
+    array : str
+        The array's dtype, shape and namespace.
+    op : str
+        The reduction.
+    backend : str
+        The transport: "self", "threads" or "mpi".
+    way : str
+        "local", "header", "steps", "gather", "slices", "function" or "function by slices".
+    copies : int
+        Copies that are made of the array before it is sent: 0 where its own memory can be used.
+    sent : int
+        Bytes that this rank sends to others.
+    notes : tuple of str
+        What else there is to know.
+    """
+
+    array: str
+    op: str
+    backend: str
+    way: str
+    copies: int
+    sent: int
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        copies = {0: "no copy", 1: "1 copy"}.get(self.copies, f"{self.copies} copies")
+        lines = [
+            f"allreduce({self.op}) of {self.array} over {self.backend}",
+            f"  {_WAYS[self.way]}",
+            f"  {copies} of the array before it is sent; {self.sent} bytes sent by this rank",
+        ]
+        return "\n".join(lines + [f"  {note}" for note in self.notes])
+
+
+def explain(x: Any, op: str | Op = "sum", *, comm: Communicator | None = None) -> Explanation:
+    """Say which way an array would take through `allreduce`, and what copies that makes; local.
+
+    Parameters
+    ----------
+    x : array
+        Any array; it is looked at, not sent.
+    op : str or Op
+        As for `Communicator.allreduce`.
+    comm : Communicator, optional
+        `world()` by default.
+
+    Returns
+    -------
+    Explanation
+        Print it, or look at its attributes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `allreduce` would raise it for this array and op.
+    """
+    comm = world() if comm is None else comm
+    source = view(x, "explain")
+    check_movable(source.dtype, "explain")
+    if not isinstance(op, Op):
+        check_op(op, "explain")
+        check_reducible(source.dtype, op, "explain")
+    nbytes = source.array.size * source.dtype.itemsize
+    board = comm._board
+    way = choose(nbytes, comm.size, board.payload, board.shared)
+    if isinstance(op, Op) and comm.size > 1:
+        sliced = op.elementwise and way != "header"
+        way = "function by slices" if sliced else "function"
+    strided = source.array.size > 0 and not source.array.flags.c_contiguous
+    return Explanation(
+        array=f"{name_of(source.dtype)} {source.shape} ({type(x).__module__.partition('.')[0]})",
+        op=op.name if isinstance(op, Op) else op,
+        backend=comm.backend,
+        way=way,
+        copies=int(strided) + int(source.copied),
+        sent=_sent(way, nbytes, comm.size),
+        notes=tuple(_notes(comm, way)),
+    )
+
+
+def _sent(way: str, nbytes: int, size: int) -> int:
+    if way == "local":
+        return 0
+    if way in ("slices", "function by slices"):
+        return 2 * nbytes * (size - 1) // size
+    return nbytes
+
+
+def _notes(comm: Communicator, way: str) -> list[str]:
+    notes = []
+    if not comm._link.threaded:
+        notes.append(
+            "requests progress only while this rank calls, tests or waits: the MPI was not started "
+            "with MPI_THREAD_MULTIPLE"
+        )
+    if not comm._options.check and way not in ("local", "header"):
+        notes.append("check=False: what the ranks call is not compared")
+    if not comm._options.reproducible:
+        notes.append("reproducible=False: the order is that of the ranks all the same")
+    return notes

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import _algorithms
+from arraycomm._communicator import Communicator
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 100, 4096, 4097, 65_536, 65_537, 200_000])
+def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> None:
+    taken: set[str] = set()
+    choose = _algorithms.choose
+
+    def spy(*args) -> str:
+        taken.add(choose(*args))
+        return choose(*args)
+
+    def check(comm: Communicator) -> None:
+        x = np.ones(count)
+        way = ac.explain(x, comm=comm).way
+        comm.barrier()
+        taken.clear()
+        comm.barrier()
+        comm.allreduce(x)
+        comm.barrier()
+        inline = x.nbytes <= comm._inline
+        assert taken == (set() if inline else {way})
+        assert way == ("local" if comm.size == 1 else way)
+        assert (way == "header") == (inline and comm.size > 1)
+
+    monkeypatch.setattr(_algorithms, "choose", spy)
+    on_ranks(size, check)
+
+
+def test_copies_are_those_that_are_made(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        plain = np.ones((300, 200))
+        for x, copies in ((plain, 0), (plain.T, 1), (plain[::2], 1), (plain.astype(">f8"), 1)):
+            before = comm.stats().get("allreduce", {"copies": 0})["copies"]
+            comm.allreduce(x)
+            made = comm.stats()["allreduce"]["copies"] - before
+            assert ac.explain(x, comm=comm).copies == made == copies
+
+    on_ranks(size, check)
+
+
+def test_words(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        said = str(ac.explain(np.ones(3, np.float32), "max", comm=comm))
+        assert said.startswith(f"allreduce(max) of float32 (3,) (numpy) over {comm.backend}")
+        assert "travel with the header" in said
+        assert "no copy" in said
+        assert "12 bytes sent by this rank" in said
+        unchecked = comm.dup(check=False, reproducible=False)
+        said = str(ac.explain(np.ones(10**6), comm=unchecked))
+        assert "each rank folds a slice" in said
+        assert "what the ranks call is not compared" in said
+        assert "reproducible=False" in said
+        by_function = ac.op(np.minimum)
+        assert "by the function" in str(ac.explain(1.0, by_function, comm=comm))
+
+    on_ranks(several, check)
+
+
+def test_errors_are_those_of_allreduce(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises(TypeError, match="op 'sum' is not defined for bool"):
+            ac.explain(np.ones(3, bool), comm=comm)
+        with pytest.raises(TypeError, match="must be an array or a number"):
+            ac.explain({}, comm=comm)
+
+    on_ranks(size, check)
+
+
+def test_world_is_needed() -> None:
+    if not ac.is_initialized():
+        with pytest.raises(ac.NotInitializedError):
+            ac.explain(1)
