@@ -17,10 +17,13 @@ from typing import Any, Final
 from arraycomm._errors import ConcurrentUseError
 from arraycomm._header import Steps
 from arraycomm._transports.base import Handle
+from arraycomm._transports.board import Board
 
 # Seconds after which a wait sleeps between polls, instead of only giving up the core.
 _PATIENCE: Final = 0.02
 _NAP: Final = 5e-5
+# Seconds in which ranks that call at about the same time have all called.
+_GLANCE: Final = 2e-4
 # Polls between two looks at the clock and at the peers.
 _LOOK_EVERY: Final = 32
 
@@ -150,13 +153,25 @@ class Engine:
         self._queue.append(task)
         return self._begin(task)
 
-    def submit_message(self, program: Steps, site: str, watch: Watch) -> Task:
-        """Start a program that goes its own way, beside the queue."""
+    def submit_message(
+        self, program: Steps, site: str, watch: Watch, *, awaited: bool = False
+    ) -> Task:
+        """Start a program that goes its own way, beside the queue.
+
+        One that is `awaited` is driven by the wait that follows, and needs no thread.
+        """
         task = Task(program, site, watch)
         # Begun here, so that messages begin in the order of the calls.
         task.step()
         self._messages.append(task)
-        return self._begin(task)
+        return task if awaited else self._begin(task)
+
+    def give_up(self, task: Task, error: BaseException) -> None:
+        """End a program whose caller was interrupted: nobody is left who could wait for it."""
+        with self._driving:
+            if not task.finished:
+                self.interrupted = task.waiting
+                task.fail(error)
 
     def _begin(self, task: Task) -> Task:
         self.advance()
@@ -241,4 +256,16 @@ class Engine:
                 if self.idle:
                     self._progress = None
                     return
-            time.sleep(_NAP)
+            # Data moves only while somebody polls; ranks that are late come without that.
+            if self._moves():
+                give_up_core()
+            else:
+                time.sleep(_NAP)
+
+    def _moves(self) -> bool:
+        """Tell whether data is under way, or has been until a moment ago."""
+        now = time.monotonic()
+        return any(
+            now - task.since < (_GLANCE if isinstance(task.waiting, Board) else _PATIENCE)
+            for task in [*list(self._queue)[:1], *self._messages]
+        )

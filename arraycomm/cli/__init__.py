@@ -1,4 +1,4 @@
-"""The command line: `arraycomm demo`, `arraycomm bench`."""
+"""The command line: `arraycomm demo`, `arraycomm bench`, `arraycomm overlap`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Final
 _COMMANDS: Final = {
     "demo": "train one model with NumPy, PyTorch and JAX on several ranks, and check the result",
     "bench": "time collectives",
+    "overlap": "time a nonblocking call beside other work",
 }
 
 
