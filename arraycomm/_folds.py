@@ -139,7 +139,8 @@ def _narrow(op: str, dtype: DType) -> Fold:
     widen = _widen_half if dtype == np.float16 else np.copyto
 
     def narrow(rows: Sequence[Array], out: Array) -> None:
-        accumulator, wide = np.empty((2, *rows[0].shape), np.float32)
+        accumulator = np.empty(rows[0].shape, np.float32)
+        wide = np.empty_like(accumulator)
         widen(accumulator, rows[0])
         for row in rows[1:]:
             widen(wide, row)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._folds import _widen_half, fold, ieee_mode, in_ieee_mode
+from arraycomm._folds import _widen_half, fold, folder, ieee_mode, in_ieee_mode
 from tests.collectives.oracle import CASES, IDS, expected, same_result, sample
 
 
@@ -32,6 +32,14 @@ def test_every_float16_is_widened_as_numpy_does_it(which) -> None:
     nan = np.isnan(expected)
     assert np.array_equal(np.isnan(wide), nan)
     assert wide[~nan].tobytes() == expected[~nan].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_arrays_without_dimensions_are_folded(dtype) -> None:
+    rows = [np.array(value).astype(dtype) for value in (1, 2, 3)]
+    out = np.empty((), dtype)
+    folder("sum", out.dtype)(rows, out)
+    assert float(out) == 6
 
 
 def test_order_of_the_rows_matters() -> None:

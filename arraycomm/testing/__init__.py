@@ -1,10 +1,15 @@
 """Tools for the tests of programs that communicate."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arraycomm.testing._run import run
 from arraycomm.testing._schedule import Schedule
 from arraycomm.testing._values import ArrayCase, RankValues
+
+if TYPE_CHECKING:
+    from arraycomm.testing import conformance, strategies
+    from arraycomm.testing._given import given
+    from arraycomm.testing.strategies import per_rank
 
 __all__ = [
     "ArrayCase",
