@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from arraycomm import _algorithms
 from arraycomm._calls import Call, bounds_of, check_root, deliver, lengths_of, payload_of
 from arraycomm._header import Agreement, Signature, Steps
+from arraycomm._pickles import dumps, loads
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
 
 def allgather_object(comm: Communicator, obj: Any, operation: str = "allgather_object") -> Call:
     """See `Communicator.allgather_object`."""
-    data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+    data = dumps(obj)
 
     def finish(agreement: Agreement) -> Steps:
         lengths = lengths_of(agreement, comm.size)
         if max(lengths) <= comm._inline:
             parts = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
-            return deliver(lambda: [pickle.loads(part.data) for part in parts])
+            return deliver(lambda: [loads(part) for part in parts])
         bounds = bounds_of(lengths)
         everything = np.empty(bounds[-1], np.uint8)
         everything[bounds[comm.rank] : bounds[comm.rank + 1]] = data
         yield from _algorithms.allgatherv(comm._link, everything, bounds)
-        return deliver(
-            lambda: [pickle.loads(everything[start:end].data) for start, end in pairwise(bounds)]
-        )
+        return deliver(lambda: [loads(everything[start:end]) for start, end in pairwise(bounds)])
 
     return Call(
         Signature(operation),
@@ -45,7 +43,7 @@ def allgather_object(comm: Communicator, obj: Any, operation: str = "allgather_o
 def gather_object(comm: Communicator, obj: Any, root: int) -> Call:
     """See `Communicator.gather_object`."""
     root = check_root(comm, root, "gather_object")
-    data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+    data = dumps(obj)
 
     def finish(agreement: Agreement) -> Steps:
         lengths = lengths_of(agreement, comm.size)
@@ -60,7 +58,7 @@ def gather_object(comm: Communicator, obj: Any, root: int) -> Call:
             parts = [everything[start:end] for start, end in pairwise(bounds)]
         if comm.rank != root:
             return None
-        return deliver(lambda: [pickle.loads(part.data) for part in parts])
+        return deliver(lambda: [loads(part) for part in parts])
 
     return Call(
         Signature("gather_object", None, root),
@@ -76,15 +74,15 @@ def bcast_object(comm: Communicator, obj: Any, root: int) -> Call:
     root = check_root(comm, root, "bcast_object")
     data = np.empty(0, np.uint8)
     if comm.rank == root:
-        data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+        data = dumps(obj)
 
     def finish(agreement: Agreement) -> Steps:
         length = lengths_of(agreement, comm.size)[root]
         if length <= comm._inline:
-            return deliver(pickle.loads, agreement.payload(root, length).data)
+            return deliver(loads, agreement.payload(root, length))
         received = data.copy() if comm.rank == root else np.empty(length, np.uint8)
         yield from _algorithms.bcast(comm._link, received, root)
-        return deliver(pickle.loads, received.data)
+        return deliver(loads, received)
 
     return Call(
         Signature("bcast_object", None, root),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import pickle
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -18,6 +17,7 @@ from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError
 from arraycomm._header import Agreement, Signature, Steps
 from arraycomm._objects import bcast_object
+from arraycomm._pickles import dumps, loads
 from arraycomm._pytrees import flatten, is_torch
 from arraycomm._results import give
 from arraycomm._runtime import world
@@ -93,7 +93,7 @@ def _synchronize_call(comm: Communicator, tree: Any, root: int) -> Call:
     if is_root:
         _pack_raw(packed, arrays)
         values = [part.value for part in parts if part.value is not _Kept]
-        data = np.frombuffer(pickle.dumps(values, pickle.HIGHEST_PROTOCOL), np.uint8)
+        data = dumps(values)
 
     def rebuild(values: list[Any]) -> Any:
         results = _received(parts, packed, iter(values), is_root)
@@ -111,7 +111,7 @@ def _synchronize_call(comm: Communicator, tree: Any, root: int) -> Call:
         yield from _algorithms.bcast(comm._link, received, root)
         for memory in packed.memory:
             yield from _algorithms.bcast(comm._link, memory, root)
-        return deliver(rebuild, pickle.loads(received.data))
+        return deliver(rebuild, loads(received))
 
     described = [(path, parts[n].description) for path, n in zip(flat.paths, index, strict=True)]
     return Call(
