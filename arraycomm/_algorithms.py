@@ -284,8 +284,9 @@ def _columns(array: Array, count: int, columns: range) -> Blocks:
     """Some columns of an array of rows of `count` elements, a row for each rank."""
     rows = len(array) // count
     if array.nbytes > MAX_BYTES:
-        packed = array.reshape(rows, count)[:, columns.start : columns.stop].reshape(-1)
-        return _even(packed, [len(columns)] * rows)
+        # A single column would be reshaped without a copy, strided as it is.
+        packed = np.ascontiguousarray(array.reshape(rows, count)[:, columns.start : columns.stop])
+        return _even(packed.reshape(-1), [len(columns)] * rows)
     places = [(row * count + columns.start) * array.itemsize for row in range(rows)]
     return Blocks(_bytes(array), [len(columns) * array.itemsize] * rows, places)
 

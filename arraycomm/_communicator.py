@@ -112,7 +112,8 @@ def waitall(requests: Iterable[Request]) -> list[Any]:
         The error of the first request that failed, once all have been waited for.
     """
     results, errors = [], []
-    for request in requests:
+    # All are started before the first is waited for, also where a generator starts them.
+    for request in list(requests):
         try:
             results.append(request.wait())
         except Exception as error:
@@ -607,7 +608,7 @@ class Communicator:
         Returns when `x` may be changed again: short messages may then still be under way, long
         ones have been received. Messages wait for no collective, and no collective for them.
         """
-        self._post("send", _messages.send, x, dest, tag).wait()
+        self._await("send", self._post("send", _messages.send, x, dest, tag, awaited=True))
 
     def recv(self, source: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Any:
         """Receive an array from one rank, which calls `send`.
@@ -621,8 +622,8 @@ class Communicator:
         like : array, optional
             An array of the framework and device wanted. NumPy otherwise.
         out : array, shape S, optional
-            Where the elements go; where its shape or dtype are not those of the message, the
-            message is lost, and this raises.
+            Where the elements go. Where it does not take them, or `like` is no array, the message
+            is lost, and this raises.
 
         Returns
         -------
@@ -636,7 +637,8 @@ class Communicator:
         CommTimeoutError
             Nothing came within the communicator's timeout.
         """
-        return self._post("recv", _messages.recv, source, tag, like, out).wait()
+        receiving = self._post("recv", _messages.recv, source, tag, like, out, awaited=True)
+        return self._await("recv", receiving)[0]
 
     def sendrecv(
         self,
@@ -649,11 +651,13 @@ class Communicator:
         out: Any = None,
     ) -> Any:
         """Send to one rank and receive from another at the same time; see `send` and `recv`."""
-        sending = self._post("send", _messages.send, x, dest, tag)
+        sending = self._post("send", _messages.send, x, dest, tag, awaited=True)
         try:
-            return self._post("recv", _messages.recv, source, tag, like, out).wait()
-        finally:
-            sending.wait()
+            receiving = self._post("recv", _messages.recv, source, tag, like, out, awaited=True)
+        except Exception:
+            self._await("send", sending)
+            raise
+        return self._await("recv", receiving, sending)[0]
 
     def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
         """Start `send`; leave `x` alone until the request is finished."""
@@ -826,8 +830,14 @@ class Communicator:
             task = self._engine.submit(self._program(operation, prepare, args, site), site)
         return Request(self, task, site)
 
-    def _post(self, operation: str, prepare: Callable[..., Message], *args: Any) -> Request:
-        """Start a message to or from another rank."""
+    def _post(
+        self,
+        operation: str,
+        prepare: Callable[..., Message],
+        *args: Any,
+        awaited: bool = False,
+    ) -> Request:
+        """Start a message to or from another rank; the caller of an `awaited` one waits for it."""
         if self._closed is not None:
             raise self._closed_error(operation)
         site = call_site()
@@ -840,8 +850,23 @@ class Communicator:
             def watch(waited: float) -> None:
                 self._watch_message(message, site, waited)
 
-            task = self._engine.submit_message(self._delivered(message.steps), site, watch)
+            steps = self._delivered(message.steps)
+            task = self._engine.submit_message(steps, site, watch, awaited=awaited)
         return Request(self, task, site)
+
+    def _await(self, operation: str, *requests: Request) -> list[Any]:
+        """Wait for messages; what interrupts the wait ends them."""
+        started = time.perf_counter()
+        try:
+            return waitall(requests)
+        except Exception:
+            raise
+        except BaseException as error:
+            for request in requests:
+                self._engine.give_up(request._task, error)
+            raise
+        finally:
+            self._stats[operation][3] += time.perf_counter() - started
 
     def _delivered(self, steps: Steps) -> Steps:
         """Close the communicator where a message fails in the middle of its steps."""
@@ -853,6 +878,8 @@ class Communicator:
             raise
         except BaseException as error:
             self._close(error)
+            # Also where it was closed before: the transport may still hold this message's memory.
+            self._unfinished = True
             raise
 
     def _next_message(self) -> int:
@@ -865,6 +892,10 @@ class Communicator:
         farewell = self._board.farewell(message.peer)
         if farewell is not None and waited > _LAST_WORDS:
             raise self._peer_error(message.peer, farewell)
+        closed = self._closed
+        if waited > _LAST_WORDS and not isinstance(closed, CommTimeoutError | None):
+            # The other rank, which may be told no more than this, posts nothing any more either.
+            raise self._closed_error(message.doing)
         timeout = self._options.timeout
         if timeout is not None and waited > timeout:
             raise CommTimeoutError(

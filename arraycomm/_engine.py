@@ -181,15 +181,14 @@ class Engine:
 
     def advance(self) -> None:
         """Push the programs on as far as they go without waiting."""
-        if not self._driving.acquire(blocking=False):
+        if self._driving.locked():
             return
-        try:
+        # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
+        with self._driving:
             for message in [task for task in self._messages if self._advance(task)]:
                 self._messages.remove(message)
             while self._queue and self._advance(self._queue[0]):
                 self._queue.popleft()
-        finally:
-            self._driving.release()
 
     def drain(self) -> list[Task]:
         """Wait for everything outstanding; return the tasks that nobody had waited for."""

@@ -62,6 +62,8 @@ def free(comm: Communicator) -> None:
         # It was freed before, or an error ended it: then the end of the program takes care of it.
         return
     comm._call("free", lambda comm: agreement_only("free"))
+    # Every rank has started its messages by now, and the group is needed until they are there.
+    comm._engine.drain()
     comm._forget_short()
     comm._closed = CommunicatorClosedError("it was freed")
     comm._link.free()

@@ -20,7 +20,7 @@ from arraycomm._calls import LateTarget, UndeliveredError, flatten
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
 from arraycomm._errors import PeerError, TransportError
 from arraycomm._header import MAX_DIMS, Steps, in_header
-from arraycomm._movements import describe, wanted_kind
+from arraycomm._movements import _described, describe, wanted_kind
 from arraycomm._transports.base import MAX_BYTES, Bytes
 from arraycomm._views import view
 
@@ -53,23 +53,21 @@ def send(comm: Communicator, x: Any, dest: int, tag: int) -> Message:
         source = view(x, "send")
         check_movable(source.dtype, "send")
         flat, copies = flatten(source)
-        text = describe(source.dtype, source.shape, "send")
+        said = _description(source)
     except Exception as error:
         return Message(_send_error(comm, error, dest, tag), dest, doing, 0, 0)
-    return Message(_send(comm, source, flat, text, dest, tag), dest, doing, flat.nbytes, copies)
+    return Message(_send(comm, source, flat, said, dest, tag), dest, doing, flat.nbytes, copies)
 
 
 def _send(
     comm: Communicator,
     source: BufferView,
     flat: np.ndarray[Any, Any],
-    text: str | None,
+    said: bytes,
     dest: int,
     tag: int,
 ) -> Steps:
-    said, data = (text or "").encode(), flat.view(np.uint8)
-    if len(said) > _ROOM:
-        raise UndeliveredError(TypeError(f"send: dtype {source.dtype} has too long a description"))
+    data = flat.view(np.uint8)
     inline = len(said) + len(data) <= _ROOM
     pieces = comm._next_message()
     head = _head(_ELEMENTS, pieces, len(data), source.dtype, source.shape, len(said))
@@ -78,6 +76,17 @@ def _send(
     if not inline:
         handles += [comm._link.send(piece, dest, TAGS + pieces) for piece in _cut(data)]
     yield from handles
+
+
+def _description(source: BufferView) -> bytes:
+    """Return what is said of dtype and shape where the head has no room for them."""
+    said = (describe(source.dtype, source.shape, "send") or "").encode()
+    if len(said) > _ROOM:
+        raise TypeError(
+            f"send: a dtype of {len(source.dtype.names or ())} fields and {source.array.ndim} dimensions "
+            f"take {len(said)} bytes to describe, more than {_ROOM}; send fields one by one"
+        )
+    return said
 
 
 def _send_error(comm: Communicator, error: Exception, dest: int, tag: int) -> Steps:
@@ -93,35 +102,49 @@ def _send_error(comm: Communicator, error: Exception, dest: int, tag: int) -> St
 def recv(comm: Communicator, source: int, tag: int, like: Any, out: Any) -> Message:
     """See `Communicator.recv`."""
     source, tag = _check_rank(comm, source, "recv", "source"), _check_tag(tag, "recv")
-    kind = wanted_kind(None, like, out, "recv")
     doing = f"recv from rank {source} with tag {tag}"
-    return Message(_recv(comm, source, tag, kind, out), source, doing, 0, 0)
+    return Message(_recv(comm, source, tag, like, out), source, doing, 0, 0)
 
 
-def _recv(comm: Communicator, source: int, tag: int, kind: BufferView, out: Any) -> Steps:
+def _recv(comm: Communicator, source: int, tag: int, like: Any, out: Any) -> Steps:
+    kind, wrong = _wanted(like, out)
     envelope = np.empty(_ENVELOPE, np.uint8)
     yield comm._link.recv(envelope, source, tag)
     status, pieces, nbytes, code, ndim, length, *dims = _HEAD.unpack_from(envelope.data)
     body = envelope[_HEAD.size :]
     said = body[: min(max(length, 0), _ROOM)].tobytes().decode(errors="replace")
     if status == _RAISED:
-        error = PeerError(
-            f"recv: rank {source} raised instead of sending; its traceback:\n{said}",
-            rank=source,
-            traceback=said,
-        )
-        error.in_step = True
-        raise UndeliveredError(error)
+        raise UndeliveredError(wrong or _sender_raised(source, said))
     dtype, shape = _array(code, dims[: max(ndim, 0)], said)
     if math.prod(shape) * dtype.itemsize != nbytes:
         raise TransportError(f"recv: a malformed message came from rank {source}")
-    target = LateTarget(kind, shape, dtype, out, "recv")
+    target = LateTarget(kind, shape, dtype, None if wrong else out, "recv")
     data = target.flat.view(np.uint8)
     if length + nbytes <= _ROOM:
         data[...] = body[length : length + nbytes]
     else:
         yield from [comm._link.recv(piece, source, TAGS + pieces) for piece in _cut(data)]
+    if wrong is not None:
+        raise UndeliveredError(wrong)
     return target.deliver()
+
+
+def _wanted(like: Any, out: Any) -> tuple[BufferView, Exception | None]:
+    """Tell what the result is like, or what is wrong with that: the message is taken all the same."""
+    try:
+        return wanted_kind(None, like, out, "recv"), None
+    except Exception as error:
+        return wanted_kind(None, None, None, "recv"), error
+
+
+def _sender_raised(source: int, traceback: str) -> PeerError:
+    error = PeerError(
+        f"recv: rank {source} raised instead of sending; its traceback:\n{traceback}",
+        rank=source,
+        traceback=traceback,
+    )
+    error.in_step = True
+    return error
 
 
 def _head(
@@ -145,8 +168,7 @@ def _array(code: int, dims: list[int], said: str) -> tuple[DType, tuple[int, ...
     if code in BY_CODE:
         return BY_CODE[code].dtype, tuple(dims)
     descr, shape = ast.literal_eval(said)
-    dtype: DType = np.lib.format.descr_to_dtype(descr)
-    return dtype, tuple(shape)
+    return _described(descr), tuple(shape)
 
 
 def _cut(data: Bytes) -> list[Bytes]:

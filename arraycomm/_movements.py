@@ -93,8 +93,13 @@ def describe(dtype: DType, shape: tuple[int, ...], operation: str) -> str | None
     """
     if in_header(dtype, shape):
         return None
-    descr: Any = name_of(dtype) if dtype in BY_DTYPE else np.lib.format.dtype_to_descr(dtype)
-    if _described(descr) != dtype:
+    try:
+        descr: Any = name_of(dtype) if dtype in BY_DTYPE else np.lib.format.dtype_to_descr(dtype)
+        faithful = _described(descr) == dtype
+    except ValueError:
+        # Of fields that overlap, or that are not in the order of their offsets.
+        faithful = False
+    if not faithful:
         raise TypeError(
             f"{operation}: dtype {dtype} cannot be described to the other ranks; send its fields "
             "one by one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,9 +33,17 @@ class Op:
     @property
     def name(self) -> str:
         """What the ranks compare: they cannot compare functions."""
-        fn = self.fn
-        module, name = getattr(fn, "__module__", ""), getattr(fn, "__qualname__", repr(fn))
-        return f"op({module}.{name}{', elementwise=True' if self.elementwise else ''})"
+        return f"op({_name_of(self.fn)}{', elementwise=True' if self.elementwise else ''})"
+
+
+def _name_of(fn: Any) -> str:
+    """Name a function, or the type of an object that can be called: the same in every process."""
+    if isinstance(fn, partial):
+        return f"partial of {_name_of(fn.func)}"
+    name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
+    if name is None:
+        fn, name = type(fn), type(fn).__qualname__
+    return f"{getattr(fn, '__module__', None) or ''}.{name}"
 
 
 def op(fn: Callable[[Any, Any], Any], *, elementwise: bool = False) -> Op:

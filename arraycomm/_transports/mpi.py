@@ -10,7 +10,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from mpi4py import MPI
@@ -18,6 +18,7 @@ from mpi4py import MPI
 from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.board import MESSAGE_SLOT, Board, Farewell, SharedBoard
+from arraycomm._transports.letters import Mailbox
 
 _SPINS = 64
 
@@ -25,15 +26,23 @@ _SPINS = 64
 class _Movement:
     """A nonblocking MPI operation, and the buffers that it must keep alive."""
 
+    # MPI reads and writes the buffers until an operation is finished, also of one that has long been
+    # given up: a message that comes too late must not be written into memory of something else.
+    under_way: ClassVar[set[_Movement]] = set()
+
     def __init__(self, request: MPI.Request, *buffers: Bytes | None) -> None:
         self._request = request
         self._buffers = buffers
+        self.under_way.add(self)
 
     def done(self) -> bool:
         try:
-            return self._request.Test()
+            finished = self._request.Test()
         except MPI.Exception as error:
             raise _translated(error) from error
+        if finished:
+            self.under_way.discard(self)
+        return finished
 
 
 class _Finished:
@@ -52,6 +61,8 @@ class MPITransport(Transport):
         self.rank, self.size = comm.rank, comm.size
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._share = share
+        # Messages to oneself: MPI may hold back even a short one until it is received.
+        self._own = Mailbox()
         local = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = local.rank, local.size
         self._nodes: list[int] = comm.allgather(local.bcast(comm.rank))
@@ -101,9 +112,13 @@ class MPITransport(Transport):
         return self._start(lambda: self.mpi_comm.Ibcast([buffer, MPI.BYTE], root), buffer)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
+        if dest == self.rank:
+            return self._own.send(tag, buffer)
         return self._begin(lambda: self.mpi_comm.Isend([buffer, MPI.BYTE], dest, tag), buffer)
 
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
+        if source == self.rank:
+            return self._own.recv(tag, buffer)
         return self._begin(lambda: self.mpi_comm.Irecv([buffer, MPI.BYTE], source, tag), buffer)
 
     def _start(self, call: Callable[[], MPI.Request], *buffers: Bytes | None) -> Handle:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.board import SharedBoard
+from arraycomm._transports.letters import Mailbox
 
 _Parts = Sequence[Bytes | None]
-# Bytes up to which a message is copied when it is sent.
-_COPIED: Final = 4096
 
 
 class Group:
@@ -28,9 +26,8 @@ class Group:
         self.offered = [0] * size
         self.read = [0] * size
         self.parts: list[list[_Parts]] = [[(), ()] for _ in range(size)]
-        # By sender, receiver and tag: what was sent, and who waits for it, both in their order.
-        self.letters: dict[tuple[int, int, int], deque[_Letter]] = {}
-        self.waiting: dict[tuple[int, int, int], deque[_Receipt]] = {}
+        # Messages, by sender, receiver and tag.
+        self.mailbox = Mailbox()
         self._lock = threading.Lock()
         self._children: dict[tuple[int, int], tuple[Group, int]] = {}
 
@@ -77,39 +74,6 @@ class _Swap:
         group.read[self._rank] = self._number
 
 
-class _Letter:
-    """A message: a copy of a short one, the sender's own memory of a long one until it is taken."""
-
-    def __init__(self, buffer: Bytes) -> None:
-        self._taken = len(buffer) <= _COPIED
-        self._buffer: Bytes = buffer.copy() if self._taken else buffer
-
-    def take(self, into: Bytes) -> None:
-        np.copyto(into[: len(self._buffer)], self._buffer)
-        self._taken = True
-
-    def done(self) -> bool:
-        return self._taken
-
-
-class _Receipt:
-    """A receive under way: the first of its kind takes the first letter."""
-
-    def __init__(self, group: Group, key: tuple[int, int, int], buffer: Bytes) -> None:
-        self._letters = group.letters.setdefault(key, deque())
-        self._waiting = group.waiting.setdefault(key, deque())
-        self._waiting.append(self)
-        self._buffer = buffer
-        self._done = False
-
-    def done(self) -> bool:
-        if not self._done and self._letters and self._waiting[0] is self:
-            self._letters.popleft().take(self._buffer)
-            self._waiting.popleft()
-            self._done = True
-        return self._done
-
-
 class ThreadsTransport(Transport):
     """One rank of a group of threads."""
 
@@ -154,12 +118,10 @@ class ThreadsTransport(Transport):
         return self._swap([None] * self.size, into)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
-        letter = _Letter(buffer)
-        self._group.letters.setdefault((self.rank, dest, tag), deque()).append(letter)
-        return letter
+        return self._group.mailbox.send((self.rank, dest, tag), buffer)
 
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
-        return _Receipt(self._group, (source, self.rank, tag), buffer)
+        return self._group.mailbox.recv((source, self.rank, tag), buffer)
 
     def _swap(self, parts: _Parts, into: _Parts) -> Handle:
         return _Swap(self._group, self.rank, parts, into)

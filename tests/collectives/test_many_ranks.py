@@ -49,7 +49,9 @@ def test_64_threads() -> None:
 @pytest.mark.skipif(LAUNCH is not None, reason="threads, where pytest is alone")
 def test_mismatch_of_one_rank_of_64_is_named() -> None:
     def check(comm: Communicator) -> None:
-        with pytest.raises(ac.MismatchError, match=r"ranks 0–40, 42–63: allreduce.*; rank 41: allreduce"):
+        with pytest.raises(
+            ac.MismatchError, match=r"ranks 0–40, 42–63: allreduce.*; rank 41: allreduce"
+        ):
             comm.allreduce(np.ones(3 if comm.rank != 41 else 4))
 
     run(64, check)

@@ -22,8 +22,37 @@ def test_objects_of_different_sizes(on_ranks, size, length) -> None:
             got = comm.bcast_object(mine, root)
             assert got == objects[root]
             assert got is not mine or mine is None
+            gathered = comm.gather_object(objects[comm.rank], root)
+            assert gathered == (objects if comm.rank == root else None)
 
     on_ranks(size, check)
+
+
+def test_gathered_objects_may_differ_in_type(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        objects = [None, "text", {1: [2]}, (3.5, b"raw")][: comm.size]
+        for root in range(comm.size):
+            gathered = comm.gather_object(objects[comm.rank], root)
+            assert gathered == (objects if comm.rank == root else None)
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("length", [0, 100_000])
+def test_gathered_object_that_root_cannot_unpickle_concerns_root_alone(
+    on_ranks, several, length
+) -> None:
+    def check(comm: Communicator) -> None:
+        _local.rank = comm.rank
+        sent = (FailsOnRankOne(), "x" * length)
+        if comm.rank == 1:
+            with pytest.raises(ZeroDivisionError, match="only here"):
+                comm.gather_object(sent, 1)
+        else:
+            assert comm.gather_object(sent, 1) is None
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
 
 
 def test_statistics_count_calls_bytes_and_copies(on_ranks, size) -> None:
@@ -95,5 +124,22 @@ def test_array_that_can_be_looked_at_once_only_is_reduced(on_ranks, size) -> Non
     def check(comm: Communicator) -> None:
         for _ in range(2):
             assert comm.allreduce(Once()).tolist() == [comm.size] * 2
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("name", ["uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"])
+def test_tensors_that_torch_cannot_unpickle(on_ranks, size, name) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
+        root = comm.size - 1
+        sent = {"weights": [tensor, tensor]} if comm.rank == root else None
+        for got in (comm.bcast_object(sent, root), ac.synchronize(sent, root=root, comm=comm)):
+            first, second = got["weights"]
+            assert first.dtype == tensor.dtype
+            assert first.float().tolist() == tensor.float().tolist()
+            assert first is second
 
     on_ranks(size, check)

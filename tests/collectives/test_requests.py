@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import inspect
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +42,93 @@ def test_every_nonblocking_form_gives_what_the_blocking_one_gives(on_ranks, size
         assert mine is None or np.array_equal(mine, other)
 
     on_ranks(size, check)
+
+
+def _calls(comm: Communicator, count: int) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Every collective on arrays that has a nonblocking form, with arguments of this rank."""
+    size, rank = comm.size, comm.rank
+    root = size - 1
+    rows = np.arange(size * count * 2.0).reshape(size, count, 2) + rank * 0.5
+    flat = rows.reshape(-1, 2)
+    counts = [count] * size
+    sent = rows if rank == root else None
+    shared = (flat, counts) if rank == root else (None, None)
+    like = {"like": rows}
+    return [
+        ("allreduce", (rows, "max"), {}),
+        ("reduce", (rows, "mean", root), {}),
+        ("bcast", (sent, root), like),
+        ("allgather", (rows,), {}),
+        ("allgatherv", (flat[rank:],), {"return_counts": True}),
+        ("gather", (rows, root), {}),
+        ("gatherv", (flat[rank:], root), {"return_counts": True}),
+        ("scatter", (sent, root), like),
+        ("scatterv", (*shared, root), like),
+        ("reduce_scatter", (rows, "mean"), {}),
+        ("alltoall", (rows,), {}),
+        ("alltoallv", (flat, counts), {"return_counts": True}),
+        ("scan", (rows, "mean"), {}),
+        ("exscan", (rows, "mean"), {}),
+        ("barrier", (), {}),
+    ]
+
+
+def _array(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("count", [0, 1, 9_000])
+def test_all_forms_outstanding_at_once_give_what_the_blocking_ones_give(
+    on_ranks, size, count
+) -> None:
+    def check(comm: Communicator) -> None:
+        calls = _calls(comm, count)
+        results = [getattr(comm, name)(*args, **keywords) for name, args, keywords in calls]
+        requests = [getattr(comm, f"i{name}")(*args, **keywords) for name, args, keywords in calls]
+        for place in np.random.default_rng(comm.rank).permutation(len(calls)):
+            mine, right = requests[place].wait(), results[place]
+            assert repr(mine) == repr(right), calls[place][0]
+            assert np.array_equal(_array(mine), _array(right)), calls[place][0]
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("count", [1, 9_000])
+def test_nonblocking_forms_write_into_out(on_ranks, size, count) -> None:
+    def check(comm: Communicator) -> None:
+        for name, args, keywords in _calls(comm, count):
+            right = _array(getattr(comm, name)(*args, **keywords))
+            out = {} if right is None else {"out": np.zeros_like(right)}
+            got = _array(getattr(comm, f"i{name}")(*args, **keywords, **out).wait())
+            assert got is out.get("out"), name
+            assert np.array_equal(got, right), name
+
+    on_ranks(size, check)
+
+
+def test_nonblocking_forms_give_what_is_like_the_example(on_ranks, several) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        x, like = np.ones((comm.size, 2)), torch.ones(1)
+        calls = [
+            (comm.ibcast, (x,), (None,)),
+            (comm.iscatter, (x,), (None,)),
+            (comm.iscatterv, (x, [1] * comm.size), (None, None)),
+        ]
+        for start, sent, nothing in calls:
+            got = start(*(nothing if comm.rank else sent), like=like).wait()
+            assert type(got) is (torch.Tensor if comm.rank else np.ndarray)
+
+    on_ranks(several, check)
+
+
+def test_nonblocking_forms_take_the_arguments_of_the_blocking_ones() -> None:
+    names = [name for name in dir(Communicator) if hasattr(Communicator, f"i{name}")]
+    assert len(names) >= 15
+    for name in names:
+        blocking = inspect.signature(getattr(Communicator, name)).parameters
+        assert inspect.signature(getattr(Communicator, f"i{name}")).parameters == blocking, name
 
 
 def test_blocking_calls_wait_behind_requests(on_ranks, size) -> None:

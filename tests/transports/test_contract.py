@@ -17,11 +17,13 @@ from tests.collectives.conftest import LAUNCH, OnRanks, on_ranks, several, size,
 __all__ = ["on_ranks", "several", "size", "transport"]
 
 
-def _finish(handle: Handle) -> None:
+def _finish(*handles: Handle) -> None:
+    """Wait for all, which may need one another."""
+
     def watch(waited: float) -> None:
         assert waited < 20, "the movement does not end"
 
-    wait_for(handle.done, 0, watch)
+    wait_for(lambda: not [handle for handle in handles if not handle.done()], 0, watch)
 
 
 def _blocks(counts: list[int], fill: int = 0) -> Blocks:
@@ -85,6 +87,30 @@ class TransportContract:
 
         on_ranks(size, check)
 
+    def test_scatter_from_every_root(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            for root in range(comm.size):
+                for scale in (0, 1, 50_000):
+                    send = _blocks([scale * r for r in range(comm.size)])
+                    for rank in range(comm.size):
+                        send.block(rank)[...] = 10 * root + rank
+                    recv = np.full(scale * comm.rank, 255, np.uint8)
+                    _finish(comm._link.scatter(send if comm.rank == root else None, recv, root))
+                    assert (recv == 10 * root + comm.rank).all()
+
+        on_ranks(size, check)
+
+    def test_scatter_of_blocks_that_stand_in_any_order(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            memory = np.arange(7 * comm.size).astype(np.uint8)
+            offsets = [7 * (comm.size - 1 - rank) + 2 for rank in range(comm.size)]
+            send = Blocks(memory, [5] * comm.size, offsets) if comm.rank == 0 else None
+            recv = np.zeros(5, np.uint8)
+            _finish(comm._link.scatter(send, recv, 0))
+            assert recv.tolist() == memory[offsets[comm.rank] :][:5].tolist()
+
+        on_ranks(size, check)
+
     def test_bcast_from_every_root(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
             for root in range(comm.size):
@@ -92,6 +118,109 @@ class TransportContract:
                     buffer = np.full(count, comm.rank, np.uint8)
                     _finish(comm._link.bcast(buffer, root))
                     assert (buffer == root).all()
+
+        on_ranks(size, check)
+
+    def test_messages_of_one_tag_arrive_in_order(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            link, right, left = comm._link, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            counts = [0, 7, 4096, 4097, 300_000, 1]
+            into = [np.full(count, 255, np.uint8) for count in counts]
+            recvs = [link.recv(buffer, left, 3) for buffer in into]
+            mine = [np.full(n, 10 * comm.rank + k, np.uint8) for k, n in enumerate(counts)]
+            _finish(*(link.send(buffer, right, 3) for buffer in mine), *recvs)
+            for k, buffer in enumerate(into):
+                assert (buffer == 10 * left + k).all()
+
+        on_ranks(size, check)
+
+    def test_messages_of_different_tags_go_past_one_another(
+        self, on_ranks: OnRanks, size: int
+    ) -> None:
+        def check(comm) -> None:
+            link, right, left = comm._link, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            tags = [0, 1, (1 << 21) - 1]
+            sends = [link.send(np.full(100_000, t & 7, np.uint8), right, t) for t in tags]
+            for tag in reversed(tags):
+                into = np.empty(100_000, np.uint8)
+                receiving = link.recv(into, left, tag)
+                _finish(receiving)
+                assert (into == tag & 7).all()
+            _finish(*sends)
+
+        on_ranks(size, check)
+
+    def test_message_may_be_shorter_than_the_buffer_it_goes_into(
+        self, on_ranks: OnRanks, size: int
+    ) -> None:
+        def check(comm) -> None:
+            into = np.full(100, 255, np.uint8)
+            receiving = comm._link.recv(into, (comm.rank - 1) % comm.size, 0)
+            sending = comm._link.send(np.zeros(40, np.uint8), (comm.rank + 1) % comm.size, 0)
+            _finish(sending, receiving)
+            assert (into[:40] == 0).all()
+            assert (into[40:] == 255).all()
+
+        on_ranks(size, check)
+
+    def test_short_message_to_oneself_waits_for_nothing(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            mine = np.arange(100, dtype=np.uint8)
+            _finish(comm._link.send(mine, comm.rank, 0))
+            mine[...] = 255
+            into = np.empty(100, np.uint8)
+            _finish(comm._link.recv(into, comm.rank, 0))
+            assert (into == np.arange(100)).all()
+
+        on_ranks(size, check)
+
+    def test_receive_is_not_finished_before_its_message_is_sent(
+        self, on_ranks: OnRanks, size: int
+    ) -> None:
+        def check(comm) -> None:
+            receiving = comm._link.recv(np.empty(10, np.uint8), (comm.rank - 1) % comm.size, 0)
+            assert not any(receiving.done() for _ in range(100))
+            comm.barrier()
+            sending = comm._link.send(np.zeros(10, np.uint8), (comm.rank + 1) % comm.size, 0)
+            _finish(sending, receiving)
+
+        on_ranks(size, check)
+
+    def test_long_message_is_not_finished_before_it_is_received(
+        self, on_ranks: OnRanks, size: int
+    ) -> None:
+        def check(comm) -> None:
+            sending = comm._link.send(np.zeros(10**6, np.uint8), (comm.rank + 1) % comm.size, 0)
+            assert not any(sending.done() for _ in range(100))
+            comm.barrier()
+            receiving = comm._link.recv(np.empty(10**6, np.uint8), (comm.rank - 1) % comm.size, 0)
+            _finish(sending, receiving)
+
+        on_ranks(size, check)
+
+    def test_messages_go_beside_movements(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            into, buffer = np.empty(10**5, np.uint8), np.full(10**5, comm.rank, np.uint8)
+            receiving = comm._link.recv(into, (comm.rank - 1) % comm.size, 0)
+            moving = comm._link.bcast(buffer, 0)
+            sending = comm._link.send(np.full(10**5, 9, np.uint8), (comm.rank + 1) % comm.size, 0)
+            _finish(moving, receiving, sending)
+            assert (buffer == 0).all()
+            assert (into == 9).all()
+
+        on_ranks(size, check)
+
+    def test_messages_of_split_groups_do_not_mix(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            links = [comm._link, comm._link.split(0, list(range(comm.size)))]
+            right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            sends = [link.send(np.full(9, k, np.uint8), right, 0) for k, link in enumerate(links)]
+            for k, link in reversed(list(enumerate(links))):
+                into = np.empty(9, np.uint8)
+                _finish(link.recv(into, left, 0))
+                assert (into == k).all()
+            _finish(*sends)
+            links[1].free()
 
         on_ranks(size, check)
 

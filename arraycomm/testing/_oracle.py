@@ -1,0 +1,140 @@
+"""The reductions once more, as the contract says them: what results are compared with.
+
+Nothing here is shared with the folds under test, so that a mistake there is not made here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+DType = np.dtype[Any]
+
+NARROW: Final[list[DType]] = [
+    np.dtype(t)
+    for t in (np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+]
+FLOAT: Final[list[DType]] = [np.dtype(t) for t in (np.float32, np.float64)]
+COMPLEX: Final[list[DType]] = [np.dtype(t) for t in (np.complex64, np.complex128)]
+INTEGER: Final[list[DType]] = [
+    np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
+]
+BOOL: Final[list[DType]] = [np.dtype(bool)]
+DTYPES: Final = [*BOOL, *INTEGER, *NARROW, *FLOAT, *COMPLEX]
+
+OPS: Final = {
+    "bool": ["min", "max", "and", "or", "xor"],
+    "integer": ["sum", "prod", "min", "max", "and", "or", "xor"],
+    "real": ["sum", "mean", "prod", "min", "max"],
+    "complex": ["sum", "mean", "prod"],
+}
+
+
+def family(dtype: DType) -> str:
+    """Return which reductions a dtype has, as a key of `OPS`."""
+    if dtype in BOOL:
+        return "bool"
+    if dtype in INTEGER:
+        return "integer"
+    return "complex" if dtype in COMPLEX else "real"
+
+
+CASES: Final = [(dtype, op) for dtype in DTYPES for op in OPS[family(dtype)]]
+
+
+def expected(arrays: Sequence[Array], op: str) -> Array:
+    """Fold arrays of one shape and dtype, elementwise and in their order.
+
+    Parameters
+    ----------
+    arrays : sequence of ndarray, shape S
+        Those of all ranks, in the order of ranks; they stay as they are.
+    op : str
+        A reduction that the dtype has.
+
+    Returns
+    -------
+    ndarray, shape S
+        A new array of the same dtype.
+    """
+    dtype = arrays[0].dtype
+    first, *others = (a.astype(np.float32) if dtype in NARROW else a for a in arrays)
+    step = _STEPS[op]
+    folded = first.copy()
+    # NumPy warns of overflow; the contract has infinity.
+    with np.errstate(all="ignore"):
+        for other in others:
+            folded = np.asarray(step(folded, other))
+        if op == "mean":
+            folded = _divided(folded, len(arrays))
+        return folded.astype(dtype)
+
+
+def _smaller(a: Array, b: Array) -> Array:
+    # Where b is NaN, the comparison is false.
+    return np.where(_is_nan(a) | (a <= b), a, b)
+
+
+def _larger(a: Array, b: Array) -> Array:
+    return np.where(_is_nan(a) | (a >= b), a, b)
+
+
+def _is_nan(a: Array) -> Array:
+    return np.asarray(a != a)  # noqa: PLR0124 - that is what NaN is, and no other element
+
+
+def _times(a: Array, b: Array) -> Array:
+    if a.dtype not in COMPLEX:
+        return np.asarray(a * b)
+    # By parts: NumPy's complex product may fuse a product with the sum.
+    product = np.empty_like(a)
+    product.real = a.real * b.real - a.imag * b.imag
+    product.imag = a.real * b.imag + a.imag * b.real
+    return product
+
+
+def _divided(a: Array, count: int) -> Array:
+    if a.dtype not in COMPLEX:
+        return np.asarray(a / a.dtype.type(count))
+    # By parts: complex division makes NaN of an infinite part.
+    quotient = np.empty_like(a)
+    quotient.real = a.real / a.real.dtype.type(count)
+    quotient.imag = a.imag / a.imag.dtype.type(count)
+    return quotient
+
+
+_STEPS: Final[dict[str, Callable[[Array, Array], Array]]] = {
+    "sum": lambda a, b: a + b,
+    "mean": lambda a, b: a + b,
+    "prod": _times,
+    "min": _smaller,
+    "max": _larger,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+}
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    """Tell whether arrays are equal bit for bit, but for the payload and sign of a NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype in COMPLEX:
+        return same_bits(a.real.copy(), b.real.copy()) and same_bits(a.imag.copy(), b.imag.copy())
+    if a.dtype not in (*NARROW, *FLOAT):
+        return a.tobytes() == b.tobytes()
+    nan = _is_nan(a)
+    if not np.array_equal(nan, _is_nan(b)):
+        return False
+    return bool(a[~nan].tobytes() == b[~nan].tobytes())
+
+
+def same_result(a: Array, b: Array, op: str) -> bool:
+    """`same_bits`, but for the sign of a zero that min or max chose."""
+    if op in ("min", "max") and a.dtype in (*NARROW, *FLOAT):
+        a, b = (np.where(x == 0, np.zeros((), x.dtype), x) for x in (a, b))
+    return same_bits(a, b)

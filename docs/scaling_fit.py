@@ -1,0 +1,195 @@
+"""What do the measurements say of this machine, and what does the model predict from them?
+
+Everything is fitted to one process, to two ranks on one core, and to two ranks on two. More ranks than
+cores take turns: whatever they do costs `size / cores` times as much, and each wait a change of turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, Final, NamedTuple
+
+import scaling_model as model
+from scaling_measure import CASES, RANKS, SLICED, STEPPED
+from scaling_model import Machine
+
+from arraycomm._algorithms import CHUNK_BYTES
+
+# The least of all repetitions: other programs on the machine only ever add to a time.
+BEST: Final = "min"
+LARGE: Final = 16 << 20
+GATHERED: Final = 4 << 10
+MEDIUM: Final = 16 << 10
+_FOLDED: Final = 256 << 10
+_SMALL: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The machine of the measurements: as arraycomm sees it, as MPI sees it, and taking turns.
+
+    `turn` has the seconds of a change of turns while waiting, by kind of case.
+    """
+
+    machine: Machine
+    mpi: Machine
+    turn: dict[str, float]
+    cores: int
+
+
+class Prediction(NamedTuple):
+    """A case on so many ranks: seconds as predicted, as measured at best, and as in the median."""
+
+    ranks: int
+    kind: str
+    nbytes: int
+    way: str
+    fitted: bool
+    predicted: float
+    best: float
+    median: float
+
+
+def fitted(results: dict[str, Any]) -> Here:
+    """Return what the measurements say of this machine."""
+    alone, two, one_core = results["alone"], results["ranks"]["2"], results["one core"]
+    machine = _local(alone)
+    machine = _between_two(machine, two)
+    mpi = _mpi(machine, two)
+    free = Here(machine, mpi, {}, results["machine"]["cores"])
+    turn = {
+        kind: max(0.0, one_core[f"{kind} {_SMALL}"][BEST] / 2 - _work(free, kind, 2, _SMALL))
+        for kind in ("shared", "messages", "mpi")
+    }
+    return replace(free, turn=turn)
+
+
+def predictions(results: dict[str, Any]) -> Iterator[Prediction]:
+    """Compare the model with every measurement on ranks."""
+    here = fitted(results)
+    for ranks in RANKS:
+        for kind, nbytes in CASES:
+            times = results["ranks"][str(ranks)][f"{kind} {nbytes}"]
+            yield Prediction(
+                *(ranks, kind, nbytes, _way(kind, ranks, nbytes)),
+                ranks == 2 and (kind, nbytes) in _FITTED,
+                predicted(here, kind, ranks, nbytes),
+                *(times["min"], times["median"]),
+            )
+
+
+def predicted(here: Here, kind: str, ranks: int, nbytes: int) -> float:
+    """Return how long a case takes on so many ranks of this machine."""
+    crowd = max(1.0, ranks / here.cores)
+    turns = waits(kind, ranks, nbytes) * here.turn[kind] if crowd > 1 else 0.0
+    return crowd * (_work(here, kind, ranks, nbytes) + turns)
+
+
+def waits(kind: str, ranks: int, nbytes: int) -> int:
+    """How often a rank waits for another: once for a step of the board, once for a round."""
+    if kind == "mpi":
+        return len(_mpi_rounds(ranks, nbytes))
+    header = 1 if kind == "shared" else _rounds(ranks, 256 * ranks)
+    match _way(kind, ranks, nbytes):
+        case "header":
+            return header
+        case "steps":
+            return header + ceil(nbytes / model.payload(ranks, shared=True))
+        case "gather":
+            return header + _rounds(ranks, nbytes * ranks)
+        case _:
+            # The messages of the all to all are all under way at once.
+            chunk = min(nbytes, CHUNK_BYTES)
+            return header + ceil(nbytes / CHUNK_BYTES) * (1 + _rounds(ranks, chunk))
+
+
+# How long the part of a check or of a fold takes, as the pretended rank counts show
+
+
+def _local(alone: dict[str, Any]) -> Machine:
+    def slope(what: str, few: int, many: int) -> float:
+        return (_at(alone, f"{what} {many}") - _at(alone, f"{what} {few}")) / (many - few)
+
+    fold_byte = slope("fold", 2, 8) / _FOLDED
+    slot = slope("messages header", 64, 1024)
+    row = slope("messages small", 64, 1024) - slot
+    chunks = SLICED / CHUNK_BYTES
+    part = (slope("messages slices", 64, 1024) - slot) / chunks
+    call = _at(alone, "messages small 2") - 2 * (slot + row)
+    steps = STEPPED / model.payload(2, shared=True)
+    stepped = _at(alone, "shared steps 2") - _at(alone, "shared header 2") - STEPPED * fold_byte
+    step = stepped / steps - 2 * (slot + row)
+    return Machine(
+        *(0.0, 0.0, 0.0, 0.0, fold_byte),
+        call=call,
+        step=step,
+        slot=slot,
+        row=row,
+        part=part,
+        per_node=1 << 30,
+    )
+
+
+def _between_two(machine: Machine, two: dict[str, Any]) -> Machine:
+    """Add what two ranks on two cores show, one figure after another until they fit together."""
+    for _ in range(_PASSES):
+        for name, kind, nbytes, times in _SHOWN:
+            known = replace(machine, **{name: 0.0})
+            rest = _at(two, f"{kind} {nbytes}") - _work(Here(known, known, {}, 2), kind, 2, nbytes)
+            machine = replace(machine, **{name: max(0.0, rest / times)})
+    return machine
+
+
+def _mpi(machine: Machine, two: dict[str, Any]) -> Machine:
+    latency = _at(two, f"mpi {_SMALL}")
+    mpi = replace(machine, near_latency=latency, near_byte=0.0)
+    rest = _at(two, f"mpi {LARGE}") - model.by_halving(2, LARGE, mpi)
+    return replace(mpi, near_byte=rest / LARGE)
+
+
+# What a case on two ranks shows, and how many times that counts in it. Between two ranks each byte of
+# an array passes once, in two halves.
+_SHOWN: Final = (
+    ("seen", "shared", _SMALL, 1),
+    ("seen_byte", "shared", MEDIUM, MEDIUM),
+    ("near_latency", "messages", _SMALL, 1),
+    ("begin", "messages", GATHERED, 1),
+    ("near_byte", "messages", LARGE, LARGE),
+)
+_PASSES: Final = 5
+_FITTED: Final = {
+    *((kind, nbytes) for _, kind, nbytes, _ in _SHOWN),
+    *(("mpi", _SMALL), ("mpi", LARGE)),
+}
+
+
+def _work(here: Here, kind: str, ranks: int, nbytes: int) -> float:
+    """What a rank does itself, and waits for the memory's sake; without taking turns."""
+    if kind == "mpi":
+        return model.mpi_allreduce(ranks, nbytes, here.mpi)
+    return model.allreduce(ranks, nbytes, here.machine, shared=kind == "shared")
+
+
+def _way(kind: str, ranks: int, nbytes: int) -> str:
+    if kind == "mpi":
+        return "recursive doubling" if _doubles(ranks, nbytes) else "Rabenseifner"
+    return model.chosen(ranks, nbytes, kind == "shared")
+
+
+def _doubles(ranks: int, nbytes: int) -> bool:
+    return nbytes <= _SMALL
+
+
+def _mpi_rounds(ranks: int, nbytes: int) -> list[model.Rounds]:
+    return (model.doubling if _doubles(ranks, nbytes) else model.rabenseifner)(ranks, nbytes)
+
+
+def _rounds(ranks: int, nbytes: int) -> int:
+    return sum(rounds.count for rounds in model.mpich_allgather(ranks, nbytes))
+
+
+def _at(times: dict[str, Any], name: str) -> float:
+    seconds: float = times[name][BEST]
+    return seconds

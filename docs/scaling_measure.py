@@ -1,0 +1,301 @@
+"""How long do the steps of arraycomm take on this machine?
+
+`measure()` starts three kinds of jobs: one process that pretends to have many ranks and so times what
+a rank does by itself; two ranks on one core, for the price of giving up a core; and 2, 4 and 8 ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from math import log
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from arraycomm import Communicator
+from arraycomm._communicator import Options
+from arraycomm._folds import fold
+from arraycomm._transports.base import Bytes, Handle, Transport
+from arraycomm._transports.board import MESSAGE_SLOT, Board, SharedBoard
+from arraycomm.cli.bench_machine import machine, versions
+from arraycomm.cli.bench_timing import measure as timed
+from arraycomm.cli.demo_launch import find_launcher
+
+RANKS: Final = (2, 4, 8)
+# What is timed with ranks: a board, and bytes of float32; "mpi" is mpi4py's Allreduce.
+CASES: Final = (
+    *(("shared", n) for n in (8, 16 << 10, 256 << 10, 1 << 20, 16 << 20)),
+    *(("messages", n) for n in (8, 4 << 10, 1 << 20, 16 << 20)),
+    *(("mpi", n) for n in (8, 1 << 20, 16 << 20)),
+)
+# Pretended rank counts, by the kind of board: a shared one has 4 KiB for each of them.
+PRETENDED: Final = {"shared": (2, 8, 64, 1024), "messages": (2, 64, 1024, 16384)}
+STEPPED: Final = 256 << 10
+SLICED: Final = 8 << 20
+_REPETITIONS: Final = 61
+# For each case: all jobs together stay below three minutes.
+_SECONDS: Final = 0.4
+# Runs of each job, of which the least disturbed is kept.
+_RUNS: Final = 2
+
+Times = dict[str, dict[str, float]]
+
+
+class Alone:
+    """Where a single process meets itself."""
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Return this process's own numbers."""
+        return list(seconds)
+
+
+class Together:
+    """Where the ranks of an MPI communicator meet; polling, and giving up the core in between."""
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        request = self._mpi.Ibarrier()
+        while not request.Test():
+            os.sched_yield()
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Return, element by element, the largest of all ranks' numbers."""
+        rows = self._mpi.allgather(list(seconds))
+        return [max(column) for column in zip(*rows, strict=True)]
+
+
+# A rank by itself
+
+
+class _Finished:
+    def done(self) -> bool:
+        return True
+
+
+def _answer(board: Board, mine: Bytes, rows: Bytes, seen: list[bytes | None]) -> None:
+    """Let all pretended ranks show what this one shows, where that has changed."""
+    parity = board.step & 1
+    if seen[parity] is not board.shown[parity]:
+        rows[:, 8:] = mine[8:]
+        seen[parity] = board.shown[parity]
+
+
+class _PretendedShared(SharedBoard):
+    """A board in shared memory on which all others show what this rank shows."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size, np.zeros(SharedBoard.nbytes(size), np.uint8))
+        self._seen: list[bytes | None] = [None, None]
+        self._stamps = [rows.view(np.int64)[:, 0] for rows in self.rows]
+
+    def post(self) -> None:
+        super().post()
+        parity = self.step & 1
+        _answer(self, self.rows[parity][0], self.rows[parity], self._seen)
+        self._stamps[parity][...] = self.step
+
+
+class _PretendedMessages(Board):
+    """A board of messages that have always arrived."""
+
+    def __init__(self, size: int) -> None:
+        rows = [np.zeros((size, MESSAGE_SLOT), np.uint8) for _ in range(2)]
+        mine = [np.zeros(MESSAGE_SLOT, np.uint8) for _ in range(2)]
+        super().__init__(0, size, rows, mine)
+        self._sent = mine
+        self._seen: list[bytes | None] = [None, None]
+        self._pending = False
+
+    def post(self) -> None:
+        self.step += 1
+        parity = self.step & 1
+        _answer(self, self._sent[parity], self.rows[parity], self._seen)
+
+    def done(self) -> bool:
+        return not self._pending
+
+    def missing(self) -> list[int]:
+        return []
+
+    def leave(self, state: int, completed: int, text: str) -> None:
+        """Nobody is told."""
+
+    def farewell(self, rank: int) -> None:
+        return None
+
+
+class Pretended(Transport):
+    """Rank 0 of a group whose other ranks do not exist: nothing is sent, and nothing waited for."""
+
+    name = "pretended"
+    rank = local_rank = 0
+
+    def __init__(self, size: int, *, shared: bool) -> None:
+        self.size = self.local_size = size
+        self.board = _PretendedShared(size) if shared else _PretendedMessages(size)
+
+    def _nothing(self, *_: Any) -> Handle:
+        return _Finished()
+
+    alltoall = allgather = gather = scatter = bcast = send = recv = _nothing
+
+    def split(self, color: int | None, members: Sequence[int]) -> None:
+        return None
+
+    def free(self) -> None:
+        """Nothing is held."""
+
+    def nodes(self) -> Sequence[int]:
+        return [0] * self.size
+
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def _alone() -> Calls:
+    """Return what a rank does by itself, by name: kind of board, what is called, ranks."""
+    calls: Calls = {}
+    for kind, sizes in PRETENDED.items():
+        for size in sizes:
+            comm = Communicator(Pretended(size, shared=kind == "shared"), Options())
+            calls[f"{kind} header {size}"] = comm.barrier
+            x, y = np.ones((2, 2), np.float32)
+            calls[f"{kind} small {size}"] = partial(comm.allreduce, x, out=y)
+            if kind == "shared" and size <= max(RANKS):
+                x, y = np.ones((2, STEPPED // 4), np.float32)
+                calls[f"{kind} steps {size}"] = partial(comm.allreduce, x, out=y)
+            if kind == "messages":
+                x, y = np.ones((2, SLICED // 4), np.float32)
+                calls[f"{kind} slices {size}"] = partial(comm.allreduce, x, out=y)
+    return calls | _folds()
+
+
+def _folds() -> Calls:
+    """Folds of 2 and of 8 rows of 256 KiB, which stay in the cache like those of a chunk."""
+    rows, out = np.ones((8, 64 << 10), np.float32), np.empty(64 << 10, np.float32)
+    return {
+        f"fold {count}": partial(fold, "sum", rows.dtype, list(rows[:count]), out)
+        for count in (2, 8)
+    }
+
+
+def run_alone() -> Times:
+    """Time what a rank does by itself; return seconds a call, median and least."""
+    return _times(_alone(), Alone())
+
+
+# Ranks
+
+
+def run_ranks() -> Times:
+    """Time every case on the ranks of this job; return seconds a call, median and least."""
+    from mpi4py import MPI
+
+    from arraycomm._transports.mpi import MPITransport
+
+    world = MPI.COMM_WORLD
+    comms = {
+        kind: Communicator(MPITransport(world.Dup(), share=kind == "shared"), Options())
+        for kind in ("shared", "messages")
+    }
+    assert all(comm._board.shared == (kind == "shared") for kind, comm in comms.items())
+    calls: Calls = {}
+    for kind, nbytes in CASES:
+        x, y = np.ones((2, nbytes // 4), np.float32)
+        call = partial(world.Allreduce, x, y)
+        if kind in comms:
+            call = partial(comms[kind].allreduce, x, out=y)
+        call()
+        assert y[0] == y[-1] == world.size
+        calls[f"{kind} {nbytes}"] = call
+    times = _times(calls, Together(world.Dup()))
+    world.Barrier()
+    for comm in comms.values():
+        comm._link.free()
+    return times
+
+
+def _times(calls: Calls, meeting: Any) -> Times:
+    _, samples = timed(list(calls.values()), _REPETITIONS, _SECONDS * len(calls), meeting)
+    return {
+        name: {"median": statistics.median(row), "min": min(row)}
+        for name, row in zip(calls, samples, strict=True)
+    }
+
+
+def measure() -> dict[str, Any]:
+    """Take all figures of this machine, in about two minutes."""
+    results: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "alone": quietest(1, "alone"),
+        "one core": quietest(2, "one-core"),
+        "ranks": {},
+    }
+    for count in RANKS:
+        results["ranks"][str(count)] = quietest(count, "ranks")
+    results["load after"] = os.getloadavg()[0]
+    return results
+
+
+def quietest(count: int, what: str, runs: int = _RUNS) -> Times:
+    """Run a job several times, and keep the run that other programs disturbed least."""
+    return min((_job(count, what) for _ in range(runs)), key=disturbance)
+
+
+def disturbance(times: Times) -> float:
+    """Return a number that grows with every case's median."""
+    return sum(log(figures["median"]) for figures in times.values())
+
+
+def _job(count: int, what: str) -> Times:
+    print(f"{count} ranks, {what} …", file=sys.stderr)
+    launcher = find_launcher()
+    if launcher is None:
+        sys.exit("scaling: no mpiexec beside this Python or on the PATH")
+    start = [] if count == 1 else [*launcher, "-n", str(count)]
+    command = [*start, sys.executable, str(Path(__file__).resolve()), what]
+    done = subprocess.run(
+        command,
+        env={"OMP_NUM_THREADS": "1"} | os.environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    figures: Times = json.loads(done.stdout)
+    return figures
+
+
+def main(what: str) -> None:
+    """Be one process of a job; the first one writes the figures to standard output."""
+    if what == "alone":
+        print(json.dumps(run_alone()))
+        return
+    if what == "one-core":
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from mpi4py import MPI
+
+    figures = run_ranks()
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

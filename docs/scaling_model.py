@@ -1,0 +1,330 @@
+# ruff: noqa: RUF002 - formulas have Greek letters
+"""How long does a reduction take on p ranks, as closed formulas?
+
+A message of n bytes takes α + n β (Hockney 1994), a fold γ for each byte that is added. Movements are
+lists of `Rounds`: so many messages, one after another, of so many bytes, while `leaving` ranks of a
+node send to other nodes and share the node's link. What Python does for each rank is counted too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final, NamedTuple
+
+from arraycomm._algorithms import CHUNK_BYTES, choose
+from arraycomm._transports.board import MESSAGE_SLOT, PAYLOAD, shared_slot
+
+DIGEST_BYTES: Final = 64
+ELEMENT: Final = 4  # float32
+# Where MPICH 5.0.2 leaves recursive doubling (powers of two) and Bruck's way (other numbers) for a
+# ring in MPI_Iallgather and MPI_Iallgatherv, by the bytes that every rank has in the end.
+RING_FROM: Final = 524_288
+RING_FROM_ODD: Final = 81_920
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What things take, in seconds.
+
+    Attributes
+    ----------
+    latency, per_byte
+        α and β between nodes.
+    near_latency, near_byte
+        The same within a node.
+    seen, seen_byte
+        Until others see a slot in shared memory, and for each byte of another rank's that is read.
+    fold_byte
+        γ, for each byte that is added to others.
+    call, step, begin, slot, row, part
+        What Python and MPI do on a rank: λ for each call, for each further step of the board, for each
+        movement that is begun, σ for each slot of the board that is looked at, φ for each row that is
+        folded with the header, and ψ for each rank's part of a chunk that is moved and folded.
+    per_node
+        Ranks on a node.
+    """
+
+    latency: float
+    per_byte: float
+    near_latency: float
+    near_byte: float
+    fold_byte: float
+    seen: float = 0.0
+    seen_byte: float = 0.0
+    call: float = 0.0
+    step: float = 0.0
+    begin: float = 0.0
+    slot: float = 0.0
+    row: float = 0.0
+    part: float = 0.0
+    per_node: int = 1
+
+
+class Rounds(NamedTuple):
+    """`count` messages of `nbytes` one after another; `leaving` ranks of a node send to others."""
+
+    count: int
+    nbytes: float
+    leaving: float
+
+
+Movement = list[Rounds]
+
+
+def seconds(movement: Sequence[Rounds], machine: Machine) -> float:
+    """Return how long a movement takes."""
+    return sum(rounds.count * _message(rounds, machine) for rounds in movement)
+
+
+def _message(rounds: Rounds, machine: Machine) -> float:
+    near = machine.near_latency + rounds.nbytes * machine.near_byte
+    far = machine.latency + rounds.leaving * rounds.nbytes * machine.per_byte
+    if not rounds.leaving:
+        return near
+    return far if rounds.leaving >= machine.per_node else max(near, far)
+
+
+# Movements: `nbytes` is what a rank has in the end, or at the start; the same on every rank
+
+
+def exponent(size: int) -> int:
+    """Return the least k with 2 ** k >= size."""
+    return (size - 1).bit_length()
+
+
+def leaving(distance: int, size: int, per_node: int) -> int:
+    """How many ranks of a node send to another node when each sends so many ranks further."""
+    return min(distance, size - distance, per_node) if size > per_node else 0
+
+
+def pairwise(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """All to all, one partner at a time: (p − 1) α + n β (p − 1) / p.
+
+    Of the p − 1 partners of a rank p − s are on other nodes, where s ranks have a node.
+    """
+    if size <= per_node:
+        return [Rounds(size - 1, nbytes / size, 0)]
+    shared = (size - per_node) * per_node / (size - 1)
+    return [Rounds(size - 1, nbytes / size, shared)]
+
+
+def ring(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """Allgather from neighbour to neighbour: (p − 1) α + n β (p − 1) / p."""
+    return [Rounds(size - 1, nbytes / size, int(size > per_node))]
+
+
+def bruck(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """Allgather in which what is known doubles: ⌈log₂ p⌉ α + n β (p − 1) / p."""
+    return [
+        Rounds(1, min(d, size - d) * nbytes / size, leaving(d, size, per_node))
+        for d in _distances(size)
+    ]
+
+
+def bruck_alltoall(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """All to all through others, about half of it in each round: ⌈log₂ p⌉ (α + n β / 2)."""
+    return [
+        Rounds(1, _with_bit(d, size) * nbytes / size, leaving(d, size, per_node))
+        for d in _distances(size)
+    ]
+
+
+def dissemination(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """Let everyone hear of everyone: ⌈log₂ p⌉ (α + n β); for min and max, which may count twice."""
+    return [Rounds(1, nbytes, leaving(d, size, per_node)) for d in _distances(size)]
+
+
+def doubling(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """Allreduce of everything in each round: log₂ p (α + n β), and two rounds more for other p."""
+    whole = [
+        Rounds(1, nbytes, _crossing(1 << k, size, per_node)) for k in range(size.bit_length() - 1)
+    ]
+    return _with_odd_ranks(whole, size, nbytes, per_node)
+
+
+def rabenseifner(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """Reduce-scatter by halving and allgather by doubling: 2 log₂ p α + 2 n β (p − 1) / p."""
+    halves = [
+        Rounds(1, nbytes / (2 << k), _crossing(1 << k, size, per_node))
+        for k in range(size.bit_length() - 1)
+    ]
+    return _with_odd_ranks([*halves, *reversed(halves)], size, nbytes, per_node)
+
+
+def mpich_allgather(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """Allgather as MPICH 5.0.2 chooses it; recursive doubling costs what Bruck's way costs."""
+    even = size & (size - 1) == 0
+    short = nbytes < (RING_FROM if even else RING_FROM_ODD)
+    return (bruck if short else ring)(size, nbytes, per_node)
+
+
+def _distances(size: int) -> list[int]:
+    return [1 << k for k in range(exponent(size))]
+
+
+def _with_bit(bit: int, size: int) -> int:
+    """How many of the numbers below `size` have this bit."""
+    whole, rest = divmod(size, 2 * bit)
+    return whole * bit + max(0, rest - bit)
+
+
+def _crossing(distance: int, size: int, per_node: int) -> int:
+    """How many ranks of a node exchange with another node, at a power of two as distance.
+
+    With several ranks a node this holds for powers of two; otherwise pairs and nodes are out of line.
+    """
+    return per_node if size > per_node and distance >= per_node else 0
+
+
+def _with_odd_ranks(movement: Movement, size: int, nbytes: float, per_node: int) -> Movement:
+    """Ranks beyond a power of two hand their array to a neighbour, and get the result from it."""
+    if size & (size - 1) == 0:
+        return movement
+    aside = Rounds(1, nbytes, per_node % 2 if size > per_node else 0)
+    return [aside, *movement, aside]
+
+
+# Headers
+
+
+def header_on_board(size: int, machine: Machine) -> float:
+    """The header in shared memory: everyone looks at p slots; λ + p σ, and until they are seen."""
+    return machine.call + machine.seen + size * machine.slot
+
+
+def header_of_messages(
+    size: int, machine: Machine, allgather: Callable[..., Movement] = mpich_allgather
+) -> float:
+    """The header between nodes: an allgather of 256 bytes a rank, and a look at each; λ + … + p σ."""
+    moved = seconds(allgather(size, MESSAGE_SLOT * size, machine.per_node), machine)
+    return machine.call + moved + size * machine.slot
+
+
+def header_of_digests(size: int, machine: Machine) -> float:
+    """A header that is a reduction, min and max of the digests: λ + ⌈log₂ p⌉ (α + 64 β)."""
+    moved = seconds(dissemination(size, DIGEST_BYTES, machine.per_node), machine)
+    return machine.call + moved
+
+
+def header(size: int, machine: Machine, shared: bool) -> float:
+    """The header as arraycomm has it."""
+    return (header_on_board if shared else header_of_messages)(size, machine)
+
+
+# Reductions
+
+
+def payload(size: int, shared: bool) -> int:
+    """What fits in a slot beside the header."""
+    return (shared_slot(size) if shared else MESSAGE_SLOT) - PAYLOAD
+
+
+def chosen(size: int, nbytes: int, shared: bool) -> str:
+    """Return the way that arraycomm takes; see `arraycomm._algorithms.choose`."""
+    return choose(nbytes, size, payload(size, shared), shared)
+
+
+def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> float:
+    """What arraycomm takes, by the way it chooses, with its header."""
+    way = chosen(size, nbytes, shared)
+    return header(size, machine, shared) + WAYS[way](size, nbytes, machine, shared)
+
+
+def in_header(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
+    """What the header brought along is folded: p φ + (p − 1) n γ."""
+    read = (size - 1) * nbytes * machine.seen_byte if shared else 0.0
+    return size * machine.row + read + _fold_all(size, nbytes, machine)
+
+
+def in_steps(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
+    """A slot's worth after another, each as with the header."""
+    steps = ceil(nbytes / payload(size, shared))
+    each = machine.step + machine.seen + size * (machine.slot + machine.row)
+    read = (size - 1) * nbytes * machine.seen_byte
+    return steps * each + read + _fold_all(size, nbytes, machine)
+
+
+def in_gather(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
+    """Everyone gathers everything and folds it."""
+    moved = seconds(mpich_allgather(size, nbytes * size, machine.per_node), machine)
+    local = machine.begin + size * machine.part
+    return moved + local + _fold_all(size, nbytes, machine)
+
+
+def in_slices(size: int, nbytes: float, machine: Machine, shared: bool = False) -> float:
+    """Chunk after chunk: pairwise all to all, fold of a slice, allgather of the slices."""
+    chunks, rest = divmod(nbytes, CHUNK_BYTES)
+    return chunks * one_chunk(size, CHUNK_BYTES, machine) + (
+        one_chunk(size, rest, machine) if rest else 0.0
+    )
+
+
+def one_chunk(size: int, nbytes: float, machine: Machine) -> float:
+    """One chunk of `in_slices`, of any length."""
+    return _slices(size, nbytes, machine, pairwise, mpich_allgather)
+
+
+def in_rank_order(size: int, nbytes: float, machine: Machine) -> float:
+    """The fastest of the ways that keep the order of the ranks, without chunks; not built.
+
+    Slices of the whole array by either all to all and either allgather, or, for few bytes,
+    everything gathered by all. Slices have an element at least.
+    """
+    whole = max(nbytes, ELEMENT * size)
+    sliced = min(
+        _slices(size, whole, machine, alltoall, allgather)
+        for alltoall in (pairwise, bruck_alltoall)
+        for allgather in (ring, bruck)
+    )
+    gathered = seconds(bruck(size, nbytes * size, machine.per_node), machine)
+    return min(sliced, gathered + in_header(size, nbytes, machine, shared=False))
+
+
+def by_doubling(size: int, nbytes: float, machine: Machine) -> float:
+    """Recursive doubling as in MPI libraries: the order of the fold is not that of the ranks."""
+    folds = size.bit_length() - 1 + (size & (size - 1) != 0)
+    moved = seconds(doubling(size, nbytes, machine.per_node), machine)
+    return moved + folds * nbytes * machine.fold_byte
+
+
+def by_halving(size: int, nbytes: float, machine: Machine) -> float:
+    """Rabenseifner's way as in MPI libraries; the order of the fold is not that of the ranks."""
+    even = 1 << (size.bit_length() - 1)
+    folded = nbytes * ((even - 1) / even + (even != size))
+    moved = seconds(rabenseifner(size, nbytes, machine.per_node), machine)
+    return moved + folded * machine.fold_byte
+
+
+def mpi_allreduce(size: int, nbytes: float, machine: Machine) -> float:
+    """The faster of an MPI library's two; it has no header and no Python."""
+    return min(by_doubling(size, nbytes, machine), by_halving(size, nbytes, machine))
+
+
+def _slices(
+    size: int,
+    nbytes: float,
+    machine: Machine,
+    alltoall: Callable[..., Movement],
+    allgather: Callable[..., Movement],
+) -> float:
+    moved = alltoall(size, nbytes, machine.per_node) + allgather(size, nbytes, machine.per_node)
+    local = 2 * machine.begin + size * machine.part
+    return seconds(moved, machine) + local + _fold_slice(size, nbytes, machine)
+
+
+def _fold_all(size: int, nbytes: float, machine: Machine) -> float:
+    return (size - 1) * nbytes * machine.fold_byte
+
+
+def _fold_slice(size: int, nbytes: float, machine: Machine) -> float:
+    return (size - 1) / size * nbytes * machine.fold_byte
+
+
+WAYS: Final[dict[str, Callable[[int, float, Machine, bool], float]]] = {
+    "header": in_header,
+    "steps": in_steps,
+    "gather": in_gather,
+    "slices": in_slices,
+}

@@ -1,0 +1,91 @@
+"""Laws of the ways in which a reduction moves its data: all give the same bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import strategies as st
+
+from arraycomm import _algorithms
+from arraycomm.testing import given
+from arraycomm.testing import strategies as ranked
+from arraycomm.testing._law_values import (
+    Reduction,
+    check_elements,
+    elements_of,
+    reductions,
+    reductions_of_sizes,
+)
+
+
+class _Choice(threading.local):
+    """What the rank of this thread is to choose; another may still be at an earlier call."""
+
+    way: str | None = None
+    chunk: int | None = None
+
+
+_choice = _Choice()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _choices_are_made_here() -> Iterator[None]:
+    choose, chunks = _algorithms._choose, _algorithms._chunks
+
+    def choose_here(link, source):
+        return choose(link, source) if _choice.way is None or link.size == 1 else _choice.way
+
+    def chunks_here(array, size):
+        if _choice.chunk is None:
+            return chunks(array, size)
+        starts = range(0, len(array), _choice.chunk)
+        return (range(start, min(start + starts.step, len(array))) for start in starts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_algorithms, "_choose", choose_here)
+        patch.setattr(_algorithms, "_chunks", chunks_here)
+        yield
+
+
+@contextmanager
+def _choosing(way: str, chunk: int | None = None) -> Iterator[None]:
+    _choice.way, _choice.chunk = way, chunk
+    try:
+        yield
+    finally:
+        _choice.way = _choice.chunk = None
+
+
+def _check(comm, reduction: Reduction, root: int) -> None:
+    # Nothing is so small that it travels with the header.
+    comm._inline = -1
+    op, x, want = reduction.op, reduction.arrays.build(comm.rank), reduction.fold()
+    check_elements(elements_of(comm.allreduce(x, op)), want, op)
+    result = comm.reduce(x, op, root)
+    assert (result is None) == (comm.rank != root)
+    if result is not None:
+        check_elements(elements_of(result), want, op)
+
+
+@given(
+    reduction=reductions() | reductions_of_sizes(),
+    way=st.sampled_from(("steps", "gather", "slices")),
+    root=ranked.roots(),
+)
+def test_way_does_not_matter(comm, reduction, way, root) -> None:
+    with _choosing(way):
+        _check(comm, reduction, root)
+
+
+@given(
+    reduction=reductions(shapes=st.integers(1, 20_000)),
+    chunks=st.integers(1, 50),
+    root=ranked.roots(),
+)
+def test_chunk_size_does_not_matter(comm, reduction, chunks, root) -> None:
+    count = reduction.arrays.value[0].shape[0]
+    with _choosing("slices", -(-count // chunks)):
+        _check(comm, reduction, root)

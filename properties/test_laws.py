@@ -1,0 +1,53 @@
+"""The laws of collectives, over every transport there is.
+
+Those over threads run where pytest is alone, those over MPI where every rank of
+`mpiexec -n 4 python -m pytest properties` runs them in step.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+
+from arraycomm import _launch
+from arraycomm._communicator import Communicator, Options
+from arraycomm._transports.base import Transport
+from arraycomm._transports.threads import SelfTransport
+from arraycomm.testing.conformance import Conformance
+
+TIMEOUT = 60.0
+
+if _launch.detect(os.environ) is None:
+
+    class TestThreads(Conformance):
+        most_ranks = 8
+
+    class TestSelf(Conformance):
+        most_ranks = 1
+
+        def links(self, size: int) -> Sequence[Transport]:
+            return [SelfTransport()]
+
+else:
+
+    @functools.cache
+    def over_mpi(*, share: bool) -> Communicator:
+        """Return a communicator whose board is in shared memory, or goes by messages."""
+        from mpi4py import MPI
+
+        from arraycomm._transports.mpi import MPITransport
+
+        transport = MPITransport(MPI.COMM_WORLD.Dup(), share=share)
+        return Communicator(transport, Options(timeout=TIMEOUT))
+
+    class TestSharedMemory(Conformance):
+        def world(self) -> Communicator:
+            return over_mpi(share=True)
+
+    class TestMessages(Conformance):
+        # Between nodes the others wait for the timeout.
+        test_exception_before_a_call_is_an_error_on_the_others = None
+
+        def world(self) -> Communicator:
+            return over_mpi(share=False)

@@ -1,0 +1,1022 @@
+"""Messages between two ranks: what is sent arrives, in order, beside everything else."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import _messages
+from arraycomm._communicator import Communicator, Options
+from arraycomm._transports.threads import SelfTransport
+from arraycomm.testing import run
+from arraycomm.testing.strategies import ArrayCase, installed_frameworks
+from tests.collectives.conftest import LAUNCH
+from tests.collectives.oracle import DTYPES, same_bits, sample
+from tests.launcher import needs_mpiexec, run_python
+
+Array = np.ndarray[Any, Any]
+
+# The bytes that travel with an envelope, at most.
+ROOM = _messages._ROOM
+# Elements of float64 that travel with the envelope, and that follow it.
+SHORT, LONG = 5, 20_000
+LENGTHS = [SHORT, LONG]
+TIMEOUT = 0.6
+
+alone = pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
+
+
+def _ring(comm: Communicator) -> tuple[int, int]:
+    """The ranks to send to and to receive from."""
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+def _numbered(count: int, *numbers: int) -> Array:
+    """An array that no other arguments give."""
+    return np.random.default_rng((count, *numbers)).standard_normal(count)
+
+
+# What arrives
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_each_dtype_arrives_as_it_was_sent(on_ranks, dtype) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for count in (0, 1, 100, 5_000):
+            got = comm.sendrecv(sample(dtype, count, comm.rank), right, left)
+            assert same_bits(got, sample(dtype, count, left))
+
+    on_ranks(2, check)
+
+
+MOVED = [
+    np.array([(1, 2.5), (3, 4.5)], [("a", "i4"), ("b", "f8")]),
+    np.array([(1, [2, 3])], np.dtype([("a", "i1"), ("b", "i4", 2)], align=True)),
+    np.array(["2026-01-01", "NaT"], "datetime64[D]"),
+    np.array([3, 4], "timedelta64[ms]"),
+    np.array([b"ab", b"c"]),
+    np.array(["ä", "bcd"]),
+]
+
+
+@pytest.mark.parametrize("array", MOVED, ids=lambda array: array.dtype.str)
+def test_dtypes_without_arithmetic_arrive(on_ranks, array) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for repeat in (0, 1, 2_000):
+            got = comm.sendrecv(np.tile(np.roll(array, comm.rank), repeat), right, left)
+            want = np.tile(np.roll(array, left), repeat)
+            assert got.dtype == want.dtype
+            assert got.shape == want.shape
+            # Not by bytes: what lies between fields is nobody's.
+            assert str(got.tolist()) == str(want.tolist())
+
+    on_ranks(2, check)
+
+
+def test_other_byte_orders_arrive_as_the_native_one(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        got = comm.sendrecv(np.arange(7, dtype=">i4") + comm.rank, right, left)
+        assert same_bits(got, np.arange(7, dtype=np.int32) + left)
+
+    on_ranks(2, check)
+
+
+SHAPES = [(), (0,), (3, 0, 2), (1, 1), (7, 11, 13), (2,) * 8, (1,) * 9, (1, 2) * 7, (0,) * 9]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, "i4,f8"], ids=str)
+def test_each_shape_arrives(on_ranks, shape, dtype) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        count = int(np.prod(shape))
+        filled = [
+            np.arange(rank, rank + count).astype(np.int64).astype(dtype).reshape(shape)
+            for rank in range(comm.size)
+        ]
+        got = comm.sendrecv(filled[comm.rank], right, left)
+        assert got.dtype == np.dtype(dtype)
+        assert got.shape == shape
+        assert got.tobytes() == filled[left].tobytes()
+
+    on_ranks(2, check)
+
+
+NEAR = [ROOM - 1, ROOM, ROOM + 1, 4095, 4096, 4097]
+
+
+def test_lengths_around_what_fits_into_the_envelope(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for count in NEAR:
+            mine = np.random.default_rng((comm.rank, count)).integers(0, 256, count, np.uint8)
+            got = comm.sendrecv(mine, right, left)
+            want = np.random.default_rng((left, count)).integers(0, 256, count, np.uint8)
+            assert same_bits(got, want)
+
+    on_ranks(2, check)
+
+
+def test_what_is_said_of_a_structure_takes_room_in_the_envelope(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for count in range(ROOM - 80, ROOM + 1):
+            mine = np.full(count, comm.rank + 1, np.uint8).view([("a", "u1")])
+            got = comm.sendrecv(mine, right, left)
+            assert got.tobytes() == bytes([left + 1]) * count
+
+    on_ranks(2, check)
+
+
+@pytest.mark.parametrize("count", [4_000, 6_000, 6_001, 10_999])
+def test_messages_beyond_the_largest_movement_go_in_pieces(
+    on_ranks, size, monkeypatch, count
+) -> None:
+    monkeypatch.setattr(_messages, "MAX_BYTES", 1_000)
+
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        got = [comm.irecv(left) for _ in range(3)]
+        sent = [comm.isend(_bytes_of(comm.rank, k, count), right) for k in range(3)]
+        for k in (1, 2, 0):
+            assert same_bits(got[k].wait(), _bytes_of(left, k, count))
+        ac.waitall(sent)
+
+    on_ranks(size, check)
+
+
+def _bytes_of(rank: int, number: int, count: int) -> Array:
+    return np.random.default_rng((rank, number)).integers(0, 256, count, np.uint8)
+
+
+LAYOUTS = ["fortran", "transposed", "sliced", "offset", "negative", "broadcast", "unaligned"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_arrives_as_the_array_it_shows(on_ranks, layout) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for shape in ((3, 4), (60, 70)):
+            case = ArrayCase("float32", shape, layout=layout, seed=comm.rank + 1)
+            mine = case.build()
+            got = comm.sendrecv(mine, right, left)
+            want = ArrayCase("float32", shape, layout=layout, seed=left + 1).numpy()
+            assert same_bits(got, want)
+            assert got.flags.c_contiguous
+            assert same_bits(np.ascontiguousarray(mine), case.numpy())
+
+    on_ranks(2, check)
+
+
+def test_what_arrives_shares_memory_with_nobody(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for count in LENGTHS:
+            mine = np.full(count, float(comm.rank))
+            got = comm.sendrecv(mine, right, left)
+            comm.barrier()
+            mine[...] = -1
+            got[-1] = 7
+            comm.barrier()
+            assert (got[:-1] == left).all()
+            assert (mine == -1).all()
+
+    on_ranks(size, check)
+
+
+def test_short_message_may_be_overwritten_once_it_is_sent(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank == 0:
+            mine = np.ones(SHORT)
+            comm.send(mine, 1)
+            mine[...] = 2
+            comm.barrier()
+        else:
+            comm.barrier()
+        if comm.rank == 1:
+            assert (comm.recv(0) == 1).all()
+
+    on_ranks(2, check)
+
+
+# Frameworks
+
+
+@pytest.mark.parametrize("framework", installed_frameworks())
+def test_array_of_each_framework_is_sent(on_ranks, framework) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for count in LENGTHS:
+            case = ArrayCase("float32", (count,), framework=framework, seed=comm.rank + 1)
+            got = comm.sendrecv(case.build(), right, left)
+            want = ArrayCase("float32", (count,), seed=left + 1).numpy()
+            assert type(got) is np.ndarray
+            assert same_bits(got, want)
+
+    on_ranks(2, check)
+
+
+HAVE_NAMESPACE = [f for f in installed_frameworks() if f not in ("buffer", "dlpack")]
+
+
+@pytest.mark.parametrize("framework", HAVE_NAMESPACE)
+def test_array_arrives_in_the_framework_that_is_asked_for(on_ranks, framework) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        like = ArrayCase("int32", (1,), framework=framework).build()
+        for count in LENGTHS:
+            mine = ArrayCase("float32", (count,), seed=comm.rank + 1).numpy()
+            got = comm.sendrecv(mine, right, left, like=like)
+            assert type(got) is type(like)
+            want = ArrayCase("float32", (count,), seed=left + 1).numpy()
+            assert same_bits(np.asarray(ac.exchange(got, "numpy")), want)
+
+    on_ranks(2, check)
+
+
+def test_numbers_arrive_as_numbers_where_one_is_asked_for(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        got = comm.sendrecv(comm.rank + 0.5, right, left, like=0.0)
+        assert type(got) is float
+        assert got == left + 0.5
+        array = comm.sendrecv(3, right, left)
+        assert same_bits(array, np.asarray(3))
+
+    on_ranks(2, check)
+
+
+OUTS: dict[str, Callable[[int], Any]] = {
+    "contiguous": np.empty,
+    "strided": lambda count: np.empty((count, 2))[:, 1],
+    "reversed": lambda count: np.empty(count)[::-1],
+    "unaligned": lambda count: np.frombuffer(bytearray(8 * count + 1), np.uint8)[1:].view("f8"),
+    "torch": lambda count: pytest.importorskip("torch").empty(count, dtype=_torch_float64()),
+}
+
+
+def _torch_float64() -> Any:
+    return pytest.importorskip("torch").float64
+
+
+@pytest.mark.parametrize("kind", OUTS)
+def test_elements_go_into_out(on_ranks, kind) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for count in LENGTHS:
+            out = OUTS[kind](count)
+            assert comm.sendrecv(_numbered(count, comm.rank), right, left, out=out) is out
+            assert np.array_equal(np.asarray(out), _numbered(count, left))
+
+    on_ranks(2, check)
+
+
+# Order
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_messages_of_one_tag_arrive_in_the_order_of_sending(on_ranks, count) -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank == 0:
+            requests = [comm.isend(_numbered(count, k), 1, 7) for k in range(10)]
+            ac.waitall(requests)
+        elif comm.rank == 1:
+            for k in range(10):
+                assert np.array_equal(comm.recv(0, 7), _numbered(count, k))
+
+    on_ranks(2, check)
+
+
+def test_short_messages_do_not_overtake_long_ones_of_their_tag(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        counts = [LONG, SHORT, LONG, 0, SHORT, LONG]
+        if comm.rank == 0:
+            ac.waitall([comm.isend(_numbered(n, k), 1) for k, n in enumerate(counts)])
+        elif comm.rank == 1:
+            for k, n in enumerate(counts):
+                assert np.array_equal(comm.recv(0), _numbered(n, k))
+
+    on_ranks(2, check)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_messages_of_different_tags_go_past_one_another(on_ranks, count) -> None:
+    def check(comm: Communicator) -> None:
+        tags = [0, 3, 1, _messages.TAGS - 1]
+        if comm.rank == 0:
+            ac.waitall([comm.isend(_numbered(count, tag), 1, tag) for tag in tags])
+        elif comm.rank == 1:
+            for tag in reversed(tags):
+                assert np.array_equal(comm.recv(0, tag), _numbered(count, tag))
+
+    on_ranks(2, check)
+
+
+@pytest.mark.parametrize("receives_first", [True, False])
+def test_each_of_many_receives_gets_its_own_pieces(on_ranks, size, receives_first) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        counts = [LONG + k for k in range(8)]
+        receive = lambda: [comm.irecv(left) for _ in counts]  # noqa: E731
+        got = receive() if receives_first else []
+        sent = [comm.isend(_numbered(n, comm.rank), right) for n in counts]
+        got = got or receive()
+        for k in np.random.default_rng(comm.rank).permutation(len(counts)):
+            assert np.array_equal(got[k].wait(), _numbered(counts[k], left))
+        ac.waitall(sent)
+
+    on_ranks(size, check)
+
+
+def test_all_exchange_with_all_and_wait_in_orders_of_their_own(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        rng = np.random.default_rng(comm.rank)
+        starts = [
+            (peer, tag, receives)
+            for peer in range(comm.size)
+            for tag in range(4)
+            for receives in (True, False)
+        ]
+        requests: dict[tuple[int, int, bool], ac.Request] = {}
+        for place in rng.permutation(len(starts)):
+            peer, tag, receives = starts[place]
+            mine = _numbered(LENGTHS[tag % 2], comm.rank, peer, tag)
+            requests[starts[place]] = (
+                comm.irecv(peer, tag) if receives else comm.isend(mine, peer, tag)
+            )
+        for place in rng.permutation(len(starts)):
+            peer, tag, receives = starts[place]
+            result = requests[starts[place]].wait()
+            if receives:
+                assert np.array_equal(result, _numbered(LENGTHS[tag % 2], peer, comm.rank, tag))
+            else:
+                assert result is None
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_pairs_send_both_ways_at_once(on_ranks, count) -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank > 1:
+            return
+        peer = 1 - comm.rank
+        for number in range(20):
+            got = comm.sendrecv(_numbered(count, comm.rank, number), peer, peer)
+            assert np.array_equal(got, _numbered(count, peer, number))
+
+    on_ranks(2, check)
+
+
+def test_rank_sends_to_itself(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        comm.send(_numbered(SHORT, 1), comm.rank)
+        assert np.array_equal(comm.recv(comm.rank), _numbered(SHORT, 1))
+        receiving = comm.irecv(comm.rank, 2)
+        comm.send(_numbered(LONG, 2), comm.rank, 2)
+        assert np.array_equal(receiving.wait(), _numbered(LONG, 2))
+        sending = comm.isend(_numbered(LONG, 3), comm.rank, 3)
+        assert np.array_equal(comm.recv(comm.rank, 3), _numbered(LONG, 3))
+        assert sending.wait() is None
+        got = comm.sendrecv(_numbered(LONG, 4), comm.rank, comm.rank)
+        assert np.array_equal(got, _numbered(LONG, 4))
+
+    on_ranks(size, check)
+
+
+# Beside collectives
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_messages_do_not_wait_for_requests_started_before_them(on_ranks, several, count) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.ones(30_000)
+        if comm.rank == 0:
+            request = comm.iallreduce(x)
+            comm.send(_numbered(count, 1), 1)
+            assert np.array_equal(comm.recv(1), _numbered(count, 2))
+        else:
+            if comm.rank == 1:
+                assert np.array_equal(comm.recv(0), _numbered(count, 1))
+                comm.send(_numbered(count, 2), 0)
+            request = comm.iallreduce(x)
+        assert (request.wait() == comm.size).all()
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("elements", [3, 3_000, 200_000])
+def test_receives_progress_while_a_collective_is_waited_for(on_ranks, several, elements) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.ones(elements)
+        for _ in range(3):
+            # The second time, a small reduction goes the short way.
+            if comm.rank == 0:
+                out = np.empty(LONG)
+                receiving = comm.irecv(1, out=out)
+                assert (comm.allreduce(x) == comm.size).all()
+                assert np.array_equal(out, _numbered(LONG, 1))
+                receiving.wait()
+            else:
+                if comm.rank == 1:
+                    comm.send(_numbered(LONG, 1), 0)
+                assert (comm.allreduce(x) == comm.size).all()
+
+    on_ranks(several, check)
+
+
+def test_messages_progress_while_another_communicator_is_waited_for(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        if comm.rank == 0:
+            receiving = other.irecv(1)
+            comm.barrier()
+            assert np.array_equal(receiving.wait(), _numbered(LONG, 1))
+        else:
+            if comm.rank == 1:
+                other.send(_numbered(LONG, 1), 0)
+            comm.barrier()
+
+    on_ranks(several, check)
+
+
+def test_messages_progress_while_the_caller_does_something_else(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank < 2:
+            peer, out = 1 - comm.rank, np.empty(LONG)
+            requests = [comm.irecv(peer, out=out), comm.isend(_numbered(LONG, comm.rank), peer)]
+            deadline = time.monotonic() + 10
+            while not all(r._task.finished for r in requests) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert all(request._task.finished for request in requests)
+            assert np.array_equal(out, _numbered(LONG, peer))
+        comm.barrier()
+
+    on_ranks(2, check)
+
+
+def test_collectives_messages_and_requests_mix(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        x = np.arange(LONG, dtype=np.float64)
+        sums = [comm.iallreduce(x * k) for k in range(3)]
+        got = [comm.irecv(left, k) for k in range(3)]
+        assert comm.allreduce(1) == comm.size
+        sent = [comm.isend(x + 10 * comm.rank + k, right, k) for k in range(3)]
+        root = comm.size - 1
+        assert np.array_equal(comm.bcast(x if comm.rank == root else None, root), x)
+        for k in np.random.default_rng(comm.rank).permutation(3):
+            assert np.array_equal(got[k].wait(), x + 10 * left + k)
+            assert np.array_equal(sums[2 - k].wait(), x * (2 - k) * comm.size)
+        ac.waitall(sent)
+
+    on_ranks(size, check)
+
+
+def test_blocking_messages_start_no_thread(on_ranks, size) -> None:
+    def refuse() -> None:
+        raise AssertionError("a thread was started for a message that is waited for")
+
+    def check(comm: Communicator) -> None:
+        comm._engine._start_progress = refuse  # type: ignore[method-assign]
+        right, left = _ring(comm)
+        for count in LENGTHS:
+            comm.sendrecv(_numbered(count, comm.rank), right, left)
+            if comm.rank == 0 and comm.size > 1:
+                comm.send(_numbered(count, 0), right)
+            elif comm.rank == 1:
+                assert np.array_equal(comm.recv(0), _numbered(count, 0))
+
+    on_ranks(size, check)
+
+
+# Other communicators
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_messages_of_two_communicators_do_not_mix(on_ranks, count) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        if comm.rank == 0:
+            sent = [comm.isend(_numbered(count, 1), 1), other.isend(_numbered(count, 2), 1)]
+            ac.waitall(sent)
+        elif comm.rank == 1:
+            assert np.array_equal(other.recv(0), _numbered(count, 2))
+            assert np.array_equal(comm.recv(0), _numbered(count, 1))
+
+    on_ranks(2, check)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_ranks_of_a_message_are_those_of_its_communicator(on_ranks, size, count) -> None:
+    def check(comm: Communicator) -> None:
+        part = comm.split(comm.rank % 2, key=-comm.rank)
+        assert part is not None
+        members = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
+        right, left = _ring(part)
+        got = part.sendrecv(_numbered(count, comm.rank), right, left)
+        assert np.array_equal(got, _numbered(count, members[left]))
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_messages_outlive_the_freeing_of_their_communicator(on_ranks, size, count) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        with comm.dup() as other:
+            requests = [other.irecv(left), other.isend(_numbered(count, comm.rank), right)]
+        assert np.array_equal(requests[0].wait(), _numbered(count, left))
+        assert requests[1].wait() is None
+        with pytest.raises(ac.CommunicatorClosedError, match="it was freed"):
+            other.send(1, right)
+
+    on_ranks(size, check)
+
+
+# Wrong arguments
+
+WRONG_RANKS: dict[str, tuple[type[Exception], Callable[[Communicator], Any], str]] = {
+    "dest too large": (ValueError, lambda c: c.send(1, c.size), "send: dest must be a rank"),
+    "dest negative": (ValueError, lambda c: c.isend(1, -1), "send: dest must be a rank"),
+    "dest no rank": (TypeError, lambda c: c.send(1, "0"), "send: dest must be a rank"),
+    "dest None": (TypeError, lambda c: c.send(1, None), "send: dest must be a rank"),
+    "source too large": (ValueError, lambda c: c.recv(c.size), "recv: source must be a rank"),
+    "source negative": (ValueError, lambda c: c.irecv(-1), "recv: source must be a rank"),
+    "source no rank": (TypeError, lambda c: c.recv(0.0), "recv: source must be a rank"),
+    "tag negative": (ValueError, lambda c: c.send(1, 0, -1), "send: tag must be 0 to 1048575"),
+    "tag too large": (ValueError, lambda c: c.recv(0, 1 << 20), "recv: tag must be 0 to"),
+    "tag no integer": (TypeError, lambda c: c.irecv(0, "a"), "recv: tag must be an integer"),
+    "sendrecv dest": (ValueError, lambda c: c.sendrecv(1, c.size, 0), "send: dest must be"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_RANKS)
+def test_wrong_rank_or_tag_is_raised_at_once_and_the_ranks_go_on(on_ranks, case) -> None:
+    kind, wrong, message = WRONG_RANKS[case]
+
+    def check(comm: Communicator) -> None:
+        with pytest.raises(kind, match=message):
+            wrong(comm)
+        right, left = _ring(comm)
+        assert comm.sendrecv(comm.rank, right, left) == left
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(2, check)
+
+
+def test_wrong_source_is_raised_once_the_other_half_is_done(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="recv: source"):
+                comm.sendrecv(_numbered(LONG, 0), 1, comm.size)
+        elif comm.rank == 1:
+            assert np.array_equal(comm.recv(0), _numbered(LONG, 0))
+        comm.barrier()
+
+    on_ranks(2, check)
+
+
+WIDE = np.dtype([(f"field{k}", "f4") for k in range(500)])
+
+WRONG_ARRAYS: dict[str, tuple[type[Exception], Any]] = {
+    "list": (TypeError, [1, 2]),
+    "string": (TypeError, "no"),
+    "None": (TypeError, None),
+    "object dtype": (TypeError, np.array([{}])),
+    "big integer": (OverflowError, 2**70),
+    "description too long": (TypeError, np.zeros(2, WIDE)),
+    "nothing in it": (TypeError, np.zeros(2, [])),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARRAYS)
+def test_wrong_array_is_raised_by_both_and_the_ranks_go_on(on_ranks, case) -> None:
+    kind, wrong = WRONG_ARRAYS[case]
+
+    def check(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(kind, match="send"):
+                comm.send(wrong, 1, 4)
+            comm.send(_numbered(LONG, 0), 1, 4)
+        elif comm.rank == 1:
+            with pytest.raises(ac.PeerError, match=r"rank 0 raised instead of sending") as caught:
+                comm.recv(0, 4)
+            assert caught.value.rank == 0
+            assert kind.__name__ in caught.value.traceback
+            assert "test_messages.py" in caught.value.traceback
+            assert np.array_equal(comm.recv(0, 4), _numbered(LONG, 0))
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(2, check)
+
+
+def test_wrong_array_of_a_request_is_raised_by_wait(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank < 2:
+            peer = 1 - comm.rank
+            requests = [comm.isend({}, peer), comm.irecv(peer), comm.isend(1, peer)]
+            with pytest.raises(TypeError, match="send"):
+                requests[0].wait()
+            with pytest.raises(ac.PeerError):
+                requests[1].wait()
+            assert requests[2].wait() is None
+            assert comm.recv(peer) == 1
+        comm.barrier()
+
+    on_ranks(2, check)
+
+
+def test_wrong_array_of_an_exchange_is_raised_once_the_other_half_is_done(
+    on_ranks, several
+) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        mine = {} if comm.rank == 0 else _numbered(LONG, comm.rank)
+        if comm.rank == 0:
+            with pytest.raises(TypeError, match="send"):
+                comm.sendrecv(mine, right, left)
+        elif left == 0:
+            with pytest.raises(ac.PeerError):
+                comm.sendrecv(mine, right, left)
+        else:
+            assert np.array_equal(comm.sendrecv(mine, right, left), _numbered(LONG, left))
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+WRONG_OUTS: dict[str, tuple[type[Exception], Callable[[int], dict[str, Any]]]] = {
+    "shape": (ValueError, lambda count: {"out": np.empty(count + 1)}),
+    "rank of the shape": (ValueError, lambda count: {"out": np.empty((count, 1))}),
+    "dtype": (TypeError, lambda count: {"out": np.empty(count, np.float32)}),
+    "read-only": (BufferError, lambda count: {"out": np.broadcast_to(1.0, (count,))}),
+    "no array": (TypeError, lambda count: {"out": [0.0] * count}),
+    "like no array": (TypeError, lambda count: {"like": [0.0] * count}),
+    "jax": (BufferError, lambda count: {"out": _jax_zeros(count)}),
+}
+
+
+def _jax_zeros(count: int) -> Any:
+    return pytest.importorskip("jax").numpy.zeros(count)
+
+
+@pytest.mark.parametrize("case", WRONG_OUTS)
+def test_message_for_a_wrong_out_is_lost_and_the_ranks_go_on(on_ranks, case) -> None:
+    kind, wanted = WRONG_OUTS[case]
+
+    def check(comm: Communicator) -> None:
+        for count in LENGTHS:
+            if comm.rank == 0:
+                comm.send(_numbered(count, 1), 1)
+                comm.send(_numbered(count, 2), 1)
+            elif comm.rank == 1:
+                with pytest.raises(kind, match="recv"):
+                    comm.recv(0, **wanted(count))
+                assert np.array_equal(comm.recv(0), _numbered(count, 2))
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(2, check)
+
+
+def test_dtype_that_the_framework_lacks_is_raised_by_the_receiver_alone(on_ranks) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        for count in (2, 5_000):
+            if comm.rank == 0:
+                comm.send(np.zeros(count, "datetime64[s]"), 1)
+            elif comm.rank == 1:
+                with pytest.raises(TypeError, match="torch has no dtype"):
+                    comm.recv(0, like=torch.zeros(1))
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(2, check)
+
+
+# Nobody sends, nobody receives
+
+
+def test_receive_that_nobody_sends_names_what_it_waits_for(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        impatient = comm.dup(timeout=TIMEOUT)
+        if comm.rank:
+            with pytest.raises(ac.CommTimeoutError, match=r"timeout 0\.6 s") as caught:
+                impatient.recv(0, 5)
+            assert "recv from rank 0 with tag 5 at test_messages.py:" in str(caught.value)
+            with pytest.raises(ac.CommunicatorClosedError, match="CommTimeoutError"):
+                impatient.recv(0, 5)
+        comm.barrier()
+        if comm.rank == 0:
+            for peer in range(1, comm.size):
+                impatient.send(1, peer, 5)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(3, check)
+
+
+def test_all_receives_that_nobody_sends_say_so(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        impatient = comm.dup(timeout=TIMEOUT)
+        if comm.rank == 1:
+            requests = [impatient.irecv(0, tag) for tag in range(3)]
+            for tag in (2, 0, 1):
+                with pytest.raises(ac.CommTimeoutError, match=f"rank 0 with tag {tag} at "):
+                    requests[tag].wait()
+        comm.barrier()
+        if comm.rank == 0:
+            for tag in range(3):
+                impatient.send(1, 1, tag)
+        comm.barrier()
+
+    on_ranks(2, check)
+
+
+def test_message_that_comes_too_late_finds_its_memory_in_place(on_ranks, transport) -> None:
+    if transport == "threads":
+        pytest.skip("the receiver fetches from threads; MPI writes")
+    from arraycomm._transports.mpi import _Movement
+
+    def check(comm: Communicator) -> None:
+        impatient = comm.dup(timeout=TIMEOUT)
+        before = len(_Movement.under_way)
+        if comm.rank == 1:
+            requests = [impatient.irecv(0) for _ in range(3)]
+            for request in requests:
+                with pytest.raises(ac.CommTimeoutError):
+                    request.wait()
+            del requests, request
+            impatient._engine.interrupted = None
+            gc.collect()
+            assert len(_Movement.under_way) == before + 3
+        comm.barrier()
+        if comm.rank == 0:
+            for _ in range(3):
+                impatient.send(np.ones(SHORT), 1)
+        comm.barrier()
+        for movement in list(_Movement.under_way):
+            while not movement.done():
+                time.sleep(0.001)
+
+    on_ranks(2, check)
+
+
+def test_long_message_that_nobody_receives_names_what_it_waits_for(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        impatient = comm.dup(timeout=TIMEOUT)
+        if comm.rank == 0:
+            with pytest.raises(ac.CommTimeoutError, match="send to rank 1 with tag 3 at test_mes"):
+                impatient.send(np.ones(1_000_000), 1, 3)
+        comm.barrier()
+
+    on_ranks(2, check)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_wait_with_a_timeout_can_be_repeated(on_ranks, count) -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.barrier()
+            comm.send(_numbered(count, 0), 1)
+        elif comm.rank == 1:
+            request = comm.irecv(0)
+            assert not request.test()
+            with pytest.raises(ac.CommTimeoutError, match=r"not finished after 0\.05 seconds"):
+                request.wait(timeout=0.05)
+            comm.barrier()
+            assert np.array_equal(request.wait(), _numbered(count, 0))
+            assert request.test()
+        else:
+            comm.barrier()
+
+    on_ranks(2, check)
+
+
+def test_receive_from_a_rank_that_failed_raises_with_its_traceback(on_ranks, transport) -> None:
+    if transport == "mpi-messages":
+        pytest.skip("between nodes a receive waits for the timeout")
+
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        if comm.rank == 0:
+            with pytest.raises(ZeroDivisionError), other:
+                raise ZeroDivisionError("lost my way")
+        else:
+            with pytest.raises(ac.PeerError, match="lost my way") as caught:
+                other.recv(0)
+            assert caught.value.rank == 0
+            with pytest.raises(ac.CommunicatorClosedError, match="PeerError"):
+                other.send(1, 0)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(3, check)
+
+
+def test_long_message_to_a_rank_that_failed_raises(on_ranks, transport) -> None:
+    if transport == "mpi-messages":
+        pytest.skip("between nodes a message waits for the timeout")
+
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        if comm.rank == 0:
+            with pytest.raises(ZeroDivisionError), other:
+                raise ZeroDivisionError("lost my way")
+        elif comm.rank == 1:
+            with pytest.raises(ac.PeerError, match="lost my way"):
+                other.send(np.ones(1_000_000), 0)
+        comm.barrier()
+
+    on_ranks(2, check)
+
+
+def test_what_was_sent_before_a_rank_failed_arrives(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        if comm.rank == 0:
+            other.send(_numbered(SHORT, 0), 1)
+            with pytest.raises(ZeroDivisionError), other:
+                raise ZeroDivisionError
+        comm.barrier()
+        if comm.rank == 1:
+            assert np.array_equal(other.recv(0), _numbered(SHORT, 0))
+        comm.barrier()
+
+    on_ranks(2, check)
+
+
+def test_mismatch_ends_receives_that_nobody_sends_any_more(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        broken = comm.dup()
+        request = broken.irecv((comm.rank + 1) % comm.size)
+        with pytest.raises(ac.MismatchError):
+            broken.allreduce(np.ones(3 + comm.rank))
+        started = time.monotonic()
+        with pytest.raises((ac.PeerError, ac.CommunicatorClosedError)):
+            request.wait()
+        assert time.monotonic() - started < 10
+        comm.barrier()
+        # So that MPI is left with nothing under way.
+        _, left = _ring(broken)
+        broken._link.send(np.zeros(1, np.uint8), left, 0)
+        comm.barrier()
+
+    on_ranks(2, check)
+
+
+@alone
+def test_receive_from_a_rank_that_has_finished_raises() -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank:
+            with pytest.raises(ac.PeerError, match="rank 0 has reached the end of its program"):
+                comm.recv(0)
+
+    run(3, check)
+
+
+@alone
+def test_exception_of_the_sender_is_the_one_that_is_raised() -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank == 0:
+            raise ZeroDivisionError("the cause")
+        comm.recv(comm.rank - 1)
+
+    with pytest.raises(ZeroDivisionError, match="the cause"):
+        run(3, check)
+
+
+@alone
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer of the system")
+def test_interrupted_receive_takes_no_later_message() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    comm = Communicator(SelfTransport(), Options())
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            comm.recv(0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert comm._engine.idle or all(task.finished for task in comm._engine._messages)
+    with pytest.raises(ac.CommunicatorClosedError, match="KeyboardInterrupt"):
+        comm.recv(0)
+
+
+# The end of a program
+
+# Without a thread, nothing makes progress between the calls.
+DROPPED = """
+import warnings, numpy as np, arraycomm as ac
+comm = ac.init()
+comm._engine._threaded = False
+right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+out = np.zeros(20_000)
+comm.isend(np.full(20_000, comm.rank + 1.0), right)
+comm.barrier()
+comm.irecv(left, out=out)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ac.finalize()
+assert (out == left + 1).all()
+lines = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+assert any("request made at <string>:7 was never waited for" in line for line in lines), lines
+"""
+
+
+@alone
+def test_dropped_messages_are_completed_at_the_end_with_a_warning() -> None:
+    done = run_python("-c", DROPPED)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_mpiexec
+def test_dropped_messages_are_completed_at_the_end_of_a_job() -> None:
+    done = run_python("-c", DROPPED, ranks=2)
+    assert done.returncode == 0, done.stderr
+
+
+# What is told of messages
+
+
+def test_request_says_where_it_was_made(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        request = comm.irecv(comm.rank)
+        assert "under way" in repr(request)
+        comm.send(1, comm.rank)
+        request.wait()
+        assert repr(request).startswith("<Request made at test_messages.py:")
+        assert "finished" in repr(request)
+
+    on_ranks(2, check)
+
+
+def test_stats_count_messages(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        comm.sendrecv(np.ones((4, 5))[:, ::2], right, left)
+        receiving = comm.irecv(left)
+        comm.isend(np.ones(3, np.float32), right).wait()
+        receiving.wait()
+        stats = comm.stats()
+        assert (stats["send"]["calls"], stats["recv"]["calls"]) == (2, 2)
+        assert stats["send"]["bytes"] == 4 * 3 * 8 + 3 * 4
+        assert stats["send"]["copies"] == 1
+        assert stats["recv"]["seconds"] > 0
+
+    on_ranks(2, check)
+
+
+def test_each_thread_has_messages_on_a_communicator_of_its_own(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        comms = [comm.dup() for _ in range(3)]
+        right, left = _ring(comm)
+        wrong: list[int] = []
+
+        def exchange(number: int) -> None:
+            for k in range(10):
+                mine = _numbered(LENGTHS[k % 2], comm.rank, number, k)
+                got = comms[number].sendrecv(mine, right, left)
+                if not np.array_equal(got, _numbered(LENGTHS[k % 2], left, number, k)):
+                    wrong.append(k)
+
+        threads = [threading.Thread(target=exchange, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+    on_ranks(several, check)
+
+
+# All schedules
+
+
+@alone
+@pytest.mark.parametrize("seed", range(10))
+def test_messages_do_not_depend_on_the_schedule(seed) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        got = [comm.irecv(left) for _ in range(3)]
+        total = comm.iallreduce(np.ones(9_000))
+        sent = [comm.isend(_numbered(n, comm.rank), right) for n in (SHORT, LONG, 0)]
+        assert comm.allreduce(1) == comm.size
+        for k in np.random.default_rng((seed, comm.rank)).permutation(3):
+            assert np.array_equal(got[k].wait(), _numbered((SHORT, LONG, 0)[k], left))
+        ac.waitall(sent)
+        assert (total.wait() == comm.size).all()
+
+    run(1 + seed % 4, check, schedule=seed)

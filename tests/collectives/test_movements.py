@@ -1,0 +1,707 @@
+"""The collectives that move arrays: what each rank gets is what NumPy makes of all ranks' arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import _algorithms
+from arraycomm._communicator import Communicator
+from arraycomm._transports.base import Blocks
+from tests.collectives.oracle import DTYPES
+
+Array = np.ndarray[Any, Any]
+
+EVEN = ["allgather", "gather", "scatter", "alltoall"]
+UNEVEN = ["allgatherv", "gatherv", "scatterv", "alltoallv"]
+MOVEMENTS = [*EVEN, *UNEVEN]
+
+
+def expected(
+    name: str, arrays: Sequence[Array], counts: Sequence[Sequence[int]], rank: int, root: int
+) -> Array | None:
+    """Return what `rank` must get where rank r passes `arrays[r]`, and `counts[r]` if at all."""
+    if name in ("gather", "gatherv") and rank != root:
+        return None
+    match name:
+        case "allgather" | "gather":
+            return np.stack(arrays)
+        case "allgatherv" | "gatherv":
+            return np.concatenate(arrays)
+        case "scatter":
+            return arrays[root][rank, ...]
+        case "scatterv":
+            return _parts(arrays[root], counts[root])[rank]
+        case "alltoall":
+            return np.stack([array[rank] for array in arrays])
+        case _:
+            parts = [_parts(a, c)[rank] for a, c in zip(arrays, counts, strict=True)]
+            return np.concatenate(parts)
+
+
+def _parts(array: Array, counts: Sequence[int]) -> list[Array]:
+    return np.split(array, np.cumsum(counts)[:-1])
+
+
+def call(
+    comm: Communicator,
+    name: str,
+    x: Any,
+    counts: Sequence[int] | None = None,
+    root: int = 0,
+    **keywords: Any,
+) -> Any:
+    """Call a movement with those of the arguments that it has on this rank."""
+    method = getattr(comm, name)
+    match name:
+        case "allgather" | "allgatherv" | "alltoall":
+            return method(x, **keywords)
+        case "alltoallv":
+            return method(x, counts, **keywords)
+        case "gather" | "gatherv":
+            return method(x, root, **keywords)
+    if comm.rank != root:
+        return method(None, root=root, **keywords)
+    return method(x, root, **keywords) if name == "scatter" else method(x, counts, root, **keywords)
+
+
+def values(dtype: Any, count: int, rank: int) -> Array:
+    """Elements that tell ranks and places apart, of any dtype."""
+    dtype = np.dtype(dtype)
+    numbers = np.arange(count) * 7 + rank * 3 + 1
+    if dtype.kind in "SU":
+        return numbers.astype("U4").astype(dtype)
+    if dtype.kind == "V" and dtype.names:
+        raw = (numbers[:, None] + np.arange(dtype.itemsize) * 5).astype(np.uint8)
+        return raw.reshape(-1).view(dtype)
+    return (numbers % 2 if dtype.kind == "b" else numbers % 120).astype(dtype)
+
+
+def inputs(
+    name: str, size: int, length: int, row: tuple[int, ...] = (2,), dtype: Any = np.int32
+) -> tuple[list[Array], list[list[int]]]:
+    """Return what each rank passes: arrays, and counts of up to `length` with zeros among them."""
+    if name in EVEN:
+        counts = [[1] * size for _ in range(size)]
+        shapes = [(size, length, *row)] * size
+    else:
+        counts = [
+            [(r * 3 + k * 5 + length) % (length + 1) for k in range(size)] for r in range(size)
+        ]
+        shapes = [(sum(c), *row) for c in counts]
+    arrays = [values(dtype, int(np.prod(s)), r).reshape(s) for r, s in enumerate(shapes)]
+    return arrays, counts
+
+
+def same(got: Any, want: Array | None) -> bool:
+    """Tell whether results are equal byte for byte, with dtype and shape."""
+    if got is None or want is None:
+        return got is None and want is None
+    native = want.astype(want.dtype.newbyteorder("="))
+    assert (got.dtype, got.shape) == (native.dtype, native.shape)
+    if native.dtype.names:
+        # Field by field, for what stands between fields is no value.
+        return all(same(got[field], native[field]) for field in native.dtype.names)
+    return bool(got.tobytes() == native.tobytes())
+
+
+@pytest.fixture(params=MOVEMENTS)
+def name(request: pytest.FixtureRequest) -> str:
+    """One of the movements."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=[1, 3])
+def few(request: pytest.FixtureRequest) -> int:
+    """One rank alone, or several, where the number makes no other difference."""
+    number: int = request.param
+    return number
+
+
+# Nothing, a row, few; around 128 bytes and 32 KiB, up to which data travels with the header; many.
+LENGTHS = [0, 1, 3, 4, 5, 7, 15, 16, 17, 1024, 1025, 2048, 4096, 4097, 20_000]
+
+
+def test_each_rank_gets_its_share(on_ranks, size, name) -> None:
+    def check(comm: Communicator) -> None:
+        for number, length in enumerate(LENGTHS):
+            arrays, counts = inputs(name, comm.size, length)
+            root = number % comm.size
+            mine = arrays[comm.rank].copy()
+            got = call(comm, name, mine, counts[comm.rank], root)
+            assert same(got, expected(name, arrays, counts, comm.rank, root)), length
+            assert got is None or got.flags.c_contiguous
+            assert mine.tobytes() == arrays[comm.rank].tobytes(), "the input stays as it is"
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("payload", [128, 32 << 10])
+def test_sizes_around_what_travels_with_the_header(on_ranks, name, payload) -> None:
+    """With one byte a row, each total from a byte too few to a byte too many."""
+
+    def check(comm: Communicator) -> None:
+        table = 8 * comm.size
+        for nbytes in (payload - table - 1, payload - table, payload - table + 1, payload + 1):
+            length = nbytes // comm.size
+            arrays, counts = inputs(name, comm.size, length, (), np.uint8)
+            if name in UNEVEN:
+                counts = [
+                    [nbytes - length * (comm.size - 1), *[length] * (comm.size - 1)]
+                ] * comm.size
+                arrays = [values(np.uint8, nbytes, r) for r in range(comm.size)]
+            got = call(comm, name, arrays[comm.rank], counts[comm.rank])
+            assert same(got, expected(name, arrays, counts, comm.rank, 0)), nbytes
+
+    on_ranks(3, check)
+
+
+OPAQUE = [
+    np.dtype([("a", "i4"), ("b", "f8"), ("c", "S3")]),
+    np.dtype([("a", "i1"), ("b", "f8")], align=True),
+    np.dtype("datetime64[ns]"),
+    np.dtype("timedelta64[D]"),
+    np.dtype("S5"),
+    np.dtype("U4"),
+    np.dtype([("a", ">i4"), ("b", ">M8[s]")]),
+    np.dtype(">f8"),
+    np.dtype(">i2"),
+    np.dtype(">c16"),
+]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *OPAQUE], ids=str)
+def test_each_dtype_is_moved(on_ranks, dtype) -> None:
+    def check(comm: Communicator) -> None:
+        for name in MOVEMENTS:
+            for length in (2, 9_000):
+                arrays, counts = inputs(name, comm.size, length, (1,), dtype)
+                got = call(comm, name, arrays[comm.rank], counts[comm.rank], 1)
+                assert same(got, expected(name, arrays, counts, comm.rank, 1)), (name, length)
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, OPAQUE[0]], ids=str)
+def test_arrays_of_more_than_eight_dimensions_are_moved(on_ranks, name, dtype) -> None:
+    def check(comm: Communicator) -> None:
+        for length in (1, 2_000):
+            arrays, counts = inputs(name, comm.size, length, (1, 2) * 5, dtype)
+            got = call(comm, name, arrays[comm.rank], counts[comm.rank], 2)
+            assert same(got, expected(name, arrays, counts, comm.rank, 2))
+
+    on_ranks(3, check)
+
+
+def test_fields_that_overlap_are_refused_where_the_others_cannot_know_them(on_ranks, size) -> None:
+    dtype = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 0]})
+
+    def check(comm: Communicator) -> None:
+        x = np.zeros((comm.size, 2), dtype)
+        for name in ("bcast", "scatter"):
+            with pytest.raises(ac.PeerError if comm.rank else TypeError, match=name):
+                getattr(comm, name)(None if comm.rank else x)
+        assert comm.alltoall(x).dtype == dtype
+
+    on_ranks(size, check)
+
+
+def test_bcast_of_bfloat16_with_more_than_eight_dimensions(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        x = values(ml_dtypes.bfloat16, 64, 0).reshape((1, 2) * 6)
+        assert same(comm.bcast(None if comm.rank else x, 0), x)
+
+    on_ranks(size, check)
+
+
+def _locked(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
+
+
+def _unaligned(array: Array) -> Array:
+    raw = np.empty(array.nbytes + 1, np.uint8)[1:]
+    view = np.frombuffer(raw.data, array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "contiguous": lambda a: a.copy(),
+    "sliced": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    "rows sliced": lambda a: np.repeat(a, 3, axis=0)[::3],
+    "fortran": np.asfortranarray,
+    "negative": lambda a: a[::-1, ::-1].copy()[::-1, ::-1],
+    "read-only": lambda a: _locked(a.copy()),
+    "unaligned": lambda a: _unaligned(a.copy()),
+}
+
+
+@pytest.mark.parametrize("length", [3, 3_000])
+def test_layout_does_not_matter_and_may_differ_between_ranks(on_ranks, name, length) -> None:
+    layouts = list(LAYOUTS.values())
+
+    def check(comm: Communicator) -> None:
+        arrays, counts = inputs(name, comm.size, length)
+        want = expected(name, arrays, counts, comm.rank, 1)
+        for first in range(len(layouts)):
+            mine = layouts[(first + comm.rank) % len(layouts)](arrays[comm.rank])
+            got = call(comm, name, mine, counts[comm.rank], 1)
+            assert same(got, want), first
+            assert mine.tobytes() == arrays[comm.rank].tobytes()
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize("length", [5, 12_000])
+def test_broadcast_views_are_moved_as_what_they_show(on_ranks, name, length) -> None:
+    def check(comm: Communicator) -> None:
+        arrays, counts = inputs(name, comm.size, length)
+        flat = [np.broadcast_to(np.int32(r + 1), a.shape) for r, a in enumerate(arrays)]
+        got = call(comm, name, flat[comm.rank], counts[comm.rank])
+        assert same(got, expected(name, flat, counts, comm.rank, 0))
+
+    on_ranks(3, check)
+
+
+# Empty arrays ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [(), (3,), (0,), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("most", [0, 1, 20_000])
+def test_any_number_of_rows_on_any_rank(on_ranks, size, row, most) -> None:
+    """No rows on all ranks but one in turn, or on all; rows of no elements too."""
+
+    def check(comm: Communicator) -> None:
+        for full in range(comm.size):
+            for name in UNEVEN:
+                counts = [[0] * comm.size for _ in range(comm.size)]
+                counts[full][comm.size - 1 - full] = most
+                arrays = [np.full((sum(c), *row), r + 1.0) for r, c in enumerate(counts)]
+                got = call(comm, name, arrays[comm.rank], counts[comm.rank], full)
+                assert same(got, expected(name, arrays, counts, comm.rank, full)), name
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, OPAQUE[0]], ids=str)
+@pytest.mark.parametrize("row", [(0,), (2, 0), (0,) * 9], ids=str)
+def test_even_movements_of_no_elements(on_ranks, few, row, dtype) -> None:
+    def check(comm: Communicator) -> None:
+        for name in EVEN:
+            arrays = [np.zeros((comm.size, *row), dtype)] * comm.size
+            got = call(comm, name, arrays[comm.rank])
+            assert same(got, expected(name, arrays, [], comm.rank, 0)), name
+
+    on_ranks(few, check)
+
+
+def test_one_number_for_each_rank(on_ranks, size) -> None:
+    """Rows of shape () are arrays without dimensions."""
+
+    def check(comm: Communicator) -> None:
+        x = np.arange(comm.size) * 10 + comm.rank
+        root = comm.size - 1
+        assert same(
+            comm.scatter(x if comm.rank == root else None, root),
+            (x - comm.rank + root)[comm.rank, ...],
+        )
+        assert comm.alltoall(x).tolist() == [comm.rank * 10 + r for r in range(comm.size)]
+        gathered = comm.gather(comm.rank * 1.5, root)
+        assert (gathered is None) == (comm.rank != root)
+        assert gathered is None or gathered.tolist() == [r * 1.5 for r in range(comm.size)]
+
+    on_ranks(size, check)
+
+
+# Counts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 7_000])
+@pytest.mark.parametrize("name", ["allgatherv", "gatherv", "alltoallv"])
+def test_counts_are_returned_where_asked_for(on_ranks, few, name, length) -> None:
+    def check(comm: Communicator) -> None:
+        arrays, counts = inputs(name, comm.size, length)
+        root = comm.size - 1
+        mine = arrays[comm.rank], counts[comm.rank]
+        result = call(comm, name, *mine, root, return_counts=True)
+        if name == "gatherv" and comm.rank != root:
+            assert result is None
+            return
+        array, received = result
+        assert same(array, expected(name, arrays, counts, comm.rank, root))
+        rows = [len(a) for a in arrays]
+        assert received == ([c[comm.rank] for c in counts] if name == "alltoallv" else rows)
+        assert {type(count) for count in received} == {int}
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, iter, lambda c: np.array(c, np.uint8)])
+def test_counts_may_be_any_sequence_of_integers(on_ranks, few, kind) -> None:
+    def check(comm: Communicator) -> None:
+        for name in ("scatterv", "alltoallv"):
+            arrays, counts = inputs(name, comm.size, 3)
+            got = call(comm, name, arrays[comm.rank], kind(counts[comm.rank]))
+            assert same(got, expected(name, arrays, counts, comm.rank, 0))
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize("name", ["scatterv", "alltoallv"])
+def test_more_counts_than_travel_with_the_header(on_ranks, several, name) -> None:
+    def check(comm: Communicator) -> None:
+        # As on many ranks between nodes: not even one count for each fits.
+        comm._inline = 8
+        for length in (0, 1, 3, 9_000):
+            arrays, counts = inputs(name, comm.size, length)
+            root = comm.size - 1
+            got = call(comm, name, arrays[comm.rank], counts[comm.rank], root)
+            assert same(got, expected(name, arrays, counts, comm.rank, root)), length
+
+    on_ranks(several, check)
+
+
+def test_alltoallv_with_what_was_received_sends_everything_back(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for length in (3, 5_000):
+            arrays, counts = inputs("alltoallv", comm.size, length)
+            mine = arrays[comm.rank]
+            there, received = comm.alltoallv(mine, counts[comm.rank], return_counts=True)
+            back, returned = comm.alltoallv(there, received, return_counts=True)
+            assert same(back, mine)
+            assert returned == counts[comm.rank]
+
+    on_ranks(size, check)
+
+
+def test_what_the_other_ranks_pass_to_scatter_is_ignored(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.arange(comm.size * 2.0).reshape(comm.size, 2)
+        counts = [2, *[0] * (comm.size - 2), comm.size - 2]
+        mine = (x, counts) if comm.rank == 0 else ("no array", "no counts")
+        assert comm.scatter(mine[0]).tolist() == x[comm.rank].tolist()
+        assert len(comm.scatterv(*mine)) == counts[comm.rank]
+
+    on_ranks(several, check)
+
+
+# Large data -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [16, 1000])
+def test_more_bytes_than_one_movement_takes_go_in_pieces(
+    on_ranks, few, name, limit, monkeypatch
+) -> None:
+    monkeypatch.setattr(_algorithms, "MAX_BYTES", limit)
+
+    def check(comm: Communicator) -> None:
+        # So that little data is more than travels with the header.
+        comm._inline = 128
+        for length in (limit // 8 // comm.size, limit // 8, limit // 8 + 1, limit // 2):
+            arrays, counts = inputs(name, comm.size, max(length, 20))
+            root = comm.size - 1
+            got = call(comm, name, arrays[comm.rank], counts[comm.rank], root)
+            assert same(got, expected(name, arrays, counts, comm.rank, root)), length
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize("limit", [1000])
+def test_bcast_and_objects_of_more_bytes_than_one_movement_takes(
+    on_ranks, few, limit, monkeypatch
+) -> None:
+    monkeypatch.setattr(_algorithms, "MAX_BYTES", limit)
+
+    def check(comm: Communicator) -> None:
+        for root in range(comm.size):
+            x = values(np.int64, 9_001, root)
+            assert same(comm.bcast(x if comm.rank == root else None, root), x)
+            texts = ["é" * (20_000 + 1_000 * r) for r in range(comm.size)]
+            assert comm.allgather_object(texts[comm.rank]) == texts
+            gathered = comm.gather_object(texts[comm.rank], root)
+            assert gathered == (texts if comm.rank == root else None)
+
+    on_ranks(few, check)
+
+
+def test_no_single_movement_exceeds_its_limit(on_ranks, name, monkeypatch) -> None:
+    limit = 4096
+    monkeypatch.setattr(_algorithms, "MAX_BYTES", limit)
+
+    def check(comm: Communicator) -> None:
+        arrays, counts = inputs(name, comm.size, 9_000)
+        largest = spans(comm._link)
+        call(comm, name, arrays[comm.rank], counts[comm.rank])
+        assert 0 < max(largest) <= limit
+
+    on_ranks(3, check)
+
+
+def spans(link: Any) -> list[int]:
+    """Return a list that gets the bytes that each movement of the transport reaches over."""
+    found: list[int] = []
+    for primitive in ("alltoall", "allgather", "gather", "scatter", "bcast"):
+        setattr(link, primitive, _measured(getattr(link, primitive), found))
+    return found
+
+
+def _measured(move: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
+    def measured(*args: Any) -> Any:
+        buffers = [arg.buffer if isinstance(arg, Blocks) else arg for arg in args]
+        found.extend(buffer.nbytes for buffer in buffers if isinstance(buffer, np.ndarray))
+        return move(*args)
+
+    return measured
+
+
+# Results --------------------------------------------------------------------------------------
+
+
+def test_results_share_memory_with_nobody(on_ranks, few, name) -> None:
+    """Writing to what a call was given, or gave, changes no other result on any rank."""
+
+    def check(comm: Communicator) -> None:
+        for length in (2, 9_000):
+            arrays, counts = inputs(name, comm.size, length)
+            mine = arrays[comm.rank].copy()
+            results = [call(comm, name, mine, counts[comm.rank]) for _ in range(3)]
+            mine[...] = -1
+            for result in results:
+                assert same(result, expected(name, arrays, counts, comm.rank, 0))
+                if result is not None:
+                    assert not np.shares_memory(result, mine)
+                    result[...] = -2
+            comm.barrier()
+            assert (mine == -1).all()
+
+    on_ranks(few, check)
+
+
+def test_results_are_aligned_for_the_frameworks(on_ranks, few, name) -> None:
+    def check(comm: Communicator) -> None:
+        for length in (1, 5, 9_001):
+            arrays, counts = inputs(name, comm.size, length)
+            result = call(comm, name, arrays[comm.rank], counts[comm.rank])
+            assert result is None or result.ctypes.data % 64 == 0
+
+    on_ranks(few, check)
+
+
+OUTS: dict[str, Callable[[Array], Array]] = {
+    "contiguous": np.zeros_like,
+    "transposed": lambda a: np.zeros(a.shape[::-1], a.dtype).T,
+    "strided": lambda a: np.zeros((*a.shape[:-1], a.shape[-1] * 2), a.dtype)[..., ::2],
+    "negative": lambda a: np.zeros_like(a)[::-1],
+    "unaligned": lambda a: _unaligned(np.zeros_like(a)),
+}
+
+
+@pytest.mark.parametrize("length", [4, 9_000])
+def test_out_of_any_layout(on_ranks, name, length) -> None:
+    def check(comm: Communicator) -> None:
+        arrays, counts = inputs(name, comm.size, length)
+        want = expected(name, arrays, counts, comm.rank, 2)
+        for kind, make in OUTS.items():
+            out = None if want is None else make(want)
+            got = call(comm, name, arrays[comm.rank], counts[comm.rank], 2, out=out)
+            assert got is out, kind
+            assert same(got, want), kind
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize("length", [2, 9_000])
+@pytest.mark.parametrize("name", ["alltoall", "alltoallv"])
+def test_out_may_be_the_input_or_overlap_it(on_ranks, few, name, length) -> None:
+    def check(comm: Communicator) -> None:
+        rows = comm.size * length
+        memory = values(np.int32, rows + 3, comm.rank)
+        counts = [length] * comm.size
+        shape = (comm.size, length) if name == "alltoall" else (rows,)
+        want = call(comm, name, memory[:rows].reshape(shape).copy(), counts)
+        for start in (0, 1, 3):
+            both = memory.copy()
+            out = both[start : start + rows].reshape(shape)
+            assert call(comm, name, both[:rows].reshape(shape), counts, out=out) is out
+            assert same(out, want)
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize("length", [2, 9_000])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_out_may_be_the_input_of_the_only_rank_that_has_rows(on_ranks, few, name, length) -> None:
+    def check(comm: Communicator) -> None:
+        for full in range(comm.size):
+            x = values(np.int32, length if comm.rank == full else 0, full)
+            counts = [len(x) if r == full else 0 for r in range(comm.size)]
+            out = x if comm.rank == full else None
+            got = call(comm, name, x, counts, full, out=out)
+            assert out is None or got is out
+            if comm.rank == full:
+                assert same(got, values(np.int32, length, full))
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize("length", [2, 9_000])
+def test_on_one_rank_input_and_output_may_be_one_memory(on_ranks, name, length) -> None:
+    def check(comm: Communicator) -> None:
+        x = values(np.int32, length, 0)[None]
+        want = x.copy()
+        source, out = (x[0], x) if name in ("allgather", "gather") else (x, x)
+        out = x[0] if name == "scatter" else out
+        assert call(comm, name, source, [1], out=out) is out
+        assert same(x, want)
+
+    on_ranks(1, check)
+
+
+@pytest.mark.parametrize("length", [2, 9_000])
+def test_out_may_hold_the_part_that_is_sent(on_ranks, few, length) -> None:
+    """As `MPI_IN_PLACE` has it: a rank's own row stands in the memory of the result already."""
+
+    def check(comm: Communicator) -> None:
+        whole = np.stack([values(np.int32, length, r) for r in range(comm.size)])
+        for collect in (comm.allgather, comm.gather):
+            out = np.zeros_like(whole)
+            out[comm.rank] = whole[comm.rank]
+            got = collect(out[comm.rank], out=out)
+            assert got is None or same(got, whole)
+        shared = whole.copy()
+        got = comm.scatter(shared if comm.rank == 0 else None, out=shared[comm.rank])
+        assert same(got, whole[comm.rank])
+        assert same(shared, whole)
+
+    on_ranks(few, check)
+
+
+# Frameworks -----------------------------------------------------------------------------------
+
+
+def _framework(name: str) -> Callable[[Array], Any]:
+    if name == "numpy":
+        return lambda a: a
+    pytest.importorskip(name)
+    return lambda a: ac.exchange(a, name, copy=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_each_framework_gets_its_own_back(on_ranks, name, framework, dtype) -> None:
+    make = _framework(framework)
+
+    def check(comm: Communicator) -> None:
+        for length in (3, 9_000):
+            arrays, counts = inputs(name, comm.size, length, (2,), dtype)
+            mine = make(arrays[comm.rank])
+            like = {"like": mine} if "scatter" in name else {}
+            got = call(comm, name, mine, counts[comm.rank], 1, **like)
+            want = expected(name, arrays, counts, comm.rank, 1)
+            assert got is None or type(got) is type(mine)
+            assert same(None if got is None else np.asarray(ac.exchange(got, "numpy")), want)
+
+    on_ranks(3, check)
+
+
+def test_frameworks_may_differ_between_ranks(on_ranks, several, name) -> None:
+    makes = [_framework(framework) for framework in ("jax", "numpy", "torch")]
+
+    def check(comm: Communicator) -> None:
+        for length in (3, 9_000):
+            arrays, counts = inputs(name, comm.size, length, (2,), np.float32)
+            mine = makes[comm.rank % 3](arrays[comm.rank])
+            like = {"like": mine} if "scatter" in name else {}
+            got = call(comm, name, mine, counts[comm.rank], **like)
+            assert got is None or type(got) is type(mine)
+            got = None if got is None else np.asarray(ac.exchange(got, "numpy"))
+            assert same(got, expected(name, arrays, counts, comm.rank, 0))
+
+    on_ranks(several, check)
+
+
+def test_scattered_parts_are_of_numpy_where_nothing_else_is_wanted(on_ranks, several) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        x = torch.ones(comm.size, 2) if comm.rank == 0 else None
+        for got in (comm.scatter(x), comm.scatterv(x, [1] * comm.size)):
+            assert type(got) is (np.ndarray if comm.rank else torch.Tensor)
+
+    on_ranks(several, check)
+
+
+def test_scattered_numbers_may_be_like_a_number(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        got = comm.scatter(np.arange(comm.size) + 0.5 if comm.rank == 0 else None, like=1.0)
+        if comm.rank:
+            assert type(got) is float
+        assert got == comm.rank + 0.5
+
+    on_ranks(several, check)
+
+
+def test_torch_out_is_written_and_its_version_counted(on_ranks, name) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        for length in (3, 9_000):
+            arrays, counts = inputs(name, comm.size, length, (2,), np.float32)
+            want = expected(name, arrays, counts, comm.rank, 0)
+            out = None if want is None else torch.zeros(want.shape)
+            version = 0 if out is None else out._version
+            got = call(comm, name, arrays[comm.rank], counts[comm.rank], out=out)
+            assert got is out
+            assert out is None or (same(out.numpy(), want) and out._version > version)
+
+    on_ranks(3, check)
+
+
+# Without the check, and in long sequences -----------------------------------------------------
+
+
+def test_without_the_check_results_are_the_same(on_ranks, few, name) -> None:
+    def check(comm: Communicator) -> None:
+        unchecked = comm.dup(check=False)
+        for length in (0, 3, 9_000, 2, 9_001):
+            arrays, counts = inputs(name, comm.size, length)
+            got = call(unchecked, name, arrays[comm.rank], counts[comm.rank])
+            assert same(got, expected(name, arrays, counts, comm.rank, 0)), length
+
+    on_ranks(few, check)
+
+
+def test_many_calls_of_all_kinds_one_after_the_other(on_ranks, size) -> None:
+    """What came with one header is read before the next one overwrites it."""
+
+    def check(comm: Communicator) -> None:
+        rng = np.random.default_rng(5)
+        for _ in range(150):
+            name = MOVEMENTS[rng.integers(len(MOVEMENTS))]
+            length, root = int(rng.choice([0, 1, 2, 5, 300, 6_000])), int(rng.integers(comm.size))
+            dtype = [np.dtype(np.int32), OPAQUE[0]][rng.integers(2)]
+            arrays, counts = inputs(name, comm.size, length, (1,), dtype)
+            got = call(comm, name, arrays[comm.rank], counts[comm.rank], root)
+            assert same(got, expected(name, arrays, counts, comm.rank, root)), (name, length)
+
+    on_ranks(size, check)
+
+
+def test_statistics_count_the_bytes_that_were_passed(on_ranks, few, name) -> None:
+    def check(comm: Communicator) -> None:
+        arrays, counts = inputs(name, comm.size, 9)
+        for _ in range(2):
+            call(comm, name, arrays[comm.rank], counts[comm.rank])
+        numbers = comm.stats()[name]
+        assert numbers["calls"] == 2
+        passed = arrays[comm.rank].nbytes if "scatter" not in name or comm.rank == 0 else 0
+        assert numbers["bytes"] == 2 * passed
+
+    on_ranks(few, check)

@@ -1,0 +1,66 @@
+"""Waiting for many requests at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._communicator import Communicator
+
+
+def test_results_are_in_the_order_of_the_requests(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        requests = [
+            comm.irecv(left),
+            other.iallreduce(comm.rank),
+            comm.ibarrier(),
+            comm.isend(np.full(20_000, comm.rank), right),
+            comm.iallgather(comm.rank),
+        ]
+        order = np.random.default_rng(comm.rank).permutation(len(requests))
+        results = dict(zip(order, ac.waitall([requests[k] for k in order]), strict=True))
+        assert (results[0] == left).all()
+        assert results[1] == sum(range(comm.size))
+        assert results[2] is None
+        assert results[3] is None
+        assert results[4].tolist() == list(range(comm.size))
+
+    on_ranks(size, check)
+
+
+def test_none_are_waited_for_at_once(on_ranks, size) -> None:
+    on_ranks(size, lambda comm: _check_equal(ac.waitall([]), []))
+
+
+def _check_equal(got: object, want: object) -> None:
+    assert got == want
+
+
+def test_error_of_the_first_is_raised_once_all_are_finished(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        requests = [
+            comm.iallreduce(np.ones(40_000)),
+            comm.iallreduce(1.0 if comm.rank else "no"),
+            comm.ibcast(1.0 if comm.rank else "wrong too", 0),
+            comm.iallreduce(np.ones(40_000)),
+        ]
+        with pytest.raises((TypeError, ac.PeerError), match="allreduce"):
+            ac.waitall(requests)
+        assert all(request._task.finished for request in requests)
+        assert (requests[3].wait() == comm.size).all()
+
+    on_ranks(several, check)
+
+
+def test_requests_of_a_generator_are_all_started_first(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        mine = np.full(20_000, comm.rank)
+        starts = (lambda: comm.isend(mine, right), lambda: comm.irecv(left))
+        results = ac.waitall(start() for start in starts)
+        assert (results[1] == left).all()
+
+    on_ranks(size, check)
