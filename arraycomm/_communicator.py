@@ -57,9 +57,9 @@ class Options:
 
 
 class Request:
-    """A collective under way, started by one of the `i…` methods.
+    """A collective or a message under way, started by one of the `i…` methods.
 
-    All ranks start the same requests in the same order; they may be waited for in any order.
+    All ranks start the same collectives in the same order; requests may be waited for in any order.
     """
 
     def __init__(self, comm: Communicator, task: Task, site: str) -> None:
@@ -68,7 +68,7 @@ class Request:
         self._site = site
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the collective, and return what its blocking form returns.
+        """Wait for it to finish, and return what the blocking form returns.
 
         Parameters
         ----------
@@ -78,7 +78,7 @@ class Request:
         Raises
         ------
         CommTimeoutError
-            The collective is not finished after `timeout` seconds. It goes on: wait again.
+            It is not finished after `timeout` seconds. It goes on: wait again.
         """
         try:
             with self._comm._turn():
@@ -89,7 +89,7 @@ class Request:
             ) from None
 
     def test(self) -> bool:
-        """Push the collective on without waiting, and tell whether it is finished."""
+        """Push it on without waiting, and tell whether it is finished."""
         self._comm._engine.advance()
         return self._task.finished
 
@@ -256,7 +256,10 @@ class Communicator:
         return dup(self, options)
 
     def free(self) -> None:
-        """Release the communicator; collective. Later calls raise `CommunicatorClosedError`."""
+        """Release the communicator; collective. Later calls raise `CommunicatorClosedError`.
+
+        Waits for what is outstanding; requests may be waited for afterwards.
+        """
         from arraycomm._groups import free
 
         free(self)

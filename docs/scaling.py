@@ -114,12 +114,14 @@ Fitted, to one process which pretends to have up to 1,024 ranks (λ, σ, φ, ψ,
 
 {parameters}
 
-Predicted are the others. Times are the least of the repetitions, since other programs only ever add;
-the medians stand beside them.
+Predicted are the others. Each job runs several times, and the run that was disturbed least is kept. Times are
+the least of its repetitions, since other programs only ever add; the medians stand beside them.
 
 {comparison}
 
 {verdict}
+The model lets ranks take turns in a fixed order and knows no caches: with more ranks than cores, small arrays depend
+on the system's scheduler, and slices of large ones are smaller and stay in the cache more often.
 
 What a rank does by itself does not have to be extrapolated: one process pretends that all others have
 answered, and runs the library's own code on {pretended:,} slots.
@@ -440,7 +442,7 @@ def _verdict(found: Sequence[fit.Prediction]) -> str:
 
 def _alone(results: dict[str, Any]) -> Table:
     machine = fit.fitted(results).machine
-    here = replace(machine, near_latency=0.0, near_byte=0.0, fold_byte=0.0)
+    here = replace(machine, near_latency=0.0, near_byte=0.0, fold_byte=0.0, begin=0.0)
     costs = {
         "header": ("header alone (a barrier)", model.header_of_messages),
         "small": ("allreduce of 8 bytes", lambda p, m: model.allreduce(p, 8, m, shared=False)),

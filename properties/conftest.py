@@ -14,7 +14,7 @@ pytest.register_assert_rewrite("arraycomm.testing.conformance", "arraycomm.testi
 
 hypothesis.settings.register_profile(
     "properties",
-    max_examples=int(os.environ.get("EXAMPLES", "15")),
+    max_examples=int(os.environ.get("EXAMPLES") or "15"),
     deadline=None,
     print_blob=True,
     # Hypothesis would have continuous integration try the same examples again and again.

@@ -148,10 +148,10 @@ def reductions_of_sizes(draw: st.DrawFn) -> Reduction:
     """Draw reductions of sizes around powers of two, where one way gives place to another."""
     dtype, op = draw(dtypes_and_ops())
     itemsize = dtype_of(dtype).itemsize
-    powers = st.integers(6, 19).map(lambda power: 2**power // itemsize)
-    # Of bytes, as in messages, or of elements, as in folds.
-    count = draw(powers | st.integers(4, 16).map(lambda power: 2**power))
-    count += draw(st.integers(-1, 1))
+    # Of bytes, as for messages, or of elements, as for folds; sampled, since integers would be
+    # small most of the time.
+    counts = [2**power // itemsize for power in range(6, 20)] + [2**power for power in range(4, 17)]
+    count = draw(st.sampled_from(counts)) + draw(st.integers(-1, 1))
     return Reduction(op, draw(arrays(dtype, (count,))))
 
 
