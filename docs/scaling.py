@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -114,7 +114,7 @@ Fitted, to one process which pretends to have up to 1,024 ranks (λ, σ, φ, ψ,
 
 {parameters}
 
-Predicted are the others. Each job runs several times, and the run that was disturbed least is kept. Times are
+Predicted are the others. These jobs ran {runs} times, and of each the run with the lowest medians is kept. Times are
 the least of its repetitions, since other programs only ever add; the medians stand beside them.
 
 {comparison}
@@ -367,6 +367,7 @@ def _check(results: dict[str, Any]) -> str:
         machine=f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; MPICH "
         f"{results['versions']['mpich']}; {results['time'][:10]}",
         load=_load(results),
+        runs=_listed(results["runs"].values()),
         parameters=as_markdown(_parameters(fit.fitted(results))),
         comparison=as_markdown(_comparison(found)),
         verdict=_verdict(found),
@@ -376,12 +377,12 @@ def _check(results: dict[str, Any]) -> str:
 
 
 def _load(results: dict[str, Any]) -> str:
-    before, after = results["machine"]["load"], results["load after"]
-    if before <= results["machine"]["cores"] / 2:
+    load = results["machine"]["load"]
+    if load <= results["machine"]["cores"] / 2:
         return ""
     return (
-        f"**Other programs ran at the same time** (load {before:.1f} at the start, {after:.1f} at the end): "
-        "the figures are rough, those of more ranks than cores most."
+        f"**Other programs ran at the same time** (load about {load:.0f}): the figures are rough, "
+        "those of more ranks than cores most."
     )
 
 
@@ -525,6 +526,7 @@ def _limits(results: dict[str, Any]) -> str:
     one, many = cluster(results, 1), cluster(results, 64)
     lines = [
         *_limits_of_slices(one, many),
+        *_limits_of_order(many),
         *_limits_of_steps(many),
         *_limits_of_few(one, many),
         *_limits_of_headers(one),
@@ -554,6 +556,16 @@ def _limits_of_slices(one: Machine, many: Machine) -> Iterator[str]:
     )
 
 
+def _limits_of_order(many: Machine) -> Iterator[str]:
+    n = SIZES["100 MB"]
+    yield (
+        "With 64 ranks a node, slices send all ranks' elements over the node's link, while Rabenseifner's way has folded "
+        f"those of a node before: on 256 ranks 100 MB take {_time(better(256, n, many))} at best in rank order, against "
+        f"{_time(model.mpi_allreduce(256, n, many))}. A chain of nodes, each going on with the fold of the one before, "
+        "would keep the order and send each byte over a link once; it is not in this model."
+    )
+
+
 def _limits_of_steps(many: Machine) -> Iterator[str]:
     n, size = 64 << 10, many.per_node
     steps, slices = (
@@ -573,7 +585,7 @@ def _limits_of_few(one: Machine, many: Machine) -> Iterator[str]:
     n = SIZES["64 KiB"]
     yield (
         f"On {LARGEST:,} ranks Python's part of the best for 64 KiB is {_time(LARGEST * one.part)} of {_time(better(LARGEST, n, one))}: "
-        f"one NumPy call a rank. It is half of the time from {_count(first(lambda p: p * one.part > 0.5 * better(p, n, one)))} ranks on. "
+        f"a NumPy call and some bookkeeping for each rank. It is half of the time from {_count(first(lambda p: p * one.part > 0.5 * better(p, n, one)))} ranks on. "
         "No algorithm mends that while rows are folded one by one in Python."
     )
     yield (
@@ -646,6 +658,11 @@ def _time(seconds: float) -> str:
         ((u, s) for u, s in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if seconds * s >= 1), ("ns", 1e9)
     )
     return f"{number_text(seconds * scale)} {unit}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}"
 
 
 def _rate(per_byte: float) -> str:

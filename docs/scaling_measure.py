@@ -246,10 +246,10 @@ def measure() -> dict[str, Any]:
         "alone": quietest(1, "alone"),
         "one core": quietest(2, "one-core"),
         "ranks": {},
+        "runs": dict.fromkeys(("alone", "one core", *map(str, RANKS)), _RUNS),
     }
     for count in RANKS:
         results["ranks"][str(count)] = quietest(count, "ranks")
-    results["load after"] = os.getloadavg()[0]
     return results
 
 

@@ -64,7 +64,7 @@ def test_one_call_more(comm, x) -> None:
         comm.barrier()
 
 
-@given(x=few, timeout=1.0)
+@given(x=few, timeout=0.5)
 def test_one_call_less(comm, x) -> None:
     part = comm.split(comm.rank % 2)
     part.allreduce(x)
@@ -91,14 +91,14 @@ def test_requests_outstanding(comm, x) -> None:
         request.wait()
 
 
-@given(x=few, timeout=1.0)
+@given(x=few, timeout=0.5)
 def test_deadlock(comm, x) -> None:
     other = comm.dup()
     if x > 1:
         (other if comm.rank == 1 else comm).barrier()
 
 
-@given(x=few, timeout=1.0)
+@given(x=few, timeout=0.5)
 def test_stuck_in_python(comm, x) -> None:
     while comm.rank == 1 and x > 1:
         pass
@@ -106,7 +106,7 @@ def test_stuck_in_python(comm, x) -> None:
 
 
 @hypothesis.settings(phases=["generate"])
-@given(ranks=2, timeout=1.0)
+@given(ranks=2, timeout=0.5)
 def test_stuck_outside_python(comm) -> None:
     if comm.rank == 1:
         ctypes.CDLL(None).pause() if comm.backend == "mpi" else time.sleep(60)
@@ -140,10 +140,14 @@ def test_error_that_cannot_be_sent(comm) -> None:
 @given(x=per_rank(numbers))
 def test_notes_and_assumptions(comm, x) -> None:
     hypothesis.note(f"mine is {x}")
-    hypothesis.event(f"rank {comm.rank} was here")
     hypothesis.target(float(x), label="size")
     hypothesis.assume(x % 2 == 0)
     assert comm.allreduce(x, "max") <= 100
+
+
+@given(ranks=2)
+def test_events(comm) -> None:
+    hypothesis.event(f"rank {comm.rank} was here")
 
 
 @given(data=st.data())

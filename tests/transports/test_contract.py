@@ -198,6 +198,19 @@ class TransportContract:
 
         on_ranks(size, check)
 
+    def test_first_receive_gets_the_first_message_whichever_is_looked_at_first(
+        self, on_ranks: OnRanks, size: int
+    ) -> None:
+        def check(comm) -> None:
+            link, right, left = comm._link, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            into = np.full((3, 5_000), 255, np.uint8)
+            recvs = [link.recv(row, left, 0) for row in into]
+            sends = [link.send(np.full(5_000, k, np.uint8), right, 0) for k in range(3)]
+            _finish(*reversed(recvs), *sends)
+            assert (into == [[0], [1], [2]]).all()
+
+        on_ranks(size, check)
+
     def test_messages_go_beside_movements(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
             into, buffer = np.empty(10**5, np.uint8), np.full(10**5, comm.rank, np.uint8)
