@@ -103,10 +103,7 @@ def reduce_scatter(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
     def finish(agreement: Agreement) -> Steps:
         link = comm._link
         if isinstance(op, Op):
-            folding = Folding(comm, op, source, "reduce_scatter")
-            bounds = bounds_of([count] * comm.size)
-            rows = yield from my_rows(comm, flat, bounds, [count] * comm.size)
-            yield from folding.together(lambda: folding.fold(rows, shape, target.flat))
+            yield from _reduce_scatter_by(comm, op, source, flat, target.flat, agreement, inline)
         elif not inline:
             yield from _algorithms.reduce_scatter(link, flat, target.flat, op, comm._scratch)
         elif count:
@@ -216,6 +213,34 @@ def _reduce_by(
     yield from folding.together(None if rows is None else attempt)
     if root is None and target is not None:
         yield from _algorithms.bcast(comm._link, target, 0)
+
+
+def _reduce_scatter_by(
+    comm: Communicator,
+    op: Op,
+    source: BufferView,
+    flat: Array,
+    target: Array,
+    agreement: Agreement,
+    inline: bool,
+) -> Steps:
+    """Reduce by a function: each rank its row where that is allowed, else all of them on rank 0."""
+    folding = Folding(comm, op, source, "reduce_scatter")
+    lengths = [target.size] * comm.size
+    bounds = bounds_of(lengths)
+    if op.elementwise:
+        rows = yield from my_rows(comm, flat, bounds, lengths)
+        yield from folding.together(lambda: folding.fold(rows, target.shape, target))
+        return
+    rows = yield from rows_on(comm, agreement, flat, 0, inline=inline)
+    whole = None if rows is None else np.empty(flat.size, flat.dtype)
+
+    def attempt() -> None:
+        assert whole is not None
+        folding.fold(rows, source.shape, whole)
+
+    yield from folding.together(None if rows is None else attempt)
+    yield from _algorithms.scatterv(comm._link, whole, target, bounds, 0)
 
 
 def _scan_by(
