@@ -18,7 +18,7 @@ from typing import Any, Final
 from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator, Options
 from arraycomm._engine import give_up_core
-from arraycomm._errors import MismatchError
+from arraycomm._errors import CommTimeoutError, MismatchError
 from arraycomm._header import Steps, all_left_well, leave_in_step
 from arraycomm._transports.base import Transport
 from arraycomm.testing import _failures
@@ -29,6 +29,8 @@ from arraycomm.testing._ranks import AGAIN, HOPELESS, SLACK
 
 # Seconds in which the ranks come to the last step of an example once one of them has ended it.
 _ENDING: Final = 5.0
+# Seconds in which ranks that wait for one another have all waited in vain.
+_TOGETHER: Final = 1.0
 # Seconds in which a launcher forwards what was printed.
 _FORWARDING: Final = 0.2
 
@@ -133,6 +135,9 @@ class Lockstep:
             return None, ended
         comm = Communicator(link, Options(timeout=example.timeout))
         part = self._play(comm, example, test, draw)
+        if isinstance(part.error, CommTimeoutError):
+            # The others that wait are to find out themselves where they wait.
+            time.sleep(min(example.timeout, _TOGETHER))
         in_step, clean = _end(comm, part.error)
         error = None if part.error is None else _failures.pack(part.error)
         mine = _Ended(part.record, error, part.step, in_step, clean)
