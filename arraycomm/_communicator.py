@@ -168,6 +168,8 @@ class Communicator:
         self._closed: BaseException | None = None
         # Whether a call was given up while data was moving: the transport still holds its buffers.
         self._unfinished = False
+        # Messages that this rank has sent, less those that it has received.
+        self._unmatched = 0
         self._completed = 0
         self._sent = 0
         self._stats: dict[str, list[float]] = {}
@@ -258,7 +260,8 @@ class Communicator:
     def free(self) -> None:
         """Release the communicator; collective. Later calls raise `CommunicatorClosedError`.
 
-        Waits for what is outstanding; requests may be waited for afterwards.
+        Waits for what is outstanding; requests may be waited for afterwards. Warns of messages that
+        were sent and never received.
         """
         from arraycomm._groups import free
 
@@ -853,6 +856,7 @@ class Communicator:
             def watch(waited: float) -> None:
                 self._watch_message(message, site, waited)
 
+            self._unmatched += 1 if operation == "send" else -1
             steps = self._delivered(message.steps)
             task = self._engine.submit_message(steps, site, watch, awaited=awaited)
         return Request(self, task, site)
@@ -1064,6 +1068,10 @@ class Communicator:
         previous = self._board.words[(self._board.step - 1) & 1]
         operation = operation_of(previous, self._slot_of(rank)) if self._board.step > 1 else ""
         return f"last seen in {operation}" if operation else "not seen in any call so far"
+
+    def _at_rest(self) -> bool:
+        """Tell whether this rank has nothing under way, so that the transport may be freed."""
+        return self._engine.idle and self._board.done() and not self._unfinished
 
     def _close(self, error: BaseException) -> None:
         """After this no call is made: the ranks may be out of step."""

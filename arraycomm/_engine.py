@@ -50,7 +50,22 @@ def wait_for(done: Callable[[], bool], spins: int, watch: Watch) -> None:
         polls += 1
         if polls % _LOOK_EVERY == 0:
             waited = time.monotonic() - started
-            watch(waited)
+            if _done_after_all(done, watch, waited):
+                return
+
+
+def _done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> bool:
+    """Call `watch`; what it raises counts only if nothing came between the last poll and its look.
+
+    What came says better why others have left since.
+    """
+    try:
+        watch(waited)
+    except Exception:
+        if not done():
+            raise
+        return True
+    return False
 
 
 class Task:
@@ -230,9 +245,11 @@ class Engine:
         """Push one task on; tell whether it is finished."""
         while not task.finished:
             try:
-                if task.waiting is not None and not task.waiting.done():
-                    (task.watch or self._watch)(time.monotonic() - task.since)
-                    return False
+                waiting, watch = task.waiting, task.watch or self._watch
+                if waiting is not None and not waiting.done():
+                    waited = time.monotonic() - task.since
+                    if not _done_after_all(waiting.done, watch, waited):
+                        return False
             except Exception as error:
                 self.interrupted = task.waiting
                 task.fail(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -61,15 +62,37 @@ def free(comm: Communicator) -> None:
     if comm._closed is not None:
         # It was freed before, or an error ended it: then the end of the program takes care of it.
         return
-    comm._call("free", lambda comm: agreement_only("free"))
+    lost = sum(tell_unmatched(comm, "free", comm._unmatched))
     # Every rank has started its messages by now, and the group is needed until they are there.
     comm._engine.drain()
     comm._forget_short()
     comm._closed = CommunicatorClosedError("it was freed")
-    comm._link.free()
+    if lost > 0:
+        warn_of_messages("free", lost)
+    else:
+        comm._link.free()
     if comm._original is not None:
         comm._original._take_over_stats(comm)
     comm._family.remove(comm)
+
+
+def tell_unmatched(comm: Communicator, operation: str, number: int) -> list[int]:
+    """Tell all ranks how many messages this one has sent more than received; return everyone's."""
+    data = number.to_bytes(8, "little", signed=True)
+    said = comm._call(operation, lambda _: agreement_only(operation, data=data))
+    return [int.from_bytes(other, "little", signed=True) for other in said]
+
+
+def warn_of_messages(operation: str, lost: int) -> None:
+    """Warn of messages that wait where nobody receives them.
+
+    Their transport is not freed: MPI could hand them to the receives of one made later in its place.
+    """
+    warnings.warn(
+        f"{operation}: {lost} of the messages that were sent have never been received",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _pack(color: Any, key: Any) -> bytes:

@@ -18,10 +18,13 @@ from arraycomm._calls import agreement_only
 from arraycomm._communicator import Communicator, Options
 from arraycomm._engine import wait_for
 from arraycomm._errors import BackendUnavailableError, NotInitializedError, PeerError
+from arraycomm._groups import tell_unmatched, warn_of_messages
 from arraycomm._header import all_left_well, leave_in_step
 from arraycomm._transports.board import FAILED, FINISHED, GONE
 
 _UNSET: Final[Any] = type("_Unset", (), {"__repr__": lambda self: "unset"})()
+# Told in place of a number of messages: one of the communicators was closed by an error.
+_CLOSED: Final = -1 << 63
 _BACKENDS: Final = ("auto", "self", "mpi", "nccl", "threads")
 # Seconds that a rank which failed waits for the others to have seen it.
 _GRACE: Final = 3.0
@@ -147,9 +150,13 @@ def finalize() -> None:
         return
     for member in comm._family:
         _complete(member)
-    lost = any(member._closed is not None for member in comm._family)
-    said = comm._call("finalize", lambda _: agreement_only("finalize", data=bytes([lost])))
-    if any(data != b"\0" for data in said):
+    closed = any(member._closed is not None for member in comm._family)
+    unmatched = sum(member._unmatched for member in comm._family)
+    said = tell_unmatched(comm, "finalize", _CLOSED if closed else unmatched)
+    if _CLOSED in said:
+        return
+    if sum(said) > 0:
+        warn_of_messages("finalize", sum(said))
         return
     for member in [*comm._family[1:], comm]:
         member._forget_short()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from arraycomm._communicator import Communicator, Options
+from arraycomm._engine import wait_for
 from arraycomm._transports.threads import ThreadsTransport, make_group
 
 
@@ -19,3 +21,17 @@ def test_request_that_is_thrown_away_is_no_failure() -> None:
     comm.iallreduce(np.ones(3))
     comm._engine._queue.popleft()._program.close()
     assert comm._closed is None
+
+
+def test_what_came_while_a_rank_looked_for_the_absent_counts() -> None:
+    """A rank that has left because of what came is not the cause: the step that came tells it."""
+    came = False
+
+    def watch(waited: float) -> None:
+        nonlocal came
+        came = True
+        raise ZeroDivisionError
+
+    wait_for(lambda: came, 0, watch)
+    with pytest.raises(ZeroDivisionError):
+        wait_for(lambda: False, 0, watch)

@@ -157,6 +157,9 @@ class MPITransport(Transport):
 class MessageBoard(Board):
     """A board that travels: each step is one allgather, prepared once for each parity."""
 
+    # As of movements: a step that was given up may still be written when its peers come at last.
+    not_closed: ClassVar[set[MessageBoard]] = set()
+
     def __init__(self, comm: MPI.Intracomm) -> None:
         size = comm.size
         rows = [np.zeros((size, MESSAGE_SLOT), np.uint8) for _ in range(2)]
@@ -166,6 +169,7 @@ class MessageBoard(Board):
             comm.Allgather_init([mine[p], MPI.BYTE], [rows[p], MPI.BYTE]) for p in range(2)
         ]
         self._pending = False
+        self.not_closed.add(self)
 
     def post(self) -> None:
         self.step = step = self.step + 1
@@ -196,6 +200,7 @@ class MessageBoard(Board):
     def close(self) -> None:
         for request in self._requests:
             request.Free()
+        self.not_closed.discard(self)
 
 
 def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> np.ndarray[Any, Any] | None:

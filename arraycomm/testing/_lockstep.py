@@ -47,6 +47,8 @@ class _Ended:
     # Whether every rank ended well, in the same step, and whether nothing is left under way.
     in_step: bool = True
     clean: bool = True
+    # Messages sent more than received: in later examples those would be received.
+    unmatched: int = 0
 
 
 @dataclass
@@ -140,7 +142,8 @@ class Lockstep:
             time.sleep(min(example.timeout, _TOGETHER))
         in_step, clean = _end(comm, part.error)
         error = None if part.error is None else _failures.pack(part.error)
-        mine = _Ended(part.record, error, part.step, in_step, clean)
+        unmatched = sum(member._unmatched for member in comm._family)
+        mine = _Ended(part.record, error, part.step, in_step, clean, unmatched)
         ended = self._control.allgather_object(mine)
         self._let_go(comm, example.size, ended)
         return part, ended
@@ -154,12 +157,13 @@ class Lockstep:
 
     def _let_go(self, comm: Communicator | None, size: int, ended: list[_Ended]) -> None:
         """Keep the transport for the next example where all ranks ended in step, else free it."""
-        in_step = all(other.in_step for other in ended)
+        matched = sum(other.unmatched for other in ended) == 0
+        in_step = matched and all(other.in_step for other in ended)
         if not in_step:
             del self._links[size]
-        if comm is None or not all(other.clean for other in ended):
+        if comm is None or not matched or not all(other.clean for other in ended):
             return
-        for member in comm._family[in_step:]:
+        for member in comm._family[1:] if in_step else comm._family:
             member._forget_short()
             member._link.free()
 
@@ -218,7 +222,7 @@ def _end(comm: Communicator, error: BaseException | None) -> tuple[bool, bool]:
             break
         give_up_core()
     in_step = len(last) == len(comm._family) and all(task.result is True for task in last)
-    clean = all(m._engine.idle and m._board.done() and not m._unfinished for m in comm._family)
+    clean = all(member._at_rest() for member in comm._family)
     return in_step and clean, clean
 
 

@@ -82,8 +82,11 @@ def _run_over_mpi(share: bool, size: int, fn: Callable[..., Any], *args: Any) ->
             )
     said = describe_exception(error) if error else ""
     outcomes = MPI.COMM_WORLD.allgather((result, said))
-    if group != MPI.COMM_NULL and not any(text for _, text in outcomes):
-        for member in comm._family:
+    # MPI gives a freed communicator's place to a new one, which would receive what is still on its way.
+    clean = group == MPI.COMM_NULL or all(m._at_rest() for m in comm._family)
+    unmatched = 0 if group == MPI.COMM_NULL else sum(m._unmatched for m in comm._family)
+    if all(MPI.COMM_WORLD.allgather(clean)) and MPI.COMM_WORLD.allreduce(unmatched) == 0:
+        for member in [] if group == MPI.COMM_NULL else comm._family:
             member._link.free()
     if error is not None:
         raise error

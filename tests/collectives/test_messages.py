@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -829,6 +830,34 @@ def test_receive_from_a_rank_that_failed_raises_with_its_traceback(on_ranks, tra
         assert comm.allreduce(1) == comm.size
 
     on_ranks(3, check)
+
+
+def test_message_that_nobody_receives_never_reaches_another_communicator(on_ranks, several) -> None:
+    """MPI gives the place of a freed communicator to the next one, and what waits there with it."""
+    frees = 0
+
+    def check(comm: Communicator) -> None:
+        nonlocal frees
+        for _ in range(3):
+            other = comm.dup()
+            if comm.rank == 0:
+                other.send(-1, 1, 7)
+                other.send(-2, 1, 8)
+            elif comm.rank == 1:
+                assert other.recv(0, 8) == -2
+            other.free()
+            frees += 1
+            with comm.dup() as fresh:
+                if comm.rank == 0:
+                    fresh.send(1, 1, 7)
+                elif comm.rank == 1:
+                    assert fresh.recv(0, 7) == 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_ranks(several, check)
+    said = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    assert said == frees * ["free: 1 of the messages that were sent have never been received"]
 
 
 def test_long_message_to_a_rank_that_failed_raises(on_ranks, transport) -> None:
