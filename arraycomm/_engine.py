@@ -24,6 +24,8 @@ _PATIENCE: Final = 0.02
 _NAP: Final = 5e-5
 # Seconds in which ranks that call at about the same time have all called.
 _GLANCE: Final = 2e-4
+# Polls of the progress thread between two times that it gives up the core.
+_POLLS: Final = 32
 # Polls between two looks at the clock and at the peers.
 _LOOK_EVERY: Final = 32
 
@@ -194,15 +196,15 @@ class Engine:
             self._start_progress()
         return task
 
-    def advance(self) -> None:
-        """Push the programs on as far as they go without waiting."""
+    def advance(self, polls: int = 1) -> None:
+        """Push the programs on as far as they go without waiting; poll each so often."""
         if self._driving.locked():
             return
         # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
         with self._driving:
-            for message in [task for task in self._messages if self._advance(task)]:
+            for message in [task for task in self._messages if self._advance(task, polls)]:
                 self._messages.remove(message)
-            while self._queue and self._advance(self._queue[0]):
+            while self._queue and self._advance(self._queue[0], polls):
                 self._queue.popleft()
 
     def drain(self) -> list[Task]:
@@ -241,12 +243,12 @@ class Engine:
             raise task.error
         return task.result
 
-    def _advance(self, task: Task) -> bool:
+    def _advance(self, task: Task, polls: int) -> bool:
         """Push one task on; tell whether it is finished."""
         while not task.finished:
             try:
                 waiting, watch = task.waiting, task.watch or self._watch
-                if waiting is not None and not waiting.done():
+                if waiting is not None and not any(waiting.done() for _ in range(polls)):
                     waited = time.monotonic() - task.since
                     if not _done_after_all(waiting.done, watch, waited):
                         return False
@@ -267,7 +269,8 @@ class Engine:
 
     def _run_progress(self) -> None:
         while True:
-            self.advance()
+            # Some MPI move a piece of the data with each poll.
+            self.advance(_POLLS)
             with self._starting:
                 if self.idle:
                     self._progress = None

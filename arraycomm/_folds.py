@@ -136,7 +136,9 @@ def _complex_product(rows: Sequence[Array], out: Array) -> None:
 def _narrow(op: str, dtype: DType) -> Fold:
     """Accumulate 16- and 8-bit floats in float32, and round once at the end."""
     ufunc = _UFUNCS[op]
-    widen = _widen_half if dtype == np.float16 else np.copyto
+    widen, round_to = (np.copyto, np.copyto)
+    if dtype == np.float16:
+        widen, round_to = _widen_half, _round_to_half
 
     def narrow(rows: Sequence[Array], out: Array) -> None:
         accumulator = np.empty(rows[0].shape, np.float32)
@@ -147,7 +149,7 @@ def _narrow(op: str, dtype: DType) -> Fold:
             ufunc(accumulator, wide, out=accumulator)
         if op == "mean":
             np.divide(accumulator, np.float32(len(rows)), out=accumulator)
-        out[...] = accumulator
+        round_to(out, accumulator)
 
     return narrow
 
@@ -155,7 +157,8 @@ def _narrow(op: str, dtype: DType) -> Fold:
 # The sign and the lower 28 bits: a float16 moved up by 13 bits, without copies of its sign.
 _HALF_BITS = np.int32(-0x70000001)
 _HALF_SCALE = np.float32(2.0**112)
-_HALF_END = 65536.0
+_HALF_MAGNITUDE = np.int16(0x7FFF)
+_HALF_INFINITY = 0x7C00
 
 
 def _widen_half(wide: Array, half: Array) -> None:
@@ -164,13 +167,46 @@ def _widen_half(wide: Array, half: Array) -> None:
     The exponent's bits mean 2¹¹² times less in float32. Infinities and NaN become numbers beyond
     the largest float16 by that; then NumPy converts them all.
     """
-    bits = wide.view(np.int32)
-    np.copyto(bits, half.view(np.int16))
+    words, bits = half.view(np.int16), wide.view(np.int32)
+    np.copyto(bits, words)
     np.left_shift(bits, 13, out=bits)
     np.bitwise_and(bits, _HALF_BITS, out=bits)
     np.multiply(wide, _HALF_SCALE, out=wide)
-    if wide.size and (wide.max() >= _HALF_END or wide.min() <= -_HALF_END):
+    if words.size and np.bitwise_and(words, _HALF_MAGNITUDE).max() >= _HALF_INFINITY:
         np.copyto(wide, half)
+
+
+_SIGN = np.int32(-(1 << 31))
+_EXPONENT = np.int32(0x7F800000)
+# Of the least normal float16, and of the first power of two beyond all, in a float32.
+_LEAST_EXPONENT = np.int32((127 - 14) << 23)
+_END_EXPONENT = (127 + 16) << 23
+# Added to a power of two, as bits: 1.5 · 2¹³ times it.
+_TO_ROUNDER = np.int32((13 << 23) + (1 << 22))
+
+
+def _round_to_half(half: Array, wide: Array) -> None:
+    """Round float32 to float16 by its bits, to nearest even; `wide` is used up.
+
+    A number to which 1.5 · 2¹³ times its own power of two is added, or that of the least normal
+    float16, loses the bits that float16 does not have. NumPy converts where one is beyond those.
+    """
+    bits, rounder = wide.view(np.int32), np.empty_like(wide)
+    as_bits = rounder.view(np.int32)
+    np.bitwise_and(bits, _EXPONENT, out=as_bits)
+    if not as_bits.size or as_bits.max() >= _END_EXPONENT:
+        np.copyto(half, wide)
+        return
+    sign = np.bitwise_and(bits, _SIGN, out=np.empty_like(bits))
+    np.maximum(as_bits, _LEAST_EXPONENT, out=as_bits)
+    np.add(as_bits, _TO_ROUNDER, out=as_bits)
+    np.add(wide, rounder, out=wide)
+    np.subtract(wide, rounder, out=wide)
+    np.multiply(wide, 1 / _HALF_SCALE, out=wide)
+    np.left_shift(bits, 3, out=bits)
+    np.bitwise_or(bits, sign, out=bits)
+    np.right_shift(bits, 16, out=bits)
+    np.copyto(half.view(np.int16), bits, casting="unsafe")
 
 
 _SMALLEST = math.ulp(0.0)

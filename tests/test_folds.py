@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._folds import _widen_half, fold, folder, ieee_mode, in_ieee_mode
+from arraycomm._folds import _round_to_half, _widen_half, fold, folder, ieee_mode, in_ieee_mode
 from tests.collectives.oracle import CASES, IDS, expected, same_result, sample
 
 
@@ -32,6 +32,30 @@ def test_every_float16_is_widened_as_numpy_does_it(which) -> None:
     nan = np.isnan(expected)
     assert np.array_equal(np.isnan(wide), nan)
     assert wide[~nan].tobytes() == expected[~nan].tobytes()
+
+
+def _between_float16() -> np.ndarray:
+    """Every float16, the middle of it and the next, and the float32 on both sides of that."""
+    half = np.sort(np.arange(1 << 16, dtype=np.uint16).view(np.float16))
+    half = half[np.isfinite(half)].astype(np.float32)
+    middle = (half[1:] + half[:-1]) / 2
+    around = [np.nextafter(middle, np.float32(end)) for end in (-np.inf, np.inf)]
+    return np.concatenate([half, middle, *around])
+
+
+@pytest.mark.parametrize("extreme", [None, 65519.9, 65520.0, -1e30, np.inf, np.nan])
+def test_float32_is_rounded_to_float16_as_numpy_does_it(extreme) -> None:
+    wide = _between_float16()
+    if extreme is not None:
+        wide = np.append(wide, np.float32(extreme))
+    rng = np.random.default_rng(0)
+    random = np.ldexp(rng.uniform(-1, 1, 100_000), rng.integers(-30, 17, 100_000))
+    for values in (wide, random.astype(np.float32), np.float32([0.0, -0.0, -1e-30, 1e-45])):
+        with np.errstate(over="ignore"):
+            expected = values.astype(np.float16)
+            half = np.empty(values.shape, np.float16)
+            _round_to_half(half, values.copy())
+        assert np.array_equal(half.view(np.uint16), expected.view(np.uint16))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -60,7 +60,7 @@ def measure(comm: Communicator, name: str, work: Work, nbytes: int, repeats: int
     x = np.ones(nbytes // 4, np.float32)
     out = np.empty_like(x)
     call = partial(comm.allreduce, x, out=out)
-    pieces = _pieces(comm, work, _slowest(comm, call))
+    pieces = _pieces(comm, work, _usually(comm, call))
 
     def both() -> None:
         request = comm.iallreduce(x, out=out)
@@ -99,11 +99,15 @@ def _slowest(comm: Communicator, fn: Callable[[], object]) -> float:
     return float(comm.allreduce(time.perf_counter() - started, "max"))
 
 
+def _usually(comm: Communicator, fn: Callable[[], object]) -> float:
+    """Seconds that `fn` takes, once memory has been touched."""
+    fn()
+    return median(_slowest(comm, fn) for _ in range(5))
+
+
 def _pieces(comm: Communicator, work: Work, seconds: float) -> int:
     """How many pieces of work take about as long."""
-    work(1)
-    each = min(_slowest(comm, lambda: work(1)) for _ in range(5))
-    return max(round(seconds / each), 1)
+    return max(round(seconds / _usually(comm, partial(work, 1))), 1)
 
 
 def _sleep(pieces: int) -> None:
