@@ -15,8 +15,10 @@ from arraycomm._errors import (
 )
 from arraycomm._exchange import exchange
 from arraycomm._explain import explain
+from arraycomm._metrics import mean_metrics
 from arraycomm._ops import op
 from arraycomm._optimizers import DistributedOptimizer
+from arraycomm._plans import Plan
 from arraycomm._println import println
 from arraycomm._runtime import finalize, init, is_initialized, world
 from arraycomm._synchronize import synchronize
@@ -34,6 +36,7 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerError",
+    "Plan",
     "Request",
     "TransportError",
     "allreduce_gradients",
@@ -43,6 +46,7 @@ __all__ = [
     "finalize",
     "init",
     "is_initialized",
+    "mean_metrics",
     "op",
     "println",
     "synchronize",

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -29,6 +30,11 @@ from arraycomm._short import ShortReduction
 from arraycomm._transports.base import Transport
 from arraycomm._transports.board import FAILED, FINISHED, Farewell
 from arraycomm._views import view
+
+if TYPE_CHECKING:
+    from arraycomm._fusion import Fusion
+    from arraycomm._plans import Plan
+    from arraycomm._window import Window
 
 _MAX_CACHED: Final = 1024
 # Seconds in which a message of a rank that has left still arrives.
@@ -162,6 +168,12 @@ class Communicator:
         self._options = options
         self._engine = Engine(link.spins, link.threaded, self._watch, self._push_others)
         self._scratch = Scratch()
+        # Memory that the ranks share for trees: None before it is asked for, False without any.
+        self._window: Window | bool | None = None
+        # How leaves are fused, and memory for them: for plans while these are in use, and for the
+        # gradients reduced last.
+        self._fusions: WeakValueDictionary[Any, Fusion] = WeakValueDictionary()
+        self._gradients: Fusion | None = None
         self._inline = link.board.payload
         self._prefixes: dict[tuple[Signature, int, int], bytes] = {}
         self._short: dict[tuple[Any, ...], ShortReduction] = {}
@@ -792,6 +804,38 @@ class Communicator:
         """Start `barrier`."""
         return self._start("barrier", _calls.barrier)
 
+    def plan(self, tree: Any, op: str = "mean") -> Plan:
+        """Work out beforehand how trees like this one are reduced, for use in every step.
+
+        Parameters
+        ----------
+        tree : pytree of arrays and Python numbers
+            The same structure, shapes and dtypes on every rank; only these count, not the values.
+        op : str
+            As for `allreduce`.
+
+        Returns
+        -------
+        Plan
+            `plan(tree)` returns what `allreduce_tree(tree, op)` does, bit for bit, and keeps its
+            memory from call to call: see `arraycomm.Plan`.
+
+        Raises
+        ------
+        MismatchError
+            Trees differ between ranks; the message names the path of the first difference.
+        TypeError
+            A leaf cannot be reduced; the message names its path.
+
+        Notes
+        -----
+        Collective; one exchange of a header, after which no call compares more than its digest.
+        """
+        from arraycomm._plans import prepare
+
+        made: Plan = self._call("plan", prepare, tree, op)
+        return made
+
     def stats(self) -> dict[str, dict[str, float]]:
         """Return what this rank did so far, by operation; local.
 
@@ -986,6 +1030,8 @@ class Communicator:
         raise error
 
     def _prefix(self, call: Call) -> bytes:
+        if call.prefix is not None:
+            return call.prefix
         payload = -1 if call.payload is None else len(call.payload)
         key = (call.signature, payload, call.length)
         prefix = self._prefixes.get(key)

@@ -57,6 +57,13 @@ _OPERATIONS: Final = (
     "scan",
     "exscan",
     "gather_object",
+    "plan",
+    "Plan",
+    "mean_metrics",
+    "DistributedDataContainer",
+    "set_epoch",
+    "batches",
+    "load_state_dict",
 )
 _MAX_TEXT: Final = 16 << 20
 _LONG: Final = 10_000

@@ -10,6 +10,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -140,6 +141,24 @@ class MPITransport(Transport):
         assert isinstance(comm, MPI.Intracomm)
         return MPITransport(comm, share=self._share)
 
+    def offer_memory(self, nbytes: int) -> str:
+        path, descriptor = _make_file(nbytes)
+        if descriptor >= 0:
+            os.close(descriptor)
+        return path
+
+    def open_memory(self, name: str, nbytes: int) -> Bytes | None:
+        if not name:
+            return None
+        try:
+            descriptor = os.open(name, os.O_RDWR)
+        except OSError:
+            return None
+        return _map(descriptor, nbytes)
+
+    def close_memory(self, name: str) -> None:
+        os.unlink(name)
+
     def free(self) -> None:
         self.board.close()
         self.mpi_comm.Free()
@@ -209,21 +228,24 @@ def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> np.ndarray[Any, Any] | N
     if comm.rank == 0:
         path, descriptor = _make_file(nbytes)
     path = comm.bcast(path)
-    memory = None
-    try:
-        if descriptor < 0 and path:
+    if descriptor < 0 and path:
+        with suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)
-        if descriptor >= 0:
-            memory = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
-    except (OSError, ValueError):
-        pass
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+    memory = _map(descriptor, nbytes) if descriptor >= 0 else None
     everyone = comm.allreduce(memory is not None, op=MPI.LAND)
     if comm.rank == 0 and path:
         os.unlink(path)
     return memory if everyone else None
+
+
+def _map(descriptor: int, nbytes: int) -> np.ndarray[Any, Any] | None:
+    """Map an open file, and close it; None where that cannot be."""
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def _make_file(nbytes: int) -> tuple[str, int]:
