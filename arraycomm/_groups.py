@@ -36,18 +36,19 @@ def split_by_node(comm: Communicator) -> Communicator:
 
 
 def dup(
-    comm: Communicator, options: dict[str, Any], check: Callable[[], None] = lambda: None
+    comm: Communicator, options: dict[str, Any], check: Callable[[], str] = lambda: ""
 ) -> Communicator:
     """Return a communicator of the same ranks, with these options where they are to differ.
 
-    Where `check` raises on one rank, it raises there and tells the other ranks.
+    Where `check` raises on one rank, it raises there and tells the other ranks; what it returns has
+    to be the same on all.
     """
     chosen: list[Options] = []
 
     def prepare(comm: Communicator) -> Call:
-        check()
+        settings = check()
         chosen.append(replace(comm._options, **options))
-        return agreement_only("dup", repr(chosen[0]))
+        return agreement_only("dup", f"{chosen[0]!r}{settings}")
 
     comm._call("dup", prepare)
     made = _open(comm, [(True, 0, 0)] * comm.size, chosen[0])

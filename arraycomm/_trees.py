@@ -122,7 +122,7 @@ def allreduce_gradients(
     """
     comm = comm or world()
     name = "allreduce_gradients"
-    return comm._call(name, _gradients_call, tree, op, missing, bucket_bytes, compression)
+    return comm._call(name, gradients_call, tree, op, missing, bucket_bytes, compression)
 
 
 # Reductions
@@ -185,7 +185,7 @@ def _parse(description: str) -> Spec:
     return BY_NAME[name].dtype, tuple(ast.literal_eval(shape))
 
 
-def _gradients_call(
+def gradients_call(
     comm: Communicator,
     tree: Any,
     op: str,
