@@ -173,3 +173,9 @@ class SharedBoard(Board):
         length = min(max(words[2], 0), _FAREWELL_TEXT)
         text = self._notes[rank, 24 : 24 + length].tobytes().decode(errors="replace")
         return Farewell(state, words[1], text)
+
+    def close(self) -> None:
+        """Let go of the memory now: this board is part of a cycle, which Python collects late."""
+        self.rows, self.words, self.mine, self.my_words = [], [], [], []
+        self._memory, self._notes = np.empty(0, np.uint8), np.empty((0, _FAREWELL), np.uint8)
+        self._note_words = []
