@@ -135,11 +135,17 @@ class MPITransport(Transport):
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         key = 0 if color is None else members.index(self.rank)
-        comm = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
-        if color is None:
-            return None
-        assert isinstance(comm, MPI.Intracomm)
-        return MPITransport(comm, share=self._share)
+        try:
+            comm = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
+            if color is None:
+                return None
+            assert isinstance(comm, MPI.Intracomm)
+            return MPITransport(comm, share=self._share)
+        except MPI.Exception as error:
+            raise TransportError(
+                f"MPI made no further communicator: {error.Get_error_string()}; there is room for "
+                "about a thousand in some MPIs: free() those that are no longer used"
+            ) from error
 
     def offer_memory(self, nbytes: int) -> str:
         path, descriptor = _make_file(nbytes)
