@@ -90,9 +90,7 @@ def main() -> int:
     else:
         from tests.faults import on_mpi
 
-        verdicts = on_mpi.run_programs(
-            seeds, arguments.transport, arguments.board, arguments.kinds
-        )
+        verdicts = on_mpi.run_programs(seeds, arguments.transport, arguments.board, arguments.kinds)
         summary = summarize(verdicts)
     if arguments.show:
         for failed in summary.failed:

@@ -43,7 +43,8 @@ MAY_END: Final[dict[str, frozenset[str]]] = {
     "argument": frozenset({RETURNED}),
     **dict.fromkeys(("raise", "interrupt", "exit"), frozenset({RETURNED, OWN, PEER})),
     "leave": frozenset({RETURNED, OWN, PEER, TIMEOUT}),
-    "sleep": frozenset({RETURNED, ASLEEP, TIMEOUT}),
+    # Who gives up is a rank that leaves, for those that have not waited as long.
+    "sleep": frozenset({RETURNED, ASLEEP, TIMEOUT, PEER}),
     **dict.fromkeys(("kill", "die"), frozenset({RETURNED, OWN, PEER, CUT})),
 }
 
@@ -87,7 +88,7 @@ class _Simulation:
         self._left: set[int] = set()
 
     def run(self) -> set[int]:
-        while any([self._advance(rank) for rank in range(self._program.size)]):
+        while any(self._advance(rank) for rank in range(self._program.size)):
             pass
         return {
             rank
@@ -183,15 +184,16 @@ def judge(
     traces: list[Trace],
     waits: set[int],
     *,
-    may_be_cut: bool = False,
+    own_job: bool = False,
     tells_return: bool = True,
 ) -> Verdict:
     """Judge what came of a program on each rank.
 
-    `waits` are the ranks that would wait for ever. `may_be_cut` says that the launcher ends
-    everybody at once, and `tells_return` that the others learn of a rank that has reached the end.
+    `waits` are the ranks that would wait for ever. `own_job` says that the program was a whole job:
+    a rank that gives up waiting ends its process, and the launcher all others where one was killed.
+    `tells_return` says that the others learn of a rank that has reached the end.
     """
-    return _Judge(program, traces, may_be_cut, tells_return, waits).verdict()
+    return _Judge(program, traces, waits, own_job, tells_return).verdict()
 
 
 class _Judge:
@@ -199,15 +201,15 @@ class _Judge:
         self,
         program: Program,
         traces: list[Trace],
-        may_be_cut: bool,
-        tells_return: bool,
         waits: set[int],
+        own_job: bool,
+        tells_return: bool,
     ) -> None:
         self._program = program
         self._traces = traces
-        self._may_be_cut = may_be_cut
-        self._tells_return = tells_return
         self._stuck = waits
+        self._own_job = own_job
+        self._tells_return = tells_return
         self._ends = [self._end(rank) for rank in range(program.size)]
         self._wrong: list[str] = []
 
@@ -219,7 +221,9 @@ class _Judge:
         legitimate = self._legitimate()
         for rank, end in enumerate(self._ends):
             if rank not in legitimate:
-                self._wrong.append(f"rank {rank} has no reason to end so: {end}, {self._said(rank)}")
+                self._wrong.append(
+                    f"rank {rank} has no reason to end so: {end}, {self._said(rank)}"
+                )
             if end not in MAY_END[self._program.kind]:
                 self._wrong.append(f"{self._program.kind}: no rank may end so: {end}")
         verdict.mismatch_seconds = self._mismatch_seconds()
@@ -265,7 +269,7 @@ class _Judge:
         """Tell whether the others learn that a rank has ended."""
         end, trace = self._ends[rank], self._traces[rank]
         if end == TIMEOUT:
-            return bool(trace.events) and trace.events[-1].error == CLOSED
+            return self._own_job or trace.events[-1].error == CLOSED
         if end == RETURNED or (end == OWN and self._program.kind == "leave"):
             return self._tells_return
         return end not in (ASLEEP, CUT)
@@ -320,12 +324,13 @@ class _Judge:
         if event.kind not in ("argument", "peer"):
             return
         verdict.argument = True
-        if culprits := self._wrong_ranks(rank, event.place):
-            if (event.kind == "argument") == (rank in culprits) and (
-                event.kind == "argument" or self._rank_of(rank, event) in culprits
-            ):
-                return
-        self._wrong.append(f"rank {rank} at {event.place}: {event.error}: {event.text}")
+        culprits = self._wrong_ranks(rank, event.place)
+        if event.kind == "argument":
+            reason = rank in culprits
+        else:
+            reason = rank not in culprits and self._rank_of(rank, event) in culprits
+        if not reason:
+            self._wrong.append(f"rank {rank} at {event.place}: {event.error}: {event.text}")
 
     def _rank_of(self, rank: int, event: Event) -> int:
         """Return the rank that an error names, as a rank of the program."""
@@ -364,13 +369,14 @@ class _Judge:
         if end in (RETURNED, OWN):
             return True
         if end == CUT:
-            return self._may_be_cut
+            return self._own_job and self._program.kind in ("kill", "die")
         if end == ASLEEP:
             return self._program.kind == "sleep"
         if end == MISMATCH:
             return self._mismatched(rank)
         if end == TIMEOUT:
-            return rank in self._stuck and any(self._silent(m) for m in self._missing(rank))
+            missing = set(self._missing(rank))
+            return rank in self._stuck and any(m in self._stuck or self._silent(m) for m in missing)
         if end == PEER:
             return any(
                 m in known and self._told(m) and self._names(rank, m) for m in self._missing(rank)

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tests.faults.judge import CUT, OWN, RETURNED, Verdict, judge, stuck
+from tests.faults.judge import OWN, RETURNED, Verdict, judge, stuck
 from tests.faults.play import ON_PURPOSE, STATUSES, Event, Trace
 from tests.faults.programs import DISAGREEING, Program, draw
-from tests.faults.worker import SHORT
 from tests.launcher import SETTINGS
 
 ROOT: Final = Path(__file__).parents[2]
@@ -99,8 +98,7 @@ def play_alone(seed: int, kinds: tuple[str, ...], python: Path, board: str = "sh
         )
         told = [_told(folder / str(rank)) for rank in range(program.size)]
     traces = [_trace(lines) for lines in told]
-    may_be_cut = program.kind in ("kill", "die")
-    verdict = judge(program, traces, stuck(program), may_be_cut=may_be_cut)
+    verdict = judge(program, traces, stuck(program), own_job=True)
     verdict.seconds = job.ended - max((trace.began for trace in traces), default=began)
     _count(job, verdict)
     _judge_job(program, job, verdict, traces)

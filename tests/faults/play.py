@@ -163,9 +163,7 @@ class _Player:
 
     def _result(self, action: Action) -> Any:
         return (
-            self._requests[action.request].wait()
-            if action.kind == "wait"
-            else self._begin(action)
+            self._requests[action.request].wait() if action.kind == "wait" else self._begin(action)
         )
 
     def _begin(self, action: Action) -> Any:
@@ -187,7 +185,9 @@ class _Player:
         if call.wrong == "out shape":
             keywords["out"] = np.empty((7, 7, 7), DTYPES[call.dtype])
         if call.wrong == "out frozen":
-            keywords["out"] = np.broadcast_to(np.zeros((), DTYPES[call.dtype]), _out_shape(call, comm))
+            keywords["out"] = np.broadcast_to(
+                np.zeros((), DTYPES[call.dtype]), _out_shape(call, comm)
+            )
         if call.operation == "allreduce_tree":
             return ac.allreduce_tree(*arguments, comm=comm, **keywords)
         name = f"i{call.operation}" if action.kind == "start" else call.operation

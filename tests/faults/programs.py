@@ -172,7 +172,9 @@ def describe(action: Action) -> str:
 
 
 def _call_text(call: Call) -> str:
-    return " ".join(f"{name}={value}" for name, value in vars(call).items() if value not in ("", -1))
+    return " ".join(
+        f"{name}={value}" for name, value in vars(call).items() if value not in ("", -1)
+    )
 
 
 # Drawing
@@ -207,7 +209,11 @@ class _Draft:
             self.collective()
 
     def make(self) -> None:
-        random, parent, made = self.random, self.random.randrange(len(self.groups)), len(self.groups)
+        random, parent, made = (
+            self.random,
+            self.random.randrange(len(self.groups)),
+            len(self.groups),
+        )
         splits = random.random() < 0.5
         colors = random.choices((0, 1, 1, None), k=self.size) if splits else [0] * self.size
         call = Call("split" if splits else "dup", self.next_number())
@@ -302,7 +308,9 @@ def deviate(program: Program, random: Random, kind: str, draft: _Draft) -> None:
                 program.actions[rank] = changed
                 if kind == "argument":
                     _leave_out_unmade(program)
-                program.text = f"program {program.seed}: {kind} on rank {rank} of {program.size}, at {place}"
+                program.text = (
+                    f"program {program.seed}: {kind} on rank {rank} of {program.size}, at {place}"
+                )
                 return
     program.text = f"program {program.seed}: no deviation, {program.size} ranks"
 
@@ -373,7 +381,9 @@ def _other_root(random: Random, program: Program, rank: int, place: int) -> list
     )
 
 
-def _other_operation(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
+def _other_operation(
+    random: Random, program: Program, rank: int, place: int
+) -> list[Action] | None:
     action = program.actions[rank][place]
     if action.kind not in ("call", "start") or action.call is None:
         return None

@@ -29,7 +29,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--kinds", nargs="+", required=True)
     parser.add_argument("--board", default="shared")
-    parser.add_argument("--alone", type=Path, help="where each rank writes what came of its actions")
+    parser.add_argument(
+        "--alone", type=Path, help="where each rank writes what came of its actions"
+    )
     arguments = parser.parse_args()
     if arguments.board == "messages":
         # As between nodes, which share no memory.
@@ -129,11 +131,9 @@ def _take_part(
 def _all_returned(control: MPI.Intracomm, size: int, returned: bool) -> bool:
     """Tell whether all ranks of a program came to its end; the others do not take part."""
     _meet_few(control, size)
-    said = [returned]
-    for rank in range(size):
-        if rank != control.rank:
-            said.append(control.sendrecv(returned, rank, 0, None, rank, 0))
-    return all(said)
+    others = [rank for rank in range(size) if rank != control.rank]
+    said = [control.sendrecv(returned, rank, 0, None, rank, 0) for rank in others]
+    return returned and all(said)
 
 
 def _meet_few(control: MPI.Intracomm, size: int) -> None:
