@@ -268,6 +268,11 @@ def test_is_a_sequence_of_arrays_rows_too() -> None:
         container["x"]
 
 
+def test_items_of_a_flat_numpy_array_are_its_numbers() -> None:
+    assert [type(item) for item in alone(np.arange(2.0))] == [np.float64] * 2
+    assert type(alone({"x": np.arange(2)})[1]["x"]) is np.int64
+
+
 def test_only_own_items_are_read() -> None:
     class Files:
         def __len__(self) -> int:
