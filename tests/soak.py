@@ -103,14 +103,15 @@ def grown(comm: Communicator, act: Callable[[Communicator, int], None], number: 
     Open files and maps are counted before Python's collector of cycles has run: what is given back
     must not wait for it.
     """
-    act(comm, max(number // 10, 1))
-    gc.collect()
-    comm.barrier()
-    before = held()
     collects = act is calls
     if not collects:
         gc.disable()
     try:
+        # So much that the allocators have what they will ever keep.
+        act(comm, number // 10 if collects else number)
+        gc.collect()
+        comm.barrier()
+        before = held()
         act(comm, number)
     finally:
         gc.enable()

@@ -148,6 +148,8 @@ class ThreadsTransport(Transport):
 
     def free(self) -> None:
         self.board.close()
+        # The group's memory goes with its last rank: Python would collect the communicators late.
+        del self._group
 
     def nodes(self) -> Sequence[int]:
         return [0] * self.size
