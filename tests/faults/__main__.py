@@ -79,6 +79,7 @@ def main() -> int:
     parser.add_argument("--transport", choices=("threads", "mpich", "openmpi"), default="threads")
     parser.add_argument("--board", choices=("shared", "messages"), default="shared")
     parser.add_argument("--kinds", nargs="*", help="deviations to draw from")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once, for threads")
     parser.add_argument("--show", action="store_true", help="print the programs that failed")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.programs)
@@ -86,7 +87,7 @@ def main() -> int:
         from tests.faults import on_threads
 
         kinds = tuple(arguments.kinds or on_threads.KINDS)
-        summary = summarize(on_threads.run_program(seed, kinds) for seed in seeds)
+        summary = summarize(on_threads.run_programs(seeds, kinds, arguments.jobs))
     else:
         from tests.faults import on_mpi
 

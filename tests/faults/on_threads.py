@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
 from typing import Final
 
 from arraycomm import Communicator
@@ -18,6 +22,15 @@ KINDS: Final = tuple(kind for kind in DEVIATIONS if kind not in ("kill", "die"))
 # Seconds; the short one where some wait for ever, the long one to show who should not have waited.
 SHORT: Final = 0.6
 LONG: Final = 20.0
+
+
+def run_programs(seeds: Sequence[int], kinds: tuple[str, ...], jobs: int = 1) -> Iterator[Verdict]:
+    """Run programs, in so many processes at once: most of the time somebody only waits."""
+    if jobs == 1:
+        yield from (run_program(seed, kinds) for seed in seeds)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        yield from pool.map(partial(run_program, kinds=kinds), seeds, chunksize=20)
 
 
 def run_program(seed: int, kinds: tuple[str, ...] = KINDS) -> Verdict:

@@ -24,6 +24,7 @@ ON_PURPOSE: Final = "on purpose"
 ARGUMENT_ERRORS: Final = (TypeError, ValueError, BufferError, OverflowError)
 SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT)
 STATUSES: Final = (0, 3, None, "status")
+DEATHS: Final = (0, 1, 7)
 
 
 class OnPurposeError(Exception):
@@ -145,7 +146,7 @@ class _Player:
             os.kill(os.getpid(), SIGNALS[action.how % len(SIGNALS)])
             time.sleep(60)
         elif action.kind == "die":
-            os._exit((0, 1, 7)[action.how % 3])
+            os._exit(DEATHS[action.how % len(DEATHS)])
 
     def _make(self, action: Action) -> str:
         comm, call = self._comms[action.comm], action.call

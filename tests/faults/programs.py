@@ -6,7 +6,7 @@ Every rank draws the whole program, so each knows what the others pass, and what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 from typing import Final
@@ -40,7 +40,6 @@ COLLECTIVE: Final = ("call", "start", "make")
 MESSAGES: Final = ("send", "recv", "isend", "irecv")
 # How a rank's own part can end: it goes no further in its list of actions.
 ENDING: Final = ("raise", "interrupt", "exit", "leave", "sleep", "kill", "die")
-ENDINGS_TOLD: Final = ("raise", "interrupt", "exit", "leave")
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,16 @@ class Program:
     rank: int = 0
     place: int = 0
     text: str = ""
-    requests: int = field(default=0)
 
     def members(self, comm: int, rank: int) -> tuple[int, ...]:
         """Return the ranks of the program in the communicator `comm` of `rank`, in their order."""
         return next((group for group in self.groups[comm] if rank in group), ())
+
+    @property
+    def how(self) -> int:
+        """A number that chooses among the ways in which the deviating rank may end."""
+        actions = self.actions[self.rank]
+        return actions[self.place].how if self.place < len(actions) else 0
 
     @cached_property
     def calls(self) -> dict[tuple[int, int], list[tuple[int, Action]]]:
@@ -287,16 +291,15 @@ def draw(seed: int, kinds: tuple[str, ...]) -> Program:
     draft.collective()
     draft.wait()
     program = Program(seed, draft.size, draft.groups, draft.actions)
-    deviate(program, random, random.choice(kinds), draft)
+    deviate(program, random, random.choice(kinds))
     return program
 
 
 # Deviating
 
 
-def deviate(program: Program, random: Random, kind: str, draft: _Draft) -> None:
+def deviate(program: Program, random: Random, kind: str) -> None:
     """Let one rank deviate: in the wanted way where its part allows, else in none."""
-    program.requests = draft.requests
     change = DEVIATIONS[kind]
     ranks = random.sample(range(program.size), program.size)
     for rank in ranks:
