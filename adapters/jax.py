@@ -40,7 +40,12 @@ def distribute(
     inner = optax.with_extra_args_support(optimizer)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        reduced = _reduce(gradients.comm, updates, gradients.op, gradients.options)
+        if _is_traced(updates) or gradients.accumulate > 1:
+            reduced = _reduce(gradients.comm, updates, gradients.op, gradients.options)
+        else:
+            counts, reduced = gradients.add(updates)
+            if not counts:
+                return jax.tree.map(jnp.zeros_like, reduced), state
         updated: tuple[Any, Any] = inner.update(reduced, state, params, **extra)
         return updated
 

@@ -32,6 +32,7 @@ def check(optimizer: Any) -> None:
 def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
     """Reduce gradients by a hook before each step."""
     held: list[tuple[torch.Tensor, Any]] = []
+    following: list[bool] = []
 
     def reduce_gradients() -> None:
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
@@ -59,6 +60,8 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
     def before_step(
         _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if following:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             reduce_gradients()
@@ -76,6 +79,19 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
             parameter, gradient = held.pop()
             parameter.grad = gradient
 
+    def follow(reduced: Any) -> None:
+        parameters = [p for each in optimizer.param_groups for p in each["params"]]
+        for parameter, gradient in zip(parameters, reduced, strict=True):
+            parameter.grad = None
+            _set_gradient(parameter, gradient)
+        following.append(True)
+        try:
+            optimizer.step()
+        finally:
+            following.clear()
+
+    # The optimizer keeps alive what ranks without data need of it.
+    gradients.follow = follow
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
     _distributed.add(optimizer)

@@ -15,6 +15,7 @@ from arraycomm._errors import (
 )
 from arraycomm._exchange import exchange
 from arraycomm._explain import explain
+from arraycomm._join import Join, join
 from arraycomm._metrics import mean_metrics
 from arraycomm._ops import op
 from arraycomm._optimizers import DistributedOptimizer
@@ -33,6 +34,7 @@ __all__ = [
     "ConcurrentUseError",
     "DistributedDataContainer",
     "DistributedOptimizer",
+    "Join",
     "MismatchError",
     "NotInitializedError",
     "PeerError",
@@ -46,6 +48,7 @@ __all__ = [
     "finalize",
     "init",
     "is_initialized",
+    "join",
     "mean_metrics",
     "op",
     "println",

@@ -24,6 +24,7 @@ from arraycomm._errors import (
     PeerError,
 )
 from arraycomm._header import Signature, Steps, agree, encode, fail_in_step, operation_of
+from arraycomm._join import JOINABLE, refused
 from arraycomm._messages import Message
 from arraycomm._ops import Op
 from arraycomm._short import ShortReduction
@@ -33,6 +34,8 @@ from arraycomm._views import view
 
 if TYPE_CHECKING:
     from arraycomm._fusion import Fusion
+    from arraycomm._gradients import Gradients
+    from arraycomm._join import Join
     from arraycomm._plans import Plan
     from arraycomm._window import Window
 
@@ -174,6 +177,12 @@ class Communicator:
         # gradients reduced last.
         self._fusions: WeakValueDictionary[Any, Fusion] = WeakValueDictionary()
         self._gradients: Fusion | None = None
+        # The block of `join` that this rank is in, the optimizers that take part in one, and, on an
+        # optimizer's own duplicate, the communicator whose blocks count.
+        self._join: Join | None = None
+        self._optimizers: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
+        self._made_optimizers = 0
+        self._joins_with: Communicator | None = None
         self._inline = link.board.payload
         self._prefixes: dict[tuple[Signature, int, int], bytes] = {}
         self._short: dict[tuple[Any, ...], ShortReduction] = {}
@@ -964,15 +973,23 @@ class Communicator:
         if self._closed is not None:
             return self._refused(operation)
         try:
-            call = prepare(self, *args)
+            call = prepare(self, *args) if self._may_call(operation) else refused(operation)
         except Exception as error:
             self._count(operation, None)
+            if self._join is not None:
+                self._join.told.append(error)
             return self._raising(operation, error, describe_raise(error))
         except BaseException as error:
             self._close(error)
             raise
         self._count(operation, call)
         return self._guarded(self._steps(call, site))
+
+    def _may_call(self, operation: str) -> bool:
+        """Tell whether no block of `join` stands in the way of a call."""
+        if self._joins_with is not None and self._joins_with._join is not None:
+            return False
+        return self._join is None or operation in JOINABLE
 
     def _steps(self, call: Call, site: str | None) -> Steps:
         if self._closed is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,15 @@ class Gradients:
         compression: str | None,
     ) -> None:
         self.comm, self.op, self.accumulate = comm, op, accumulate
+        # The same on every rank, as optimizers are made by all together.
+        self.number = 0
+        if (group := comm._joins_with) is not None:
+            self.number = group._made_optimizers
+            group._made_optimizers += 1
+            group._optimizers[self.number] = self
         self.options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "compression": compression}
+        # Applies a step's gradients on a rank without data, where the adapter can; see `join`.
+        self.follow: Callable[[Any], None] = lambda gradients: None
         self._steps = 0
         self._sums: list[Sum | None] = []
 
@@ -51,6 +60,10 @@ class Gradients:
 
         Collective where they are; a local matter where more are to come.
         """
+        group = self.comm._joins_with
+        if group is not None and group._join is not None:
+            reduced = group._call(_NAME, self._prepare_joined, tree)
+            return bool(group._join.total), reduced
         if self._steps + 1 < self.accumulate:
             self._sums = self._added(tree)
             self._steps += 1
@@ -64,6 +77,15 @@ class Gradients:
     def reduce_loss(self, loss: Any) -> Any:
         """Reduce a loss as the gradients are."""
         return self.comm.allreduce(loss, self.op)
+
+    def _prepare_joined(self, comm: Communicator, tree: Any) -> Call:
+        if self.accumulate > 1:
+            raise ValueError(
+                f"{_NAME}: inside join gradients cannot be accumulated, since ranks that have no "
+                f"more steps would keep some back; got an optimizer with accumulate={self.accumulate}"
+            )
+        note = f", optimizer {self.number}"
+        return gradients_call(comm, tree, self.op, "zeros", **self.options, note=note)
 
     def _prepare(self, comm: Communicator, tree: Any) -> Call:
         means = tree if self.accumulate == 1 else self._means(tree)

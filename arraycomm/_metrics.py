@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,11 +13,13 @@ from arraycomm._calls import Call, deliver
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import DType, Kind, kind_of
 from arraycomm._fusion import Fusion
-from arraycomm._header import Agreement, Signature, Steps
+from arraycomm._header import Agreement, Signature, Steps, mismatch
+from arraycomm._join import taking_part
 from arraycomm._pytrees import flatten
 from arraycomm._results import allocate, give, widest_float
 from arraycomm._runtime import world
-from arraycomm._trees import DEFAULT_BUCKET_BYTES, Leaves
+from arraycomm._trees import DEFAULT_BUCKET_BYTES, NONE, Leaves, parse
+from arraycomm._weights import check_weight
 
 _SUMS: Final = np.dtype(np.float64)
 _COMPLEX_SUMS: Final = np.dtype(np.complex128)
@@ -106,7 +109,9 @@ def _prepare(comm: Communicator, tree: Any, weight: Any) -> Call:
         return leaves.rebuild([None if leaf is None else next(given) for leaf in leaves.views])
 
     def finish(agreement: Agreement) -> Steps:
-        if inline:
+        if agreement.details is not None:
+            check_same_leaves(agreement.details)
+        if inline and agreement.details is None:
             fusion.fold_payloads(comm, packed, agreement, "sum")
         else:
             yield from fusion.reduce(comm, packed, sources, "sum")
@@ -118,26 +123,31 @@ def _prepare(comm: Communicator, tree: Any, weight: Any) -> Call:
         packed.block if inline else None,
         nbytes=fusion.nbytes,
         copies=len(present),
+        # A rank that has no data may be among the others: see `join`.
+        negotiable=comm._join is not None,
     )
 
 
-def check_weight(weight: Any, operation: str) -> float:
-    """Return a weight as a float; raise unless it is a number, finite and not negative."""
-    try:
-        if isinstance(weight, str | bytes) or np.ndim(weight):
-            raise TypeError(f"a {type(weight).__name__} is no number")
-        number = float(weight)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"{operation}: weight must be a number, such as how many samples this rank has; "
-            f"got {weight!r}"
-        ) from error
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(
-            f"{operation}: weight must be finite and not negative; got {number}; a rank that has "
-            "nothing passes 0"
-        )
-    return number
+def check_same_leaves(details: Sequence[dict[str, Any]]) -> None:
+    """Raise where ranks that have data differ in their trees."""
+    live = taking_part(details)
+    if any(detail["leaves"] != live[0]["leaves"] for detail in live):
+        raise mismatch(live)
+
+
+def shadow_metrics(comm: Communicator, live: Sequence[dict[str, Any]]) -> Steps:
+    """Take part in other ranks' means with nothing to add."""
+    check_same_leaves(live)
+    specs = []
+    for _, text in live[0]["leaves"]:
+        if text != NONE:
+            dtype, shape = parse(text)
+            parts = 2 if kind_of(dtype) is Kind.COMPLEX else 1
+            specs.append((_SUMS, (math.prod(shape) * parts,)))
+    fusion = Fusion((*specs, (_SUMS, (1,))), DEFAULT_BUCKET_BYTES)
+    packed = fusion.take()
+    yield from fusion.reduce(comm, packed, [None] * (len(specs) + 1), "sum")
+    return None, 0.0, None
 
 
 def _like(leaf: BufferView) -> tuple[BufferView, DType]:

@@ -87,5 +87,6 @@ def DistributedOptimizer(  # noqa: N802
         return f", DistributedOptimizer {op} {bucket_bytes} {accumulate} {compression}"
 
     private = dup(group, {}, check)
+    private._joins_with = group
     gradients = Gradients(private, op, bucket_bytes, accumulate, compression)
     return adapter_of(optimizer).distribute(optimizer, gradients)

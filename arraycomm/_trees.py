@@ -24,10 +24,12 @@ from arraycomm._dtypes import (
 )
 from arraycomm._fusion import Fusion, Packed, Spec
 from arraycomm._header import Agreement, Signature, Steps, mismatch
+from arraycomm._join import bits_of, optimizer_of, taking_part, weights_of
 from arraycomm._pytrees import Flat, flatten
-from arraycomm._results import give
+from arraycomm._results import allocate, give
 from arraycomm._runtime import world
 from arraycomm._views import view
+from arraycomm._weights import check_weight
 
 DEFAULT_BUCKET_BYTES: Final = 25 << 20
 COMPRESSIONS: Final[dict[str, DType]] = {
@@ -176,11 +178,12 @@ def ties(index: Sequence[int]) -> str:
 
 
 def describe(dtype: DType, shape: tuple[int, ...]) -> str:
-    """Say dtype and shape as headers show them; `_parse` undoes it."""
+    """Say dtype and shape as headers show them; `parse` undoes it."""
     return f"{name_of(dtype)} {shape}"
 
 
-def _parse(description: str) -> Spec:
+def parse(description: str) -> Spec:
+    """Return dtype and shape as `describe` says them."""
     name, _, shape = description.partition(" ")
     return BY_NAME[name].dtype, tuple(ast.literal_eval(shape))
 
@@ -192,12 +195,14 @@ def gradients_call(
     missing: str,
     bucket_bytes: int,
     compression: str | None,
+    note: str = "",
 ) -> Call:
+    """One rank's part in `allreduce_gradients`; inside `join`, `note` says of which optimizer."""
     name = "allreduce_gradients"
     if missing not in ("zeros", "error"):
         raise ValueError(f'{name}: missing must be "zeros" or "error"; got {missing!r}')
     check_compression(compression, name)
-    return _reduce_call(comm, name, tree, op, missing, bucket_bytes, compression)
+    return _reduce_call(comm, name, tree, op, missing, bucket_bytes, compression, note)
 
 
 def check_compression(compression: object, operation: str) -> None:
@@ -216,10 +221,14 @@ def _reduce_call(
     missing: str,
     bucket_bytes: int,
     compression: str | None,
+    note: str = "",
 ) -> Call:
     check_op(op, operation)
     leaves = Leaves(flatten(tree), operation)
     leaves.check_reducible(op, operation)
+    if comm._join is not None:
+        settings = _settings(bucket_bytes, compression, leaves.ties())
+        return _joined_call(comm, leaves, op, f"{settings}, joined{note}", compression)
     present = [index for index, leaf in enumerate(leaves.views) if leaf is not None]
     sources = [leaf for leaf in leaves.views if leaf is not None]
     specs = tuple((_compressed(leaf.dtype, compression), leaf.shape) for leaf in sources)
@@ -310,7 +319,7 @@ def _reduce_missing(
     """Reduce trees in which a leaf may be None on some ranks: the others say what it is."""
     said = _agreed_descriptions(details)
     present = [index for index in range(len(leaves.views)) if said[index] != NONE]
-    specs = [_parse(said[index]) for index in present]
+    specs = [parse(said[index]) for index in present]
     sent = tuple((_compressed(dtype, compression), shape) for dtype, shape in specs)
     fusion = Fusion(sent, bucket_bytes)
     packed = fusion.take()
@@ -321,7 +330,112 @@ def _reduce_missing(
     return deliver(lambda: leaves.rebuild(results(likes, present, packed, dtypes)))
 
 
-def _agreed_descriptions(details: list[dict[str, Any]]) -> list[str]:
+# Inside join
+
+
+def _joined_call(
+    comm: Communicator, leaves: Leaves, op: str, settings: str, compression: str | None
+) -> Call:
+    """Reduce by weight, together with ranks that have no data."""
+    if op not in ("mean", "sum"):
+        raise ValueError(f'allreduce_gradients: inside join op must be "mean" or "sum"; got {op!r}')
+    block = comm._join
+    assert block is not None
+    weight = check_weight(block.weight, "allreduce_gradients: join")
+
+    def finish(agreement: Agreement) -> Steps:
+        said = [text for _, text in leaves.described()]
+        if agreement.details is not None:
+            said = _agreed_descriptions(taking_part(agreement.details))
+        weights = weights_of(agreement, comm.size)
+        block.stepped(weights)
+        factor = weight if op == "mean" else float(weight > 0)
+        reduced = yield from _reduce_joined(
+            comm, said, leaves.views, factor, weights, op, compression
+        )
+        example = next((leaf for leaf in leaves.views if leaf is not None), None)
+        likes = [leaf or example or view(np.empty(0), "join") for leaf in leaves.views]
+        return deliver(
+            lambda: leaves.rebuild(
+                [
+                    None if array is None else give(array, like)
+                    for array, like in zip(reduced, likes, strict=True)
+                ]
+            )
+        )
+
+    signature = Signature("allreduce_gradients", op, leaves=leaves.described(), settings=settings)
+    return Call(signature, finish, length=bits_of(weight), negotiable=True)
+
+
+def shadow_gradients(
+    comm: Communicator, agreement: Agreement, live: Sequence[dict[str, Any]]
+) -> Steps:
+    """Take part in other ranks' reduction without gradients of one's own.
+
+    Returns this rank's optimizer whose step it is, the sum of the weights, and the gradients.
+    """
+    said = _agreed_descriptions(live)
+    settings, head = live[0]["settings"], live[0]["head"]
+    compression = next((name for name in COMPRESSIONS if f"compression={name}," in settings), None)
+    op = "mean" if "mean" in head else "sum"
+    weights = weights_of(agreement, comm.size)
+    nothing: list[BufferView | None] = [None] * len(said)
+    reduced = yield from _reduce_joined(comm, said, nothing, 0.0, weights, op, compression)
+    return optimizer_of(comm, settings), sum(weights), reduced
+
+
+def _reduce_joined(
+    comm: Communicator,
+    said: Sequence[str],
+    views: Sequence[BufferView | None],
+    factor: float,
+    weights: Sequence[float],
+    op: str,
+    compression: str | None,
+) -> Steps:
+    """Return the weighted mean, or the sum, of each leaf as a NumPy array; None where nobody has one."""
+    present = [index for index, text in enumerate(said) if text != NONE]
+    specs = [parse(said[index]) for index in present]
+    sent = tuple((_compressed(_wide(dtype), compression), shape) for dtype, shape in specs)
+    sources: list[BufferView | None] = []
+    for index, (dtype, _) in zip(present, specs, strict=True):
+        leaf = views[index]
+        sources.append(None if leaf is None or not factor else _times(leaf, factor, _wide(dtype)))
+    fusion = Fusion(sent, DEFAULT_BUCKET_BYTES)
+    packed = fusion.take()
+    yield from fusion.reduce(comm, packed, sources, "sum")
+    total = sum(weights)
+    reduced: list[Any] = [None] * len(said)
+    for number, place in packed.leaves():
+        dtype, shape = specs[number]
+        array = place.astype(_wide(dtype), copy=False)
+        with np.errstate(all="ignore"):
+            if op == "mean" and total:
+                parts = array.reshape(-1).view(array.real.dtype)
+                np.divide(parts, parts.dtype.type(total), out=parts)
+            result = allocate(shape, dtype)
+            result[...] = array
+        reduced[present[number]] = result
+    return reduced
+
+
+def _times(leaf: BufferView, factor: float, dtype: DType) -> BufferView:
+    """Return w·g, in which the parts of a complex number are multiplied as reals."""
+    made = allocate(leaf.shape, dtype)
+    with np.errstate(all="ignore"):
+        made[...] = leaf.array
+        if factor != 1:
+            parts = made.reshape(-1).view(made.real.dtype)
+            np.multiply(parts, parts.dtype.type(factor), out=parts)
+    return BufferView(made, "numpy", made, False)
+
+
+def _wide(dtype: DType) -> DType:
+    return np.dtype(np.float32) if kind_of(dtype) is Kind.NARROW else dtype
+
+
+def _agreed_descriptions(details: Sequence[dict[str, Any]]) -> list[str]:
     """What each leaf is, where ranks differ in None only; raises `MismatchError` otherwise."""
     trees = [detail["leaves"] for detail in details]
     if len({detail["settings"] for detail in details}) > 1:
@@ -337,7 +451,7 @@ def _agreed_descriptions(details: list[dict[str, Any]]) -> list[str]:
     return agreed
 
 
-def _without_none(details: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_none(details: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The details with None leaves described as some other rank has them."""
     known: dict[str, str] = {}
     for detail in details:

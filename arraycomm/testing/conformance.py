@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from arraycomm import _ops
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
+from arraycomm._join import join
 from arraycomm._metrics import mean_metrics
 from arraycomm._synchronize import synchronize
 from arraycomm._transports.base import Transport
@@ -640,6 +641,28 @@ class TreeLaws:
                 [values.on(rank)[number] for rank in range(comm.size)],
                 [weights.on(rank) for rank in range(comm.size)],
             )
+
+    @_law
+    @given(
+        counts=sealed(ranked.per_rank(st.integers(0, 3))),
+        weights=sealed(ranked.per_rank(st.integers(1, 4))),
+        length=st.sampled_from((1, 5000)),
+    )
+    def test_join_is_the_mean_over_the_batches_of_each_step(
+        self, comm: Communicator, counts: Sealed[int], weights: Sealed[int], length: int
+    ) -> None:
+        """Of the ranks that have one, by their weights; afterwards all ranks are in step."""
+        with join(comm) as joined:
+            for step in range(counts.on(comm.rank)):
+                joined.weight = weights.on(comm.rank)
+                got = allreduce_gradients(np.full(length, 8.0 * comm.rank + step), comm=comm)
+                live = [rank for rank in range(comm.size) if step < counts.on(rank)]
+                # Sums of small integers are exact.
+                total = sum(weights.on(rank) * (8.0 * rank + step) for rank in live)
+                want = total / sum(weights.on(rank) for rank in live)
+                assert got.tolist() == [want] * length, f"got {got[0]}, not {want}"
+        last = max(counts.on(rank) for rank in range(comm.size))
+        assert joined.synchronize(counts.on(comm.rank)) == last
 
     @_law
     @given(drawn=gradients())
