@@ -136,7 +136,8 @@ def _complex_product(rows: Sequence[Array], out: Array) -> None:
 def _narrow(op: str, dtype: DType) -> Fold:
     """Accumulate 16- and 8-bit floats in float32, and round once at the end."""
     ufunc = _UFUNCS[op]
-    widen, round_to = (np.copyto, np.copyto)
+    widen: Callable[[Array, Array], None] = np.copyto
+    round_to: Callable[[Array, Array], None] = np.copyto
     if dtype == np.float16:
         widen, round_to = _widen_half, _round_to_half
 

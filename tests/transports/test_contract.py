@@ -51,6 +51,27 @@ class TransportContract:
 
         on_ranks(size, check)
 
+    def test_memory_that_one_rank_offers_is_shared_by_all(
+        self, on_ranks: OnRanks, size: int
+    ) -> None:
+        def check(comm) -> None:
+            link, nbytes = comm._link, 4096
+            offered = link.offer_memory(nbytes) if comm.rank == 0 else ""
+            name = comm.bcast_object(offered)
+            memory = link.open_memory(name, nbytes)
+            comm.barrier()
+            if comm.rank == 0 and offered:
+                link.close_memory(offered)
+            comm.barrier()
+            if comm._board.shared:
+                assert len(memory) == nbytes
+                memory[comm.rank] = comm.rank + 1
+                comm.barrier()
+                assert memory[: comm.size].tolist() == list(range(1, comm.size + 1))
+                assert link.open_memory(name, nbytes) is None
+
+        on_ranks(size, check)
+
     def test_alltoall_of_different_lengths(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
             for scale in (0, 1, 1000):
