@@ -26,6 +26,9 @@ from arraycomm.testing import run
 PAGE: Final = os.sysconf("SC_PAGE_SIZE") if sys.platform == "linux" else 1
 # Bytes that the allocators of Python, NumPy and MPI may keep for later, whatever the number of calls.
 SLACK: Final = 8 << 20
+# Bytes that MPICH keeps of every thread that has ended in its process, whatever that did; requests
+# are pushed on by such threads.
+ENDED_THREAD: Final = 320
 # Files that are open for a moment: the one in /proc that another rank's thread is just reading.
 SPARE: Final = 2
 
@@ -121,13 +124,18 @@ def grown(comm: Communicator, act: Callable[[Communicator, int], None], number: 
     return [before, replace(after, memory=held().memory)]
 
 
-def flat(before: Held, after: Held) -> bool:
-    """Tell whether nothing has grown."""
+def flat(before: Held, after: Held, allowance: int = 0) -> bool:
+    """Tell whether nothing has grown, apart from `allowance` bytes."""
     return (
-        after.memory <= before.memory + SLACK
+        after.memory <= before.memory + SLACK + allowance
         and after.files <= before.files + SPARE
         and after.maps <= before.maps
     )
+
+
+def _over_mpich() -> bool:
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and "MPICH" in module.Get_library_version()
 
 
 def main() -> int:
@@ -152,7 +160,9 @@ def main() -> int:
         for act, number, gives_back in acts:
             started = time.monotonic()
             before, after = grown(comm, act, number)
-            good = good and (flat(before, after) or not gives_back)
+            # One in eight calls is a request.
+            allowance = number // 8 * ENDED_THREAD if act is calls and _over_mpich() else 0
+            good = good and (flat(before, after, allowance) or not gives_back)
             if comm.rank == 0:
                 seconds = time.monotonic() - started
                 print(f"{act.__name__}, {number}: {before} -> {after}, {seconds:.0f} s", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from tests.faults.judge import Verdict
 
@@ -18,7 +18,9 @@ OUTCOMES = (
 class Summary:
     """What came of programs, counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, again: str) -> None:
+        # The end of the command line that plays a program once more.
+        self._again = again
         self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self.failed: list[Verdict] = []
         self.slowest: dict[str, float] = defaultdict(float)
@@ -37,7 +39,10 @@ class Summary:
         self.left_processes += verdict.left_processes
         if verdict.wrong:
             self.failed.append(verdict)
-            print(f"{verdict.program.text}: {'; '.join(verdict.wrong)}", flush=True)
+            part = f" --part {verdict.part}" if verdict.part else ""
+            again = f"--programs 1 --seed {verdict.program.seed}{part}{self._again}"
+            print(f"{verdict.program.text}: {'; '.join(verdict.wrong)}")
+            print(f"again: python -m tests.faults {again}", flush=True)
 
     def table(self) -> str:
         """Return all of it as a table in Markdown."""
@@ -63,14 +68,6 @@ class Summary:
         )
 
 
-def summarize(verdicts: Iterable[Verdict]) -> Summary:
-    """Count what came of programs."""
-    summary = Summary()
-    for verdict in verdicts:
-        summary.add(verdict)
-    return summary
-
-
 def main() -> int:
     """Run what the command line asks for; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
@@ -79,26 +76,34 @@ def main() -> int:
     parser.add_argument("--transport", choices=("threads", "mpich", "openmpi"), default="threads")
     parser.add_argument("--board", choices=("shared", "messages"), default="shared")
     parser.add_argument("--kinds", nargs="*", help="deviations to draw from")
+    parser.add_argument("--part", choices=("together", "alone"), default="")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once, for threads")
     parser.add_argument("--show", action="store_true", help="print the programs that failed")
     arguments = parser.parse_args()
-    seeds = range(arguments.seed, arguments.seed + arguments.programs)
-    if arguments.transport == "threads":
-        from tests.faults import on_threads
-
-        kinds = tuple(arguments.kinds or on_threads.KINDS)
-        summary = summarize(on_threads.run_programs(seeds, kinds, arguments.jobs))
-    else:
-        from tests.faults import on_mpi
-
-        verdicts = on_mpi.run_programs(seeds, arguments.transport, arguments.board, arguments.kinds)
-        summary = summarize(verdicts)
+    again = f" --transport {arguments.transport} --board {arguments.board}"
+    summary = Summary(again + (f" --kinds {' '.join(arguments.kinds)}" if arguments.kinds else ""))
+    for verdict in _verdicts(arguments):
+        summary.add(verdict)
     if arguments.show:
         for failed in summary.failed:
             print(failed.program)
     print(summary.table())
     print(summary.verdict())
     return 1 if summary.failed else 0
+
+
+def _verdicts(arguments: argparse.Namespace) -> Iterator[Verdict]:
+    seeds = range(arguments.seed, arguments.seed + arguments.programs)
+    if arguments.transport == "threads":
+        from tests.faults import on_threads
+
+        kinds = tuple(arguments.kinds or on_threads.KINDS)
+        return on_threads.run_programs(seeds, kinds, arguments.jobs)
+    from tests.faults import on_mpi
+
+    return on_mpi.run_programs(
+        seeds, arguments.transport, arguments.board, arguments.kinds, arguments.part
+    )
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ class Verdict:
     seconds: float = 0.0
     mismatch_seconds: float = 0.0
     argument: bool = False
+    # Over MPI, whether the job was shared with other programs.
+    part: str = ""
 
     @property
     def outcome(self) -> str:

@@ -49,12 +49,16 @@ class Job:
 
 
 def run_programs(
-    seeds: Sequence[int], transport: str, board: str = "shared", kinds: Sequence[str] | None = None
+    seeds: Sequence[int],
+    transport: str,
+    board: str = "shared",
+    kinds: Sequence[str] | None = None,
+    part: str = "",
 ) -> Iterator[Verdict]:
-    """Run programs under an MPI; half of them in a job of their own."""
+    """Run programs under an MPI: half of them in a job of their own, or as `part` says."""
     python = ROOT / ENVIRONMENTS[transport] / "bin" / "python"
-    together = tuple(k for k in TOGETHER if not kinds or k in kinds)
-    alone = tuple(k for k in ALONE if not kinds or k in kinds)
+    together = tuple(k for k in TOGETHER if part != "alone" and (not kinds or k in kinds))
+    alone = tuple(k for k in ALONE if part != "together" and (not kinds or k in kinds))
     cut = 0 if not together else round(len(seeds) * (1 - ALONE_SHARE * bool(alone)))
     for start in range(0, cut, BATCH):
         yield from play_together(seeds[start : min(start + BATCH, cut)], together, python, board)
@@ -74,12 +78,14 @@ def play_together(
         Verdict(**line | {"program": draw(seed, kinds)})
         for seed, line in zip(seeds, told, strict=False)
     ]
+    for verdict in verdicts:
+        verdict.part = "together"
     yield from verdicts[:-1] if len(verdicts) == len(seeds) else verdicts
     # What concerns the whole job is told of the program with which it ended.
     last = (
         verdicts[-1]
         if len(verdicts) == len(seeds)
-        else Verdict(draw(seeds[len(verdicts)], kinds), [])
+        else Verdict(draw(seeds[len(verdicts)], kinds), [], part="together")
     )
     if len(verdicts) < len(seeds):
         last.wrong.append(f"the job ended in it, with status {job.status}: {job.err[-2000:]}")
@@ -100,6 +106,7 @@ def play_alone(seed: int, kinds: tuple[str, ...], python: Path, board: str = "sh
         told = [_told(folder / str(rank)) for rank in range(program.size)]
     traces = [_trace(lines) for lines in told]
     verdict = judge(program, traces, stuck(program), own_job=True)
+    verdict.part = "alone"
     verdict.seconds = job.ended - max((trace.began for trace in traces), default=began)
     _count(job, verdict)
     _judge_job(program, job, verdict, traces, _hides_status(python.with_name("mpiexec")))
