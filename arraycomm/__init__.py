@@ -20,6 +20,7 @@ from arraycomm._optimizers import DistributedOptimizer
 from arraycomm._println import println
 from arraycomm._runtime import finalize, init, is_initialized, world
 from arraycomm._synchronize import synchronize
+from arraycomm._together import raise_together
 from arraycomm._trees import allreduce_gradients, allreduce_tree
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "is_initialized",
     "op",
     "println",
+    "raise_together",
     "synchronize",
     "waitall",
     "world",

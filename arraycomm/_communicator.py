@@ -170,6 +170,8 @@ class Communicator:
         self._unfinished = False
         # Messages that this rank has sent, less those that it has received.
         self._unmatched = 0
+        # For each block of `raise_together` that is open: the step at which it began.
+        self._together: list[int] = []
         self._completed = 0
         self._sent = 0
         self._stats: dict[str, list[float]] = {}
@@ -976,7 +978,8 @@ class Communicator:
             self._close(error)
             raise error
         try:
-            in_step = yield from fail_in_step(self._board, operation, error, traceback)
+            together = len(self._together) if operation == "raise_together" else 0
+            in_step = yield from fail_in_step(self._board, operation, error, traceback, together)
         except BaseException as lost:
             self._close(lost)
             raise error from lost

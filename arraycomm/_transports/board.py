@@ -85,6 +85,9 @@ class Board:
         self.stride: int = self.slot // 8
         # What this rank's slots show in their words 1 to 15, where that is known.
         self.shown: list[bytes | None] = [None, None]
+        # The last step in which a rank left a block of `raise_together` by an exception, and how many
+        # blocks it was in.
+        self.told = (-1, 0)
         self.peers = [r for r in range(size) if r != rank]
 
     def post(self) -> None:
