@@ -22,7 +22,15 @@ from arraycomm._errors import (
     MismatchError,
     PeerError,
 )
-from arraycomm._header import Signature, Steps, agree, encode, fail_in_step, operation_of
+from arraycomm._header import (
+    Signature,
+    Steps,
+    agree,
+    encode,
+    fail_in_step,
+    leave_in_step,
+    operation_of,
+)
 from arraycomm._messages import Message
 from arraycomm._ops import Op
 from arraycomm._short import ShortReduction
@@ -31,6 +39,10 @@ from arraycomm._transports.board import FAILED, FINISHED, Farewell
 from arraycomm._views import view
 
 _MAX_CACHED: Final = 1024
+# Seconds of waiting after which a rank tells the others what it waits in, and the parts of the
+# timeout after which it asks those that it cannot see.
+_LONG_WAIT: Final = 0.1
+_ASK_AT: Final = (0.5, 0.9)
 # Seconds in which a message of a rank that has left still arrives.
 _LAST_WORDS: Final = 0.5
 
@@ -156,7 +168,8 @@ class Communicator:
         "self", "threads" or "mpi".
     """
 
-    def __init__(self, link: Transport, options: Options) -> None:
+    def __init__(self, link: Transport, options: Options, name: str = "world") -> None:
+        self._name = name
         self._link = link
         self._board = link.board
         self._options = options
@@ -170,6 +183,11 @@ class Communicator:
         self._unfinished = False
         # Messages that this rank has sent, less those that it has received.
         self._unmatched = 0
+        # The call under way and where it was made, which is None for a call of this thread's; how
+        # often the ranks that are missing were asked where they are.
+        self._doing: tuple[str, str | None] = ("", None)
+        self._asked = 0
+        self._waiting_in = ""
         # For each block of `raise_together` that is open: the step at which it began.
         self._together: list[int] = []
         self._completed = 0
@@ -178,6 +196,8 @@ class Communicator:
         # Duplicates do their work for this one; their figures count here.
         self._original: Communicator | None = None
         self._duplicates: list[Communicator] = []
+        # How many communicators were made from this one, for their names.
+        self._made = 0
         # This communicator and those made from it, in the order of their making.
         self._family: list[Communicator] = [self]
         self.rank, self.size = link.rank, link.size
@@ -285,7 +305,11 @@ class Communicator:
         if error is None:
             self.free()
         else:
+            at_rest = self._at_rest() and self._closed is None
             self._close(error)
+            if at_rest and not self._board.shared:
+                # Nobody sees it leave but in its next step, which ends when the others take part.
+                next(leave_in_step(self._board, repr(error)))
 
     def __repr__(self) -> str:
         state = "" if self._closed is None else ", closed"
@@ -898,9 +922,10 @@ class Communicator:
 
     def _watch_message(self, message: Message, site: str, waited: float) -> None:
         """Raise where a message will not come any more, or not be taken."""
-        farewell = self._board.farewell(message.peer)
+        farewell = self._board.farewells().get(message.peer)
         if farewell is not None and waited > _LAST_WORDS:
             raise self._peer_error(message.peer, farewell)
+        self._tell_or_ask(waited, message.doing, site, lambda: [message.peer])
         closed = self._closed
         if waited > _LAST_WORDS and not isinstance(closed, CommTimeoutError | None):
             # The other rank, which may be told no more than this, posts nothing any more either.
@@ -909,7 +934,7 @@ class Communicator:
         if timeout is not None and waited > timeout:
             raise CommTimeoutError(
                 f"{message.doing} at {site}: waited {waited:.1f} s (timeout {timeout:g} s) on rank "
-                f"{self.rank}; rank {message.peer} was {self._last_seen(message.peer)}"
+                f"{self.rank}; rank {message.peer} {self._last_seen(message.peer)}"
             )
 
     def _turn(self) -> _Turn:
@@ -935,6 +960,7 @@ class Communicator:
     def _steps(self, call: Call, site: str | None) -> Steps:
         if self._closed is not None:
             raise self._closed_error(call.signature.operation)
+        self._doing = (call.signature.operation, site)
         if call.blind and call.payload is None and not self._options.check:
             # Counted as two steps, so that farewells tell before from after.
             self._board.step += 2
@@ -1040,20 +1066,22 @@ class Communicator:
     def _watch(self, waited: float) -> None:
         """Raise where waiting on makes no sense: a rank has left, or does not come."""
         board = self._board
-        left = {rank: farewell for rank in board.peers if (farewell := board.farewell(rank))}
+        left = board.farewells()
         gone = [rank for rank, farewell in left.items() if farewell.step < board.step]
         if gone:
             # A rank that has a traceback of its own, or none because it finished, is the cause;
             # the others followed it.
             cause = next((r for r in gone if left[r].text or left[r].state == FINISHED), gone[0])
             raise self._peer_error(cause, left[cause])
+        operation, site = self._doing
+        self._tell_or_ask(waited, operation, site, board.missing)
         timeout = self._options.timeout
         if timeout is not None and waited > timeout:
             missing = board.missing()
             raise CommTimeoutError(
                 f"waited {waited:.1f} s (timeout {timeout:g} s) in step {board.step} on rank "
                 f"{self.rank}; "
-                + ("; ".join(f"rank {r} is missing, {self._last_seen(r)}" for r in missing))
+                + ("; ".join(f"rank {r} is missing: it {self._last_seen(r)}" for r in missing))
                 + ("" if missing else "every rank had begun the call, but its data did not come")
             )
 
@@ -1061,16 +1089,53 @@ class Communicator:
         finished = farewell.state == FINISHED
         how = "has reached the end of its program" if finished else "failed"
         return PeerError(
-            f"rank {rank} {how} and takes part no more; {self._last_seen(rank)}"
+            f"rank {rank} {how} and takes part no more; it {self._last_seen(rank)}"
             + (f"; its traceback:\n{farewell.text}" if farewell.text else ""),
             rank=rank,
             traceback=farewell.text,
         )
 
+    def _tell_or_ask(
+        self,
+        waited: float,
+        operation: str,
+        site: str | None,
+        missing: Callable[[], list[int]],
+    ) -> None:
+        """Where a wait is long: tell the other ranks about it, and ask those that are missing."""
+        if waited < _LONG_WAIT:
+            self._asked = 0
+            return
+        if self._engine.on_return is None:
+            where = site or call_site()
+            self._waiting_in = f"in {operation} at {where}, step {self._board.step} of {self._name}"
+            self._tell(f"is waiting {self._waiting_in}")
+            self._engine.on_return = self._return
+        for member in self._family:
+            member._board.attend()
+        timeout = self._options.timeout
+        if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
+            self._asked += 1
+            if self._asked <= len(_ASK_AT):
+                self._board.ask(missing())
+
+    def _tell(self, doing: str) -> None:
+        """Let the other ranks of this communicator and its relatives know what this one waits in."""
+        for member in self._family:
+            member._board.tell(doing)
+
+    def _return(self) -> None:
+        """Take back what was told of a wait: it is over."""
+        self._engine.on_return = None
+        self._tell("")
+
     def _last_seen(self, rank: int) -> str:
+        doing = self._board.told(rank)
+        if doing:
+            return doing
         previous = self._board.words[(self._board.step - 1) & 1]
         operation = operation_of(previous, self._slot_of(rank)) if self._board.step > 1 else ""
-        return f"last seen in {operation}" if operation else "not seen in any call so far"
+        return f"was last seen in {operation}" if operation else "was not seen in any call so far"
 
     def _at_rest(self) -> bool:
         """Tell whether this rank has nothing under way, so that the transport may be freed."""
@@ -1081,6 +1146,11 @@ class Communicator:
         if self._closed is not None:
             return
         self._closed = error
+        if self._engine.on_return is not None:
+            self._return()
+            if isinstance(error, CommTimeoutError):
+                # The ranks that time out after this one are still to learn of it.
+                self._tell(f"has waited in vain {self._waiting_in}")
         if isinstance(error, MismatchError):
             # All ranks learn of it in the same steps, which this one has taken to the end.
             self._completed = self._board.step

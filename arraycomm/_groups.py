@@ -25,7 +25,7 @@ def split(comm: Communicator, color: int | None, key: int) -> Communicator | Non
         return agreement_only("split", data=_pack(color, key))
 
     said = [_COLOR_AND_KEY.unpack(data) for data in comm._call("split", prepare)]
-    return _open(comm, said, comm._options)
+    return _open(comm, "split", said, comm._options)
 
 
 def split_by_node(comm: Communicator) -> Communicator:
@@ -50,7 +50,7 @@ def dup(
         return agreement_only("dup", repr(chosen[0]))
 
     comm._call("dup", prepare)
-    made = _open(comm, [(True, 0, 0)] * comm.size, chosen[0])
+    made = _open(comm, "dup", [(True, 0, 0)] * comm.size, chosen[0])
     assert made is not None
     made._original = comm
     comm._duplicates.append(made)
@@ -106,18 +106,20 @@ def _pack(color: Any, key: Any) -> bytes:
 
 
 def _open(
-    comm: Communicator, said: list[tuple[bool, int, int]], options: Options
+    comm: Communicator, kind: str, said: list[tuple[bool, int, int]], options: Options
 ) -> Communicator | None:
     """Make this rank's new communicator from what every rank said: (takes part, color, key)."""
     takes_part, color, _ = said[comm.rank]
     colors = sorted({color for taking, color, _ in said if taking})
     members = [r for r, (taking, other, _) in enumerate(said) if taking and other == color]
     members.sort(key=lambda rank: (said[rank][2], rank))
+    comm._made += 1
+    name = f"{comm._name}/{kind}-{comm._made}"
     with comm._turn():
         link = comm._link.split(colors.index(color) if takes_part else None, members)
     if link is None:
         return None
-    made = type(comm)(link, options)
+    made = type(comm)(link, options, name)
     made._family = comm._family
     comm._family.append(made)
     return made

@@ -233,7 +233,7 @@ def fail_in_step(
 def _remember_told(board: Board, details: Sequence[dict[str, Any]]) -> None:
     depths = [depth for detail in details if (depth := detail.get("together", 0))]
     if depths:
-        board.told = (board.step, min(depths))
+        board.left_together = (board.step, min(depths))
 
 
 def leave_in_step(board: Board, text: str) -> Steps:

@@ -342,7 +342,9 @@ def _at_exit() -> None:
     if clean:
         _leave_all(FINISHED)
     watched = [comm for root in _state.roots for comm in _representatives(root)]
-    everyone = [_everyone_left(comm, clean) for comm in watched]
+    apart = [comm for comm in _communicators() if not comm._board.shared]
+    everyone = [_everyone_left(comm, clean) for comm in watched if comm not in apart]
+    everyone.append(_left_in_step(apart, watched, clean))
     if clean and all(everyone):
         return
     sys.stdout.flush()
@@ -376,35 +378,38 @@ def _everyone_left(root: Communicator, clean: bool) -> bool:
     A rank that failed waits for the others only so long: they are to see its error, and to print
     theirs, before the launcher ends them.
     """
-    if not root._board.shared:
-        return _left_in_step(root, clean)
     deadline = None if clean else time.monotonic() + _GRACE
     waiting = list(root._board.peers)
     while waiting and (deadline is None or time.monotonic() < deadline):
-        farewells = {peer: root._board.farewell(peer) for peer in waiting}
-        waiting = [p for p, left in farewells.items() if left is None or left.state == FAILED]
-        if deadline is None and any(left and left.state == GONE for left in farewells.values()):
+        left = root._board.farewells()
+        waiting = [p for p in waiting if p not in left or left[p].state == FAILED]
+        if deadline is None and any(farewell.state == GONE for farewell in left.values()):
             clean, deadline = False, time.monotonic() + _GRACE
         root._link.progress()
         time.sleep(_NAP)
     return clean and not waiting
 
 
-def _left_in_step(root: Communicator, clean: bool) -> bool:
-    """The same over a board that travels: everyone's last step says how it left."""
-    if root._closed is not None or not root._engine.idle:
-        return clean
+def _left_in_step(comms: list[Communicator], watched: list[Communicator], clean: bool) -> bool:
+    """The same over boards that travel: everyone's last step says how it left.
+
+    Every rank takes part in a last step of all of them: MPI may not end with one under way.
+    """
     text = "" if clean else (_state.failure.strip().splitlines() or ["it failed"])[-1]
-    limit = float("inf") if clean else _GRACE
+    deadline = time.monotonic() + (float("inf") if clean else _GRACE)
+    told = [comm for comm in comms if comm._closed is None and comm._engine.idle]
 
     def watch(waited: float) -> None:
-        if waited > limit:
+        for comm in comms:
+            comm._board.attend()
+        if time.monotonic() > deadline:
             raise TimeoutError
 
-    board = root._board
     try:
-        for arrival in leave_in_step(board, text):
-            wait_for(arrival.done, 0, watch)
+        for comm in told:
+            next(leave_in_step(comm._board, text))
+        for comm in comms:
+            wait_for(comm._board.done, 0, watch)
     except TimeoutError:
         return False
-    return all_left_well(board)
+    return clean and all(all_left_well(comm._board) for comm in told if comm in watched)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from arraycomm._views import view, view_out
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
+
+_DOING: Final = ("allreduce", None)
 
 
 class ShortReduction:
@@ -100,6 +102,7 @@ class ShortReduction:
             try:
                 board.post()
                 if not board.done():
+                    self._comm._doing = _DOING
                     self._engine.wait_for(board.done)
             except BaseException as error:
                 # The other ranks may have gone on from here: no later call would fit theirs.

@@ -61,7 +61,7 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
         depth, began = len(comm._together), comm._together[-1]
         try:
             if isinstance(error, Exception):
-                step, told_depth = comm._board.told
+                step, told_depth = comm._board.left_together
                 # Where all were told while this rank was in a call of the block, they know.
                 if comm._closed is None and not (step > began and told_depth <= depth):
                     _tell(comm, error)
