@@ -188,6 +188,8 @@ class Communicator:
         self._doing: tuple[str, str | None] = ("", None)
         self._asked = 0
         self._waiting_in = ""
+        # When a rank was first seen to have left, of those that followed another.
+        self._alone_since = 0.0
         # For each block of `raise_together` that is open: the step at which it began.
         self._together: list[int] = []
         self._completed = 0
@@ -1070,9 +1072,12 @@ class Communicator:
         gone = [rank for rank, farewell in left.items() if farewell.step < board.step]
         if gone:
             # A rank that has a traceback of its own, or none because it finished, is the cause;
-            # the others followed it.
-            cause = next((r for r in gone if left[r].text or left[r].state == FINISHED), gone[0])
-            raise self._peer_error(cause, left[cause])
+            # the others followed it. Their letters may come before the step that tells it.
+            causes = [r for r in gone if left[r].text or left[r].state == FINISHED]
+            self._alone_since = self._alone_since or time.monotonic()
+            if causes or board.shared or time.monotonic() > self._alone_since + _LAST_WORDS:
+                cause = (causes or gone)[0]
+                raise self._peer_error(cause, left[cause])
         operation, site = self._doing
         self._tell_or_ask(waited, operation, site, board.missing)
         timeout = self._options.timeout

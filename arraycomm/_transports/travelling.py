@@ -6,6 +6,7 @@ they are: by letters, short messages that are looked for while waiting.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 from typing import ClassVar, Final
@@ -18,8 +19,9 @@ from arraycomm._transports.board import FINISHED, MESSAGE_SLOT, Board, Farewell
 
 # Beyond the tags of messages and of their further pieces.
 TAG: Final = 1 << 21
-# Kind, a step, a number, and the length of the text. Letters are short enough to be sent at once.
-_LETTER: Final = struct.Struct("<4q")
+# The board's own number, the kind, a step, a state, and the length of the text. Letters are short
+# enough to be sent at once.
+_LETTER: Final = struct.Struct("<5q")
 _MOST: Final = 3_000
 _LEAVING, _ASKING, _TELLING = range(3)
 
@@ -46,6 +48,8 @@ class TravellingBoard(Board):
         self._pending = False
         self.not_closed.add(self)
         self._comm = comm
+        # MPI may give a letter that nobody has read to a later communicator in the place of this one.
+        self._number = int.from_bytes(comm.bcast(os.urandom(7)), "little")
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self._own: Farewell | None = None
         self._left: dict[int, Farewell] = {}
@@ -108,7 +112,9 @@ class TravellingBoard(Board):
     def _read(self, source: int, letter: bytes) -> None:
         if len(letter) < _LETTER.size:
             raise TransportError(f"rank {source} sent a malformed letter")
-        kind, step, state, length = _LETTER.unpack_from(letter)
+        number, kind, step, state, length = _LETTER.unpack_from(letter)
+        if number != self._number:
+            return
         text = letter[_LETTER.size : _LETTER.size + max(length, 0)].decode(errors="replace")
         if kind == _LEAVING:
             first = self._left.get(source) or Farewell(state, step, text)
@@ -122,7 +128,7 @@ class TravellingBoard(Board):
 
     def _send(self, peer: int, kind: int, step: int = 0, state: int = 0, text: str = "") -> None:
         data = text.encode(errors="replace")[-_MOST:]
-        letter = _LETTER.pack(kind, step, state, len(data)) + data
+        letter = _LETTER.pack(self._number, kind, step, state, len(data)) + data
         try:
             self._sent = [sent for sent in self._sent if not sent[0].Test()]
             self._sent.append((self._comm.Isend([letter, MPI.BYTE], peer, TAG), letter))
