@@ -21,6 +21,7 @@ from arraycomm._errors import (
     CommunicatorClosedError,
     MismatchError,
     PeerError,
+    TransportError,
 )
 from arraycomm._header import (
     Signature,
@@ -45,6 +46,8 @@ _LONG_WAIT: Final = 0.1
 _ASK_AT: Final = (0.5, 0.9)
 # Seconds in which a message of a rank that has left still arrives.
 _LAST_WORDS: Final = 0.5
+# Seconds in which MPI learns of the death of a process, where others see that something is wrong.
+_DEATH: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +293,23 @@ class Communicator:
         from arraycomm._groups import free
 
         free(self)
+
+    def shrink(self) -> Communicator:
+        """Return a communicator of the ranks that live; collective among those.
+
+        For programs that go on after the death of a process: call it once a call has raised
+        `PeerError` for that. This communicator ends, and with it those that were made from it; where
+        it was `world()`, the new one is that from now on. Ranks keep their order.
+
+        Raises
+        ------
+        BackendUnavailableError
+            The death of a process ends the others here as well. Open MPI lets them live with
+            `mpiexec --with-ft ulfm`.
+        """
+        from arraycomm._groups import shrink
+
+        return shrink(self)
 
     def abort(self, code: int = 1) -> None:
         """End the whole job at once, as far as the transport reaches, with this exit status."""
@@ -927,6 +947,8 @@ class Communicator:
         farewell = self._board.farewells().get(message.peer)
         if farewell is not None and waited > _LAST_WORDS:
             raise self._peer_error(message.peer, farewell)
+        if waited > _LONG_WAIT:
+            self._watch_for_deaths()
         self._tell_or_ask(waited, message.doing, site, lambda: [message.peer])
         closed = self._closed
         if waited > _LAST_WORDS and not isinstance(closed, CommTimeoutError | None):
@@ -986,6 +1008,10 @@ class Communicator:
             raise undelivered.error from None
         except GeneratorExit:
             # Nobody is left who could have waited for it.
+            raise
+        except TransportError as error:
+            self._close(error)
+            self._tell_death(error)
             raise
         except BaseException as error:
             if not (isinstance(error, PeerError) and error.in_step):
@@ -1075,9 +1101,14 @@ class Communicator:
             # the others followed it. Their letters may come before the step that tells it.
             causes = [r for r in gone if left[r].text or left[r].state == FINISHED]
             self._alone_since = self._alone_since or time.monotonic()
-            if causes or board.shared or time.monotonic() > self._alone_since + _LAST_WORDS:
+            if not causes:
+                self._watch_for_deaths()
+            patience = _DEATH if self._link.outlives else _LAST_WORDS
+            if causes or time.monotonic() > self._alone_since + patience:
                 cause = (causes or gone)[0]
                 raise self._peer_error(cause, left[cause])
+        if waited > _LONG_WAIT:
+            self._watch_for_deaths()
         operation, site = self._doing
         self._tell_or_ask(waited, operation, site, board.missing)
         timeout = self._options.timeout
@@ -1088,6 +1119,35 @@ class Communicator:
                 f"{self.rank}; "
                 + ("; ".join(f"rank {r} is missing: it {self._last_seen(r)}" for r in missing))
                 + ("" if missing else "every rank had begun the call, but its data did not come")
+            )
+
+    def _tell_death(self, error: TransportError) -> None:
+        """Raise where MPI's error means that a rank has died, which it may learn a moment later."""
+        self._raise_revoked(error)
+        self._watch_for_deaths(_DEATH)
+
+    def _raise_revoked(self, error: TransportError) -> None:
+        if error.revoked:
+            raise PeerError(
+                "a rank has died, and another one has called shrink(): call it as well"
+            ) from error
+
+    def _watch_for_deaths(self, patience: float = 0.0) -> None:
+        """Raise where the process of another rank has died, and this one was let live."""
+        if not self._link.outlives:
+            return
+        deadline = time.monotonic() + patience
+        try:
+            while not (dead := self._link.failed()) and time.monotonic() < deadline:
+                time.sleep(_LAST_WORDS / 50)
+        except TransportError as error:
+            self._raise_revoked(error)
+            raise
+        if dead:
+            raise PeerError(
+                f"rank {dead[0]} has died without a word; it {self._last_seen(dead[0])}. "
+                "shrink() makes a communicator of the ranks that live",
+                rank=dead[0],
             )
 
     def _peer_error(self, rank: int, farewell: Farewell) -> PeerError:
@@ -1166,7 +1226,10 @@ class Communicator:
         self._forget_short()
         if not isinstance(error, CommTimeoutError):
             # After a timeout nothing is said: the others that wait are to time out themselves.
-            text = "" if isinstance(error, PeerError) else describe_exception(error)
+            followed = isinstance(error, PeerError) or (
+                isinstance(error, TransportError) and self._link.outlives
+            )
+            text = "" if followed else describe_exception(error)
             self._board.leave(FAILED, self._completed, text)
 
     def _closed_error(self, operation: str) -> CommunicatorClosedError:

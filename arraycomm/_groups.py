@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from arraycomm._calls import Call, agreement_only
-from arraycomm._errors import CommunicatorClosedError
+from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator, Options
@@ -74,6 +74,25 @@ def free(comm: Communicator) -> None:
     if comm._original is not None:
         comm._original._take_over_stats(comm)
     comm._family.remove(comm)
+
+
+def shrink(comm: Communicator) -> Communicator:
+    """See `Communicator.shrink`."""
+    from arraycomm._runtime import replace_root
+
+    link = comm._link.shrink()
+    if link is None:
+        raise BackendUnavailableError(
+            f"shrink: the transport {comm.backend!r}, as it was started, does not outlive the death "
+            "of a process; start the program with Open MPI's mpiexec --with-ft ulfm"
+        )
+    made = type(comm)(link, comm._options, f"{comm._name}/shrunk")
+    for member in list(comm._family):
+        member._close(CommunicatorClosedError("shrink() has replaced it"))
+        # Revoked: nothing of it is under way any more.
+        member._unfinished = False
+    replace_root(comm, made)
+    return made
 
 
 def tell_unmatched(comm: Communicator, operation: str, number: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from arraycomm._dtypes import DType
+from arraycomm._errors import TransportError
 from arraycomm._folds import folder, ieee_mode, in_ieee_mode
 from arraycomm._header import Signature, encode, settle
 from arraycomm._results import allocate, give, written
@@ -107,6 +108,8 @@ class ShortReduction:
             except BaseException as error:
                 # The other ranks may have gone on from here: no later call would fit theirs.
                 self._comm._close(error)
+                if isinstance(error, TransportError):
+                    self._comm._tell_death(error)
                 raise
             words, digest = board.words[parity], self._digest
             for place in self._digests:

@@ -10,6 +10,8 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +23,13 @@ from arraycomm._transports.letters import Mailbox
 from arraycomm._transports.travelling import TravellingBoard, translated
 
 _SPINS = 64
+
+
+@cache
+def survives_failures() -> bool:
+    """Tell whether MPI was started so that the death of a process does not end the others."""
+    enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - Open MPI's own name
+    return enabled.lower() in ("1", "true", "ulfm")
 
 
 class _Movement:
@@ -60,6 +69,7 @@ class MPITransport(Transport):
         self.mpi_comm: MPI.Intracomm = comm
         self.rank, self.size = comm.rank, comm.size
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.outlives = survives_failures()
         self._share = share
         # Messages to oneself: MPI may hold back even a short one until it is received.
         self._own = Mailbox()
@@ -149,6 +159,35 @@ class MPITransport(Transport):
 
     def progress(self) -> None:
         self.mpi_comm.Iprobe()
+
+    def failed(self) -> list[int]:
+        try:
+            # Failures are learnt of where MPI makes progress.
+            try:
+                self.mpi_comm.Iprobe()
+            except MPI.Exception as error:
+                if error.Get_error_class() == MPI.ERR_REVOKED:
+                    raise
+            dead = self.mpi_comm.Get_failed()
+            return [
+                rank
+                for rank in dead.Translate_ranks(group=self.mpi_comm.Get_group())
+                if rank != MPI.UNDEFINED
+            ]
+        except MPI.Exception as error:
+            raise translated(error) from error
+
+    def shrink(self) -> Transport | None:
+        if not self.outlives:
+            return None
+        try:
+            with suppress(MPI.Exception):
+                self.mpi_comm.Revoke()
+            comm = self.mpi_comm.Shrink()
+            assert isinstance(comm, MPI.Intracomm)
+            return MPITransport(comm, share=self._share)
+        except MPI.Exception as error:
+            raise translated(error) from error
 
     def abort(self, code: int) -> None:
         self.mpi_comm.Abort(code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import ClassVar, Final
 
 import numpy as np
@@ -28,7 +29,10 @@ _LEAVING, _ASKING, _TELLING = range(3)
 
 def translated(error: MPI.Exception) -> TransportError:
     """Return MPI's error as one of ours."""
-    return TransportError(f"MPI reported: {error.Get_error_string()}")
+    found = TransportError(f"MPI reported: {error.Get_error_string()}")
+    # Another rank has begun to leave the dead behind.
+    found.revoked = error.Get_error_class() == MPI.ERR_REVOKED
+    return found
 
 
 class TravellingBoard(Board):
@@ -84,7 +88,9 @@ class TravellingBoard(Board):
         self._own = first._replace(state=state)
         if state != FINISHED:
             for peer in self.peers:
-                self._send(peer, _LEAVING, completed, state, first.text)
+                # A rank that has died need not be told.
+                with suppress(TransportError):
+                    self._send(peer, _LEAVING, completed, state, first.text)
 
     def farewells(self) -> dict[int, Farewell]:
         self.attend()
