@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental.buffer_callback import buffer_callback
@@ -33,21 +34,104 @@ def check(optimizer: Any) -> None:
 
 
 def distribute(
-    optimizer: optax.GradientTransformation, group: ac.Communicator, op: str, bucket_bytes: int
+    optimizer: optax.GradientTransformation, gradients: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation that reduces over `group`, its own, and then applies `optimizer`."""
+    """Return a transformation that reduces gradients, and then applies `optimizer`."""
     inner = optax.with_extra_args_support(optimizer)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        reduced = _reduce(group, updates, op, bucket_bytes)
+        if _is_traced(updates) or gradients.accumulate > 1:
+            reduced = _reduce(gradients.comm, updates, gradients.op, gradients.options)
+        else:
+            counts, reduced = gradients.add(updates)
+            if not counts:
+                return jax.tree.map(jnp.zeros_like, reduced), state
         updated: tuple[Any, Any] = inner.update(reduced, state, params, **extra)
         return updated
 
-    return _Distributed(inner.init, update)
+    reducing = _Distributed(inner.init, update)
+    return reducing if gradients.accumulate == 1 else _accumulating(reducing, gradients.accumulate)
+
+
+class AccumulatedState(NamedTuple):
+    """State of an optimizer that is applied every few steps.
+
+    Attributes
+    ----------
+    count : array of int32, shape ()
+        Steps whose gradients are in `sums`.
+    sums : pytree
+        Sums of this rank's gradients, each of its parameter's shape.
+    inner : pytree
+        The optimizer's own state.
+    """
+
+    count: Any
+    sums: Any
+    inner: Any
+
+
+def _accumulating(reducing: _Distributed, steps: int) -> _Distributed:
+    """Return a transformation that applies `reducing` to the mean gradient of every `steps` steps."""
+
+    def init(params: Any) -> AccumulatedState:
+        sums = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), _wide(leaf)), params)
+        return AccumulatedState(jnp.zeros((), jnp.int32), sums, reducing.init(params))
+
+    def update(
+        updates: Any, state: AccumulatedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, AccumulatedState]:
+        sums = jax.tree.map(
+            lambda total, new: total if new is None else total + new, state.sums, updates
+        )
+
+        def apply() -> tuple[Any, AccumulatedState]:
+            likes = updates if params is None else params
+            means = jax.tree.map(lambda total, like: _mean(total, like, steps), sums, likes)
+            changes, inner = reducing.update(means, state.inner, params, **extra)
+            nothing = jax.tree.map(jnp.zeros_like, sums)
+            return changes, AccumulatedState(jnp.zeros_like(state.count), nothing, inner)
+
+        def wait() -> tuple[Any, AccumulatedState]:
+            likes = updates if params is None else params
+            changes = jax.tree.map(_nothing, sums, likes)
+            return changes, AccumulatedState(state.count + 1, sums, state.inner)
+
+        if _is_traced((updates, state)):
+            chosen: tuple[Any, AccumulatedState] = jax.lax.cond(
+                state.count + 1 == steps, apply, wait
+            )
+            return chosen
+        return apply() if int(state.count) + 1 == steps else wait()
+
+    return _Distributed(init, update)
+
+
+def _wide(leaf: Any) -> Any:
+    """Return the dtype in which gradients like this one are added up."""
+    dtype = jax.dtypes.result_type(leaf)
+    return jnp.promote_types(dtype, jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def _mean(total: Any, like: Any, steps: int) -> Any:
+    mean = total / steps
+    return mean if like is None else mean.astype(jax.dtypes.result_type(like))
+
+
+def _nothing(total: Any, like: Any) -> Any:
+    return jnp.zeros_like(total if like is None else like)
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def all_reduce(
-    *, comm: ac.Communicator | None = None, op: str = "mean", bucket_bytes: int = 25 << 20
+    *,
+    comm: ac.Communicator | None = None,
+    op: str = "mean",
+    bucket_bytes: int = 25 << 20,
+    compression: str | None = None,
 ) -> optax.GradientTransformation:
     """Return a stateless transformation that reduces updates over all ranks, for `optax.chain`.
 
@@ -58,27 +142,28 @@ def all_reduce(
 
     Parameters
     ----------
-    comm, op, bucket_bytes
+    comm, op, bucket_bytes, compression
         As for `arraycomm.DistributedOptimizer`.
     """
     group = (comm or ac.world()).dup()
+    options = {"bucket_bytes": bucket_bytes, "compression": compression}
 
     def init(params: Any) -> optax.EmptyState:
         return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return _reduce(group, updates, op, bucket_bytes), state
+        return _reduce(group, updates, op, options), state
 
     return optax.GradientTransformation(init, update)
 
 
-def _reduce(group: ac.Communicator, updates: Any, op: str, bucket_bytes: int) -> Any:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(updates)):
-        return _reduce_traced(group, updates, op, bucket_bytes)
-    return ac.allreduce_gradients(updates, op, bucket_bytes=bucket_bytes, comm=group)
+def _reduce(group: ac.Communicator, updates: Any, op: str, options: dict[str, Any]) -> Any:
+    if _is_traced(updates):
+        return _reduce_traced(group, updates, op, options)
+    return ac.allreduce_gradients(updates, op, comm=group, **options)
 
 
-def _reduce_traced(group: ac.Communicator, updates: Any, op: str, bucket_bytes: int) -> Any:
+def _reduce_traced(group: ac.Communicator, updates: Any, op: str, options: dict[str, Any]) -> Any:
     """One call out of the compiled program for the whole tree, on the program's own buffers."""
     if group.backend == "threads":
         raise ac.BackendUnavailableError(
@@ -97,9 +182,7 @@ def _reduce_traced(group: ac.Communicator, updates: Any, op: str, bucket_bytes: 
         for place, buffer in zip(places, buffers, strict=True):
             gradients[place] = np.asarray(buffer)
         # The compiled program has no room for a gradient that only other ranks have.
-        reduced = ac.allreduce_gradients(
-            gradients, op, missing="error", bucket_bytes=bucket_bytes, comm=group
-        )
+        reduced = ac.allreduce_gradients(gradients, op, missing="error", comm=group, **options)
         for place, result in zip(places, results, strict=True):
             np.asarray(result)[...] = reduced[place]
 

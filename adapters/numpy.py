@@ -30,11 +30,13 @@ class Distributed:
     Everything but `update` is the wrapped optimizer's own: its attributes can be read and set.
     """
 
-    def __init__(self, optimizer: Any, group: ac.Communicator, op: str, bucket_bytes: int) -> None:
-        vars(self).update(_optimizer=optimizer, _group=group, _op=op, _bucket_bytes=bucket_bytes)
+    def __init__(self, optimizer: Any, gradients: Any) -> None:
+        vars(self).update(_optimizer=optimizer, _gradients=gradients)
 
     def update(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce `grads`, and update with the result; collective.
+
+        Where gradients are accumulated and more are to come, `params` is returned as it is.
 
         Parameters
         ----------
@@ -43,10 +45,8 @@ class Distributed:
         *args, **kwargs
             Passed on.
         """
-        reduced = ac.allreduce_gradients(
-            grads, self._op, bucket_bytes=self._bucket_bytes, comm=self._group
-        )
-        return self._optimizer.update(params, reduced, *args, **kwargs)
+        complete, reduced = self._gradients.add(grads)
+        return self._optimizer.update(params, reduced, *args, **kwargs) if complete else params
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":

@@ -29,16 +29,20 @@ def check(optimizer: Any) -> None:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
 
 
-def distribute(
-    optimizer: torch.optim.Optimizer, group: ac.Communicator, op: str, bucket_bytes: int
-) -> torch.optim.Optimizer:
-    """Reduce gradients over `group`, which is the optimizer's own, by a hook before each step."""
+def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
+    """Reduce gradients by a hook before each step."""
+    held: list[tuple[torch.Tensor, Any]] = []
+    following: list[bool] = []
 
     def reduce_gradients() -> None:
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
-        reduced = ac.allreduce_gradients(
-            [p.grad for p in parameters], op, bucket_bytes=bucket_bytes, comm=group
-        )
+        complete, reduced = gradients.add([p.grad for p in parameters])
+        if not complete:
+            # Torch's optimizers leave a parameter without a gradient, and its state, as they are.
+            for parameter in parameters:
+                held.append((parameter, parameter.grad))
+                parameter.grad = None
+            return
         for parameter, gradient in zip(parameters, reduced, strict=True):
             _set_gradient(parameter, gradient)
 
@@ -49,20 +53,47 @@ def distribute(
             reduce_gradients()
             if loss is None:
                 return None
-            return group.allreduce(loss.detach() if isinstance(loss, torch.Tensor) else loss, op)
+            return gradients.reduce_loss(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
         return evaluate
 
     def before_step(
         _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if following:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             reduce_gradients()
             return None
+        if gradients.accumulate > 1:
+            raise ValueError(
+                "DistributedOptimizer: gradients are accumulated over "
+                f"{gradients.accumulate} steps, which a closure, evaluated within one step, cannot "
+                "be; call step() without one, or pass accumulate=1"
+            )
         return args[:1], {**kwargs, "closure": reduced_closure(closure)}
 
+    def after_step(*_: Any) -> None:
+        while held:
+            parameter, gradient = held.pop()
+            parameter.grad = gradient
+
+    def follow(reduced: Any) -> None:
+        parameters = [p for each in optimizer.param_groups for p in each["params"]]
+        for parameter, gradient in zip(parameters, reduced, strict=True):
+            parameter.grad = None
+            _set_gradient(parameter, gradient)
+        following.append(True)
+        try:
+            optimizer.step()
+        finally:
+            following.clear()
+
+    # The optimizer keeps alive what ranks without data need of it.
+    gradients.follow = follow
     optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
     _distributed.add(optimizer)
     return optimizer
 

@@ -15,8 +15,11 @@ from arraycomm._errors import (
 )
 from arraycomm._exchange import exchange
 from arraycomm._explain import explain
+from arraycomm._join import Join, join
+from arraycomm._metrics import mean_metrics
 from arraycomm._ops import op
 from arraycomm._optimizers import DistributedOptimizer
+from arraycomm._plans import Plan
 from arraycomm._println import println
 from arraycomm._runtime import finalize, init, is_initialized, world
 from arraycomm._synchronize import synchronize
@@ -32,9 +35,11 @@ __all__ = [
     "ConcurrentUseError",
     "DistributedDataContainer",
     "DistributedOptimizer",
+    "Join",
     "MismatchError",
     "NotInitializedError",
     "PeerError",
+    "Plan",
     "Request",
     "TransportError",
     "allreduce_gradients",
@@ -44,6 +49,8 @@ __all__ = [
     "finalize",
     "init",
     "is_initialized",
+    "join",
+    "mean_metrics",
     "op",
     "println",
     "raise_together",

@@ -30,6 +30,7 @@ class Call:
     """One rank's part in one collective.
 
     `blind` says that `finish` needs nothing from the header when the payload is too large for it.
+    `prefix` is the signature as a header carries it, where that was encoded beforehand.
     """
 
     signature: Signature
@@ -40,6 +41,7 @@ class Call:
     copies: int = 0
     negotiable: bool = False
     blind: bool = False
+    prefix: bytes | None = None
 
 
 class UndeliveredError(Exception):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -32,12 +33,20 @@ from arraycomm._header import (
     leave_in_step,
     operation_of,
 )
+from arraycomm._join import JOINABLE, refused
 from arraycomm._messages import Message
 from arraycomm._ops import Op
 from arraycomm._short import ShortReduction
 from arraycomm._transports.base import Transport
 from arraycomm._transports.board import FAILED, FINISHED, Farewell
 from arraycomm._views import view
+
+if TYPE_CHECKING:
+    from arraycomm._fusion import Fusion
+    from arraycomm._gradients import Gradients
+    from arraycomm._join import Join
+    from arraycomm._plans import Plan
+    from arraycomm._window import Window
 
 _MAX_CACHED: Final = 1024
 # Seconds of waiting after which a rank tells the others what it waits in, and the parts of the
@@ -178,6 +187,18 @@ class Communicator:
         self._options = options
         self._engine = Engine(link.spins, link.threaded, self._watch, self._push_others)
         self._scratch = Scratch()
+        # Memory that the ranks share for trees: None before it is asked for, False without any.
+        self._window: Window | bool | None = None
+        # How leaves are fused, and memory for them: for plans while these are in use, and for the
+        # gradients reduced last.
+        self._fusions: WeakValueDictionary[Any, Fusion] = WeakValueDictionary()
+        self._gradients: Fusion | None = None
+        # The block of `join` that this rank is in, the optimizers that take part in one, and, on an
+        # optimizer's own duplicate, the communicator whose blocks count.
+        self._join: Join | None = None
+        self._optimizers: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
+        self._made_optimizers = 0
+        self._joins_with: Communicator | None = None
         self._inline = link.board.payload
         self._prefixes: dict[tuple[Signature, int, int], bytes] = {}
         self._short: dict[tuple[Any, ...], ShortReduction] = {}
@@ -840,6 +861,38 @@ class Communicator:
         """Start `barrier`."""
         return self._start("barrier", _calls.barrier)
 
+    def plan(self, tree: Any, op: str = "mean") -> Plan:
+        """Work out beforehand how trees like this one are reduced, for use in every step.
+
+        Parameters
+        ----------
+        tree : pytree of arrays and Python numbers
+            The same structure, shapes and dtypes on every rank; only these count, not the values.
+        op : str
+            As for `allreduce`.
+
+        Returns
+        -------
+        Plan
+            `plan(tree)` returns what `allreduce_tree(tree, op)` does, bit for bit, and keeps its
+            memory from call to call: see `arraycomm.Plan`.
+
+        Raises
+        ------
+        MismatchError
+            Trees differ between ranks; the message names the path of the first difference.
+        TypeError
+            A leaf cannot be reduced; the message names its path.
+
+        Notes
+        -----
+        Collective; one exchange of a header, after which no call compares more than its digest.
+        """
+        from arraycomm._plans import prepare
+
+        made: Plan = self._call("plan", prepare, tree, op)
+        return made
+
     def stats(self) -> dict[str, dict[str, float]]:
         """Return what this rank did so far, by operation; local.
 
@@ -971,15 +1024,23 @@ class Communicator:
         if self._closed is not None:
             return self._refused(operation)
         try:
-            call = prepare(self, *args)
+            call = prepare(self, *args) if self._may_call(operation) else refused(operation)
         except Exception as error:
             self._count(operation, None)
+            if self._join is not None:
+                self._join.told.append(error)
             return self._raising(operation, error, describe_raise(error))
         except BaseException as error:
             self._close(error)
             raise
         self._count(operation, call)
         return self._guarded(self._steps(call, site))
+
+    def _may_call(self, operation: str) -> bool:
+        """Tell whether no block of `join` stands in the way of a call."""
+        if self._joins_with is not None and self._joins_with._join is not None:
+            return False
+        return self._join is None or operation in JOINABLE
 
     def _steps(self, call: Call, site: str | None) -> Steps:
         if self._closed is not None:
@@ -1043,6 +1104,8 @@ class Communicator:
         raise error
 
     def _prefix(self, call: Call) -> bytes:
+        if call.prefix is not None:
+            return call.prefix
         payload = -1 if call.payload is None else len(call.payload)
         key = (call.signature, payload, call.length)
         prefix = self._prefixes.get(key)

@@ -14,6 +14,7 @@ import numpy as np
 from arraycomm._dtypes import DType, Kind, kind_of
 
 Array = np.ndarray[Any, Any]
+_Convert = Callable[[Array, Array], None]
 Fold = Callable[[Sequence[Array], Array], None]
 
 # Elements folded at a time, so that accumulator and scratch stay in the second-level cache.
@@ -136,9 +137,9 @@ def _complex_product(rows: Sequence[Array], out: Array) -> None:
 def _narrow(op: str, dtype: DType) -> Fold:
     """Accumulate 16- and 8-bit floats in float32, and round once at the end."""
     ufunc = _UFUNCS[op]
-    widen, round_to = (np.copyto, np.copyto)
-    if dtype == np.float16:
-        widen, round_to = _widen_half, _round_to_half
+    half = dtype == np.float16
+    widen: _Convert = _widen_half if half else np.copyto
+    round_to: _Convert = _round_to_half if half else np.copyto
 
     def narrow(rows: Sequence[Array], out: Array) -> None:
         accumulator = np.empty(rows[0].shape, np.float32)

@@ -36,18 +36,19 @@ def split_by_node(comm: Communicator) -> Communicator:
 
 
 def dup(
-    comm: Communicator, options: dict[str, Any], check: Callable[[], None] = lambda: None
+    comm: Communicator, options: dict[str, Any], check: Callable[[], str] = lambda: ""
 ) -> Communicator:
     """Return a communicator of the same ranks, with these options where they are to differ.
 
-    Where `check` raises on one rank, it raises there and tells the other ranks.
+    Where `check` raises on one rank, it raises there and tells the other ranks; what it returns has
+    to be the same on all.
     """
     chosen: list[Options] = []
 
     def prepare(comm: Communicator) -> Call:
-        check()
+        settings = check()
         chosen.append(replace(comm._options, **options))
-        return agreement_only("dup", repr(chosen[0]))
+        return agreement_only("dup", f"{chosen[0]!r}{settings}")
 
     comm._call("dup", prepare)
     made = _open(comm, "dup", [(True, 0, 0)] * comm.size, chosen[0])
@@ -67,13 +68,13 @@ def free(comm: Communicator) -> None:
     comm._engine.drain()
     comm._forget_short()
     comm._closed = CommunicatorClosedError("it was freed")
+    comm._family.remove(comm)
     if lost > 0:
         warn_of_messages("free", lost)
     else:
         comm._link.free()
     if comm._original is not None:
         comm._original._take_over_stats(comm)
-    comm._family.remove(comm)
 
 
 def shrink(comm: Communicator) -> Communicator:

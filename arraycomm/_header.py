@@ -26,7 +26,7 @@ from arraycomm._transports.board import PAYLOAD, PREFIX, Board
 
 MAX_DIMS: Final = 8
 ANY: Final = -1
-_CALL, _RAISING, _LEAVING, _TEXT, _MISMATCH = range(5)
+_CALL, _RAISING, _LEAVING, _TEXT, _MISMATCH, _JOINING = range(6)
 _OPERATIONS: Final = (
     "",
     "init",
@@ -57,8 +57,18 @@ _OPERATIONS: Final = (
     "scan",
     "exscan",
     "gather_object",
+    "plan",
+    "Plan",
+    "mean_metrics",
+    "DistributedDataContainer",
+    "set_epoch",
+    "batches",
+    "load_state_dict",
+    "join",
     "raise_together",
 )
+# The call of a rank that takes part in whatever the others call: see `join`.
+_SHADOW: Final = "join"
 _MAX_TEXT: Final = 16 << 20
 _LONG: Final = 10_000
 _WORDS: Final = struct.Struct("<15q")
@@ -202,12 +212,14 @@ def settle(
         "site": site or call_site(),
         "leaves": signature.leaves,
         "settings": signature.settings,
+        "length": words[board.rank * board.stride + 14],
     }
     details = yield from exchange_details(board, mine)
     if verdict == _RAISING:
         _remember_told(board, details)
         raise peer_error(signature.operation, details)
-    if negotiable and all(detail.get("head") == signature.head for detail in details):
+    heads = {detail.get("head") for detail in details} - {_SHADOW}
+    if negotiable and len(heads) == 1:
         return Agreement(rows, words, details)
     raise mismatch(details)
 
@@ -313,9 +325,12 @@ def _judge(board: Board, words: memoryview) -> int:
     calling = [base for base, status in zip(bases, statuses, strict=True) if status == _CALL]
     calls = {words[base + 2] for base in calling}
     arrays = {words[base + 3] for base in calling} - {0}
-    if len(calls) > 1 or len(arrays) > 1:
+    live = calls - {digest(_SHADOW, None, None)}
+    if len(live) > 1 or len(arrays) > 1:
         return _MISMATCH
-    return _RAISING if _RAISING in statuses else _CALL
+    if _RAISING in statuses:
+        return _RAISING
+    return _JOINING if live and live != calls else _CALL
 
 
 def _leaving_error(board: Board, rows: Bytes, words: memoryview) -> PeerError:

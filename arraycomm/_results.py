@@ -53,6 +53,14 @@ def takes_over(framework: str, dtype: DType) -> bool:
     return framework in {"torch", "jax"} and dtype in BY_DTYPE
 
 
+def widest_float(framework: str) -> DType:
+    """Return the float of most bits that arrays of a framework have."""
+    narrow = framework == "mlx" or (
+        framework == "jax" and not sys.modules["jax"].config.jax_enable_x64
+    )
+    return np.dtype(np.float32 if narrow else np.float64)
+
+
 def written(out: BufferView) -> Any:
     """Finish a write into `out.array`, and return the caller's `out`.
 

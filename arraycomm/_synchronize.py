@@ -15,13 +15,14 @@ from arraycomm._calls import Call, check_root, deliver
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError
+from arraycomm._fusion import Packed, lay_out
 from arraycomm._header import Agreement, Signature, Steps
 from arraycomm._objects import bcast_object
 from arraycomm._pickles import dumps, loads
 from arraycomm._pytrees import flatten, is_torch
 from arraycomm._results import give
 from arraycomm._runtime import world
-from arraycomm._trees import NONE, NUMBERS, Packed, describe, ties
+from arraycomm._trees import NONE, NUMBERS, describe, ties
 from arraycomm._views import view
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
@@ -87,7 +88,8 @@ def _synchronize_call(comm: Communicator, tree: Any, root: int) -> Call:
             parts.append(_part(leaf, path))
         index.append(number)
     arrays = [part.array for part in parts if part.array is not None]
-    packed = Packed(tuple((_RAW, (leaf.array.nbytes,)) for leaf in arrays), 1 << 62)
+    specs = tuple((_RAW, (leaf.array.nbytes,)) for leaf in arrays)
+    packed = Packed(specs, lay_out(specs, 1 << 62))
     is_root = comm.rank == root
     data = np.empty(0, np.uint8)
     if is_root:

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 
-from arraycomm import _algorithms
 from arraycomm._buffers import BufferView
 from arraycomm._calls import Call, deliver
 from arraycomm._communicator import Communicator
-from arraycomm._dtypes import BY_NAME, DType, check_movable, check_op, check_reducible, name_of
-from arraycomm._folds import fold
+from arraycomm._dtypes import (
+    BY_NAME,
+    DType,
+    Kind,
+    check_movable,
+    check_op,
+    check_reducible,
+    kind_of,
+    name_of,
+)
+from arraycomm._fusion import Fusion, Packed, Spec
 from arraycomm._header import Agreement, Signature, Steps, mismatch
+from arraycomm._join import bits_of, optimizer_of, taking_part, weights_of
 from arraycomm._pytrees import Flat, flatten
 from arraycomm._results import allocate, give
 from arraycomm._runtime import world
-from arraycomm._transports.base import Bytes
 from arraycomm._views import view
+from arraycomm._weights import check_weight
 
 DEFAULT_BUCKET_BYTES: Final = 25 << 20
-_ALIGNMENT: Final = 64
+COMPRESSIONS: Final[dict[str, DType]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 NUMBERS: Final = (bool, int, float, complex, np.generic)
 NONE: Final = "None"
-
-Spec = tuple[DType, tuple[int, ...]]
 
 
 def allreduce_tree(
@@ -69,7 +79,7 @@ def allreduce_tree(
     """
     comm = comm or world()
     name = "allreduce_tree"
-    return comm._call(name, _reduce_call, name, tree, op, "error", bucket_bytes)
+    return comm._call(name, _reduce_call, name, tree, op, "error", bucket_bytes, None)
 
 
 def allreduce_gradients(
@@ -78,6 +88,7 @@ def allreduce_gradients(
     *,
     missing: str = "zeros",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    compression: str | None = None,
     comm: Communicator | None = None,
 ) -> Any:
     """Reduce a tree of gradients, some of which a rank may not have.
@@ -93,6 +104,10 @@ def allreduce_gradients(
         it is a `MismatchError`.
     bucket_bytes : int
         Leaves are fused into messages of about this many bytes.
+    compression : str, optional
+        "bfloat16" or "float16": float32 and float64 leaves travel rounded to these 16 bits, are
+        accumulated in float32, rounded once more, and come back in their own dtype. Beyond 65504
+        float16 is infinite. Other leaves travel as they are.
     comm : Communicator, optional
         `world()` by default.
 
@@ -101,109 +116,44 @@ def allreduce_gradients(
     pytree
         As for `allreduce_tree`. A leaf that is None on all ranks stays None; one that is None on
         this rank only is an array like the tree's first.
+
+    Notes
+    -----
+    Gradients are reduced in every step, so memory for results of these shapes is kept until other
+    shapes come: twice the tree's bytes at most, used again once the results in it are gone.
     """
     comm = comm or world()
-    return comm._call("allreduce_gradients", _gradients_call, tree, op, missing, bucket_bytes)
-
-
-# Layout
-
-
-class Piece(NamedTuple):
-    """Where one leaf lies in its bucket, in bytes."""
-
-    leaf: int
-    offset: int
-    nbytes: int
-
-
-class Bucket(NamedTuple):
-    """One message: leaves of one dtype, each aligned for the frameworks that alias it."""
-
-    dtype: DType
-    nbytes: int
-    pieces: tuple[Piece, ...]
-
-
-@lru_cache(maxsize=256)
-def lay_out(specs: tuple[Spec, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Distribute leaves over buckets by dtype, in order; a bucket ends once it is full.
-
-    Every bucket but the last of a dtype holds at least `bucket_bytes`; a leaf is never cut.
-    """
-    waiting: dict[DType, list[Piece]] = {}
-    ends: dict[DType, int] = {}
-    buckets: list[Bucket] = []
-    for leaf, (dtype, shape) in enumerate(specs):
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        offset = ends.get(dtype, 0)
-        waiting.setdefault(dtype, []).append(Piece(leaf, offset, nbytes))
-        ends[dtype] = offset + nbytes + -nbytes % _ALIGNMENT
-        if ends[dtype] >= bucket_bytes:
-            buckets.append(Bucket(dtype, ends.pop(dtype), tuple(waiting.pop(dtype))))
-    buckets.extend(Bucket(dtype, ends[dtype], tuple(waiting[dtype])) for dtype in waiting)
-    return tuple(buckets)
-
-
-class Packed:
-    """Leaves in buckets, and the buckets in one piece of memory where they are small."""
-
-    def __init__(self, specs: tuple[Spec, ...], bucket_bytes: int) -> None:
-        self._specs = specs
-        self.buckets = lay_out(specs, bucket_bytes)
-        self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
-        self.memory: list[Bytes] = [
-            allocate((bucket.nbytes,), np.dtype(np.uint8)) for bucket in self.buckets
-        ]
-
-    def leaves(self) -> Iterable[tuple[int, np.ndarray[Any, Any]]]:
-        """Yield each leaf's number and its place, as an array of its dtype and shape."""
-        for bucket, memory in zip(self.buckets, self.memory, strict=True):
-            for leaf, offset, nbytes in bucket.pieces:
-                place = memory[offset : offset + nbytes].view(bucket.dtype)
-                yield leaf, place.reshape(self._specs[leaf][1])
-
-    def pack(self, sources: Sequence[BufferView | None]) -> None:
-        """Copy the leaves in; None stands for zeros."""
-        for bucket, memory in zip(self.buckets, self.memory, strict=True):
-            for _, offset, nbytes in bucket.pieces:
-                memory[offset + nbytes : offset + nbytes + -nbytes % _ALIGNMENT] = 0
-        for leaf, place in self.leaves():
-            source = sources[leaf]
-            place[...] = 0 if source is None else source.array
-
-    def joined(self) -> Bytes:
-        """All buckets, one after the other."""
-        return np.concatenate([np.empty(0, np.uint8), *self.memory])
-
-    def take_apart(self, joined: Bytes) -> list[Bytes]:
-        """Undo `joined`, without a copy."""
-        parts, start = [], 0
-        for bucket in self.buckets:
-            parts.append(joined[start : start + bucket.nbytes])
-            start += bucket.nbytes
-        return parts
+    name = "allreduce_gradients"
+    return comm._call(name, gradients_call, tree, op, missing, bucket_bytes, compression)
 
 
 # Reductions
 
 
-class _Leaves:
+class Leaves:
     """The distinct leaves of a tree: which are arrays, and how results get back into the tree."""
 
-    def __init__(self, tree: Any, operation: str) -> None:
-        self.flat: Flat = flatten(tree)
+    def __init__(self, flat: Flat, operation: str) -> None:
+        self._flat = flat
+        self.all_paths = flat.paths
         self.views: list[BufferView | None] = []
-        self._index: list[int] = []
+        self.index: list[int] = []
         self.paths: list[str] = []
         seen: dict[int, int] = {}
-        for leaf, path in zip(self.flat.leaves, self.flat.paths, strict=True):
+        for leaf, path in zip(flat.leaves, flat.paths, strict=True):
             tied = None if isinstance(leaf, NUMBERS) or leaf is None else seen.get(id(leaf))
             if tied is None:
                 tied = seen[id(leaf)] = len(self.views)
                 self.views.append(None if leaf is None else view(leaf, f"{operation}: {path}"))
                 self.paths.append(path)
-            self._index.append(tied)
+            self.index.append(tied)
+
+    def check_reducible(self, op: str, operation: str) -> None:
+        """Raise, with its path, for a leaf that does not have this reduction."""
+        for path, leaf in zip(self.paths, self.views, strict=True):
+            if leaf is not None:
+                check_movable(leaf.dtype, f"{operation}: {path}")
+                check_reducible(leaf.dtype, op, f"{operation}: {path}")
 
     def described(self) -> tuple[tuple[str, str], ...]:
         """Path and description of each distinct leaf."""
@@ -215,11 +165,11 @@ class _Leaves:
 
     def ties(self) -> str:
         """Say which leaves are one object."""
-        return ties(self._index)
+        return ties(self.index)
 
     def rebuild(self, results: list[Any]) -> Any:
         """Return the tree of these distinct leaves."""
-        return self.flat.rebuild([results[index] for index in self._index])
+        return self._flat.rebuild([results[index] for index in self.index])
 
 
 def ties(index: Sequence[int]) -> str:
@@ -228,23 +178,39 @@ def ties(index: Sequence[int]) -> str:
 
 
 def describe(dtype: DType, shape: tuple[int, ...]) -> str:
-    """Say dtype and shape as headers show them; `_parse` undoes it."""
+    """Say dtype and shape as headers show them; `parse` undoes it."""
     return f"{name_of(dtype)} {shape}"
 
 
-def _parse(description: str) -> Spec:
+def parse(description: str) -> Spec:
+    """Return dtype and shape as `describe` says them."""
     name, _, shape = description.partition(" ")
     return BY_NAME[name].dtype, tuple(ast.literal_eval(shape))
 
 
-def _gradients_call(
-    comm: Communicator, tree: Any, op: str, missing: str, bucket_bytes: int
+def gradients_call(
+    comm: Communicator,
+    tree: Any,
+    op: str,
+    missing: str,
+    bucket_bytes: int,
+    compression: str | None,
+    note: str = "",
 ) -> Call:
+    """One rank's part in `allreduce_gradients`; inside `join`, `note` says of which optimizer."""
+    name = "allreduce_gradients"
     if missing not in ("zeros", "error"):
+        raise ValueError(f'{name}: missing must be "zeros" or "error"; got {missing!r}')
+    check_compression(compression, name)
+    return _reduce_call(comm, name, tree, op, missing, bucket_bytes, compression, note)
+
+
+def check_compression(compression: object, operation: str) -> None:
+    """Raise unless `compression` is None or the name of a dtype to compress to."""
+    if compression is not None and compression not in COMPRESSIONS:
         raise ValueError(
-            f'allreduce_gradients: missing must be "zeros" or "error"; got {missing!r}'
+            f'{operation}: compression must be "bfloat16", "float16" or None; got {compression!r}'
         )
-    return _reduce_call(comm, "allreduce_gradients", tree, op, missing, bucket_bytes)
 
 
 def _reduce_call(
@@ -254,96 +220,222 @@ def _reduce_call(
     op: str,
     missing: str,
     bucket_bytes: int,
+    compression: str | None,
+    note: str = "",
 ) -> Call:
     check_op(op, operation)
-    leaves = _Leaves(tree, operation)
-    for path, leaf in zip(leaves.paths, leaves.views, strict=True):
-        if leaf is not None:
-            check_movable(leaf.dtype, f"{operation}: {path}")
-            check_reducible(leaf.dtype, op, f"{operation}: {path}")
+    leaves = Leaves(flatten(tree), operation)
+    leaves.check_reducible(op, operation)
+    if comm._join is not None:
+        settings = _settings(bucket_bytes, compression, leaves.ties())
+        return _joined_call(comm, leaves, op, f"{settings}, joined{note}", compression)
     present = [index for index, leaf in enumerate(leaves.views) if leaf is not None]
-    packed, payload = _pack(comm, leaves.views, present, bucket_bytes)
+    sources = [leaf for leaf in leaves.views if leaf is not None]
+    specs = tuple((_compressed(leaf.dtype, compression), leaf.shape) for leaf in sources)
+    fusion = _fusion(comm, specs, bucket_bytes, keep=operation == "allreduce_gradients")
+    packed = fusion.take()
+    inline = fusion.nbytes <= comm._inline
+    if inline:
+        packed.pack(sources)
 
     def finish(agreement: Agreement) -> Steps:
         if agreement.details is not None:
-            return (yield from _reduce_missing(comm, leaves, op, agreement.details, bucket_bytes))
-        if payload is None:
-            yield from _reduce_packed(comm, packed, op)
+            return (
+                yield from _reduce_missing(
+                    comm, leaves, op, agreement.details, bucket_bytes, compression
+                )
+            )
+        if inline:
+            fusion.fold_payloads(comm, packed, agreement, op)
         else:
-            _fold_inline(comm, packed, agreement, op)
-        return deliver(lambda: leaves.rebuild(_results(leaves.views, present, packed)))
+            yield from fusion.reduce(comm, packed, sources, op)
+        return deliver(lambda: leaves.rebuild(results(leaves.views, present, packed)))
 
     return Call(
         Signature(
             operation,
             op,
             leaves=leaves.described(),
-            settings=f"bucket_bytes={bucket_bytes}, {leaves.ties()}",
+            settings=_settings(bucket_bytes, compression, leaves.ties()),
         ),
         finish,
-        payload,
-        nbytes=packed.nbytes,
+        packed.block if inline else None,
+        nbytes=fusion.nbytes,
         copies=len(present),
         negotiable=missing == "zeros",
     )
 
 
-def _pack(
-    comm: Communicator,
+def _settings(bucket_bytes: int, compression: str | None, said_ties: str) -> str:
+    """What decides how a tree travels, beside its leaves."""
+    compressed = "" if compression is None else f"compression={compression}, "
+    return f"bucket_bytes={bucket_bytes}, {compressed}{said_ties}"
+
+
+def _compressed(dtype: DType, compression: str | None) -> DType:
+    if compression is None or kind_of(dtype) is not Kind.FLOAT:
+        return dtype
+    return COMPRESSIONS[compression]
+
+
+def _fusion(
+    comm: Communicator, specs: tuple[Spec, ...], bucket_bytes: int, *, keep: bool
+) -> Fusion:
+    kept = comm._gradients if keep else None
+    if kept is None or kept.specs != specs or kept.bucket_bytes != bucket_bytes:
+        kept = Fusion(specs, bucket_bytes)
+        if keep:
+            comm._gradients = kept
+    return kept
+
+
+def results(
     views: Sequence[BufferView | None],
     present: Sequence[int],
-    bucket_bytes: int,
-) -> tuple[Packed, Bytes | None]:
-    arrays = [leaf for index in present if (leaf := views[index]) is not None]
-    packed = Packed(tuple((leaf.dtype, leaf.shape) for leaf in arrays), bucket_bytes)
-    packed.pack(arrays)
-    return packed, packed.joined() if packed.nbytes <= comm._inline else None
-
-
-def _reduce_packed(comm: Communicator, packed: Packed, op: str) -> Steps:
-    for bucket, memory in zip(packed.buckets, packed.memory, strict=True):
-        flat = memory.view(bucket.dtype)
-        yield from _algorithms.allreduce(comm._link, flat, flat, op, comm._scratch)
-
-
-def _fold_inline(comm: Communicator, packed: Packed, agreement: Agreement, op: str) -> None:
-    rows = [packed.take_apart(agreement.payload(r, packed.nbytes)) for r in range(comm.size)]
-    for number, bucket in enumerate(packed.buckets):
-        parts = [row[number].view(bucket.dtype) for row in rows]
-        fold(op, bucket.dtype, parts, packed.memory[number].view(bucket.dtype))
-
-
-def _results(
-    views: Sequence[BufferView | None], present: Sequence[int], packed: Packed
+    packed: Packed,
+    dtypes: Sequence[DType] | None = None,
 ) -> list[Any]:
-    results: list[Any] = [None] * len(views)
+    """Hand out the leaves in `packed`, as arrays like the views of those that are present.
+
+    `dtypes` are those wanted, where the views do not tell.
+    """
+    given: list[Any] = [None] * len(views)
     for number, place in packed.leaves():
         like = views[present[number]]
         assert like is not None
-        results[present[number]] = give(place, like)
-    return results
+        wanted = like.dtype if dtypes is None else dtypes[number]
+        given[present[number]] = give(place.astype(wanted, copy=False), like)
+    return given
 
 
 def _reduce_missing(
     comm: Communicator,
-    leaves: _Leaves,
+    leaves: Leaves,
     op: str,
     details: list[dict[str, Any]],
     bucket_bytes: int,
+    compression: str | None,
 ) -> Steps:
     """Reduce trees in which a leaf may be None on some ranks: the others say what it is."""
     said = _agreed_descriptions(details)
     present = [index for index in range(len(leaves.views)) if said[index] != NONE]
-    specs = tuple(_parse(said[index]) for index in present)
-    packed = Packed(specs, bucket_bytes)
-    packed.pack([leaves.views[index] for index in present])
-    yield from _reduce_packed(comm, packed, op)
+    specs = [parse(said[index]) for index in present]
+    sent = tuple((_compressed(dtype, compression), shape) for dtype, shape in specs)
+    fusion = Fusion(sent, bucket_bytes)
+    packed = fusion.take()
+    yield from fusion.reduce(comm, packed, [leaves.views[index] for index in present], op)
     example = next((leaf for leaf in leaves.views if leaf is not None), None)
     likes = [leaf or example or view(np.empty(0), "allreduce_gradients") for leaf in leaves.views]
-    return deliver(lambda: leaves.rebuild(_results(likes, present, packed)))
+    dtypes = [dtype for dtype, _ in specs]
+    return deliver(lambda: leaves.rebuild(results(likes, present, packed, dtypes)))
 
 
-def _agreed_descriptions(details: list[dict[str, Any]]) -> list[str]:
+# Inside join
+
+
+def _joined_call(
+    comm: Communicator, leaves: Leaves, op: str, settings: str, compression: str | None
+) -> Call:
+    """Reduce by weight, together with ranks that have no data."""
+    if op not in ("mean", "sum"):
+        raise ValueError(f'allreduce_gradients: inside join op must be "mean" or "sum"; got {op!r}')
+    block = comm._join
+    assert block is not None
+    weight = check_weight(block.weight, "allreduce_gradients: join")
+
+    def finish(agreement: Agreement) -> Steps:
+        said = [text for _, text in leaves.described()]
+        if agreement.details is not None:
+            said = _agreed_descriptions(taking_part(agreement.details))
+        weights = weights_of(agreement, comm.size)
+        block.stepped(weights)
+        factor = weight if op == "mean" else float(weight > 0)
+        reduced = yield from _reduce_joined(
+            comm, said, leaves.views, factor, weights, op, compression
+        )
+        example = next((leaf for leaf in leaves.views if leaf is not None), None)
+        likes = [leaf or example or view(np.empty(0), "join") for leaf in leaves.views]
+        return deliver(
+            lambda: leaves.rebuild(
+                [
+                    None if array is None else give(array, like)
+                    for array, like in zip(reduced, likes, strict=True)
+                ]
+            )
+        )
+
+    signature = Signature("allreduce_gradients", op, leaves=leaves.described(), settings=settings)
+    return Call(signature, finish, length=bits_of(weight), negotiable=True)
+
+
+def shadow_gradients(
+    comm: Communicator, agreement: Agreement, live: Sequence[dict[str, Any]]
+) -> Steps:
+    """Take part in other ranks' reduction without gradients of one's own.
+
+    Returns this rank's optimizer whose step it is, the sum of the weights, and the gradients.
+    """
+    said = _agreed_descriptions(live)
+    settings, head = live[0]["settings"], live[0]["head"]
+    compression = next((name for name in COMPRESSIONS if f"compression={name}," in settings), None)
+    op = "mean" if "mean" in head else "sum"
+    weights = weights_of(agreement, comm.size)
+    nothing: list[BufferView | None] = [None] * len(said)
+    reduced = yield from _reduce_joined(comm, said, nothing, 0.0, weights, op, compression)
+    return optimizer_of(comm, settings), sum(weights), reduced
+
+
+def _reduce_joined(
+    comm: Communicator,
+    said: Sequence[str],
+    views: Sequence[BufferView | None],
+    factor: float,
+    weights: Sequence[float],
+    op: str,
+    compression: str | None,
+) -> Steps:
+    """Return the weighted mean, or the sum, of each leaf as a NumPy array; None where nobody has one."""
+    present = [index for index, text in enumerate(said) if text != NONE]
+    specs = [parse(said[index]) for index in present]
+    sent = tuple((_compressed(_wide(dtype), compression), shape) for dtype, shape in specs)
+    sources: list[BufferView | None] = []
+    for index, (dtype, _) in zip(present, specs, strict=True):
+        leaf = views[index]
+        sources.append(None if leaf is None or not factor else _times(leaf, factor, _wide(dtype)))
+    fusion = Fusion(sent, DEFAULT_BUCKET_BYTES)
+    packed = fusion.take()
+    yield from fusion.reduce(comm, packed, sources, "sum")
+    total = sum(weights)
+    reduced: list[Any] = [None] * len(said)
+    for number, place in packed.leaves():
+        dtype, shape = specs[number]
+        array = place.astype(_wide(dtype), copy=False)
+        with np.errstate(all="ignore"):
+            if op == "mean" and total:
+                parts = array.reshape(-1).view(array.real.dtype)
+                np.divide(parts, parts.dtype.type(total), out=parts)
+            result = allocate(shape, dtype)
+            result[...] = array
+        reduced[present[number]] = result
+    return reduced
+
+
+def _times(leaf: BufferView, factor: float, dtype: DType) -> BufferView:
+    """Return w·g, in which the parts of a complex number are multiplied as reals."""
+    made = allocate(leaf.shape, dtype)
+    with np.errstate(all="ignore"):
+        made[...] = leaf.array
+        if factor != 1:
+            parts = made.reshape(-1).view(made.real.dtype)
+            np.multiply(parts, parts.dtype.type(factor), out=parts)
+    return BufferView(made, "numpy", made, False)
+
+
+def _wide(dtype: DType) -> DType:
+    return np.dtype(np.float32) if kind_of(dtype) is Kind.NARROW else dtype
+
+
+def _agreed_descriptions(details: Sequence[dict[str, Any]]) -> list[str]:
     """What each leaf is, where ranks differ in None only; raises `MismatchError` otherwise."""
     trees = [detail["leaves"] for detail in details]
     if len({detail["settings"] for detail in details}) > 1:
@@ -359,7 +451,7 @@ def _agreed_descriptions(details: list[dict[str, Any]]) -> list[str]:
     return agreed
 
 
-def _without_none(details: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_none(details: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The details with None leaves described as some other rank has them."""
     known: dict[str, str] = {}
     for detail in details:

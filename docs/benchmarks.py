@@ -15,6 +15,7 @@ from typing import Any, Final
 from arraycomm.cli.bench_report import Line, complaints, find, tables
 from arraycomm.cli.bench_tables import Table, as_markdown, number_text, ratio_text
 from arraycomm.cli.bench_timing import ratio
+from arraycomm.cli.bench_trees import TREES
 from arraycomm.cli.overlap import overlap_table
 
 DOCS: Final = Path(__file__).resolve().parent
@@ -62,6 +63,7 @@ class Claim:
     nbytes: int
     own: Place
     other: Place
+    tree: str | None = None
 
 
 CLAIMS: Final = (
@@ -90,13 +92,31 @@ CLAIMS: Final = (
         *("below 0.5", "bfloat16", 64 << 20),
         *(("torch", "out"), ("torch", "gloo")),
     ),
+    *(
+        Claim(
+            f"a tree, {name}, NumPy: `plan(tree)` against one `Allreduce(x, y)` of mpi4py a leaf",
+            *("at most 0.67", "float32", TREES[name].nbytes),
+            *(("numpy", "plan"), ("numpy", "mpi4py")),
+            name,
+        )
+        for name in TREES
+    ),
+    *(
+        Claim(
+            f"a tree, {name}, torch: `plan(tree)` against one `all_reduce(x)` of gloo a leaf",
+            *("at most 0.33", "float32", TREES[name].nbytes),
+            *(("torch", "plan"), ("torch", "gloo")),
+            name,
+        )
+        for name in TREES
+    ),
 )
 
 INTRODUCTION: Final = """\
 # Benchmarks
 
 How long `allreduce` with `op="sum"` takes in arraycomm, in mpi4py's `Allreduce`, and in gloo, the
-CPU backend of `torch.distributed`. The figures are of one small machine, and those of another will
+CPU backend of `torch.distributed`; and how long trees of arrays take, as the gradients of two models. The figures are of one small machine, and those of another will
 differ; run the benchmark on yours:
 
 ```sh
@@ -128,6 +148,8 @@ METHOD: Final = """\
   `check=False` leaves out the comparison of what the ranks call; small arrays travel with it, and
   gain nothing. gloo sums in place. It also waits asleep, so that its small calls depend on the
   system's scheduler, while MPI and arraycomm poll.
+- Trees are those of the gradients of ResNet-50 and of GPT-2 (small), and one of 1,000 leaves. `plan(tree)` and `allreduce_tree` return
+  fresh arrays; mpi4py and gloo reduce one leaf after another, mpi4py into other arrays of the caller's, gloo in place.
 - With more ranks than cores, all depends on who gives up its core to whom.
 
 What the same call gives differs too. arraycomm adds in the order of ranks, and rounds bfloat16 and
@@ -229,7 +251,8 @@ def caution(results: dict[str, Any]) -> str:
 
 def _pair(lines: list[Line], claim: Claim) -> tuple[dict[str, Any], dict[str, Any]] | None:
     for line in lines:
-        if (line["dtype"], line["nbytes"]) == (claim.dtype, claim.nbytes):
+        about = (line["dtype"], line["nbytes"], line.get("tree"))
+        if about == (claim.dtype, claim.nbytes, claim.tree):
             own, other = find(line, *claim.own), find(line, *claim.other)
             if own and other and own["status"] == other["status"] == "ok":
                 return own, other

@@ -2,26 +2,171 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import os
+from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import arraycomm as ac
+from arraycomm import _launch
+from arraycomm.testing import run
+
+pytestmark = pytest.mark.skipif(
+    _launch.detect(os.environ) is not None, reason="runs where pytest is alone"
+)
+
+COUNTS = st.integers(0, 200)
+SIZES = st.integers(1, 9)
+
+
+@st.composite
+def settings_of_containers(draw: st.DrawFn, uneven: Any = ("exact", "pad", "drop")) -> Any:
+    return {
+        "shuffle": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**64)),
+        "uneven": draw(st.sampled_from(uneven)),
+    }
+
+
+class Leg(NamedTuple):
+    """A run between two interruptions; without `steps` it goes on to the end of the epoch."""
+
+    size: int
+    batch: int
+    steps: int | None
+    counted_by_hand: bool
+
+
+LEGS = st.builds(Leg, SIZES, st.integers(1, 40), st.integers(0, 5), st.booleans())
+LAST_LEG = st.builds(Leg, SIZES, st.integers(1, 40), st.none(), st.booleans())
+
+
+def global_order(count: int, epoch: int, settings: Any) -> list[int]:
+    """Return the items in the order in which one rank would see them."""
+
+    def items(comm: ac.Communicator) -> list[int]:
+        container = ac.DistributedDataContainer(range(count), comm=comm, **settings)
+        container.set_epoch(epoch)
+        return list(container)
+
+    [order] = run(1, items)
+    return order
+
+
+def consume(comm: ac.Communicator, count: int, settings: Any, state: Any, leg: Leg) -> Any:
+    """Return this rank's (item, weight) pairs, batch by batch, and the state after the last."""
+    container = ac.DistributedDataContainer(range(count), comm=comm, **settings)
+    container.load_state_dict(state)
+    container.set_epoch(state["epoch"])
+    got = []
+    if leg.counted_by_hand:
+        steps = -(-comm.allreduce(len(container), "max") // leg.batch)
+        for number in range(steps if leg.steps is None else min(steps, leg.steps)):
+            own = slice(number * leg.batch, (number + 1) * leg.batch)
+            got.append(list(zip(container[own], container.weights[own], strict=True)))
+            container.advance(len(container[own]))
+    elif leg.steps != 0:
+        for batch in container.batches(leg.batch):
+            got.append(list(zip(*batch, strict=True)))
+            if len(got) == leg.steps:
+                break
+    return got, container.state_dict()
+
+
+def in_rounds(parts: list[list[list[tuple[int, float]]]]) -> list[tuple[int, float]]:
+    """Return what the ranks have got, one item of each rank after the other."""
+    ranks = [[pair for batch in part for pair in batch] for part in parts]
+    return [
+        ranks[rank][i]
+        for i in range(max(map(len, ranks)))
+        for rank in range(len(ranks))
+        if i < len(ranks[rank])
+    ]
+
+
+@given(count=COUNTS, size=SIZES, settings=settings_of_containers(), epoch=st.integers(0, 3))
+def test_container_holds_every_item_exactly_once(count, size, settings, epoch) -> None:
+    def share(comm: ac.Communicator) -> list[tuple[int, float]]:
+        container = ac.DistributedDataContainer(range(count), comm=comm, **settings)
+        container.set_epoch(epoch)
+        assert len(container) == len(container.weights)
+        return list(zip(container, container.weights.tolist(), strict=True))
+
+    parts = run(size, share)
+    lengths = {len(part) for part in parts}
+    assert max(lengths) - min(lengths) <= (settings["uneven"] == "exact")
+    order = global_order(count, epoch, settings)
+    assert sorted(order) == list(range(count))
+    got = in_rounds([[part] for part in parts])
+    expected = [(item, 1.0) for item in order]
+    if settings["uneven"] == "drop":
+        del expected[count - count % size :]
+    if settings["uneven"] == "pad":
+        expected += [(order[i % count], 0.0) for i in range(-count % size)]
+    assert got == expected
 
 
 @given(
-    count=st.integers(0, 200),
-    size=st.integers(1, 9),
-    shuffle=st.booleans(),
+    count=COUNTS,
+    settings=settings_of_containers(),
     epoch=st.integers(0, 3),
+    legs=st.lists(LEGS, max_size=4),
+    last=LAST_LEG,
 )
-def test_container_holds_every_item_exactly_once(count, size, shuffle, epoch) -> None:
-    items: list[int] = []
-    for rank in range(size):
-        part = ac.DistributedDataContainer(
-            range(count), comm=SimpleNamespace(rank=rank, size=size), shuffle=shuffle
-        )
-        part.set_epoch(epoch)
-        items.extend(part)
-    assert sorted(items) == list(range(count))
+def test_epoch_resumed_anywhere_by_any_number_of_ranks(count, settings, epoch, legs, last) -> None:
+    order = global_order(count, epoch, settings)
+    state = {"count": count, **settings, "epoch": epoch, "consumed": 0}
+    seen: list[int] = []
+    for leg in (*legs, last):
+        results = run(leg.size, consume, count, settings, state, leg)
+        parts = [got for got, _ in results]
+        assert len({len(part) for part in parts}) == 1, "ranks are out of step"
+        pairs = in_rounds(parts)
+        seen += [item for item, weight in pairs if weight]
+        assert seen == order[: len(seen)]
+        # All that is repeated comes at the end, and only there.
+        assert [weight for _, weight in pairs] == sorted((w for _, w in pairs), reverse=True)
+        states = [after for _, after in results]
+        if not leg.counted_by_hand:
+            assert states == states[:1] * leg.size
+        state = states[0]
+        assert state["consumed"] == len(seen)
+    dropped = count - len(seen)
+    assert dropped < last.size if settings["uneven"] == "drop" else dropped == 0
+
+
+@given(count=COUNTS, size=SIZES, batch=st.integers(1, 40), settings=settings_of_containers(["pad"]))
+def test_weighted_mean_is_exact(count, size, batch, settings) -> None:
+    values = np.arange(count) ** 2
+
+    def total(comm: ac.Communicator) -> list[float]:
+        container = ac.DistributedDataContainer(values, comm=comm, **settings)
+        sums = np.zeros(2)
+        for items, weights in container.batches(batch):
+            assert len(items) == len(weights)
+            sums += comm.allreduce(np.array([(weights * items).sum(), weights.sum()]))
+        return sums.tolist()
+
+    assert run(size, total) == [[values.sum(), count]] * size
+
+
+@given(count=st.integers(1, 200), size=SIZES, batch=st.integers(1, 40), data=st.data())
+def test_batches_of_a_tree_are_those_of_its_arrays(count, size, batch, data) -> None:
+    settings = data.draw(settings_of_containers())
+    values = np.arange(count)
+    tree = {"number": values, "rows": (np.stack([values, -values], axis=1), None)}
+
+    def compare(comm: ac.Communicator) -> None:
+        numbers = ac.DistributedDataContainer(range(count), comm=comm, **settings)
+        trees = ac.DistributedDataContainer(tree, comm=comm, **settings)
+        for few, many in zip(numbers.batches(batch), trees.batches(batch), strict=True):
+            wanted = np.array(few.items, int)
+            assert (many.items["number"] == wanted).all()
+            assert (many.items["rows"][0] == np.stack([wanted, -wanted], axis=1)).all()
+            assert many.items["rows"][1] is None
+            assert (many.weights == few.weights).all()
+
+    run(size, compare)

@@ -357,6 +357,26 @@ class TestUnderMpiexec:
         assert done.returncode != 0
         assert done.stdout.count("mine") == 3
 
+    def test_mpi_without_room_for_a_communicator_is_told_what_to_do(self) -> None:
+        done = _on_three("""
+            from mpi4py import MPI
+            comm = ac.init()
+
+            class Full:
+                def Split(self, *_):
+                    raise MPI.Exception(MPI.ERR_OTHER)
+
+            usual, comm._link.mpi_comm = comm._link.mpi_comm, Full()
+            try:
+                comm.dup()
+            except ac.TransportError as error:
+                print(error)
+            comm._link.mpi_comm = usual
+            assert comm.allreduce(1) == 3
+        """)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("free() those that are no longer used") == 3
+
     def test_rank_that_is_killed_ends_the_job(self) -> None:
         started = time.monotonic()
         done = _on_three("""

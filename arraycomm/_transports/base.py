@@ -107,6 +107,17 @@ class Transport(abc.ABC):
     def nodes(self) -> Sequence[int]:
         """For each rank, a number that it shares with the ranks on its node."""
 
+    def offer_memory(self, nbytes: int) -> str:
+        """Make memory that the ranks of this group can share; return its name, empty for none."""
+        return ""
+
+    def open_memory(self, name: str, nbytes: int) -> Bytes | None:
+        """Return the memory that a rank has offered by this name, or None."""
+        return None
+
+    def close_memory(self, name: str) -> None:
+        """Let no further rank open the memory; what is open stays so."""
+
     def progress(self) -> None:
         """Give movements of other ranks that involve this one a chance to go on."""
 

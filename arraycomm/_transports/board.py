@@ -211,3 +211,9 @@ class SharedBoard(Board):
         length = min(max(self._note_words[rank][3], 0), _DOING_TEXT)
         _fence()
         return self._notes[rank, _DOING : _DOING + length].tobytes().decode(errors="replace")
+
+    def close(self) -> None:
+        """Let go of the memory now: this board is part of a cycle, which Python collects late."""
+        self.rows, self.words, self.mine, self.my_words = [], [], [], []
+        self._memory, self._notes = np.empty(0, np.uint8), np.empty((0, _NOTES), np.uint8)
+        self._note_words = []

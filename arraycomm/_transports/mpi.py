@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from mpi4py import MPI
 
+from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.board import Board, SharedBoard
 from arraycomm._transports.letters import Mailbox
@@ -144,11 +145,35 @@ class MPITransport(Transport):
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         key = 0 if color is None else members.index(self.rank)
-        comm = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
-        if color is None:
+        try:
+            comm = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
+            if color is None:
+                return None
+            assert isinstance(comm, MPI.Intracomm)
+            return MPITransport(comm, share=self._share)
+        except MPI.Exception as error:
+            raise TransportError(
+                f"MPI made no further communicator: {error.Get_error_string()}; there is room for "
+                "about a thousand in some MPIs: free() those that are no longer used"
+            ) from error
+
+    def offer_memory(self, nbytes: int) -> str:
+        path, descriptor = _make_file(nbytes)
+        if descriptor >= 0:
+            os.close(descriptor)
+        return path
+
+    def open_memory(self, name: str, nbytes: int) -> Bytes | None:
+        if not name:
             return None
-        assert isinstance(comm, MPI.Intracomm)
-        return MPITransport(comm, share=self._share)
+        try:
+            descriptor = os.open(name, os.O_RDWR)
+        except OSError:
+            return None
+        return _map(descriptor, nbytes)
+
+    def close_memory(self, name: str) -> None:
+        os.unlink(name)
 
     def free(self) -> None:
         self.board.close()
@@ -199,21 +224,24 @@ def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> np.ndarray[Any, Any] | N
     if comm.rank == 0:
         path, descriptor = _make_file(nbytes)
     path = comm.bcast(path)
-    memory = None
-    try:
-        if descriptor < 0 and path:
+    if descriptor < 0 and path:
+        with suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)
-        if descriptor >= 0:
-            memory = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
-    except (OSError, ValueError):
-        pass
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+    memory = _map(descriptor, nbytes) if descriptor >= 0 else None
     everyone = comm.allreduce(memory is not None, op=MPI.LAND)
     if comm.rank == 0 and path:
         os.unlink(path)
     return memory if everyone else None
+
+
+def _map(descriptor: int, nbytes: int) -> np.ndarray[Any, Any] | None:
+    """Map an open file, and close it; None where that cannot be."""
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def _make_file(nbytes: int) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from arraycomm._results import allocate
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.board import SharedBoard
 from arraycomm._transports.letters import Mailbox
@@ -28,6 +29,8 @@ class Group:
         self.parts: list[list[_Parts]] = [[(), ()] for _ in range(size)]
         # Messages, by sender, receiver and tag.
         self.mailbox = Mailbox()
+        # Memory that a rank has offered to the others, by name.
+        self.offers: dict[str, Bytes] = {}
         self._lock = threading.Lock()
         self._children: dict[tuple[int, int], tuple[Group, int]] = {}
 
@@ -133,8 +136,20 @@ class ThreadsTransport(Transport):
         group = self._group.child(self._splits, color, len(members))
         return type(self)(group, members.index(self.rank))
 
+    def offer_memory(self, nbytes: int) -> str:
+        self._group.offers["memory"] = allocate((nbytes,), np.dtype(np.uint8))
+        return "memory"
+
+    def open_memory(self, name: str, nbytes: int) -> Bytes | None:
+        return self._group.offers.get(name)
+
+    def close_memory(self, name: str) -> None:
+        del self._group.offers[name]
+
     def free(self) -> None:
         self.board.close()
+        # The group's memory goes with its last rank: Python would collect the communicators late.
+        del self._group
 
     def nodes(self) -> Sequence[int]:
         return [0] * self.size

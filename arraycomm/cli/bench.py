@@ -1,4 +1,4 @@
-"""`python -m arraycomm bench`: allreduce against mpi4py and gloo, side by side in one job."""
+"""`python -m arraycomm bench`: reductions against mpi4py and gloo, side by side in one job."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from arraycomm.cli.bench_contenders import (
     Field,
     installed,
     keys_of,
+    make,
     parse_dtype,
 )
 from arraycomm.cli.bench_machine import machine, versions
 from arraycomm.cli.bench_match import Line, enter, measured
 from arraycomm.cli.bench_report import complaints, tables
 from arraycomm.cli.bench_tables import as_text
+from arraycomm.cli.bench_trees import TREES, TreeCase, keys_of_trees, make_for_tree
 from arraycomm.cli.demo_launch import find_launcher, launch
 
 FORMAT: Final = 1
@@ -36,6 +38,7 @@ _SIZES: Final = {
     "latency": (8, 64, 1 << 10, 16 << 10),
     "bandwidth": (64 << 10, 1 << 20, 8 << 20, 64 << 20),
 }
+_MODES: Final = (*_SIZES, "trees")
 # Where sizes are given without a mode: smaller ones are a matter of latency.
 _LARGE: Final = 64 << 10
 _SUFFIXES: Final = {"K": 10, "M": 20, "G": 30}
@@ -53,7 +56,12 @@ class Request:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    add("mode", nargs="?", choices=list(_SIZES), help="small arrays or large ones; default both")
+    add(
+        "mode",
+        nargs="?",
+        choices=list(_MODES),
+        help="small arrays, large ones, or trees of float32; default all",
+    )
     add("--sizes", type=_sizes, metavar="N,…", help="bytes of the arrays, for example 8,64K,1M")
     add(
         "--dtypes",
@@ -88,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     comm = arraycomm.init("mpi")
     field = Field(comm)
     results = _about(field, arguments)
-    results["lines"] = list(_lines(field, arguments))
+    results["lines"] = [*_lines(field, arguments), *_tree_lines(field, arguments)]
     field.close()
     if comm.rank == 0:
         _show(results)
@@ -142,7 +150,7 @@ def _lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
     wanted = [(f, key) for f in frameworks for key in keys_of(f) if key in arguments.only]
     for request in requests(arguments.mode, arguments.sizes, arguments.dtypes):
         case = Case(request.dtype, request.nbytes, field.rank, field.size)
-        entries = [enter(field, case, key, framework) for framework, key in wanted]
+        entries = [enter(field, case, key, framework, make) for framework, key in wanted]
         yield measured(
             field,
             case,
@@ -151,6 +159,26 @@ def _lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
             repetitions=arguments.repeats,
             seconds=arguments.seconds,
         )
+
+
+def _tree_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
+    """Trees have sizes of their own, and are of float32."""
+    wanted = arguments.mode == "trees" or (arguments.mode is None and arguments.sizes is None)
+    if not wanted or "float32" not in arguments.dtypes:
+        return
+    names = arguments.frameworks
+    frameworks = [n for n in ("numpy", "torch") if installed(n)] if names is None else names
+    for name in TREES:
+        case = TreeCase(name, field.rank, field.size)
+        entries = [
+            enter(field, case, key, framework, make_for_tree)
+            for framework in frameworks
+            for key in keys_of_trees(framework)
+            if key in arguments.only
+        ]
+        limits = {"repetitions": arguments.repeats, "seconds": arguments.seconds}
+        line = measured(field, case, "trees", entries, **limits)
+        yield {**line, "tree": name}
 
 
 def _about(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -30,6 +30,8 @@ TITLES: Final = {
     "out": "arraycomm, out=",
     "fresh": "arraycomm",
     "unchecked": "arraycomm, check=False",
+    "plan": "arraycomm, plan(tree)",
+    "tree": "arraycomm, allreduce_tree",
     "mpi4py": "mpi4py Allreduce",
     "gloo": "gloo",
 }

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from arraycomm.cli.bench_contenders import (
     REFERENCES,
     TITLES,
-    Case,
     Contender,
     Field,
     UnsupportedError,
-    make,
 )
 from arraycomm.cli.bench_timing import figures, measure, ratio
 
 Line = dict[str, Any]
 
 
-def measured(field: Field, case: Case, mode: str, entries: Sequence[Entry], **limits: Any) -> Line:
+class Measurable(Protocol):
+    """What is reduced in one line: an array, or a tree of them."""
+
+    dtype_name: str
+    nbytes: int
+
+    def verify(self, contender: Contender) -> str:
+        """Return what is wrong with a contender's answer on this rank, or an empty string."""
+
+
+AnyCase = TypeVar("AnyCase", bound=Measurable)
+Maker = Callable[[str, str, AnyCase, Field], Contender]
+
+
+def measured(
+    field: Field, case: Measurable, mode: str, entries: Sequence[Entry], **limits: Any
+) -> Line:
     """Time what takes part in a line, and return the line; collective."""
     ready = [entry for entry in entries if entry.contender is not None]
     calls = [entry.contender.call for entry in ready if entry.contender is not None]
@@ -70,11 +84,11 @@ class Entry:
         return {**said, "calls": self.calls, **numbers, "ratios": ratios, "samples": samples}
 
 
-def enter(field: Field, case: Case, key: str, framework: str) -> Entry:
+def enter(field: Field, case: AnyCase, key: str, framework: str, maker: Maker[AnyCase]) -> Entry:
     """Make a contender and verify its result; collective."""
     entry = Entry(key, framework)
     try:
-        contender = make(key, framework, case, field)
+        contender = maker(key, framework, case, field)
     except UnsupportedError as unsupported:
         entry.status, entry.reason = "unsupported", str(unsupported)
         return entry
@@ -82,7 +96,7 @@ def enter(field: Field, case: Case, key: str, framework: str) -> Entry:
     return entry
 
 
-def verify(field: Field, case: Case, contender: Contender, entry: Entry) -> None:
+def verify(field: Field, case: Measurable, contender: Contender, entry: Entry) -> None:
     """Let a contender take part whose result is right on every rank; collective."""
     status, reason = "wrong", ""
     try:

@@ -13,7 +13,11 @@ Line = dict[str, Any]
 Entry = dict[str, Any]
 
 ARRAYS: Final = {"numpy": "NumPy arrays", "torch": "torch tensors", "jax": "JAX arrays"}
-_UNITS: Final = {"latency": ("µs per call", 1e6), "bandwidth": ("ms per call (GB/s)", 1e3)}
+_UNITS: Final = {
+    "latency": ("µs per call", 1e6),
+    "bandwidth": ("ms per call (GB/s)", 1e3),
+    "trees": ("ms per tree (GB/s)", 1e3),
+}
 _SAID: Final = {"unsupported": "–", "wrong": "wrong", "error": "error"}
 
 
@@ -25,7 +29,8 @@ def tables(lines: Sequence[Line], ranks: int) -> Iterator[Table]:
             groups.setdefault((line["mode"], line["dtype"], framework), []).append(line)
     for (mode, dtype, framework), group in groups.items():
         unit, scale = _UNITS[mode]
-        title = f"{dtype}, {ARRAYS[framework]}, {ranks} ranks: {unit}"
+        what = f"Trees of {dtype}" if mode == "trees" else dtype
+        title = f"{what}, {ARRAYS[framework]}, {ranks} ranks: {unit}"
         yield _table(title, group, framework, scale)
 
 
@@ -39,7 +44,7 @@ def complaints(lines: Sequence[Line]) -> list[str]:
     """Return a sentence for each contender that gave a wrong result, or none."""
     return [
         f"{entry['name']} with {ARRAYS[entry['framework']]}, {line['dtype']}, "
-        f"{size_text(line['nbytes'])}: {entry['reason']}"
+        f"{_what(line)}: {entry['reason']}"
         for line in lines
         for entry in line["contenders"]
         if entry["status"] in {"wrong", "error"}
@@ -53,13 +58,13 @@ def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> T
     keys = [key for key in TITLES if key in present]
     compared = [(own, other) for own, other in _comparisons(keys) if _any(lines, framework, other)]
     header = [
-        "size",
+        "tree" if lines[0]["mode"] == "trees" else "size",
         *(TITLES[key] for key in keys),
         *(f"{TITLES[own].removeprefix('arraycomm, ')} ÷ {other}" for own, other in compared),
     ]
     rows = [
         [
-            size_text(line["nbytes"]),
+            _what(line),
             *(_time(line, find(line, framework, key), scale) for key in keys),
             *(_ratio(find(line, framework, own), other) for own, other in compared),
         ]
@@ -70,8 +75,13 @@ def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> T
 
 def _comparisons(keys: Sequence[str]) -> list[tuple[str, str]]:
     """Pair what is arraycomm's best foot in these keys with each of the others."""
-    own = next((key for key in ("out", "fresh", "unchecked") if key in keys), None)
+    own = next((key for key in ("out", "fresh", "unchecked", "plan", "tree") if key in keys), None)
     return [] if own is None else [(own, other) for other in REFERENCES if other in keys]
+
+
+def _what(line: Line) -> str:
+    """Name what a line is about: the tree, or the size of the array."""
+    return str(line["tree"]) if "tree" in line else size_text(line["nbytes"])
 
 
 def _any(lines: Sequence[Line], framework: str, key: str) -> bool:

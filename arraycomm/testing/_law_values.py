@@ -11,6 +11,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import ml_dtypes
@@ -332,6 +333,42 @@ def reducible_trees(draw: st.DrawFn) -> tuple[str, Any]:
         ranked.rank_arrays(ranked.dtypes(op), small_and_long()),
     )
     return op, draw(_repeated(leaves))
+
+
+def metrics() -> Strategy[tuple[Sealed[Any], Sealed[Any]]]:
+    """Draw a list of numbers and arrays, and a weight, with values that are each rank's own."""
+    number = st.floats(-(2.0**20), 2.0**20, width=32)
+    return st.integers(0, 3).flatmap(
+        lambda count: st.tuples(
+            sealed(
+                ranked.per_rank(
+                    st.tuples(
+                        number,
+                        st.integers(-100, 100),
+                        st.lists(number, min_size=count, max_size=count).map(np.array),
+                    )
+                )
+            ),
+            sealed(ranked.per_rank(st.one_of(st.integers(0, 9), st.floats(0, 2.0**10, width=32)))),
+        )
+    )
+
+
+def check_mean(got: Any, values: Sequence[Any], weights: Sequence[float]) -> None:
+    """Compare a weighted mean with that of exact fractions."""
+    total = sum(map(Fraction, weights))
+    for place, mean in np.ndenumerate(np.asarray(got)):
+        if not total:
+            assert np.isnan(mean), f"got {mean!r} where no rank counts"
+            continue
+        terms = [
+            Fraction(float(np.asarray(value)[place])) * Fraction(weight)
+            for value, weight in zip(values, weights, strict=True)
+        ]
+        # A rounding for each product, sum and quotient.
+        slack = (len(terms) + 2) * np.finfo(np.float64).eps * float(sum(map(abs, terms)) / total)
+        error = abs(Fraction(float(mean)) - sum(terms) / total)
+        assert error <= slack + 5e-324, f"got {mean!r} in place of {float(sum(terms) / total)!r}"
 
 
 @st.composite

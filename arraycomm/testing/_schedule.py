@@ -366,6 +366,15 @@ class _ScheduledLink(Transport):
     def nodes(self) -> Sequence[int]:
         return self._link.nodes()
 
+    def offer_memory(self, nbytes: int) -> str:
+        return self._link.offer_memory(nbytes)
+
+    def open_memory(self, name: str, nbytes: int) -> Bytes | None:
+        return self._link.open_memory(name, nbytes)
+
+    def close_memory(self, name: str) -> None:
+        self._link.close_memory(name)
+
     def progress(self) -> None:
         self._link.progress()
 

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from arraycomm import _ops
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
+from arraycomm._join import join
+from arraycomm._metrics import mean_metrics
 from arraycomm._synchronize import synchronize
 from arraycomm._transports.base import Transport
 from arraycomm._transports.threads import make_group
@@ -39,6 +41,7 @@ from arraycomm.testing._law_values import (
     check_elements,
     check_leaf,
     check_like,
+    check_mean,
     complete_frameworks,
     elements_of,
     equal_arrays,
@@ -47,6 +50,7 @@ from arraycomm.testing._law_values import (
     kept_trees,
     leaves_of,
     messages,
+    metrics,
     moved_into,
     native,
     objects,
@@ -606,6 +610,59 @@ class TreeLaws:
                     assert leaf is None, f"got {leaf!r}, not None"
                 else:
                     check_elements(check_like(leaf, like), elements_of(want), op)
+
+    @_law
+    @given(drawn=reducible_trees())
+    def test_a_plan_does_what_allreduce_tree_does(
+        self, comm: Communicator, drawn: tuple[str, Any]
+    ) -> None:
+        """Bit for bit, in every call, whatever has become of the results of the one before."""
+        op, tree = drawn
+        want, plan = allreduce_tree(tree, op, comm=comm), comm.plan(tree, op)
+        kept = [plan(tree) for _ in range(3)]
+        for got in (*kept, plan(tree)):
+            for leaf, like, wanted in leaves_of(got, tree, want):
+                if like is None:
+                    assert leaf is None, f"got {leaf!r}, not None"
+                else:
+                    check_elements(check_like(leaf, like), elements_of(wanted), op)
+
+    @_law
+    @given(drawn=metrics())
+    def test_metrics_are_means_by_weight(
+        self, comm: Communicator, drawn: tuple[Sealed[Any], Sealed[Any]]
+    ) -> None:
+        """Σ w·x / Σ w, in which ranks of weight 0 do not count; NaN where nobody does."""
+        values, weights = drawn
+        got = mean_metrics(values.on(comm.rank), weights.on(comm.rank), comm=comm)
+        for number, mean in enumerate(got):
+            check_mean(
+                mean,
+                [values.on(rank)[number] for rank in range(comm.size)],
+                [weights.on(rank) for rank in range(comm.size)],
+            )
+
+    @_law
+    @given(
+        counts=sealed(ranked.per_rank(st.integers(0, 3))),
+        weights=sealed(ranked.per_rank(st.integers(1, 4))),
+        length=st.sampled_from((1, 5000)),
+    )
+    def test_join_is_the_mean_over_the_batches_of_each_step(
+        self, comm: Communicator, counts: Sealed[int], weights: Sealed[int], length: int
+    ) -> None:
+        """Of the ranks that have one, by their weights; afterwards all ranks are in step."""
+        with join(comm) as joined:
+            for step in range(counts.on(comm.rank)):
+                joined.weight = weights.on(comm.rank)
+                got = allreduce_gradients(np.full(length, 8.0 * comm.rank + step), comm=comm)
+                live = [rank for rank in range(comm.size) if step < counts.on(rank)]
+                # Sums of small integers are exact.
+                total = sum(weights.on(rank) * (8.0 * rank + step) for rank in live)
+                want = total / sum(weights.on(rank) for rank in live)
+                assert got.tolist() == [want] * length, f"got {got[0]}, not {want}"
+        last = max(counts.on(rank) for rank in range(comm.size))
+        assert joined.synchronize(counts.on(comm.rank)) == last
 
     @_law
     @given(drawn=gradients())

@@ -1,0 +1,64 @@
+"""The order of a data set's items in an epoch, and which of them belong to which rank.
+
+Arithmetic alone: every rank finds by itself what all of them agree on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+MODES: Final = ("exact", "pad", "drop")
+
+Integers = NDArray[np.int64]
+
+
+def order_of(count: int, seed: int, epoch: int) -> Integers:
+    """Return the items of a shuffled data set in the order of this epoch.
+
+    Random numbers are sorted, and not `Generator.shuffle` called, because NumPy may change its
+    generators' methods from one version to the next, and never the numbers beneath them: a state
+    that one version has saved stands for the same items in another.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(epoch,))
+    keys = np.random.PCG64(sequence).random_raw(count)
+    return np.argsort(keys, kind="stable")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank has of an epoch of `count` items, of which `start` have been consumed.
+
+    From there on the ranks take turns, in rounds of one item each: position `start + i` of the
+    global order belongs to rank i mod size, in round i // size.
+    """
+
+    count: int
+    start: int
+    rank: int
+    size: int
+    uneven: str
+
+    @property
+    def stop(self) -> int:
+        """The position at which the epoch ends; items that are dropped come after it."""
+        over = (self.count - self.start) % self.size
+        return self.count - over if self.uneven == "drop" else self.count
+
+    @property
+    def rounds(self) -> int:
+        """The same on every rank; without padding, some may have no item in the last one."""
+        return -(-(self.stop - self.start) // self.size)
+
+    def positions(self) -> Integers:
+        """Return this rank's position in each round; those of padding lie beyond `count`."""
+        padded = self.start + self.rounds * self.size
+        stop = padded if self.uneven == "pad" else self.stop
+        return np.arange(self.start + self.rank, stop, self.size, dtype=np.int64)
+
+    def position_after(self, rounds: int) -> int:
+        """Return how many items of the epoch have been consumed after so many rounds."""
+        return min(self.start + rounds * self.size, self.stop)

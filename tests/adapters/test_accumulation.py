@@ -1,0 +1,314 @@
+"""Optimizers that reduce the mean gradient of several steps, and gradients sent as 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import arraycomm as ac
+from arraycomm.testing import run
+from tests.adapters.gradients import SHAPE, SIZES, Gradients, gradients, zeros
+from tests.launcher import needs_mpiexec, run_python
+
+MICRO = 7  # steps in all: two times three, and one that is not reduced any more
+FRAMEWORKS = ["numpy", "torch", "jax"]
+
+Train = Callable[[ac.Communicator, list[dict[str, Any]], dict[str, Any]], list[Gradients]]
+
+
+class SGD:
+    def update(self, params: dict[str, Any], grads: dict[str, Any]) -> dict[str, Any]:
+        return {n: p if grads[n] is None else p - grads[n] for n, p in params.items()}
+
+
+def train_numpy(comm: ac.Communicator, steps: list[Any], options: dict[str, Any]) -> Any:
+    optimizer, params, seen = ac.DistributedOptimizer(SGD(), comm=comm, **options), zeros(), []
+    for grads in steps:
+        params = optimizer.update(params, grads)
+        seen.append(params)
+    return seen
+
+
+def train_torch(comm: ac.Communicator, steps: list[Any], options: dict[str, Any]) -> Any:
+    torch: Any = pytest.importorskip("torch")
+    parameters = [torch.nn.Parameter(torch.from_numpy(array)) for array in zeros().values()]
+    # Weight decay and momentum would move parameters in a step that is none.
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    ac.DistributedOptimizer(optimizer, comm=comm, **options)
+    seen = []
+    for grads in steps:
+        for parameter, name in zip(parameters, ("a", "b"), strict=True):
+            grad = grads[name]
+            parameter.grad = None if grad is None else torch.from_numpy(grad.copy())
+        optimizer.step()
+        seen.append({n: p.detach().numpy().copy() for n, p in zip("ab", parameters, strict=True)})
+    return seen
+
+
+def train_jax(comm: ac.Communicator, steps: list[Any], options: dict[str, Any]) -> Any:
+    return optax_steps(comm, steps, options, lambda update: update)
+
+
+def optax_steps(
+    comm: ac.Communicator, steps: list[Any], options: dict[str, Any], wrap: Callable[[Any], Any]
+) -> Any:
+    jax: Any = pytest.importorskip("jax")
+    optax: Any = pytest.importorskip("optax")
+    optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=comm, **options)
+    params = jax.tree.map(jax.numpy.asarray, zeros())
+    state, update, seen = optimizer.init(params), wrap(optimizer.update), []
+    for grads in steps:
+        updates, state = update(jax.tree.map(jax.numpy.asarray, grads), state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append({name: np.asarray(leaf) for name, leaf in params.items()})
+    return seen
+
+
+TRAINERS: dict[str, Train] = {"numpy": train_numpy, "torch": train_torch, "jax": train_jax}
+
+
+def wanted(size: int, op: str, count: int) -> list[NDArray[np.float32]]:
+    """The parameter `a` after each step."""
+    params, seen = np.zeros(SHAPE, np.float32), []
+    for step in range(MICRO):
+        if step % count == count - 1:
+            total = None
+            for rank in range(size):
+                mean = gradients(rank, step - count + 1)["a"]
+                for before in range(step - count + 2, step + 1):
+                    mean = mean + gradients(rank, before)["a"]
+                mean = mean / np.float32(count)
+                total = mean if total is None else total + mean
+            assert total is not None
+            params = params - (total / np.float32(size) if op == "mean" else total)
+        seen.append(params)
+    return seen
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_parameters_change_by_the_mean_gradient_of_every_three_steps(
+    framework: str, op: str, size: int
+) -> None:
+    def train(comm: ac.Communicator) -> list[Gradients]:
+        steps = [gradients(comm.rank, step) for step in range(MICRO)]
+        return TRAINERS[framework](comm, steps, {"op": op, "accumulate": 3})
+
+    expected = wanted(size, op, 3)
+    results = run(size, train)
+    # XLA multiplies by the reciprocal in place of a division: one rounding more.
+    slack = np.finfo(np.float32).eps * 4 if framework == "jax" else 0
+    for seen in results:
+        for params, want in zip(seen, expected, strict=True):
+            np.testing.assert_allclose(params["a"], want, rtol=slack, atol=slack)
+        assert [p["a"].tobytes() for p in seen] == [p["a"].tobytes() for p in results[0]]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_only_every_third_step_communicates(framework: str) -> None:
+    def train(comm: ac.Communicator) -> float:
+        steps = [gradients(comm.rank, step) for step in range(MICRO)]
+        TRAINERS[framework](comm, steps, {"accumulate": 3})
+        return comm.stats()["allreduce_gradients"]["calls"]
+
+    assert run(2, train) == [MICRO // 3] * 2
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_gradient_missing_in_some_steps_counts_as_zeros_there(framework: str) -> None:
+    def train(comm: ac.Communicator) -> list[Gradients]:
+        steps: list[dict[str, Any]] = [dict(gradients(comm.rank, step)) for step in range(2)]
+        if comm.rank == 1:
+            steps[1]["a"] = None
+        else:
+            steps[0]["a"] = None
+        return TRAINERS[framework](comm, steps, {"accumulate": 2, "op": "sum"})
+
+    first, second = gradients(0, 1)["a"], gradients(1, 0)["a"]
+    for seen in run(2, train):
+        np.testing.assert_array_equal(seen[-1]["a"], -(first / 2 + second / 2))
+
+
+def test_torch_state_and_gradients_stay_in_a_step_that_is_none() -> None:
+    torch: Any = pytest.importorskip("torch")
+
+    def train(comm: ac.Communicator) -> None:
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
+        ac.DistributedOptimizer(optimizer, comm=comm, accumulate=2)
+        weight.grad = torch.full((2,), 3.0)
+        optimizer.step()
+        assert weight.tolist() == [1.0, 1.0]
+        assert weight.grad.tolist() == [3.0, 3.0]
+        assert not optimizer.state
+        optimizer.step()
+        assert optimizer.state[weight]["step"] == 1
+        assert (weight < 1).all()
+
+    run(2, train)
+
+
+def test_a_closure_cannot_be_accumulated() -> None:
+    torch: Any = pytest.importorskip("torch")
+
+    def train(comm: ac.Communicator) -> None:
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        ac.DistributedOptimizer(optimizer, comm=comm, accumulate=2)
+        with pytest.raises(ValueError, match="DistributedOptimizer: gradients are accumulated"):
+            optimizer.step(lambda: None)
+
+    run(2, train)
+
+
+def test_sums_of_narrow_gradients_are_wide() -> None:
+    def train(comm: ac.Communicator) -> Any:
+        optimizer = ac.DistributedOptimizer(SGD(), comm=comm, accumulate=4)
+        params: Any = {"a": np.zeros(1, ml_dtypes.bfloat16)}
+        # In bfloat16, 256 + 1 is 256 again.
+        for value in (256, 1, 1, 2):
+            params = optimizer.update(params, {"a": np.full(1, value, ml_dtypes.bfloat16)})
+        return float(params["a"][0])
+
+    assert run(2, train) == [-65.0] * 2
+
+
+@pytest.mark.parametrize("wrong", ["shape", "structure"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_gradients_that_change_are_an_error_and_training_goes_on(step: int, wrong: str) -> None:
+    def train(comm: ac.Communicator) -> Any:
+        optimizer = ac.DistributedOptimizer(SGD(), comm=comm, accumulate=3, op="sum")
+        params: Any = {"a": np.zeros(2)}
+        good = {"a": np.ones(2)}
+        bad = {"a": np.ones(3)} if wrong == "shape" else {**good, "z": np.ones(1)}
+        for number in range(3):
+            if number == step and comm.rank == 0:
+                with pytest.raises(ValueError, match=r"allreduce_gradients: .*same"):
+                    optimizer.update(params, bad)
+            elif number == step == 2:
+                with pytest.raises(ac.PeerError, match="allreduce_gradients"):
+                    optimizer.update(params, good)
+            params = optimizer.update(params, good)
+        return params["a"].tolist()
+
+    assert run(2, train) == [[-2.0, -2.0]] * 2
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_compressed_gradients_are_rounded_before_and_after_the_sum(
+    framework: str, name: str
+) -> None:
+    dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+
+    def train(comm: ac.Communicator) -> list[Gradients]:
+        options = {"op": "sum", "compression": name}
+        return TRAINERS[framework](comm, [gradients(comm.rank, 0)], options)
+
+    total = sum(gradients(rank, 0)["a"].astype(dtype).astype(np.float32) for rank in range(3))
+    want = np.asarray(total).astype(dtype).astype(np.float32)
+    assert not np.array_equal(want, sum(gradients(rank, 0)["a"] for rank in range(3)))
+    for seen in run(3, train):
+        assert seen[0]["a"].dtype == np.float32
+        np.testing.assert_array_equal(seen[0]["a"], -want)
+
+
+@pytest.mark.parametrize("count", [3, 30_000, 1_000_000])
+def test_compression_halves_the_bytes_and_leaves_other_dtypes_alone(count: int) -> None:
+    def reduce(comm: ac.Communicator) -> float:
+        tree = {
+            "f4": np.full(count, 1 + 2.0**-12, np.float32),
+            "f8": np.full(count, 1 + 2.0**-12)[::-1],
+            "missing": None if comm.rank else np.full(3, 1.5, np.float32),
+            "large": np.float32(1e6),
+            "i4": np.full(count, 2**20 + 1, np.int32),
+            "c8": np.full(count, 1 + 2.0**-12, np.complex64),
+        }
+        got = ac.allreduce_gradients(tree, "sum", compression="float16", comm=comm)
+        assert {name: leaf.dtype for name, leaf in got.items()} == {
+            **dict.fromkeys(("f4", "missing", "large"), np.float32),
+            "f8": np.float64,
+            "i4": np.int32,
+            "c8": np.complex64,
+        }
+        assert (got["f4"] == 2).all()
+        assert (got["f8"] == 2).all()
+        assert (got["missing"] == 1.5).all()
+        assert got["large"] == np.inf
+        assert (got["i4"] == 2**21 + 2).all()
+        assert (got["c8"] == 2 + 2.0**-11).all()
+        return comm.stats()["allreduce_gradients"]["bytes"]
+
+    for nbytes in run(2, reduce):
+        assert count * (2 + 2 + 4 + 8) <= nbytes < count * (2 + 2 + 4 + 8) + 64 * 7
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("accumulate", 0),
+        ("accumulate", -1),
+        ("accumulate", 2.0),
+        ("accumulate", True),
+        ("accumulate", None),
+        ("compression", "float8"),
+        ("compression", np.float16),
+        ("compression", True),
+        ("bucket_bytes", 0),
+    ],
+)
+def test_a_wrong_argument_on_one_rank_raises_on_all(name: str, value: Any) -> None:
+    def wrap(comm: ac.Communicator) -> None:
+        wrong = comm.rank == 1
+        options = {name: value} if wrong else {}
+        match = f"DistributedOptimizer: {name} must be"
+        with pytest.raises(ValueError if wrong else ac.PeerError, match=match):
+            ac.DistributedOptimizer(SGD(), comm=comm, **options)
+
+    run(2, wrap)
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"compression": "float16"}, {"op": "sum"}, {"bucket_bytes": 8}]
+)
+def test_arguments_that_differ_raise_on_all(options: dict[str, Any]) -> None:
+    def wrap(comm: ac.Communicator) -> None:
+        with pytest.raises(ac.MismatchError, match="DistributedOptimizer"):
+            ac.DistributedOptimizer(SGD(), comm=comm, **options if comm.rank else {})
+
+    run(2, wrap)
+
+
+class TestCompiled:
+    """On as many ranks as there are processes; `test_compiled_on_processes` runs them on more."""
+
+    def test_a_compiled_update_accumulates_and_compresses(self) -> None:
+        jax: Any = pytest.importorskip("jax")
+        world = ac.init()
+        steps = [gradients(world.rank, step) for step in range(MICRO)]
+        seen = optax_steps(world, steps, {"accumulate": 3}, jax.jit)
+        for params, want in zip(seen, wanted(world.size, "mean", 3), strict=True):
+            np.testing.assert_allclose(params["a"], want, rtol=1e-6, atol=1e-6)
+        options = {"op": "sum", "compression": "bfloat16"}
+        (params,) = optax_steps(world, steps[:1], options, jax.jit)
+        rows = [gradients(rank, 0)["a"].astype(ml_dtypes.bfloat16) for rank in range(world.size)]
+        total = np.sum([row.astype(np.float32) for row in rows], axis=0, dtype=np.float32)
+        want = total.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(params["a"], -want)
+        ac.finalize()
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_compiled_on_processes(ranks: int) -> None:
+    pytest.importorskip("jax")
+    command = ("-m", "pytest", "-p", "no:cacheprovider", f"{__file__}::TestCompiled")
+    job = run_python(*command, ranks=ranks)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert " passed" in job.stdout

@@ -1,0 +1,102 @@
+"""The data container on ranks that do not agree, or of which one passes something wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import Communicator, DistributedDataContainer
+
+MATCHING: dict[str, Any] = {"shuffle": True, "seed": 3, "uneven": "exact"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"seed": 4}, "seed=4"), ({"shuffle": False}, "shuffle=False"), ({"uneven": "pad"}, "'pad'")],
+    ids=["seed", "shuffle", "uneven"],
+)
+def test_settings_that_differ(on_ranks, several, changed, said) -> None:
+    def check(comm: Communicator) -> None:
+        settings = MATCHING | (changed if comm.rank == 1 else {})
+        with pytest.raises(ac.MismatchError, match=rf"rank 1: DistributedDataContainer\(.*{said}"):
+            DistributedDataContainer(range(9), comm=comm, **settings)
+
+    on_ranks(several, check)
+
+
+def test_data_of_different_lengths(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises(ac.MismatchError, match=r"rank 1: DistributedDataContainer.count=10"):
+            DistributedDataContainer(np.zeros(9 + (comm.rank == 1)), comm=comm)
+
+    on_ranks(several, check)
+
+
+CALLS = {
+    "set_epoch": (lambda c, n: c.set_epoch(n), "epoch=1", "epoch=2"),
+    "batches": (lambda c, n: c.batches(n), "n=1", "n=2"),
+    "load_state_dict": (
+        lambda c, n: c.load_state_dict({**c.state_dict(), "consumed": n}),
+        "consumed=1",
+        "consumed=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_that_differ(on_ranks, several, name) -> None:
+    call, one, two = CALLS[name]
+
+    def check(comm: Communicator) -> None:
+        container = DistributedDataContainer(range(9), comm=comm, **MATCHING)
+        with pytest.raises(ac.MismatchError, match=rf"{name}\(.*{one}.*{name}\(.*{two}"):
+            call(container, 1 + (comm.rank == several - 1))
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_argument_that_one_rank_alone_has_wrong(on_ranks, several, name) -> None:
+    call, _, _ = CALLS[name]
+
+    def check(comm: Communicator) -> list[int]:
+        container = DistributedDataContainer(range(9), comm=comm)
+        error = ValueError if comm.rank == 1 else ac.PeerError
+        with pytest.raises(error, match=name):
+            call(container, -1 if comm.rank == 1 else 1)
+        assert container.state_dict()["consumed"] == 0
+        return [item for batch in container.batches(2) for item in batch.items]
+
+    parts = on_ranks(several, check)
+    assert sorted(item for part in parts for item in part) == list(range(9))
+
+
+def test_data_that_one_rank_alone_has_wrong(on_ranks, several) -> None:
+    def check(comm: Communicator) -> int:
+        error = TypeError if comm.rank == 1 else ac.PeerError
+        with pytest.raises(error, match=r"DistributedDataContainer: .* must have a length"):
+            DistributedDataContainer(3 if comm.rank == 1 else range(3), comm=comm)
+        return comm.allreduce(1)
+
+    assert on_ranks(several, check) == [several] * several
+
+
+def test_every_rank_goes_on_from_the_state_of_one(on_ranks, size) -> None:
+    def check(comm: Communicator) -> list[int]:
+        container = DistributedDataContainer({"x": np.arange(20)}, comm=comm, **MATCHING)
+        state = {"count": 20, **MATCHING, "epoch": 1, "consumed": 13} if comm.rank == 0 else None
+        container.load_state_dict(ac.synchronize(state, comm=comm))
+        return [int(x) for batch in container.batches(2) for x in batch.items["x"]]
+
+    [order] = on_ranks(1, whole_epoch)[:1]
+    parts = on_ranks(size, check)
+    assert [parts[i % size][i // size] for i in range(7)] == order[13:]
+
+
+def whole_epoch(comm: Communicator) -> list[int]:
+    container = DistributedDataContainer(range(20), comm=comm, **MATCHING)
+    container.set_epoch(1)
+    return list(container)

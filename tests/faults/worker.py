@@ -1,0 +1,159 @@
+"""One rank of an MPI job that plays programs: many, one after the other, or one that may end the job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from mpi4py import MPI
+
+import arraycomm as ac
+from arraycomm import Communicator
+from tests.faults.judge import LIMIT, judge, stuck
+from tests.faults.play import ReleasedError, Trace, play
+from tests.faults.programs import Program, draw
+
+# Seconds; the short one where some wait for ever, the long one to show who should not have waited.
+SHORT: Final = 1.5
+LONG: Final = 30.0
+
+
+def main() -> None:
+    """Play what the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--kinds", nargs="+", required=True)
+    parser.add_argument("--board", default="shared")
+    parser.add_argument(
+        "--alone", type=Path, help="where each rank writes what came of its actions"
+    )
+    arguments = parser.parse_args()
+    if arguments.board == "messages":
+        # As between nodes, which share no memory.
+        from arraycomm._transports import mpi
+
+        mpi._shared_memory = lambda *_: None
+    if arguments.alone:
+        _play_alone(draw(arguments.seeds[0], tuple(arguments.kinds)), arguments.alone)
+    else:
+        _play_together(arguments.seeds, tuple(arguments.kinds))
+
+
+def _play_alone(program: Program, folder: Path) -> None:
+    """Play the only program of a job; what is raised is not handled."""
+    world = ac.init(timeout=SHORT if stuck(program) else LONG)
+    with (folder / str(world.rank)).open("w") as lines:
+
+        def tell(said: dict[str, Any]) -> None:
+            lines.write(json.dumps(said) + "\n")
+            lines.flush()
+
+        def rest() -> None:
+            time.sleep(SHORT + LIMIT)
+            raise ReleasedError
+
+        play(world, program, Trace(tell=tell), rest)
+
+
+def _play_together(seeds: list[int], kinds: tuple[str, ...]) -> None:
+    """Play many programs, each on a communicator of its own; what is raised is handled."""
+    world = ac.init(timeout=LONG)
+    control = MPI.COMM_WORLD.Dup()
+    groups = {size: world.split(0 if world.rank < size else None) for size in range(2, 6)}
+    for seed in seeds:
+        program = draw(seed, kinds)
+        waits = stuck(program, tells_return=False)
+        trace, group, began = Trace(), groups[program.size], time.monotonic()
+        if group is not None:
+            _take_part(world, group, program, trace, control, SHORT if waits else LONG)
+        _meet(control)
+        seconds = time.monotonic() - began
+        trace.tell = _nothing
+        traces = control.gather(trace)
+        if traces is not None:
+            verdict = judge(program, traces[: program.size], waits, tells_return=False)
+            if seconds > (SHORT if waits else 0) + LIMIT:
+                verdict.hangs += 1
+                verdict.wrong.append(f"it took {seconds:.1f} s")
+            said = asdict(verdict) | {"program": seed, "seconds": seconds}
+            print(json.dumps(said), flush=True)
+    unfinished = any(comm._unfinished for comm in world._family)
+    everyone = control.gather(unfinished)
+    if everyone is not None:
+        print(json.dumps({"unfinished": any(everyone)}), flush=True)
+
+
+def _nothing(said: dict[str, Any]) -> None:
+    pass
+
+
+def _take_part(
+    world: Communicator,
+    group: Communicator,
+    program: Program,
+    trace: Trace,
+    control: MPI.Intracomm,
+    timeout: float,
+) -> None:
+    tag = program.seed % 10_000
+    made_before = len(world._family)
+    comm = group.dup(timeout=timeout)
+    _meet_few(control, program.size)
+
+    def rest() -> None:
+        for _ in range(program.size - 1):
+            while not control.Iprobe(MPI.ANY_SOURCE, tag):
+                time.sleep(1e-3)
+            control.recv(None, MPI.ANY_SOURCE, tag)
+        raise ReleasedError
+
+    error: BaseException | None = None
+    try:
+        play(comm, program, trace, rest)
+    except BaseException as raised:
+        error = raised
+    if program.kind == "sleep" and comm.rank != program.rank:
+        control.send(None, program.rank, tag)
+    made = world._family[made_before:]
+    if error is not None:
+        for member in made:
+            member.__exit__(type(error), error, error.__traceback__)
+    if _all_returned(control, program.size, trace.returned):
+        for member in reversed(made):
+            member.free()
+
+
+def _all_returned(control: MPI.Intracomm, size: int, returned: bool) -> bool:
+    """Tell whether all ranks of a program came to its end; the others do not take part."""
+    _meet_few(control, size)
+    others = [rank for rank in range(size) if rank != control.rank]
+    said = [control.sendrecv(returned, rank, 0, None, rank, 0) for rank in others]
+    return returned and all(said)
+
+
+def _meet_few(control: MPI.Intracomm, size: int) -> None:
+    """Wait for the first ranks of the job, and leave the cores to those that are not there yet."""
+    others = [rank for rank in range(size) if rank != control.rank]
+    sends = [control.isend(None, rank, 20_000) for rank in others]
+    for rank in others:
+        while not control.Iprobe(rank, 20_000):
+            time.sleep(1e-4)
+        control.recv(None, rank, 20_000)
+    MPI.Request.Waitall(sends)
+
+
+def _meet(control: MPI.Intracomm) -> None:
+    """Wait for all ranks of the job, and leave the cores to those that are not there yet."""
+    request = control.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
