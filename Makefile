@@ -36,7 +36,7 @@ export EXAMPLES
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports properties
 # What launches programs of its own, with the mpiexec of its environment.
-launching := tests/test_runtime.py tests/test_examples.py tests/test_faults.py tests/test_soak.py
+launching := tests/test_runtime.py tests/test_shrink.py tests/test_examples.py tests/test_faults.py tests/test_soak.py
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
 mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
 openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \

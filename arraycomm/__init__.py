@@ -23,6 +23,7 @@ from arraycomm._plans import Plan
 from arraycomm._println import println
 from arraycomm._runtime import finalize, init, is_initialized, world
 from arraycomm._synchronize import synchronize
+from arraycomm._together import raise_together
 from arraycomm._trees import allreduce_gradients, allreduce_tree
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "mean_metrics",
     "op",
     "println",
+    "raise_together",
     "synchronize",
     "waitall",
     "world",

@@ -22,8 +22,17 @@ from arraycomm._errors import (
     CommunicatorClosedError,
     MismatchError,
     PeerError,
+    TransportError,
 )
-from arraycomm._header import Signature, Steps, agree, encode, fail_in_step, operation_of
+from arraycomm._header import (
+    Signature,
+    Steps,
+    agree,
+    encode,
+    fail_in_step,
+    leave_in_step,
+    operation_of,
+)
 from arraycomm._join import JOINABLE, refused
 from arraycomm._messages import Message
 from arraycomm._ops import Op
@@ -40,8 +49,14 @@ if TYPE_CHECKING:
     from arraycomm._window import Window
 
 _MAX_CACHED: Final = 1024
+# Seconds of waiting after which a rank tells the others what it waits in, and the parts of the
+# timeout after which it asks those that it cannot see.
+_LONG_WAIT: Final = 0.1
+_ASK_AT: Final = (0.5, 0.9)
 # Seconds in which a message of a rank that has left still arrives.
 _LAST_WORDS: Final = 0.5
+# Seconds in which MPI learns of the death of a process, where others see that something is wrong.
+_DEATH: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +180,8 @@ class Communicator:
         "self", "threads" or "mpi".
     """
 
-    def __init__(self, link: Transport, options: Options) -> None:
+    def __init__(self, link: Transport, options: Options, name: str = "world") -> None:
+        self._name = name
         self._link = link
         self._board = link.board
         self._options = options
@@ -191,12 +207,23 @@ class Communicator:
         self._unfinished = False
         # Messages that this rank has sent, less those that it has received.
         self._unmatched = 0
+        # The call under way and where it was made, which is None for a call of this thread's; how
+        # often the ranks that are missing were asked where they are.
+        self._doing: tuple[str, str | None] = ("", None)
+        self._asked = 0
+        self._waiting_in = ""
+        # When a rank was first seen to have left, of those that followed another.
+        self._alone_since = 0.0
+        # For each block of `raise_together` that is open: the step at which it began.
+        self._together: list[int] = []
         self._completed = 0
         self._sent = 0
         self._stats: dict[str, list[float]] = {}
         # Duplicates do their work for this one; their figures count here.
         self._original: Communicator | None = None
         self._duplicates: list[Communicator] = []
+        # How many communicators were made from this one, for their names.
+        self._made = 0
         # This communicator and those made from it, in the order of their making.
         self._family: list[Communicator] = [self]
         self.rank, self.size = link.rank, link.size
@@ -288,6 +315,23 @@ class Communicator:
 
         free(self)
 
+    def shrink(self) -> Communicator:
+        """Return a communicator of the ranks that live; collective among those.
+
+        For programs that go on after the death of a process: call it once a call has raised
+        `PeerError` for that. This communicator ends, and with it those that were made from it; where
+        it was `world()`, the new one is that from now on. Ranks keep their order.
+
+        Raises
+        ------
+        BackendUnavailableError
+            The death of a process ends the others here as well. Open MPI lets them live with
+            `mpiexec --with-ft ulfm`.
+        """
+        from arraycomm._groups import shrink
+
+        return shrink(self)
+
     def abort(self, code: int = 1) -> None:
         """End the whole job at once, as far as the transport reaches, with this exit status."""
         self._link.abort(code)
@@ -304,7 +348,11 @@ class Communicator:
         if error is None:
             self.free()
         else:
+            at_rest = self._at_rest() and self._closed is None
             self._close(error)
+            if at_rest and not self._board.shared:
+                # Nobody sees it leave but in its next step, which ends when the others take part.
+                next(leave_in_step(self._board, repr(error)))
 
     def __repr__(self) -> str:
         state = "" if self._closed is None else ", closed"
@@ -949,9 +997,12 @@ class Communicator:
 
     def _watch_message(self, message: Message, site: str, waited: float) -> None:
         """Raise where a message will not come any more, or not be taken."""
-        farewell = self._board.farewell(message.peer)
+        farewell = self._board.farewells().get(message.peer)
         if farewell is not None and waited > _LAST_WORDS:
             raise self._peer_error(message.peer, farewell)
+        if waited > _LONG_WAIT:
+            self._watch_for_deaths()
+        self._tell_or_ask(waited, message.doing, site, lambda: [message.peer])
         closed = self._closed
         if waited > _LAST_WORDS and not isinstance(closed, CommTimeoutError | None):
             # The other rank, which may be told no more than this, posts nothing any more either.
@@ -960,7 +1011,7 @@ class Communicator:
         if timeout is not None and waited > timeout:
             raise CommTimeoutError(
                 f"{message.doing} at {site}: waited {waited:.1f} s (timeout {timeout:g} s) on rank "
-                f"{self.rank}; rank {message.peer} was {self._last_seen(message.peer)}"
+                f"{self.rank}; rank {message.peer} {self._last_seen(message.peer)}"
             )
 
     def _turn(self) -> _Turn:
@@ -994,6 +1045,7 @@ class Communicator:
     def _steps(self, call: Call, site: str | None) -> Steps:
         if self._closed is not None:
             raise self._closed_error(call.signature.operation)
+        self._doing = (call.signature.operation, site)
         if call.blind and call.payload is None and not self._options.check:
             # Counted as two steps, so that farewells tell before from after.
             self._board.step += 2
@@ -1018,6 +1070,10 @@ class Communicator:
         except GeneratorExit:
             # Nobody is left who could have waited for it.
             raise
+        except TransportError as error:
+            self._close(error)
+            self._tell_death(error)
+            raise
         except BaseException as error:
             if not (isinstance(error, PeerError) and error.in_step):
                 self._close(error)
@@ -1037,7 +1093,8 @@ class Communicator:
             self._close(error)
             raise error
         try:
-            in_step = yield from fail_in_step(self._board, operation, error, traceback)
+            together = len(self._together) if operation == "raise_together" else 0
+            in_step = yield from fail_in_step(self._board, operation, error, traceback, together)
         except BaseException as lost:
             self._close(lost)
             raise error from lost
@@ -1100,37 +1157,113 @@ class Communicator:
     def _watch(self, waited: float) -> None:
         """Raise where waiting on makes no sense: a rank has left, or does not come."""
         board = self._board
-        left = {rank: farewell for rank in board.peers if (farewell := board.farewell(rank))}
+        left = board.farewells()
         gone = [rank for rank, farewell in left.items() if farewell.step < board.step]
         if gone:
             # A rank that has a traceback of its own, or none because it finished, is the cause;
-            # the others followed it.
-            cause = next((r for r in gone if left[r].text or left[r].state == FINISHED), gone[0])
-            raise self._peer_error(cause, left[cause])
+            # the others followed it. Their letters may come before the step that tells it.
+            causes = [r for r in gone if left[r].text or left[r].state == FINISHED]
+            self._alone_since = self._alone_since or time.monotonic()
+            if not causes:
+                self._watch_for_deaths()
+            patience = _DEATH if self._link.outlives else _LAST_WORDS
+            if causes or time.monotonic() > self._alone_since + patience:
+                cause = (causes or gone)[0]
+                raise self._peer_error(cause, left[cause])
+        if waited > _LONG_WAIT:
+            self._watch_for_deaths()
+        operation, site = self._doing
+        self._tell_or_ask(waited, operation, site, board.missing)
         timeout = self._options.timeout
         if timeout is not None and waited > timeout:
             missing = board.missing()
             raise CommTimeoutError(
                 f"waited {waited:.1f} s (timeout {timeout:g} s) in step {board.step} on rank "
                 f"{self.rank}; "
-                + ("; ".join(f"rank {r} is missing, {self._last_seen(r)}" for r in missing))
+                + ("; ".join(f"rank {r} is missing: it {self._last_seen(r)}" for r in missing))
                 + ("" if missing else "every rank had begun the call, but its data did not come")
+            )
+
+    def _tell_death(self, error: TransportError) -> None:
+        """Raise where MPI's error means that a rank has died, which it may learn a moment later."""
+        self._raise_revoked(error)
+        self._watch_for_deaths(_DEATH)
+
+    def _raise_revoked(self, error: TransportError) -> None:
+        if error.revoked:
+            raise PeerError(
+                "a rank has died, and another one has called shrink(): call it as well"
+            ) from error
+
+    def _watch_for_deaths(self, patience: float = 0.0) -> None:
+        """Raise where the process of another rank has died, and this one was let live."""
+        if not self._link.outlives:
+            return
+        deadline = time.monotonic() + patience
+        try:
+            while not (dead := self._link.failed()) and time.monotonic() < deadline:
+                time.sleep(_LAST_WORDS / 50)
+        except TransportError as error:
+            self._raise_revoked(error)
+            raise
+        if dead:
+            raise PeerError(
+                f"rank {dead[0]} has died without a word; it {self._last_seen(dead[0])}. "
+                "shrink() makes a communicator of the ranks that live",
+                rank=dead[0],
             )
 
     def _peer_error(self, rank: int, farewell: Farewell) -> PeerError:
         finished = farewell.state == FINISHED
         how = "has reached the end of its program" if finished else "failed"
         return PeerError(
-            f"rank {rank} {how} and takes part no more; {self._last_seen(rank)}"
+            f"rank {rank} {how} and takes part no more; it {self._last_seen(rank)}"
             + (f"; its traceback:\n{farewell.text}" if farewell.text else ""),
             rank=rank,
             traceback=farewell.text,
         )
 
+    def _tell_or_ask(
+        self,
+        waited: float,
+        operation: str,
+        site: str | None,
+        missing: Callable[[], list[int]],
+    ) -> None:
+        """Where a wait is long: tell the other ranks about it, and ask those that are missing."""
+        if waited < _LONG_WAIT:
+            self._asked = 0
+            return
+        if self._engine.on_return is None:
+            where = site or call_site()
+            self._waiting_in = f"in {operation} at {where}, step {self._board.step} of {self._name}"
+            self._tell(f"is waiting {self._waiting_in}")
+            self._engine.on_return = self._return
+        for member in self._family:
+            member._board.attend()
+        timeout = self._options.timeout
+        if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
+            self._asked += 1
+            if self._asked <= len(_ASK_AT):
+                self._board.ask(missing())
+
+    def _tell(self, doing: str) -> None:
+        """Let the other ranks of this communicator and its relatives know what this one waits in."""
+        for member in self._family:
+            member._board.tell(doing)
+
+    def _return(self) -> None:
+        """Take back what was told of a wait: it is over."""
+        self._engine.on_return = None
+        self._tell("")
+
     def _last_seen(self, rank: int) -> str:
+        doing = self._board.told(rank)
+        if doing:
+            return doing
         previous = self._board.words[(self._board.step - 1) & 1]
         operation = operation_of(previous, self._slot_of(rank)) if self._board.step > 1 else ""
-        return f"last seen in {operation}" if operation else "not seen in any call so far"
+        return f"was last seen in {operation}" if operation else "was not seen in any call so far"
 
     def _at_rest(self) -> bool:
         """Tell whether this rank has nothing under way, so that the transport may be freed."""
@@ -1141,6 +1274,11 @@ class Communicator:
         if self._closed is not None:
             return
         self._closed = error
+        if self._engine.on_return is not None:
+            self._return()
+            if isinstance(error, CommTimeoutError):
+                # The ranks that time out after this one are still to learn of it.
+                self._tell(f"has waited in vain {self._waiting_in}")
         if isinstance(error, MismatchError):
             # All ranks learn of it in the same steps, which this one has taken to the end.
             self._completed = self._board.step
@@ -1151,7 +1289,10 @@ class Communicator:
         self._forget_short()
         if not isinstance(error, CommTimeoutError):
             # After a timeout nothing is said: the others that wait are to time out themselves.
-            text = "" if isinstance(error, PeerError) else describe_exception(error)
+            followed = isinstance(error, PeerError) or (
+                isinstance(error, TransportError) and self._link.outlives
+            )
+            text = "" if followed else describe_exception(error)
             self._board.leave(FAILED, self._completed, text)
 
     def _closed_error(self, operation: str) -> CommunicatorClosedError:

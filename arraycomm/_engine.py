@@ -132,6 +132,8 @@ class Engine:
         self._starting = threading.Lock()
         # What a call was waiting for when it was given up.
         self.interrupted: Handle | None = None
+        # Called once when a wait is over, where the watch has asked for it.
+        self.on_return: Callable[[], None] | None = None
         # Held by the thread that is calling; the short way of small reductions takes it too.
         self.turn = threading.Lock()
 
@@ -225,6 +227,8 @@ class Engine:
             return False
 
         wait_for(done if self._threaded else done_or_pushed, self._spins, watch or self._watch)
+        if self.on_return is not None:
+            self.on_return()
 
     def _pushed(self, task: Task) -> bool:
         self.advance()
@@ -252,6 +256,8 @@ class Engine:
                     waited = time.monotonic() - task.since
                     if not _done_after_all(waiting.done, watch, waited):
                         return False
+                if self.on_return is not None:
+                    self.on_return()
             except Exception as error:
                 self.interrupted = task.waiting
                 task.fail(error)

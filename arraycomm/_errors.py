@@ -69,3 +69,6 @@ class ConcurrentUseError(ArrayCommError):
 
 class TransportError(ArrayCommError):
     """The library underneath (MPI or NCCL) reported an error."""
+
+    # Whether it is that another rank has called `shrink`.
+    revoked = False

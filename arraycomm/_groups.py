@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from arraycomm._calls import Call, agreement_only
-from arraycomm._errors import CommunicatorClosedError
+from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator, Options
@@ -25,7 +25,7 @@ def split(comm: Communicator, color: int | None, key: int) -> Communicator | Non
         return agreement_only("split", data=_pack(color, key))
 
     said = [_COLOR_AND_KEY.unpack(data) for data in comm._call("split", prepare)]
-    return _open(comm, said, comm._options)
+    return _open(comm, "split", said, comm._options)
 
 
 def split_by_node(comm: Communicator) -> Communicator:
@@ -51,7 +51,7 @@ def dup(
         return agreement_only("dup", f"{chosen[0]!r}{settings}")
 
     comm._call("dup", prepare)
-    made = _open(comm, [(True, 0, 0)] * comm.size, chosen[0])
+    made = _open(comm, "dup", [(True, 0, 0)] * comm.size, chosen[0])
     assert made is not None
     made._original = comm
     comm._duplicates.append(made)
@@ -68,13 +68,32 @@ def free(comm: Communicator) -> None:
     comm._engine.drain()
     comm._forget_short()
     comm._closed = CommunicatorClosedError("it was freed")
+    comm._family.remove(comm)
     if lost > 0:
         warn_of_messages("free", lost)
     else:
         comm._link.free()
     if comm._original is not None:
         comm._original._take_over_stats(comm)
-    comm._family.remove(comm)
+
+
+def shrink(comm: Communicator) -> Communicator:
+    """See `Communicator.shrink`."""
+    from arraycomm._runtime import replace_root
+
+    link = comm._link.shrink()
+    if link is None:
+        raise BackendUnavailableError(
+            f"shrink: the transport {comm.backend!r}, as it was started, does not outlive the death "
+            "of a process; start the program with Open MPI's mpiexec --with-ft ulfm"
+        )
+    made = type(comm)(link, comm._options, f"{comm._name}/shrunk")
+    for member in list(comm._family):
+        member._close(CommunicatorClosedError("shrink() has replaced it"))
+        # Revoked: nothing of it is under way any more.
+        member._unfinished = False
+    replace_root(comm, made)
+    return made
 
 
 def tell_unmatched(comm: Communicator, operation: str, number: int) -> list[int]:
@@ -107,18 +126,20 @@ def _pack(color: Any, key: Any) -> bytes:
 
 
 def _open(
-    comm: Communicator, said: list[tuple[bool, int, int]], options: Options
+    comm: Communicator, kind: str, said: list[tuple[bool, int, int]], options: Options
 ) -> Communicator | None:
     """Make this rank's new communicator from what every rank said: (takes part, color, key)."""
     takes_part, color, _ = said[comm.rank]
     colors = sorted({color for taking, color, _ in said if taking})
     members = [r for r, (taking, other, _) in enumerate(said) if taking and other == color]
     members.sort(key=lambda rank: (said[rank][2], rank))
+    comm._made += 1
+    name = f"{comm._name}/{kind}-{comm._made}"
     with comm._turn():
         link = comm._link.split(colors.index(color) if takes_part else None, members)
     if link is None:
         return None
-    made = type(comm)(link, options)
+    made = type(comm)(link, options, name)
     made._family = comm._family
     comm._family.append(made)
     return made

@@ -65,6 +65,7 @@ _OPERATIONS: Final = (
     "batches",
     "load_state_dict",
     "join",
+    "raise_together",
 )
 # The call of a rank that takes part in whatever the others call: see `join`.
 _SHADOW: Final = "join"
@@ -215,6 +216,7 @@ def settle(
     }
     details = yield from exchange_details(board, mine)
     if verdict == _RAISING:
+        _remember_told(board, details)
         raise peer_error(signature.operation, details)
     heads = {detail.get("head") for detail in details} - {_SHADOW}
     if negotiable and len(heads) == 1:
@@ -222,18 +224,28 @@ def settle(
     raise mismatch(details)
 
 
-def fail_in_step(board: Board, operation: str, error: Exception, traceback: str) -> Steps:
+def fail_in_step(
+    board: Board, operation: str, error: Exception, traceback: str, together: int = 0
+) -> Steps:
     """Take part in the step of a call whose arguments were wrong, so that the others learn of it.
 
-    Returns whether the ranks are still in step after it.
+    `together` is how many blocks of `raise_together` the rank leaves the innermost of, where it is
+    that call. Returns whether the ranks are still in step after it.
     """
     name = operation if operation in _OPERATIONS else ""
     yield from _show(board, encode(Signature(name), -1, status=_RAISING), None)
     _, words = _seen(board)
     verdict = _judge(board, words)
     if verdict != _LEAVING:
-        yield from exchange_details(board, {"error": str(error), "traceback": traceback})
+        mine = {"error": str(error), "traceback": traceback, "together": together}
+        _remember_told(board, (yield from exchange_details(board, mine)))
     return verdict == _RAISING
+
+
+def _remember_told(board: Board, details: Sequence[dict[str, Any]]) -> None:
+    depths = [depth for detail in details if (depth := detail.get("together", 0))]
+    if depths:
+        board.left_together = (board.step, min(depths))
 
 
 def leave_in_step(board: Board, text: str) -> Steps:

@@ -17,7 +17,12 @@ from arraycomm import _launch
 from arraycomm._calls import agreement_only
 from arraycomm._communicator import Communicator, Options
 from arraycomm._engine import wait_for
-from arraycomm._errors import BackendUnavailableError, NotInitializedError, PeerError
+from arraycomm._errors import (
+    BackendUnavailableError,
+    NotInitializedError,
+    PeerError,
+    TransportError,
+)
 from arraycomm._groups import tell_unmatched, warn_of_messages
 from arraycomm._header import all_left_well, leave_in_step
 from arraycomm._transports.board import FAILED, FINISHED, GONE
@@ -43,6 +48,8 @@ class _State:
     # The first communicator of each family that lives over MPI; `world` is one of them.
     roots: list[Communicator]
     failure: str = ""
+    # Whether a process of this job has died: MPI's own end may wait for it.
+    bereft: bool = False
     watching: bool = False
 
 
@@ -189,6 +196,15 @@ def open_mpi(mpi_comm: Any, device: str | None, options: Options) -> Communicato
     return comm
 
 
+def replace_root(old: Communicator, new: Communicator) -> None:
+    """Let a communicator of the ranks that live take the place of one with dead ones."""
+    _state.roots = [root for root in _state.roots if old not in root._family]
+    _state.roots.append(new)
+    _state.bereft = True
+    if _state.world is not None and old in _state.world._family:
+        _state.world = new
+
+
 def _defaults() -> dict[str, Any]:
     timeout = os.environ.get("ARRAYCOMM_TIMEOUT", "1800")
     try:
@@ -333,6 +349,24 @@ def _leave_all(state: int, text: str = "") -> None:
 
 def _at_exit() -> None:
     """Let MPI finalize where everyone ended well; leave the hard way where somebody did not."""
+    watched = [comm for root in _state.roots for comm in _representatives(root)]
+    status = 1
+    try:
+        if _all_left(watched):
+            if not _state.bereft:
+                return
+            status = 0
+    except Exception:
+        # With MPI in this state, its own end might wait for ever.
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _linger(watched)
+    os._exit(status)
+
+
+def _all_left(watched: list[Communicator]) -> bool:
+    """Tell the other ranks how this one ends, wait for theirs, and tell whether all ended well."""
     clean = not _state.failure
     if clean:
         for comm in _communicators():
@@ -341,14 +375,10 @@ def _at_exit() -> None:
         clean = not any(comm._unfinished for comm in _communicators())
     if clean:
         _leave_all(FINISHED)
-    watched = [comm for root in _state.roots for comm in _representatives(root)]
-    everyone = [_everyone_left(comm, clean) for comm in watched]
-    if clean and all(everyone):
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    _linger(watched)
-    os._exit(1)
+    apart = [comm for comm in _communicators() if not comm._board.shared]
+    everyone = [_everyone_left(comm, clean) for comm in watched if comm not in apart]
+    everyone.append(_left_in_step(apart, watched, clean))
+    return clean and all(everyone)
 
 
 def _linger(watched: list[Communicator]) -> None:
@@ -376,35 +406,42 @@ def _everyone_left(root: Communicator, clean: bool) -> bool:
     A rank that failed waits for the others only so long: they are to see its error, and to print
     theirs, before the launcher ends them.
     """
-    if not root._board.shared:
-        return _left_in_step(root, clean)
     deadline = None if clean else time.monotonic() + _GRACE
     waiting = list(root._board.peers)
     while waiting and (deadline is None or time.monotonic() < deadline):
-        farewells = {peer: root._board.farewell(peer) for peer in waiting}
-        waiting = [p for p, left in farewells.items() if left is None or left.state == FAILED]
-        if deadline is None and any(left and left.state == GONE for left in farewells.values()):
+        left = root._board.farewells()
+        dead = root._link.failed() if root._link.outlives else []
+        waiting = [
+            p for p in waiting if p not in dead and (p not in left or left[p].state == FAILED)
+        ]
+        if deadline is None and any(farewell.state == GONE for farewell in left.values()):
             clean, deadline = False, time.monotonic() + _GRACE
-        root._link.progress()
+        with suppress(Exception):
+            root._link.progress()
         time.sleep(_NAP)
     return clean and not waiting
 
 
-def _left_in_step(root: Communicator, clean: bool) -> bool:
-    """The same over a board that travels: everyone's last step says how it left."""
-    if root._closed is not None or not root._engine.idle:
-        return clean
+def _left_in_step(comms: list[Communicator], watched: list[Communicator], clean: bool) -> bool:
+    """The same over boards that travel: everyone's last step says how it left.
+
+    Every rank takes part in a last step of all of them: MPI may not end with one under way.
+    """
     text = "" if clean else (_state.failure.strip().splitlines() or ["it failed"])[-1]
-    limit = float("inf") if clean else _GRACE
+    deadline = time.monotonic() + (float("inf") if clean else _GRACE)
+    told = [comm for comm in comms if comm._closed is None and comm._engine.idle]
 
     def watch(waited: float) -> None:
-        if waited > limit:
+        for comm in comms:
+            comm._board.attend()
+        if time.monotonic() > deadline:
             raise TimeoutError
 
-    board = root._board
     try:
-        for arrival in leave_in_step(board, text):
-            wait_for(arrival.done, 0, watch)
-    except TimeoutError:
+        for comm in told:
+            next(leave_in_step(comm._board, text))
+        for comm in comms:
+            wait_for(comm._board.done, 0, watch)
+    except (TimeoutError, TransportError):
         return False
-    return all_left_well(board)
+    return clean and all(all_left_well(comm._board) for comm in told if comm in watched)

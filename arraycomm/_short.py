@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextvars
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from arraycomm._dtypes import DType
+from arraycomm._errors import TransportError
 from arraycomm._folds import folder, ieee_mode, in_ieee_mode
 from arraycomm._header import Signature, encode, settle
 from arraycomm._results import allocate, give, written
@@ -21,6 +22,8 @@ from arraycomm._views import view, view_out
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
+
+_DOING: Final = ("allreduce", None)
 
 
 class ShortReduction:
@@ -100,10 +103,13 @@ class ShortReduction:
             try:
                 board.post()
                 if not board.done():
+                    self._comm._doing = _DOING
                     self._engine.wait_for(board.done)
             except BaseException as error:
                 # The other ranks may have gone on from here: no later call would fit theirs.
                 self._comm._close(error)
+                if isinstance(error, TransportError):
+                    self._comm._tell_death(error)
                 raise
             words, digest = board.words[parity], self._digest
             for place in self._digests:

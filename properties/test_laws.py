@@ -46,8 +46,5 @@ else:
             return over_mpi(share=True)
 
     class TestMessages(Conformance):
-        # Between nodes the others wait for the timeout.
-        test_exception_before_a_call_is_an_error_on_the_others = None
-
         def world(self) -> Communicator:
             return over_mpi(share=False)

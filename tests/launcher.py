@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,17 @@ needs_mpiexec = pytest.mark.skipif(
 
 
 def run_python(
-    *arguments: str, ranks: int | None = None, cwd: Path | None = None, timeout: float = 240
+    *arguments: str,
+    ranks: int | None = None,
+    options: Sequence[str] = (),
+    cwd: Path | None = None,
+    timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the interpreter with these arguments, under mpiexec where `ranks` is given."""
-    launcher = [] if ranks is None else [str(LAUNCHER), "-n", str(ranks)]
+    """Run the interpreter with these arguments, under mpiexec where `ranks` is given.
+
+    `options` are those of mpiexec.
+    """
+    launcher = [] if ranks is None else [str(LAUNCHER), *options, "-n", str(ranks)]
     command = [*launcher, sys.executable, *arguments]
     with subprocess.Popen(
         command,

@@ -400,7 +400,7 @@ class TestUnderMpiexec:
         """)
         assert done.returncode != 0
         assert "CommTimeoutError" in done.stderr
-        assert "rank 1 is missing, last seen in barrier" in done.stderr
+        assert "rank 1 is missing: it was last seen in barrier" in done.stderr
 
     def test_options_that_differ_are_a_mismatch(self) -> None:
         done = _on_three("""

@@ -56,6 +56,8 @@ class Transport(abc.ABC):
     spins: int = 0
     # Whether a thread of its own may push movements on while the caller computes.
     threaded: bool = True
+    # Whether the death of a process lets the others live.
+    outlives: bool = False
 
     @abc.abstractmethod
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
@@ -118,6 +120,17 @@ class Transport(abc.ABC):
 
     def progress(self) -> None:
         """Give movements of other ranks that involve this one a chance to go on."""
+
+    def failed(self) -> list[int]:
+        """Return the ranks whose process has died, where this transport outlives that."""
+        return []
+
+    def shrink(self) -> Transport | None:
+        """Return the group of the ranks that live; None where this transport cannot do that.
+
+        Called by every one of them; what is under way in the old group ends. May block.
+        """
+        return None
 
     def abort(self, code: int) -> None:
         """End the whole job at once, as far as this transport reaches."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import platform
 import threading
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -26,8 +27,13 @@ FAILED: Final = 1
 FINISHED: Final = 2
 GONE: Final = 3
 
+# A rank's notes: the state in which it left, the last step that it completed, the length of the
+# text on that, the length of the text on what it is waiting in; both texts.
+_TEXT: Final = 32
 _FAREWELL_TEXT: Final = 4096
-_FAREWELL: Final = 24 + _FAREWELL_TEXT  # state, last step completed, length of the text, text
+_DOING: Final = _TEXT + _FAREWELL_TEXT
+_DOING_TEXT: Final = 512
+_NOTES: Final = _DOING + _DOING_TEXT
 
 _STRONGLY_ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 _fence_lock = threading.Lock()
@@ -85,6 +91,9 @@ class Board:
         self.stride: int = self.slot // 8
         # What this rank's slots show in their words 1 to 15, where that is known.
         self.shown: list[bytes | None] = [None, None]
+        # The last step in which a rank left a block of `raise_together` by an exception, and how many
+        # blocks it was in.
+        self.left_together = (-1, 0)
         self.peers = [r for r in range(size) if r != rank]
 
     def post(self) -> None:
@@ -106,9 +115,23 @@ class Board:
         """
         raise NotImplementedError
 
-    def farewell(self, rank: int) -> Farewell | None:
-        """Return how `rank` left, or None while it has not."""
+    def farewells(self) -> dict[int, Farewell]:
+        """Return how other ranks left, of those that have."""
         raise NotImplementedError
+
+    def tell(self, doing: str) -> None:
+        """Let the other ranks know what this one is waiting in; empty when it is not any more."""
+        raise NotImplementedError
+
+    def told(self, rank: int) -> str:
+        """Return what `rank` is waiting in, or an empty string where it has not told."""
+        raise NotImplementedError
+
+    def ask(self, ranks: Sequence[int]) -> None:
+        """Have these ranks tell what they are waiting in, where that has to be asked for."""
+
+    def attend(self) -> None:
+        """Answer the ranks that ask; called while waiting for something else."""
 
     def close(self) -> None:
         """Release what the board holds."""
@@ -127,15 +150,15 @@ class SharedBoard(Board):
         slots = memory[: 2 * size * slot].reshape(2, size, slot)
         super().__init__(rank, size, [slots[0], slots[1]], [slots[0, rank], slots[1, rank]])
         self._memory = memory
-        notes = memory[2 * size * slot :][: size * _FAREWELL].reshape(size, _FAREWELL)
+        notes = memory[2 * size * slot :][: size * _NOTES].reshape(size, _NOTES)
         self._notes = notes
-        self._note_words = [note[:24].data.cast("q") for note in notes]
+        self._note_words = [note[:_TEXT].data.cast("q") for note in notes]
         self.stamps = [peer * self.stride for peer in self.peers]
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Bytes of zeroed memory that a group of `size` ranks shares."""
-        return size * (2 * shared_slot(size) + _FAREWELL)
+        return size * (2 * shared_slot(size) + _NOTES)
 
     def post(self) -> None:
         _fence()
@@ -159,23 +182,38 @@ class SharedBoard(Board):
         words = self._note_words[self.rank]
         if not words[0]:
             data = text.encode(errors="replace")[-_FAREWELL_TEXT:]
-            self._notes[self.rank, 24 : 24 + len(data)] = np.frombuffer(data, np.uint8)
+            self._notes[self.rank, _TEXT : _TEXT + len(data)] = np.frombuffer(data, np.uint8)
             words[1], words[2] = completed, len(data)
             _fence()
         words[0] = state
 
-    def farewell(self, rank: int) -> Farewell | None:
+    def farewells(self) -> dict[int, Farewell]:
+        return {peer: self._farewell(peer) for peer in self.peers if self._note_words[peer][0]}
+
+    def _farewell(self, rank: int) -> Farewell:
         words = self._note_words[rank]
         state = words[0]
-        if not state:
-            return None
         _fence()
         length = min(max(words[2], 0), _FAREWELL_TEXT)
-        text = self._notes[rank, 24 : 24 + length].tobytes().decode(errors="replace")
+        text = self._notes[rank, _TEXT : _TEXT + length].tobytes().decode(errors="replace")
         return Farewell(state, words[1], text)
+
+    def tell(self, doing: str) -> None:
+        words = self._note_words[self.rank]
+        data = doing.encode(errors="replace")[:_DOING_TEXT]
+        # A reader in between sees no text, or the beginning of one.
+        words[3] = 0
+        self._notes[self.rank, _DOING : _DOING + len(data)] = np.frombuffer(data, np.uint8)
+        _fence()
+        words[3] = len(data)
+
+    def told(self, rank: int) -> str:
+        length = min(max(self._note_words[rank][3], 0), _DOING_TEXT)
+        _fence()
+        return self._notes[rank, _DOING : _DOING + length].tobytes().decode(errors="replace")
 
     def close(self) -> None:
         """Let go of the memory now: this board is part of a cycle, which Python collects late."""
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
-        self._memory, self._notes = np.empty(0, np.uint8), np.empty((0, _FAREWELL), np.uint8)
+        self._memory, self._notes = np.empty(0, np.uint8), np.empty((0, _NOTES), np.uint8)
         self._note_words = []

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,10 +19,18 @@ from mpi4py import MPI
 
 from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
-from arraycomm._transports.board import MESSAGE_SLOT, Board, Farewell, SharedBoard
+from arraycomm._transports.board import Board, SharedBoard
 from arraycomm._transports.letters import Mailbox
+from arraycomm._transports.travelling import TravellingBoard, translated
 
 _SPINS = 64
+
+
+@cache
+def survives_failures() -> bool:
+    """Tell whether MPI was started so that the death of a process does not end the others."""
+    enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - Open MPI's own name
+    return enabled.lower() in ("1", "true", "ulfm")
 
 
 class _Movement:
@@ -40,7 +49,7 @@ class _Movement:
         try:
             finished = self._request.Test()
         except MPI.Exception as error:
-            raise _translated(error) from error
+            raise translated(error) from error
         if finished:
             self.under_way.discard(self)
         return finished
@@ -61,6 +70,7 @@ class MPITransport(Transport):
         self.mpi_comm: MPI.Intracomm = comm
         self.rank, self.size = comm.rank, comm.size
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.outlives = survives_failures()
         self._share = share
         # Messages to oneself: MPI may hold back even a short one until it is received.
         self._own = Mailbox()
@@ -72,7 +82,7 @@ class MPITransport(Transport):
         if share and self.local_size == self.size:
             memory = _shared_memory(comm, SharedBoard.nbytes(self.size))
         self.board: Board = (
-            MessageBoard(comm) if memory is None else SharedBoard(self.rank, self.size, memory)
+            TravellingBoard(comm) if memory is None else SharedBoard(self.rank, self.size, memory)
         )
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
@@ -131,7 +141,7 @@ class MPITransport(Transport):
         try:
             return _Movement(call(), *buffers)
         except MPI.Exception as error:
-            raise _translated(error) from error
+            raise translated(error) from error
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         key = 0 if color is None else members.index(self.rank)
@@ -175,57 +185,37 @@ class MPITransport(Transport):
     def progress(self) -> None:
         self.mpi_comm.Iprobe()
 
+    def failed(self) -> list[int]:
+        try:
+            # Failures are learnt of where MPI makes progress.
+            try:
+                self.mpi_comm.Iprobe()
+            except MPI.Exception as error:
+                if error.Get_error_class() == MPI.ERR_REVOKED:
+                    raise
+            dead = self.mpi_comm.Get_failed()
+            return [
+                rank
+                for rank in dead.Translate_ranks(group=self.mpi_comm.Get_group())
+                if rank != MPI.UNDEFINED
+            ]
+        except MPI.Exception as error:
+            raise translated(error) from error
+
+    def shrink(self) -> Transport | None:
+        if not self.outlives:
+            return None
+        try:
+            with suppress(MPI.Exception):
+                self.mpi_comm.Revoke()
+            comm = self.mpi_comm.Shrink()
+            assert isinstance(comm, MPI.Intracomm)
+            return MPITransport(comm, share=self._share)
+        except MPI.Exception as error:
+            raise translated(error) from error
+
     def abort(self, code: int) -> None:
         self.mpi_comm.Abort(code)
-
-
-class MessageBoard(Board):
-    """A board that travels: each step is one allgather, prepared once for each parity."""
-
-    # As of movements: a step that was given up may still be written when its peers come at last.
-    not_closed: ClassVar[set[MessageBoard]] = set()
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        size = comm.size
-        rows = [np.zeros((size, MESSAGE_SLOT), np.uint8) for _ in range(2)]
-        mine = [np.zeros(MESSAGE_SLOT, np.uint8) for _ in range(2)]
-        super().__init__(comm.rank, size, rows, mine)
-        self._requests = [
-            comm.Allgather_init([mine[p], MPI.BYTE], [rows[p], MPI.BYTE]) for p in range(2)
-        ]
-        self._pending = False
-        self.not_closed.add(self)
-
-    def post(self) -> None:
-        self.step = step = self.step + 1
-        self.my_words[step & 1][0] = step
-        try:
-            self._requests[step & 1].Start()
-        except MPI.Exception as error:
-            raise _translated(error) from error
-        self._pending = True
-
-    def done(self) -> bool:
-        if self._pending:
-            try:
-                self._pending = not self._requests[self.step & 1].Test()
-            except MPI.Exception as error:
-                raise _translated(error) from error
-        return not self._pending
-
-    def missing(self) -> list[int]:
-        return list(self.peers) if self._pending else []
-
-    def leave(self, state: int, completed: int, text: str) -> None:
-        """Nothing to do: a rank that leaves says so in its next step (see the header)."""
-
-    def farewell(self, rank: int) -> Farewell | None:
-        return None
-
-    def close(self) -> None:
-        for request in self._requests:
-            request.Free()
-        self.not_closed.discard(self)
 
 
 def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> np.ndarray[Any, Any] | None:
@@ -270,7 +260,3 @@ def _make_file(nbytes: int) -> tuple[str, int]:
             continue
         return path, descriptor
     return "", -1
-
-
-def _translated(error: MPI.Exception) -> TransportError:
-    return TransportError(f"MPI reported: {error.Get_error_string()}")

@@ -303,8 +303,14 @@ class _ScheduledBoard(Board):
             # Said whatever ends the wait: the others wait for this word.
             self._board.leave(state, completed, text)
 
-    def farewell(self, rank: int) -> Farewell | None:
-        return self._board.farewell(rank)
+    def farewells(self) -> dict[int, Farewell]:
+        return self._board.farewells()
+
+    def tell(self, doing: str) -> None:
+        self._board.tell(doing)
+
+    def told(self, rank: int) -> str:
+        return self._board.told(rank)
 
     def close(self) -> None:
         self._board.close()

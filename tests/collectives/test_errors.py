@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -593,23 +594,64 @@ def test_missing_gradients_can_be_made_an_error(on_ranks, several) -> None:
     on_ranks(several, check)
 
 
-def test_rank_that_never_comes_is_named(on_ranks, several, transport) -> None:
+def test_rank_that_never_comes_is_named(on_ranks, several) -> None:
     def check(comm: Communicator) -> None:
         impatient = comm.dup(timeout=1.5)
         impatient.allreduce(np.ones(2))
         if comm.rank == 0:
+            time.sleep(2.0)
             comm.barrier()
             return
         with pytest.raises(ac.CommTimeoutError, match=r"timeout 1\.5 s") as caught:
             impatient.barrier()
-        assert "rank 0 is missing, last seen in allreduce" in str(caught.value)
+        assert "rank 0 is missing: it was last seen in allreduce" in str(caught.value)
+        assert str(caught.value).count("is missing") == 1
         with pytest.raises(ac.CommunicatorClosedError, match="CommTimeoutError"):
             impatient.barrier()
         comm.barrier()
 
-    if transport == "mpi-messages":
-        pytest.skip("leaves an allgather of MPI's pending")
     on_ranks(several, check)
+
+
+def test_ranks_that_wait_on_different_communicators_learn_of_one_another(on_ranks) -> None:
+    """Each timeout tells where the rank that is missing waits, also in a message."""
+
+    def check(comm: Communicator) -> None:
+        first, second = comm.dup(timeout=2.0), comm.dup(timeout=2.0)
+        calls = [
+            lambda: first.allreduce(np.ones(3)),
+            second.barrier,
+            lambda: second.recv(0, 5),
+        ]
+        with pytest.raises(ac.CommTimeoutError) as caught:
+            calls[comm.rank]()
+        said, waits = str(caught.value), "(it )?(is waiting|has waited in vain)"
+        site = rf"at test_errors\.py:\d+, step 1 of {re.escape(second._name)}"
+        if comm.rank == 0:
+            assert re.search(rf"rank 1 is missing: {waits} in barrier {site}", said), said
+            assert re.search(rf"rank 2 is missing: {waits} in recv from rank 0 with", said), said
+        else:
+            site = rf"at test_errors\.py:\d+, step 1 of {re.escape(first._name)}"
+            assert re.search(rf"rank 0 .*{waits} in allreduce {site}", said), said
+        comm.barrier()
+
+    on_ranks(3, check)
+
+
+def test_what_a_rank_waited_in_is_forgotten_when_it_returns(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup(timeout=1.0)
+        if comm.rank == 0:
+            comm.barrier()
+            time.sleep(1.5)
+        else:
+            time.sleep(0.4)
+            comm.barrier()
+            with pytest.raises(ac.CommTimeoutError, match="it was not seen in any call so far"):
+                other.barrier()
+        comm.barrier()
+
+    on_ranks(2, check)
 
 
 def test_two_threads_at_once_are_refused(on_ranks, several) -> None:
@@ -746,7 +788,7 @@ def test_what_is_wrong_with_options_and_lines_is_told_to_all(on_ranks, several) 
 
 
 def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(
-    on_ranks, several, transport
+    on_ranks, several
 ) -> None:
     def check(comm: Communicator) -> None:
         for count in (3, 5_000, 200_000):
@@ -757,8 +799,6 @@ def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(
             with pytest.raises(ac.CommunicatorClosedError):
                 unchecked.barrier()
 
-    if transport == "mpi-messages":
-        pytest.skip("between nodes the others wait for the timeout")
     on_ranks(several, check)
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+import arraycomm as ac
 from arraycomm._communicator import Communicator
 
 
@@ -73,5 +75,14 @@ def test_many_communicators_can_be_made_and_freed(on_ranks, size) -> None:
             with comm.dup() as inner:
                 assert inner.allreduce(number) == number * comm.size
         assert comm._family == [comm]
+
+    on_ranks(size, check)
+
+
+def test_shrink_says_where_it_is_possible(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises(ac.BackendUnavailableError, match="mpiexec --with-ft ulfm"):
+            comm.shrink()
+        assert comm.allreduce(1) == comm.size
 
     on_ranks(size, check)

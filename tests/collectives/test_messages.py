@@ -812,10 +812,7 @@ def test_wait_with_a_timeout_can_be_repeated(on_ranks, count) -> None:
     on_ranks(2, check)
 
 
-def test_receive_from_a_rank_that_failed_raises_with_its_traceback(on_ranks, transport) -> None:
-    if transport == "mpi-messages":
-        pytest.skip("between nodes a receive waits for the timeout")
-
+def test_receive_from_a_rank_that_failed_raises_with_its_traceback(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         other = comm.dup()
         if comm.rank == 0:
@@ -860,10 +857,7 @@ def test_message_that_nobody_receives_never_reaches_another_communicator(on_rank
     assert said == frees * ["free: 1 of the messages that were sent have never been received"]
 
 
-def test_long_message_to_a_rank_that_failed_raises(on_ranks, transport) -> None:
-    if transport == "mpi-messages":
-        pytest.skip("between nodes a message waits for the timeout")
-
+def test_long_message_to_a_rank_that_failed_raises(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         other = comm.dup()
         if comm.rank == 0:

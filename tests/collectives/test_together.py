@@ -1,0 +1,149 @@
+"""`raise_together`: an exception on some ranks is one on all, and all are in step after it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._communicator import Communicator
+
+EXPECTED = (ZeroDivisionError, TypeError, ac.PeerError)
+
+
+def _block(comm: Communicator, *, fails: bool, before: int = 0, count: int = 2) -> None:
+    """A block of collectives, in the middle of which this rank may fail."""
+    with ac.raise_together(comm):
+        for _ in range(before):
+            comm.allreduce(np.ones(count))
+        if fails:
+            raise ZeroDivisionError(f"on rank {comm.rank}")
+        comm.allreduce(np.ones(count))
+        comm.barrier()
+
+
+def _alone(comm: Communicator, *, fails: bool) -> None:
+    """A block without collectives."""
+    with ac.raise_together(comm):
+        if fails:
+            raise ZeroDivisionError(f"on rank {comm.rank}")
+
+
+def test_block_that_goes_well_everywhere_does_nothing(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        _block(comm, fails=False)
+        _alone(comm, fails=False)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(size, check)
+
+
+def test_exception_on_one_rank_is_one_on_all(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for culprit in range(comm.size):
+            with pytest.raises(EXPECTED, match=f"on rank {culprit}") as caught:
+                _alone(comm, fails=comm.rank == culprit)
+            if comm.rank == culprit:
+                assert isinstance(caught.value, ZeroDivisionError)
+            else:
+                assert isinstance(caught.value, ac.PeerError)
+                assert caught.value.rank == culprit
+                assert "in _alone" in caught.value.traceback
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(size, check)
+
+
+def test_every_rank_that_raises_keeps_its_own_exception(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        fails = comm.rank != comm.size - 1
+        with pytest.raises(EXPECTED, match=f"on rank {comm.rank if fails else 0}") as caught:
+            _alone(comm, fails=fails)
+        assert isinstance(caught.value, ZeroDivisionError) == fails
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("count", [2, 40_000])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_exception_that_meets_calls_inside_the_block(on_ranks, several, count, before) -> None:
+    """The others learn of it in a call of the block, and none waits at its end."""
+
+    def check(comm: Communicator) -> None:
+        for culprit in range(comm.size):
+            with pytest.raises(EXPECTED, match=f"on rank {culprit}") as caught:
+                _block(comm, fails=comm.rank == culprit, before=before, count=count)
+            assert isinstance(caught.value, ZeroDivisionError) == (comm.rank == culprit)
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def _wrong_argument(comm: Communicator, *, fails: bool) -> None:
+    with ac.raise_together(comm):
+        if fails:
+            raise ZeroDivisionError(f"on rank {comm.rank}")
+        comm.allreduce("text" if comm.rank == 0 else np.ones(3))
+
+
+@pytest.mark.parametrize("also_an_exception", [False, True])
+def test_wrong_argument_inside_the_block_is_told_once(on_ranks, also_an_exception) -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises(EXPECTED):
+            _wrong_argument(comm, fails=also_an_exception and comm.rank == 1)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(3, check)
+
+
+def _nested(comm: Communicator, culprit: int, *, in_inner: bool, handled: bool) -> None:
+    with ac.raise_together(comm):
+        if not in_inner and comm.rank == culprit:
+            raise ZeroDivisionError
+        try:
+            _alone(comm, fails=in_inner and comm.rank == culprit)
+        except EXPECTED:
+            # Handled on one rank only, the exception of the inner block leaves the outer on all.
+            if not handled or comm.rank != culprit:
+                raise
+
+
+@pytest.mark.parametrize("in_inner", [True, False])
+@pytest.mark.parametrize("handled", [True, False])
+def test_blocks_nest(on_ranks, several, in_inner, handled) -> None:
+    def check(comm: Communicator) -> None:
+        for culprit in range(comm.size):
+            with pytest.raises(EXPECTED):
+                _nested(comm, culprit, in_inner=in_inner, handled=handled)
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_other_calls_than_the_end_of_the_block_are_a_mismatch(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        part = comm.dup()
+        with pytest.raises(ac.MismatchError, match="raise_together"):
+            part.barrier() if comm.rank == 0 else _alone(part, fails=False)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_error_that_ended_the_communicator_leaves_the_block_as_it_is(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        part = comm.dup()
+        with pytest.raises(ac.MismatchError), ac.raise_together(part):
+            part.allreduce(np.ones(2 + (comm.rank == 0)))
+        with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
+            _alone(part, fails=False)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_without_a_world_it_says_so() -> None:
+    if not ac.is_initialized():
+        with pytest.raises(ac.NotInitializedError):
+            ac.raise_together()
