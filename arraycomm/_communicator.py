@@ -1023,8 +1023,12 @@ class Communicator:
         """Look at the arguments now; return the steps of the call, which may run later."""
         if self._closed is not None:
             return self._refused(operation)
+        if self._joins_with is not None and self._joins_with._join is not None:
+            # Ranks without data do not listen here; they hear of it when the block ends.
+            refused(operation)
         try:
-            call = prepare(self, *args) if self._may_call(operation) else refused(operation)
+            allowed = self._join is None or operation in JOINABLE
+            call = prepare(self, *args) if allowed else refused(operation)
         except Exception as error:
             self._count(operation, None)
             if self._join is not None:
@@ -1035,12 +1039,6 @@ class Communicator:
             raise
         self._count(operation, call)
         return self._guarded(self._steps(call, site))
-
-    def _may_call(self, operation: str) -> bool:
-        """Tell whether no block of `join` stands in the way of a call."""
-        if self._joins_with is not None and self._joins_with._join is not None:
-            return False
-        return self._join is None or operation in JOINABLE
 
     def _steps(self, call: Call, site: str | None) -> Steps:
         if self._closed is not None:

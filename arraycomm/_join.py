@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from arraycomm._calls import Call, agreement_only
 from arraycomm._callsite import describe_raise
@@ -196,7 +196,7 @@ def taking_part(details: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [detail for detail in details if detail.get("head") != SHADOW.head]
 
 
-def refused(operation: str) -> Call:
+def refused(operation: str) -> NoReturn:
     """Raise for a call that ranks without data could not take part in."""
     raise RuntimeError(
         f"{operation}: inside join only allreduce_gradients, mean_metrics and steps of distributed "
@@ -212,7 +212,9 @@ def optimizer_of(comm: Communicator, settings: str) -> Gradients | None:
 
 
 def _enter_call(comm: Communicator) -> Call:
-    return agreement_only("join", "enter") if comm._join is None else refused("join")
+    if comm._join is not None:
+        refused("join")
+    return agreement_only("join", "enter")
 
 
 def _shadow_call(comm: Communicator) -> Call:

@@ -304,7 +304,8 @@ def results(
         like = views[present[number]]
         assert like is not None
         wanted = like.dtype if dtypes is None else dtypes[number]
-        given[present[number]] = give(place.astype(wanted, copy=False), like)
+        array = place if place.dtype == wanted else place.astype(wanted)
+        given[present[number]] = give(array, like)
     return given
 
 

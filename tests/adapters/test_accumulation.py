@@ -303,6 +303,26 @@ class TestCompiled:
         np.testing.assert_array_equal(params["a"], -want)
         ac.finalize()
 
+    def test_a_compiled_update_inside_join_is_refused_on_all_ranks(self) -> None:
+        jax: Any = pytest.importorskip("jax")
+        optax: Any = pytest.importorskip("optax")
+        world = ac.init()
+        optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world)
+        params = jax.tree.map(jax.numpy.asarray, zeros())
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
+
+        def block() -> None:
+            with ac.join(world):
+                # Rank 0 has no data.
+                if world.rank or world.size == 1:
+                    jax.block_until_ready(update(params, state, params))
+
+        with pytest.raises(Exception, match="inside join only") as caught:
+            block()
+        assert isinstance(caught.value, ac.PeerError) is (world.size > 1 and world.rank == 0)
+        assert world.allreduce(1) == world.size
+        ac.finalize()
+
 
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [2, 3])
