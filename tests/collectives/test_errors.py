@@ -817,3 +817,36 @@ def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(on_ranks,
         comm.barrier()
 
     on_ranks(several, check)
+
+
+def test_without_the_check_there_is_one_exchange_fewer(on_ranks, several) -> None:
+    """Large arrays move at once; small ones travel with the exchange, which stays."""
+
+    def check(comm: Communicator) -> None:
+        exchanges = {}
+        for checked in (True, False):
+            other = comm.dup(check=checked)
+            posts = 0
+            post = other._board.post
+
+            def counted(post: Callable[[], None] = post) -> None:
+                nonlocal posts
+                posts += 1
+                post()
+
+            other._board.post = counted
+            x = np.full(100_000, comm.rank + 1.0)
+            for count in (3, len(x)):
+                posts = 0
+                total = other.allreduce(x[:count])
+                assert total.shape == (count,)
+                assert (total == sum(range(comm.size + 1))).all()
+                exchanges[checked, count == 3] = posts
+        assert exchanges == {
+            (True, True): 1,
+            (True, False): 1,
+            (False, True): 1,
+            (False, False): 0,
+        }
+
+    on_ranks(several, check)
