@@ -19,6 +19,7 @@ from arraycomm._communicator import Communicator, Options
 from arraycomm._engine import wait_for
 from arraycomm._errors import (
     BackendUnavailableError,
+    CommunicatorClosedError,
     NotInitializedError,
     PeerError,
     TransportError,
@@ -274,7 +275,8 @@ def _automatic() -> str:
 
 def _mpi_has_peers() -> bool:
     module = sys.modules.get("mpi4py.MPI")
-    return bool(module and module.Is_initialized() and module.COMM_WORLD.size > 1)
+    alive = module and module.Is_initialized() and not module.Is_finalized()
+    return bool(alive and module and module.COMM_WORLD.size > 1)
 
 
 def _mpi_transport() -> Callable[..., Any]:
@@ -285,6 +287,17 @@ def _mpi_transport() -> Callable[..., Any]:
             f"init: no MPI could be loaded ({error}); install one beside mpi4py, for example with: "
             "pip install mpich"
         ) from error
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise BackendUnavailableError(
+            "init: the program has finalized MPI, which cannot begin again; call init before"
+        )
+    if not MPI.Is_initialized():
+        raise BackendUnavailableError(
+            "init: MPI is not initialized, since mpi4py.rc.initialize is off; call "
+            "MPI.Init_thread() before"
+        )
     return MPITransport
 
 
@@ -323,7 +336,27 @@ def _watch_exit() -> None:
 
     sys.excepthook = excepthook
     atexit.register(_at_exit)
+    _watch_mpi()
     os.register_at_fork(after_in_child=_forget)
+
+
+def _watch_mpi() -> None:
+    """Learn where the program itself finalizes MPI: that deletes the attributes of MPI_COMM_SELF."""
+    from mpi4py import MPI
+
+    keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: _mpi_ends())
+    MPI.COMM_SELF.Set_attr(keyval, True)
+
+
+def _mpi_ends() -> None:
+    """Complete what is outstanding, as `finalize` does, and close every communicator over MPI."""
+    for comm in _communicators():
+        _complete(comm)
+    _leave_all(FINISHED)
+    for comm in _communicators():
+        comm._forget_short()
+        comm._closed = CommunicatorClosedError("the program has finalized MPI")
+    _state.roots.clear()
 
 
 def _forget() -> None:

@@ -377,6 +377,39 @@ class TestUnderMpiexec:
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("free() those that are no longer used") == 3
 
+    @pytest.mark.parametrize("board", ["shared", "messages"])
+    def test_program_may_finalize_mpi_itself(self, board: str) -> None:
+        program = """
+            from mpi4py import MPI
+            comm = ac.init()
+            request = comm.iallreduce(np.ones(100_000))
+            assert comm.allreduce(1) == 3
+            MPI.Finalize()
+            for call in (comm.dup, comm.barrier, lambda: comm.allreduce(np.ones(100_000))):
+                try:
+                    call()
+                except ac.CommunicatorClosedError as error:
+                    print(error)
+            try:
+                ac.init(backend="mpi", timeout=5.0)
+            except (ValueError, ac.BackendUnavailableError) as error:
+                print(error)
+            assert request.wait()[0] == 3
+        """
+        done = _on_three(_messages(program) if board == "messages" else program)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("the program has finalized MPI") == 9
+
+    def test_mpi_that_is_over_or_has_not_begun_is_an_error(self) -> None:
+        for program, said in (
+            ("from mpi4py import MPI; MPI.Finalize()", "the program has finalized MPI"),
+            ("import mpi4py; mpi4py.rc.initialize = False", "mpi4py.rc.initialize is off"),
+        ):
+            done = _on_three(program + "\nac.init()\n")
+            assert done.returncode != 0
+            assert done.stderr.count("BackendUnavailableError: init:") == 3, done.stderr
+            assert done.stderr.count(said) == 3
+
     def test_rank_that_is_killed_ends_the_job(self) -> None:
         started = time.monotonic()
         done = _on_three("""
