@@ -64,11 +64,11 @@ def test_one_rank_needs_no_launcher() -> None:
 # What can go wrong in a data-parallel program. The run in one process stays right.
 FAULTS = {
     "the gradients are not reduced": """
-ac.allreduce_gradients = lambda tree, *_, **__: tree
+Gradients.add = lambda self, tree: (True, tree)
 """,
     "the gradients are averaged instead of added": """
-reduce = ac.allreduce_gradients
-ac.allreduce_gradients = lambda tree, op, **options: reduce(tree, "mean", **options)
+make = Gradients.__init__
+Gradients.__init__ = lambda self, comm, op, *rest: make(self, comm, "mean", *rest)
 """,
     "the parameters are not synchronized": """
 ac.synchronize = lambda tree, **_: tree
@@ -88,6 +88,7 @@ demo_data.batches = lambda part, count, comm: make(part, count - (comm.size > 1)
 BROKEN = """
 import sys
 import arraycomm as ac
+from arraycomm._gradients import Gradients
 from arraycomm.cli import demo_data, main
 {fault}
 sys.exit(main(["demo", "--frameworks", "numpy", "--epochs", "{epochs}"]))
