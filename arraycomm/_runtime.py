@@ -342,10 +342,10 @@ def _watch_exit() -> None:
 
 def _watch_mpi() -> None:
     """Learn where the program itself finalizes MPI: that deletes the attributes of MPI_COMM_SELF."""
-    from mpi4py import MPI
-
-    keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: _mpi_ends())
-    MPI.COMM_SELF.Set_attr(keyval, True)
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        keyval = module.Comm.Create_keyval(delete_fn=lambda *_: _mpi_ends())
+        module.COMM_SELF.Set_attr(keyval, True)
 
 
 def _mpi_ends() -> None:
