@@ -18,6 +18,8 @@ RANKS ?= 4
 # How many examples each law is tried on; more than the default make a long hunt.
 EXAMPLES ?=
 PYTEST_ARGS ?=
+# How many processes share the files of tests that no mpiexec runs in step.
+WORKERS ?= 2
 BENCH_ARGS ?=
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
@@ -33,6 +35,7 @@ pip := -m pip --quiet --quiet --disable-pip-version-check install
 export PYTHONUNBUFFERED := 1
 export EXAMPLES
 
+by_file := --numprocesses $(WORKERS) --dist loadfile
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports properties
 # What launches programs of its own, with the mpiexec of its environment.
@@ -66,7 +69,7 @@ test: test-alone test-mpich test-openmpi test-wheel
 
 test-alone: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
 	@echo '== tests, one process'
-	.venv/bin/python -m pytest $(PYTEST_ARGS) tests $(wildcard properties)
+	.venv/bin/python -m pytest $(by_file) $(PYTEST_ARGS) tests $(wildcard properties)
 
 test-mpich: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
 	@echo '== tests of communication, $(RANKS) ranks under MPICH'
@@ -76,7 +79,7 @@ test-openmpi: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi
 	@echo '== tests of communication, $(RANKS) ranks under Open MPI'
 	$(openmpi) $(RANKS) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 	@echo '== tests of programs that are launched, under Open MPI'
-	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(launching)
+	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(by_file) $(PYTEST_ARGS) $(launching)
 	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) -k mpiexec tests/testing/test_given.py
 
 # The tests move to a directory without the sources, so that only the wheel can be imported.
@@ -86,7 +89,7 @@ test-wheel: .venv-bare/.stamp-wheel
 	cp -R pyproject.toml README.md docs tests "$$elsewhere"; \
 	bare="$$PWD/.venv-bare/bin/python"; cd "$$elsewhere"; \
 	"$$bare" -c 'import arraycomm; print("arraycomm from", arraycomm.__path__[0])'; \
-	"$$bare" -m pytest -p no:cacheprovider -rfE $(PYTEST_ARGS) tests
+	"$$bare" -m pytest -p no:cacheprovider -rfE $(by_file) $(PYTEST_ARGS) tests
 
 .PHONY: properties
 properties: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
@@ -191,6 +194,6 @@ build/wheel/.stamp: $(wheel)
 # The wheel's version stays while its contents change, so it is taken anew each time.
 .venv-bare/.stamp-wheel: $(wheel) | .venv-bare/.stamp-python
 	@echo 'Installing the wheel into $(@D)'
-	@$(@D)/bin/python $(pip) '$<[testing]' pytest
+	@$(@D)/bin/python $(pip) '$<[testing]' pytest pytest-xdist
 	@$(@D)/bin/python $(pip) --no-deps --force-reinstall $<
 	@touch $@
