@@ -269,9 +269,7 @@ class _Judge:
 
     def _told(self, rank: int) -> bool:
         """Tell whether the others learn that a rank has ended."""
-        end, trace = self._ends[rank], self._traces[rank]
-        if end == TIMEOUT:
-            return self._own_job or trace.events[-1].error == CLOSED
+        end = self._ends[rank]
         if end == RETURNED or (end == OWN and self._program.kind == "leave"):
             return self._tells_return
         return end not in (ASLEEP, CUT)
