@@ -348,9 +348,9 @@ class Communicator:
         if error is None:
             self.free()
         else:
-            at_rest = self._at_rest() and self._closed is None
+            at_rest = self._at_rest()
             self._close(error)
-            if at_rest and not self._board.shared:
+            if at_rest and not self._board.shared and not self._board.ended:
                 # Nobody sees it leave but in its next step, which ends when the others take part.
                 next(leave_in_step(self._board, repr(error)))
 

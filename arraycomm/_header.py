@@ -205,6 +205,7 @@ def settle(
     if verdict == _CALL:
         return Agreement(rows, words, None)
     if verdict == _LEAVING:
+        board.ended = True
         raise _leaving_error(board, rows, words)
     mine = {
         "head": signature.head,
@@ -221,6 +222,7 @@ def settle(
     heads = {detail.get("head") for detail in details} - {_SHADOW}
     if negotiable and len(heads) == 1:
         return Agreement(rows, words, details)
+    board.ended = True
     raise mismatch(details)
 
 
@@ -239,7 +241,8 @@ def fail_in_step(
     if verdict != _LEAVING:
         mine = {"error": str(error), "traceback": traceback, "together": together}
         _remember_told(board, (yield from exchange_details(board, mine)))
-    return verdict == _RAISING
+    board.ended = verdict != _RAISING
+    return not board.ended
 
 
 def _remember_told(board: Board, details: Sequence[dict[str, Any]]) -> None:
@@ -251,6 +254,7 @@ def _remember_told(board: Board, details: Sequence[dict[str, Any]]) -> None:
 def leave_in_step(board: Board, text: str) -> Steps:
     """Take part in one last step that tells the others that this rank leaves, and why."""
     data = np.frombuffer(text.encode(errors="replace")[-board.payload :], np.uint8)
+    board.ended = True
     yield from _show(board, encode(Signature(""), len(data), status=_LEAVING), data)
 
 

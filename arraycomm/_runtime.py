@@ -462,7 +462,7 @@ def _left_in_step(comms: list[Communicator], watched: list[Communicator], clean:
     """
     text = "" if clean else (_state.failure.strip().splitlines() or ["it failed"])[-1]
     deadline = time.monotonic() + (float("inf") if clean else _GRACE)
-    told = [comm for comm in comms if comm._closed is None and comm._engine.idle]
+    told = [comm for comm in comms if comm._at_rest() and not comm._board.ended]
 
     def watch(waited: float) -> None:
         for comm in comms:

@@ -378,6 +378,29 @@ class TestUnderMpiexec:
         assert done.stdout.count("free() those that are no longer used") == 3
 
     @pytest.mark.parametrize("board", ["shared", "messages"])
+    def test_rank_that_closed_a_communicator_alone_and_went_on_ends_with_the_others(
+        self, board: str
+    ) -> None:
+        """It is interrupted before it takes part in anything, so that nobody learns of it in a step."""
+        program = """
+            class Interrupted:
+                @property
+                def __array_interface__(self):
+                    raise KeyboardInterrupt
+
+            part = ac.init().dup()
+            if part.rank == 1:
+                try:
+                    part.allreduce(Interrupted())
+                except KeyboardInterrupt as error:
+                    print(repr(part))
+            ac.world().barrier()
+        """
+        done = _on_three(_messages(program) if board == "messages" else program)
+        assert done.returncode == 0, done.stderr
+        assert "rank 1 of 3, closed>" in done.stdout
+
+    @pytest.mark.parametrize("board", ["shared", "messages"])
     def test_program_may_finalize_mpi_itself(self, board: str) -> None:
         program = """
             from mpi4py import MPI

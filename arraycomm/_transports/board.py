@@ -94,6 +94,8 @@ class Board:
         # The last step in which a rank left a block of `raise_together` by an exception, and how many
         # blocks it was in.
         self.left_together = (-1, 0)
+        # Whether all ranks have seen the group end in a step: no rank posts another.
+        self.ended = False
         self.peers = [r for r in range(size) if r != rank]
 
     def post(self) -> None:
