@@ -158,7 +158,8 @@ class Engine:
             while True:
                 waiting = next(program)
                 try:
-                    self.wait_for(waiting.done)
+                    if not waiting.done():
+                        self.wait_for(waiting.done)
                 except BaseException as error:
                     self.interrupted = waiting
                     # The program raises it, after what it has to tidy up.

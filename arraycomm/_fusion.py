@@ -7,8 +7,9 @@ every rank comes to the same answer.
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -193,22 +194,6 @@ class Packed:
             start += bucket.nbytes
         return parts
 
-    def flat_sources(self, sources: Sources) -> list[Bytes | None]:
-        """Return each leaf's bytes in C order: its own memory, or else a copy in its place here."""
-        flats: list[Bytes | None] = []
-        places: dict[int, Array] | None = None
-        for leaf, source in enumerate(sources):
-            if source is None:
-                flats.append(None)
-                continue
-            array = source.array
-            if not array.flags.c_contiguous or array.dtype != self._specs[leaf][0]:
-                places = places or dict(self.leaves())
-                _copy(array, places[leaf])
-                array = places[leaf]
-            flats.append(array.reshape(-1).view(_BYTE))
-        return flats
-
     def _place(self, leaf: int, offset: int) -> Array:
         dtype, shape = self._specs[leaf]
         return np.ndarray(shape, dtype, self.block, offset)
@@ -240,7 +225,9 @@ class Fusion:
         self.buckets = lay_out(specs, bucket_bytes)
         self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
         self._blocks = Blocks(self.nbytes)
-        self._chunks: tuple[Chunk, ...] | None = None
+        # Worked out when the leaves first go through the window.
+        self._passages: tuple[Passage, ...] | None = None
+        self._are_cut: set[int] = set()
 
     def take(self) -> Packed:
         """Return memory for the results of one call."""
@@ -267,7 +254,7 @@ class Fusion:
             return
         window = yield from self.prepare(comm)
         if window is not None:
-            yield from self._reduce_chunks(window, packed, packed.flat_sources(sources), op)
+            yield from self._reduce_chunks(window, packed, sources, op)
             return
         packed.pack(sources)
         for bucket, memory in zip(self.buckets, packed.memory, strict=True):
@@ -283,22 +270,80 @@ class Fusion:
             parts = [row[number].view(bucket.dtype) for row in rows]
             fold(op, bucket.dtype, parts, packed.memory[number].view(bucket.dtype))
 
-    def _reduce_chunks(
-        self, window: Window, packed: Packed, flats: Sequence[Bytes | None], op: str
-    ) -> Steps:
-        if self._chunks is None:
-            self._chunks = tuple(cut(self.buckets, window.chunk_bytes))
-        for chunk in self._chunks:
-            target = packed.block[chunk.start : chunk.stop].view(chunk.dtype)
-            yield from window.reduce(_filler(chunk, flats), target, op)
+    def _reduce_chunks(self, window: Window, packed: Packed, sources: Sources, op: str) -> Steps:
+        if self._passages is None:
+            chunks = cut(self.buckets, window.chunk_bytes)
+            self._passages = tuple(Passage(chunk, window, self.specs) for chunk in chunks)
+            self._are_cut = {leaf for passage in self._passages for leaf, *_ in passage.ends[0]}
+        arrays = self._arrays(packed, sources)
+        flats = {leaf: _flat(arrays[leaf]) for leaf in self._are_cut}
+        for passage in self._passages:
+            parity = (window.board.step + 1) & 1
+            passage.fill(parity, arrays, flats)
+            yield from window.show()
+            target = packed.block[passage.place].view(passage.dtype)
+            yield from window.fold(passage.rows[parity], target, op)
+
+    def _arrays(self, packed: Packed, sources: Sources) -> list[Array | None]:
+        """Return each leaf as it is, or copied to its place where it needs another dtype or layout."""
+        arrays: list[Array | None] = []
+        places: dict[int, Array] | None = None
+        for leaf, source in enumerate(sources):
+            array = None if source is None else source.array
+            if array is not None and (
+                array.dtype != self.specs[leaf][0]
+                or (leaf in self._are_cut and not array.flags.c_contiguous)
+            ):
+                places = places or dict(packed.leaves())
+                _copy(array, places[leaf])
+                array = places[leaf]
+            arrays.append(array)
+        return arrays
 
 
-def _filler(chunk: Chunk, flats: Sequence[Bytes | None]) -> Callable[[Bytes], None]:
-    """Return what copies the leaves' parts of a chunk into memory for it."""
+class Passage:
+    """A chunk's way through a window, whose places there are worked out once.
 
-    def fill(memory: Bytes) -> None:
-        for leaf, first, last, at in chunk.parts:
+    Attributes
+    ----------
+    place : slice
+        Where the chunk lies among all buckets.
+    rows : list of list of ndarray
+        For each parity, every rank's row as elements of the chunk.
+    leaves : list of list of (int, ndarray)
+        For each parity, the leaves that lie in the chunk as a whole, and their places in this
+        rank's row.
+    ends : list of list of (int, slice, ndarray)
+        The same for leaves that are cut: which of their bytes lie where.
+    """
+
+    def __init__(self, chunk: Chunk, window: Window, specs: tuple[Spec, ...]) -> None:
+        self.dtype, self.place = chunk.dtype, slice(chunk.start, chunk.stop)
+        rows = window.rows[:, :, : chunk.stop - chunk.start]
+        self.rows = [list(row.view(chunk.dtype)) for row in rows]
+        self.leaves: list[list[tuple[int, Array]]] = [[], []]
+        self.ends: list[list[tuple[int, slice, Bytes]]] = [[], []]
+        for parity in (0, 1):
+            mine = rows[parity, window.board.rank]
+            for leaf, first, last, at in chunk.parts:
+                dtype, shape = specs[leaf]
+                part = mine[at : at + last - first]
+                if last - first == math.prod(shape) * dtype.itemsize:
+                    self.leaves[parity].append((leaf, part.view(dtype).reshape(shape)))
+                else:
+                    self.ends[parity].append((leaf, slice(first, last), part))
+
+    def fill(
+        self, parity: int, arrays: Sequence[Array | None], flats: Mapping[int, Bytes | None]
+    ) -> None:
+        """Copy the leaves' parts into this rank's row; None stands for zeros."""
+        for leaf, place in self.leaves[parity]:
+            array = arrays[leaf]
+            place[...] = 0 if array is None else array
+        for leaf, part, into in self.ends[parity]:
             flat = flats[leaf]
-            memory[at : at + last - first] = 0 if flat is None else flat[first:last]
+            into[...] = 0 if flat is None else flat[part]
 
-    return fill
+
+def _flat(array: Array | None) -> Bytes | None:
+    return None if array is None else array.reshape(-1).view(_BYTE)

@@ -7,7 +7,7 @@ everyone's step k + 1 knows that everyone has finished reading step k.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -33,15 +33,19 @@ class Window:
 
     Attributes
     ----------
+    board : Board
+        Its steps say whose chunk is where.
     chunk_bytes : int
         How long a chunk may be.
+    rows : ndarray
+        For each parity of a step, one row of bytes a rank.
     """
 
     def __init__(self, board: Board, memory: Bytes) -> None:
-        self._board = board
+        self.board = board
         self.chunk_bytes = _CHUNK_BYTES
         rows = memory.reshape(-1, _CHUNK_BYTES)
-        self._rows = rows[: 2 * board.size].reshape(2, board.size, _CHUNK_BYTES)
+        self.rows = rows[: 2 * board.size].reshape(2, board.size, _CHUNK_BYTES)
         self._folded = rows[2 * board.size]
 
     @staticmethod
@@ -49,22 +53,21 @@ class Window:
         """Bytes of memory that a group of `size` ranks shares."""
         return (2 * size + 1) * _CHUNK_BYTES
 
-    def reduce(self, fill: Callable[[Bytes], None], target: Array, op: str) -> Steps:
-        """Reduce a chunk, which `fill` writes into the memory that it gets, into `target`."""
-        board = self._board
-        rows = self._rows[(board.step + 1) & 1][:, : target.nbytes]
-        fill(rows[board.rank])
-        board.post()
-        yield board
-        parts = list(rows.view(target.dtype))
+    def show(self) -> Steps:
+        """Show the others the chunk that is in this rank's row, and wait for theirs."""
+        self.board.post()
+        yield self.board
+
+    def fold(self, parts: Sequence[Array], target: Array, op: str) -> Steps:
+        """Fold the chunks that all ranks have shown into `target`."""
+        board, dtype = self.board, target.dtype
         if board.size <= _EVERYONE:
-            fold(op, target.dtype, parts, target)
+            fold(op, dtype, parts, target)
             return
-        count, folded = len(target), self._folded[: target.nbytes].view(target.dtype)
+        count, folded = len(target), self._folded[: target.nbytes].view(dtype)
         mine = slice(count * board.rank // board.size, count * (board.rank + 1) // board.size)
-        fold(op, target.dtype, [part[mine] for part in parts], folded[mine])
-        board.post()
-        yield board
+        fold(op, dtype, [part[mine] for part in parts], folded[mine])
+        yield from self.show()
         target[...] = folded
 
 
