@@ -151,25 +151,42 @@ def _lent(memory: Bytes) -> tuple[Bytes, weakref.ref[Any]]:
     return np.ndarray(memory.shape, _BYTE, loan), weakref.ref(loan)
 
 
+class Place(NamedTuple):
+    """Where a leaf lies among buckets that lie one after another, in bytes."""
+
+    leaf: int
+    shape: tuple[int, ...]
+    dtype: DType
+    offset: int
+
+
+def places_of(specs: tuple[Spec, ...], buckets: Iterable[Bucket]) -> tuple[Place, ...]:
+    """Return the leaves' places, bucket by bucket."""
+    places, base = [], 0
+    for bucket in buckets:
+        for leaf, offset, _ in bucket.pieces:
+            dtype, shape = specs[leaf]
+            places.append(Place(leaf, shape, dtype, base + offset))
+        base += bucket.nbytes
+    return tuple(places)
+
+
 class Packed:
     """Leaves in buckets, which lie one after another in one block of memory."""
 
     def __init__(
-        self, specs: tuple[Spec, ...], buckets: tuple[Bucket, ...], block: Bytes | None = None
+        self, buckets: tuple[Bucket, ...], places: tuple[Place, ...], block: Bytes | None = None
     ) -> None:
-        self._specs = specs
         self.buckets = buckets
+        self._places = places
         self.nbytes = sum(bucket.nbytes for bucket in buckets)
         self.block = allocate((self.nbytes,), _BYTE) if block is None else block
         self.memory = self.take_apart(self.block)
 
     def leaves(self) -> Iterator[tuple[int, Array]]:
         """Yield each leaf's number and its place, as an array of its dtype and shape."""
-        base = 0
-        for bucket in self.buckets:
-            for leaf, offset, _ in bucket.pieces:
-                yield leaf, self._place(leaf, base + offset)
-            base += bucket.nbytes
+        for leaf, shape, dtype, offset in self._places:
+            yield leaf, np.ndarray(shape, dtype, self.block, offset)
 
     def pack(self, sources: Sources) -> None:
         """Copy the leaves in; None stands for zeros."""
@@ -193,10 +210,6 @@ class Packed:
             parts.append(block[start : start + bucket.nbytes])
             start += bucket.nbytes
         return parts
-
-    def _place(self, leaf: int, offset: int) -> Array:
-        dtype, shape = self._specs[leaf]
-        return np.ndarray(shape, dtype, self.block, offset)
 
 
 def _copy(array: Array, place: Array) -> None:
@@ -224,6 +237,7 @@ class Fusion:
         self.bucket_bytes = bucket_bytes
         self.buckets = lay_out(specs, bucket_bytes)
         self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
+        self._places = places_of(specs, self.buckets)
         self._blocks = Blocks(self.nbytes)
         # Worked out when the leaves first go through the window.
         self._passages: tuple[Passage, ...] | None = None
@@ -232,7 +246,7 @@ class Fusion:
     def take(self) -> Packed:
         """Return memory for the results of one call."""
         block, new = self._blocks.lend()
-        packed = Packed(self.specs, self.buckets, block)
+        packed = Packed(self.buckets, self._places, block)
         if new:
             packed.clear_gaps()
         return packed

@@ -136,10 +136,8 @@ class Plan:
                 "the plan was made; make another plan for leaves that are tied in another way"
             )
         for path, leaf, spec in zip(self._leaf_paths, leaves.views, self._specs, strict=True):
-            if leaf is None and spec is None:
-                continue
-            if leaf is None or spec is None or leaf.shape != spec[1] or leaf.dtype != spec[0]:
-                got = None if leaf is None else (leaf.dtype, leaf.shape)
+            got = None if leaf is None else (leaf.array.dtype, leaf.array.shape)
+            if got != spec:
                 # A wrong shape is a value of the right type.
                 wrong_type = got is None or spec is None or got[0] != spec[0]
                 raise (TypeError if wrong_type else ValueError)(

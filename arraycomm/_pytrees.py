@@ -17,7 +17,7 @@ import numpy as np
 import optree
 
 # Leaves of these types have nothing inside; asking further would only cost time.
-_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic)
+_PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
 
 
 class Flat(NamedTuple):
@@ -40,7 +40,7 @@ def flatten(tree: Any, name: str = "tree") -> Flat:
     """Return the leaves of `tree`, with paths that begin with `name`."""
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     paths = _paths(spec, name)
-    nodes = [_open(leaf) for leaf in leaves]
+    nodes = [None if type(leaf) in _PLAIN else _open(leaf) for leaf in leaves]
     if not any(nodes):
         return Flat(leaves, paths, lambda new: optree.tree_unflatten(spec, new))
     return _flatten_nodes(leaves, paths, nodes, spec)
@@ -96,7 +96,7 @@ def _flatten_nodes(
 
 def _open(leaf: Any) -> _Node | None:
     """Return what is inside a leaf of optree's, or None where it is a leaf indeed."""
-    if isinstance(leaf, _PLAIN) or hasattr(leaf, "__dlpack__"):
+    if isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__"):
         return None
     if is_torch(leaf, "nn", "Module"):
         return _open_module(leaf)

@@ -15,7 +15,7 @@ from arraycomm._calls import Call, check_root, deliver
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError
-from arraycomm._fusion import Packed, lay_out
+from arraycomm._fusion import Packed, lay_out, places_of
 from arraycomm._header import Agreement, Signature, Steps
 from arraycomm._objects import bcast_object
 from arraycomm._pickles import dumps, loads
@@ -89,7 +89,8 @@ def _synchronize_call(comm: Communicator, tree: Any, root: int) -> Call:
         index.append(number)
     arrays = [part.array for part in parts if part.array is not None]
     specs = tuple((_RAW, (leaf.array.nbytes,)) for leaf in arrays)
-    packed = Packed(specs, lay_out(specs, 1 << 62))
+    buckets = lay_out(specs, 1 << 62)
+    packed = Packed(buckets, places_of(specs, buckets))
     is_root = comm.rank == root
     data = np.empty(0, np.uint8)
     if is_root:

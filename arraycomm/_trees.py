@@ -141,10 +141,10 @@ class Leaves:
         self.paths: list[str] = []
         seen: dict[int, int] = {}
         for leaf, path in zip(flat.leaves, flat.paths, strict=True):
-            tied = None if isinstance(leaf, NUMBERS) or leaf is None else seen.get(id(leaf))
-            if tied is None:
+            tied = seen.get(id(leaf))
+            if tied is None or leaf is None or isinstance(leaf, NUMBERS):
                 tied = seen[id(leaf)] = len(self.views)
-                self.views.append(None if leaf is None else view(leaf, f"{operation}: {path}"))
+                self.views.append(None if leaf is None else view(leaf, operation, path))
                 self.paths.append(path)
             self.index.append(tied)
 
@@ -303,7 +303,7 @@ def results(
     for number, place in packed.leaves():
         like = views[present[number]]
         assert like is not None
-        wanted = like.dtype if dtypes is None else dtypes[number]
+        wanted = like.array.dtype if dtypes is None else dtypes[number]
         array = place if place.dtype == wanted else place.astype(wanted)
         given[present[number]] = give(array, like)
     return given

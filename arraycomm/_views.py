@@ -17,12 +17,13 @@ from arraycomm._dtypes import BY_DTYPE, DType, name_of
 from arraycomm._protocols import read_foreign
 
 
-def view(x: Any, operation: str) -> BufferView:
+def view(x: Any, operation: str, name: str = "x") -> BufferView:
     """Return `x` as host memory, without a copy wherever it is host memory already.
 
-    Raises `TypeError`, `ValueError`, `OverflowError` or `BufferError` that names `operation`.
+    Raises `TypeError`, `ValueError`, `OverflowError` or `BufferError` that names `operation`, and `x`
+    by the name that it has there.
     """
-    return (_READERS.get(type(x)) or _reader_of(type(x)))(x, operation, "x")
+    return (_READERS.get(type(x)) or _reader_of(type(x)))(x, operation, name)
 
 
 def view_out(out: Any, shape: tuple[int, ...], dtype: DType, operation: str) -> BufferView:
