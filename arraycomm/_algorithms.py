@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from arraycomm._folds import fold, prefixes
-from arraycomm._results import allocate
-from arraycomm._transports.base import MAX_BYTES, Blocks, Handle, Transport
+from arraycomm._cuda.memory import Span
+from arraycomm._transports.base import MAX_BYTES, Blocks, Flat, Handle, Link, Transport
 from arraycomm._transports.board import PAYLOAD
 
-Array = np.ndarray[Any, Any]
 Moves = Generator[Handle, None, None]
 
 # A slot of the board at a time, and everyone folds it: up to this many steps.
@@ -45,106 +43,88 @@ def choose(nbytes: int, size: int, payload: int, shared: bool) -> str:
     return "slices"
 
 
-class Scratch:
-    """Temporary memory that a communicator keeps for its large reductions."""
-
-    def __init__(self) -> None:
-        self._memory: Array = np.empty(0, np.uint8)
-
-    def take(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return `count` elements of uninitialised memory, valid until the next call."""
-        nbytes = count * dtype.itemsize
-        if self._memory.nbytes < nbytes:
-            # Aligned alike on every rank, so that vectorized folds treat the same elements alike.
-            self._memory = allocate((nbytes,), np.dtype(np.uint8))
-        return self._memory[:nbytes].view(dtype)
-
-
-def allreduce(link: Transport, source: Array, target: Array, op: str, scratch: Scratch) -> Moves:
+def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
+    if link.size > 1 and link.native(op, source.dtype):
+        yield link.allreduce(source, target, op)
+        return
     match _choose(link, source):
         case "local":
-            fold(op, source.dtype, [_apart(source, target)], target)
+            link.fold(op, source.dtype, [_apart(source, target)], target)
         case "steps":
             yield from _in_steps(link, source, target, op)
         case "gather":
-            rows = yield from _gather_rows(link, source, scratch)
-            fold(op, source.dtype, rows, target)
+            rows = yield from _gather_rows(link, source)
+            link.fold(op, source.dtype, rows, target)
         case _:
-            for chunk in _chunks(source, link.size):
+            for chunk in _chunks(link, source):
                 bounds = _bounds(chunk, link.size)
                 part = target[bounds[link.rank] : bounds[link.rank + 1]]
-                yield from _fold_slice(link, source, part, bounds, op, scratch)
+                yield from _fold_slice(link, source, part, bounds, op)
                 yield link.allgather(_blocks(target, bounds))
 
 
-def reduce(
-    link: Transport, source: Array, target: Array | None, op: str, root: int, scratch: Scratch
-) -> Moves:
+def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) -> Moves:
     """Fold all ranks' `source` into the `target` of `root`; the others pass None."""
     match _choose(link, source):
         case "local":
             assert target is not None
-            fold(op, source.dtype, [_apart(source, target)], target)
+            link.fold(op, source.dtype, [_apart(source, target)], target)
         case "steps":
             yield from _in_steps(link, source, target, op)
         case "gather":
-            into = None if target is None else scratch.take(link.size * len(source), source.dtype)
+            into = None if target is None else link.take(link.size * len(source), source.dtype)
             counts = [len(source)] * link.size
             yield link.gather(_bytes(source), None if into is None else _even(into, counts), root)
             if target is not None and into is not None:
-                fold(op, source.dtype, list(into.reshape(link.size, -1)), target)
+                link.fold(op, source.dtype, _rows(into, link.size), target)
         case _:
-            for chunk in _chunks(source, link.size):
+            for chunk in _chunks(link, source):
                 bounds = _bounds(chunk, link.size)
-                part = np.empty(bounds[link.rank + 1] - bounds[link.rank], source.dtype)
-                yield from _fold_slice(link, source, part, bounds, op, scratch)
+                part = link.empty(bounds[link.rank + 1] - bounds[link.rank], source.dtype)
+                yield from _fold_slice(link, source, part, bounds, op)
                 into_blocks = None if target is None else _blocks(target, bounds)
                 yield link.gather(_bytes(part), into_blocks, root)
 
 
-def reduce_scatter(
-    link: Transport, source: Array, target: Array, op: str, scratch: Scratch
-) -> Moves:
+def reduce_scatter(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     """Fold everyone's row r of `source`, which has one row a rank, into the `target` of rank r."""
     size, count = link.size, len(target)
     if size == 1:
-        fold(op, source.dtype, [_apart(source, target)], target)
+        link.fold(op, source.dtype, [_apart(source, target)], target)
         return
-    for columns in _chunks(target, size, size):
-        rows = scratch.take(size * len(columns), source.dtype)
-        yield link.alltoall(_columns(source, count, columns), _even(rows, [len(columns)] * size))
+    for columns in _chunks(link, target, size):
+        rows = link.take(size * len(columns), source.dtype)
+        sent = _columns(link, source, count, columns)
+        yield link.alltoall(sent, _even(rows, [len(columns)] * size))
         part = target[columns.start : columns.stop]
-        fold(op, source.dtype, list(rows.reshape(size, -1)), part)
+        link.fold(op, source.dtype, _rows(rows, size), part)
 
 
-def scan(
-    link: Transport, source: Array, target: Array | None, op: str, scratch: Scratch, inclusive: bool
-) -> Moves:
+def scan(link: Link, source: Flat, target: Flat | None, op: str, inclusive: bool) -> Moves:
     """Fold the `source` of the ranks up to each into its `target`: with itself where `inclusive`.
 
     Each rank folds all prefixes of its slice. Exclusive, rank 0 has no target.
     """
     size = link.size
-    for chunk in _chunks(source, size):
+    for chunk in _chunks(link, source):
         bounds = _bounds(chunk, size)
         count = bounds[link.rank + 1] - bounds[link.rank]
-        memory = scratch.take(2 * size * count, source.dtype)
-        rows, outs = memory.reshape(2, size, count)
-        yield link.alltoall(_blocks(source, bounds), _even(rows.reshape(-1), [count] * size))
-        prefixes(op, source.dtype, list(rows), list(outs))
+        rows, outs = _rows(link.take(2 * size * count, source.dtype), 2)
+        yield link.alltoall(_blocks(source, bounds), _even(rows, [count] * size))
+        link.prefixes(op, source.dtype, _rows(rows, size), _rows(outs, size))
         counts = [count] * size
         if not inclusive:
             # Prefix r belongs to rank r + 1; the last belongs to nobody, and rank 0 gets none.
             counts[0] = 0
         yield link.alltoall(
-            _even(outs.reshape(-1)[: sum(counts)], counts),
-            _nothing(size) if target is None else _blocks(target, bounds),
+            _even(outs[: sum(counts)], counts),
+            _nothing(link) if target is None else _blocks(target, bounds),
         )
 
 
 def gatherv(
-    link: Transport, source: Array, target: Array | None, bounds: Sequence[int], root: int
+    link: Link, source: Flat, target: Flat | None, bounds: Sequence[int], root: int
 ) -> Moves:
     """Collect everyone's `source` in the `target` of `root`, rank r's from element bounds[r]."""
     if bounds[-1] * source.itemsize <= MAX_BYTES:
@@ -158,7 +138,7 @@ def gatherv(
 
 
 def scatterv(
-    link: Transport, source: Array | None, target: Array, bounds: Sequence[int], root: int
+    link: Link, source: Flat | None, target: Flat, bounds: Sequence[int], root: int
 ) -> Moves:
     """Give rank r the elements bounds[r] to bounds[r + 1] of the `source` of `root`."""
     if bounds[-1] * target.itemsize <= MAX_BYTES:
@@ -174,10 +154,10 @@ def scatterv(
 
 
 def alltoallv(
-    link: Transport,
-    source: Array,
+    link: Link,
+    source: Flat,
     bounds: Sequence[int],
-    target: Array,
+    target: Flat,
     into: Sequence[int],
     longest: int,
 ) -> Moves:
@@ -197,7 +177,7 @@ def alltoallv(
             yield link.alltoall(_one(send, to, size), _one(recv, origin, size))
 
 
-def bcast(link: Transport, buffer: Array, root: int) -> Moves:
+def bcast(link: Link, buffer: Flat, root: int) -> Moves:
     """Make every rank's `buffer` that of `root`."""
     if link.size == 1:
         return
@@ -206,7 +186,7 @@ def bcast(link: Transport, buffer: Array, root: int) -> Moves:
         yield link.bcast(raw[start : start + MAX_BYTES], root)
 
 
-def allgatherv(link: Transport, target: Array, bounds: Sequence[int]) -> Moves:
+def allgatherv(link: Link, target: Flat, bounds: Sequence[int]) -> Moves:
     """Make every rank's part of `target`, elements bounds[r] to bounds[r + 1], known to all.
 
     Each rank has written its own part beforehand.
@@ -220,13 +200,13 @@ def allgatherv(link: Transport, target: Array, bounds: Sequence[int]) -> Moves:
         yield from bcast(link, target[bounds[rank] : bounds[rank + 1]], rank)
 
 
-def _choose(link: Transport, source: Array) -> str:
-    board = link.board
-    return choose(source.nbytes, link.size, board.payload, board.shared)
+def _choose(link: Link, source: Flat) -> str:
+    return choose(source.nbytes, link.size, *link.slot)
 
 
-def _in_steps(link: Transport, source: Array, target: Array | None, op: str) -> Moves:
+def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Moves:
     """Show a slot's worth to all ranks at a time; who has a target folds what all ranks show."""
+    assert isinstance(link, Transport)
     board, dtype = link.board, source.dtype
     count = board.payload // dtype.itemsize
     for start in range(0, len(source), count):
@@ -237,31 +217,34 @@ def _in_steps(link: Transport, source: Array, target: Array | None, op: str) -> 
         yield board
         if target is not None:
             rows = board.rows[board.step & 1][:, PAYLOAD : PAYLOAD + len(shown)]
-            fold(op, dtype, [row.view(dtype) for row in rows], target[piece])
+            link.fold(op, dtype, [row.view(dtype) for row in rows], target[piece])
 
 
-def _fold_slice(
-    link: Transport, source: Array, part: Array, bounds: Sequence[int], op: str, scratch: Scratch
-) -> Moves:
+def _fold_slice(link: Link, source: Flat, part: Flat, bounds: Sequence[int], op: str) -> Moves:
     """Collect this rank's slice of a chunk from all ranks, and fold it into `part`."""
     count = bounds[link.rank + 1] - bounds[link.rank]
-    rows = scratch.take(link.size * count, source.dtype)
+    rows = link.take(link.size * count, source.dtype)
     yield link.alltoall(_blocks(source, bounds), _even(rows, [count] * link.size))
-    fold(op, source.dtype, list(rows.reshape(link.size, count)), part)
+    link.fold(op, source.dtype, _rows(rows, link.size), part)
 
 
-def _gather_rows(
-    link: Transport, source: Array, scratch: Scratch
-) -> Generator[Handle, None, list[Array]]:
-    into = scratch.take(link.size * len(source), source.dtype).reshape(link.size, -1)
-    into[link.rank] = source
-    yield link.allgather(_even(into.reshape(-1), [len(source)] * link.size))
-    return list(into)
+def _gather_rows(link: Link, source: Flat) -> Generator[Handle, None, list[Flat]]:
+    into = link.take(link.size * len(source), source.dtype)
+    rows = _rows(into, link.size)
+    rows[link.rank][...] = source
+    yield link.allgather(_even(into, [len(source)] * link.size))
+    return rows
 
 
-def _chunks(array: Array, size: int, rows: int = 1) -> Iterator[range]:
+def _rows(array: Flat, count: int) -> list[Flat]:
+    """Cut memory into `count` rows of one length."""
+    length = len(array) // count
+    return [array[row * length : (row + 1) * length] for row in range(count)]
+
+
+def _chunks(link: Link, array: Flat, rows: int = 1) -> Iterator[range]:
     """Cut `array`, of which `rows` are moved at once, into ranges that are small enough."""
-    step = max(CHUNK_BYTES // (array.itemsize * rows), size)
+    step = max((link.chunk_bytes or CHUNK_BYTES) // (array.itemsize * rows), link.size)
     for start in range(0, len(array), step):
         yield range(start, min(start + step, len(array)))
 
@@ -272,7 +255,7 @@ def _bounds(chunk: range, size: int) -> list[int]:
     return [chunk.start + count * rank // size for rank in range(size + 1)]
 
 
-def _blocks(array: Array, bounds: Sequence[int]) -> Blocks:
+def _blocks(array: Flat, bounds: Sequence[int]) -> Blocks:
     """Elements bounds[r] to bounds[r + 1] of the array, as blocks of bytes."""
     itemsize, first = array.itemsize, bounds[0]
     offsets = [(bound - first) * itemsize for bound in bounds]
@@ -280,13 +263,14 @@ def _blocks(array: Array, bounds: Sequence[int]) -> Blocks:
     return Blocks(_bytes(array[first : bounds[-1]]), counts, offsets[:-1])
 
 
-def _columns(array: Array, count: int, columns: range) -> Blocks:
+def _columns(link: Link, array: Flat, count: int, columns: range) -> Blocks:
     """Some columns of an array of rows of `count` elements, a row for each rank."""
     rows = len(array) // count
     if array.nbytes > MAX_BYTES:
-        # A single column would be reshaped without a copy, strided as it is.
-        packed = np.ascontiguousarray(array.reshape(rows, count)[:, columns.start : columns.stop])
-        return _even(packed.reshape(-1), [len(columns)] * rows)
+        packed = link.empty(rows * len(columns), array.dtype)
+        for row, part in enumerate(_rows(packed, rows)):
+            part[...] = array[row * count + columns.start : row * count + columns.stop]
+        return _even(packed, [len(columns)] * rows)
     places = [(row * count + columns.start) * array.itemsize for row in range(rows)]
     return Blocks(_bytes(array), [len(columns) * array.itemsize] * rows, places)
 
@@ -299,26 +283,33 @@ def _pieces(bounds: Sequence[int], itemsize: int) -> Iterator[tuple[int, range]]
             yield rank, range(start, min(start + step, end))
 
 
-def _one(array: Array, rank: int, size: int) -> Blocks:
+def _one(array: Flat, rank: int, size: int) -> Blocks:
     """The whole array for one rank, nothing for the others."""
     counts = [array.nbytes if other == rank else 0 for other in range(size)]
     return Blocks(_bytes(array), counts, [0] * size)
 
 
-def _nothing(size: int) -> Blocks:
-    return Blocks(np.empty(0, np.uint8), [0] * size, [0] * size)
+def _nothing(link: Link) -> Blocks:
+    return Blocks(link.empty(0, np.dtype(np.uint8)), [0] * link.size, [0] * link.size)
 
 
-def _even(array: Array, counts: Sequence[int]) -> Blocks:
+def _even(array: Flat, counts: Sequence[int]) -> Blocks:
     bounds = [0]
     for count in counts:
         bounds.append(bounds[-1] + count)
     return _blocks(array, bounds)
 
 
-def _bytes(array: Array) -> Array:
+def _bytes(array: Flat) -> Flat:
     return array.view(np.uint8)
 
 
-def _apart(source: Array, target: Array) -> Array:
-    return source.copy() if np.may_share_memory(source, target) else source
+def _apart(source: Flat, target: Flat) -> Flat:
+    return source.copy() if overlap(source, target) else source
+
+
+def overlap(one: Flat, other: Flat) -> bool:
+    """Tell whether two pieces of contiguous memory have a byte in common."""
+    if isinstance(one, Span) and isinstance(other, Span):
+        return one.shares(other)
+    return not isinstance(one, Span) and bool(np.may_share_memory(one, other))

@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from arraycomm import _calls, _messages, _movements, _objects, _reductions
-from arraycomm._algorithms import Scratch
 from arraycomm._calls import Call, UndeliveredError
 from arraycomm._callsite import call_site, describe_exception, describe_raise
 from arraycomm._engine import Engine, Task
@@ -186,7 +185,6 @@ class Communicator:
         self._board = link.board
         self._options = options
         self._engine = Engine(link.spins, link.threaded, self._watch, self._push_others)
-        self._scratch = Scratch()
         # Memory that the ranks share for trees: None before it is asked for, False without any.
         self._window: Window | bool | None = None
         # How leaves are fused, and memory for them: for plans while these are in use, and for the

@@ -273,7 +273,7 @@ class Fusion:
         packed.pack(sources)
         for bucket, memory in zip(self.buckets, packed.memory, strict=True):
             flat = memory.view(bucket.dtype)
-            yield from _algorithms.allreduce(comm._link, flat, flat, op, comm._scratch)
+            yield from _algorithms.allreduce(comm._link, flat, flat, op)
 
     def fold_payloads(
         self, comm: Communicator, packed: Packed, agreement: Agreement, op: str

@@ -46,7 +46,7 @@ def allreduce(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
         elif inline:
             _fold_inline(comm, agreement, flat, op, target.flat)
         else:
-            yield from _algorithms.allreduce(comm._link, flat, target.flat, op, comm._scratch)
+            yield from _algorithms.allreduce(comm._link, flat, target.flat, op)
         return target.deliver()
 
     inline = flat.nbytes <= comm._inline
@@ -75,7 +75,7 @@ def reduce(comm: Communicator, x: Any, op: str | Op, root: int, out: Any) -> Cal
         if isinstance(op, Op):
             yield from _reduce_by(comm, op, source, flat, into, root, agreement, inline)
         elif not inline:
-            yield from _algorithms.reduce(comm._link, flat, into, op, root, comm._scratch)
+            yield from _algorithms.reduce(comm._link, flat, into, op, root)
         elif into is not None:
             _fold_inline(comm, agreement, flat, op, into)
         return None if target is None else target.deliver()
@@ -105,7 +105,7 @@ def reduce_scatter(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
         if isinstance(op, Op):
             yield from _reduce_scatter_by(comm, op, source, flat, target.flat, agreement, inline)
         elif not inline:
-            yield from _algorithms.reduce_scatter(link, flat, target.flat, op, comm._scratch)
+            yield from _algorithms.reduce_scatter(link, flat, target.flat, op)
         elif count:
             mine = slice(comm.rank * count, (comm.rank + 1) * count)
             rows = [row[mine] for row in _rows_inline(comm, agreement, flat)]
@@ -149,7 +149,7 @@ def _scan(comm: Communicator, x: Any, op: str | Op, out: Any, operation: str, co
             yield from _scan_by(comm, op, source, flat, into, inclusive, agreement, inline)
         elif not inline:
             link = comm._link
-            yield from _algorithms.scan(link, flat, into, op, comm._scratch, inclusive)
+            yield from _algorithms.scan(link, flat, into, op, inclusive)
         elif into is not None:
             fold(op, flat.dtype, _rows_inline(comm, agreement, flat)[:count], into)
         return None if target is None else target.deliver()

@@ -4,19 +4,27 @@ A movement returns a `Handle` at once and is finished when `done()` says so; the
 untouched by the caller until then. All ranks of a group issue the same movements in the same order,
 each after the one before has finished.
 Buffers are one-dimensional, contiguous arrays of bytes; no single movement exceeds `MAX_BYTES`.
+
+A `Link` is the movements alone, and the folding of what they move: over a device's memory, which has
+no board. A `Transport` is a link over the host's memory, and the group.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from arraycomm._dtypes import DType
+from arraycomm._folds import fold, prefixes
+from arraycomm._results import allocate
 from arraycomm._transports.board import Board
 
 Bytes = np.ndarray[Any, Any]
+# One-dimensional, contiguous memory of a link: a NumPy array, or a `Span` on a device.
+Flat: TypeAlias = Any
 
 # Counts and offsets of MPI before version 4 are 32-bit integers.
 MAX_BYTES: Final = 2**31 - 4096
@@ -32,32 +40,33 @@ class Handle(Protocol):
 class Blocks(NamedTuple):
     """One block of `buffer` for each rank: `counts[r]` bytes from `offsets[r]`."""
 
-    buffer: Bytes
+    buffer: Flat
     counts: Sequence[int]
     offsets: Sequence[int]
 
-    def block(self, rank: int) -> Bytes:
+    def block(self, rank: int) -> Flat:
         """Return the bytes that belong to `rank`."""
         start = self.offsets[rank]
         return self.buffer[start : start + self.counts[rank]]
 
 
-class Transport(abc.ABC):
-    """One group of ranks."""
+class Link(abc.ABC):
+    """The movements between the ranks of a group, and the folding of what they move.
 
-    name: str
+    Attributes
+    ----------
+    chunk_bytes : int
+        Larger reductions go in chunks of about so many bytes; 0 for what suits a host's caches.
+    """
+
     rank: int
     size: int
-    local_rank: int
-    local_size: int
-    board: Board
-    mpi_comm: Any = None
-    # Polls before the first one that gives up the core.
-    spins: int = 0
-    # Whether a thread of its own may push movements on while the caller computes.
-    threaded: bool = True
-    # Whether the death of a process lets the others live.
-    outlives: bool = False
+    chunk_bytes: int = 0
+
+    @property
+    def slot(self) -> tuple[int, bool]:
+        """How many bytes one step of the group's board takes, and whether that is shared memory."""
+        return -1, False
 
     @abc.abstractmethod
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
@@ -68,19 +77,19 @@ class Transport(abc.ABC):
         """Everyone's own block of `recv` becomes known to all, in place."""
 
     @abc.abstractmethod
-    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
+    def gather(self, send: Flat, recv: Blocks | None, root: int) -> Handle:
         """Send bytes to `root`, which receives rank r's in block r; `recv` is None elsewhere."""
 
     @abc.abstractmethod
-    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
+    def scatter(self, send: Blocks | None, recv: Flat, root: int) -> Handle:
         """Send block r of `root` to rank r; `send` is None elsewhere."""
 
     @abc.abstractmethod
-    def bcast(self, buffer: Bytes, root: int) -> Handle:
+    def bcast(self, buffer: Flat, root: int) -> Handle:
         """Make every rank's buffer that of `root`."""
 
     @abc.abstractmethod
-    def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
+    def send(self, buffer: Flat, dest: int, tag: int) -> Handle:
         """Send bytes to one rank; finished when the buffer may be used again.
 
         Messages between two ranks, and sends and receives of this kind may be many at once; those
@@ -88,8 +97,69 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
+    def recv(self, buffer: Flat, source: int, tag: int) -> Handle:
         """Receive what `source` sends with this tag into the first bytes of `buffer`."""
+
+    @abc.abstractmethod
+    def take(self, count: int, dtype: DType) -> Flat:
+        """Return uninitialised temporary memory, valid until the next call."""
+
+    @abc.abstractmethod
+    def empty(self, count: int, dtype: DType) -> Flat:
+        """Return uninitialised memory."""
+
+    @abc.abstractmethod
+    def fold(self, op: str, dtype: DType, rows: Sequence[Flat], out: Flat) -> None:
+        """Fold the rows into `out`, in their order."""
+
+    @abc.abstractmethod
+    def prefixes(self, op: str, dtype: DType, rows: Sequence[Flat], outs: Sequence[Flat]) -> None:
+        """Fold the rows up to and with k into `outs[k]`."""
+
+    def native(self, op: str, dtype: DType) -> bool:
+        """Tell whether `allreduce` of this link keeps what is promised of this reduction."""
+        return False
+
+    def allreduce(self, source: Flat, target: Flat, op: str) -> Handle:
+        """Reduce by the link's own means, in an order of its own."""
+        raise NotImplementedError
+
+
+class Transport(Link):
+    """One group of ranks, and the movements between their hosts."""
+
+    name: str
+    local_rank: int
+    local_size: int
+    board: Board
+    mpi_comm: Any = None
+    # Polls before the first one that gives up the core.
+    spins: int = 0
+    # Whether a thread of its own may push movements on while the caller computes.
+    threaded: bool = True
+    # Whether the death of a process lets the others live.
+    outlives: bool = False
+    _scratch: Bytes = np.empty(0, np.uint8)
+
+    @property
+    def slot(self) -> tuple[int, bool]:
+        return self.board.payload, self.board.shared
+
+    def take(self, count: int, dtype: DType) -> Bytes:
+        nbytes = count * dtype.itemsize
+        if self._scratch.nbytes < nbytes:
+            # Aligned alike on every rank, so that vectorized folds treat the same elements alike.
+            self._scratch = allocate((nbytes,), np.dtype(np.uint8))
+        return self._scratch[:nbytes].view(dtype)
+
+    def empty(self, count: int, dtype: DType) -> Bytes:
+        return np.empty(count, dtype)
+
+    def fold(self, op: str, dtype: DType, rows: Sequence[Bytes], out: Bytes) -> None:
+        fold(op, dtype, rows, out)
+
+    def prefixes(self, op: str, dtype: DType, rows: Sequence[Bytes], outs: Sequence[Bytes]) -> None:
+        prefixes(op, dtype, rows, outs)
 
     @abc.abstractmethod
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
