@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from arraycomm._cuda.memory import Span
 from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType, check_movable
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -33,9 +34,11 @@ class BufferView:
         `array` is not the caller's memory.
     device : tuple of str and int
         Where the caller's memory is.
+    span : Span or None
+        The elements in C order on a device, where they are communicated from there.
     """
 
-    __slots__ = ("array", "copied", "device", "framework", "readonly", "source")
+    __slots__ = ("array", "copied", "device", "framework", "readonly", "source", "span")
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class BufferView:
         self.readonly = readonly
         self.copied = copied
         self.device = device
+        self.span: Span | None = None
 
     @property
     def address(self) -> int:

@@ -14,11 +14,12 @@ from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 from arraycomm._header import Agreement, Signature, Steps
 from arraycomm._results import allocate, give, written
-from arraycomm._transports.base import Bytes
+from arraycomm._transports.base import Bytes, Flat
 from arraycomm._views import view_out
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
+    from arraycomm._ways import HostWay
 
 
 # A length from another rank beyond this is taken for a broken header, not for an order of memory.
@@ -30,7 +31,8 @@ class Call:
     """One rank's part in one collective.
 
     `blind` says that `finish` needs nothing from the header when the payload is too large for it.
-    `prefix` is the signature as a header carries it, where that was encoded beforehand.
+    `prefix` is the signature as a header carries it, where that was encoded beforehand. `way` is that
+    of its array, and `again` makes the call for another way.
     """
 
     signature: Signature
@@ -42,6 +44,8 @@ class Call:
     negotiable: bool = False
     blind: bool = False
     prefix: bytes | None = None
+    way: HostWay | None = None
+    again: Callable[[HostWay], Call] | None = None
 
 
 class UndeliveredError(Exception):
@@ -94,38 +98,6 @@ class Target:
         if self._staged:
             np.copyto(self._out.array, self._array)
         return deliver(written, self._out)
-
-
-class LateTarget:
-    """A target whose shape is known only once the other ranks have been heard.
-
-    What is wrong with `out` is raised at the end, since by then the other ranks count on this one.
-    """
-
-    def __init__(
-        self,
-        like: BufferView,
-        shape: tuple[int, ...],
-        dtype: DType,
-        out: Any,
-        operation: str,
-        source: np.ndarray[Any, Any] | None = None,
-        *,
-        apart: bool = False,
-    ) -> None:
-        self._error: Exception | None = None
-        try:
-            self._target = Target(like, shape, dtype, out, operation, source, apart=apart)
-        except Exception as error:
-            self._error = error
-            self._target = Target(like, shape, dtype, None, operation)
-        self.flat = self._target.flat
-
-    def deliver(self) -> Any:
-        """Hand the finished result to the caller, or raise what is wrong with `out`."""
-        if self._error is not None:
-            raise UndeliveredError(self._error)
-        return self._target.deliver()
 
 
 def bounds_of(lengths: Iterable[int], elements: int = 1) -> list[int]:
@@ -214,8 +186,10 @@ def check_root(comm: Communicator, root: Any, operation: str) -> int:
     return rank
 
 
-def flatten(source: BufferView) -> tuple[np.ndarray[Any, Any], int]:
+def flatten(source: BufferView) -> tuple[Flat, int]:
     """Return the elements in C order as one-dimensional memory, and the copies that took."""
+    if source.span is not None:
+        return source.span, int(source.copied)
     flat = source.array.reshape(-1)
     if not flat.flags.c_contiguous:
         flat = np.ascontiguousarray(flat)
@@ -223,7 +197,7 @@ def flatten(source: BufferView) -> tuple[np.ndarray[Any, Any], int]:
     return flat, int(copied) + int(source.copied)
 
 
-def payload_of(flat: np.ndarray[Any, Any], inline: bool) -> Bytes | None:
+def payload_of(flat: Flat, inline: bool) -> Bytes | None:
     """Return what travels with the header, where it fits."""
     return flat.view(np.uint8) if inline else None
 

@@ -15,6 +15,8 @@ import numpy as np
 from arraycomm import _calls, _messages, _movements, _objects, _reductions
 from arraycomm._calls import Call, UndeliveredError
 from arraycomm._callsite import call_site, describe_exception, describe_raise
+from arraycomm._cuda.arrays import on_cuda
+from arraycomm._devices import Devices
 from arraycomm._engine import Engine, Task
 from arraycomm._errors import (
     CommTimeoutError,
@@ -24,6 +26,7 @@ from arraycomm._errors import (
     TransportError,
 )
 from arraycomm._header import (
+    Agreement,
     Signature,
     Steps,
     agree,
@@ -36,9 +39,10 @@ from arraycomm._join import JOINABLE, refused
 from arraycomm._messages import Message
 from arraycomm._ops import Op
 from arraycomm._short import ShortReduction
-from arraycomm._transports.base import Transport
+from arraycomm._transports.base import Handle, Transport
 from arraycomm._transports.board import FAILED, FINISHED, Farewell
 from arraycomm._views import view
+from arraycomm._ways import HostWay
 
 if TYPE_CHECKING:
     from arraycomm._fusion import Fusion
@@ -198,7 +202,12 @@ class Communicator:
         self._made_optimizers = 0
         self._joins_with: Communicator | None = None
         self._inline = link.board.payload
-        self._prefixes: dict[tuple[Signature, int, int], bytes] = {}
+        # The way of the arrays of the call that is being made, and which link those on devices take.
+        self._way = self._host_way = HostWay(self)
+        self._devices = Devices(self)
+        # What is wrong with a call that had gone ahead of its header, until somebody is told.
+        self._late: BaseException | None = None
+        self._prefixes: dict[tuple[Signature, int, int, int], bytes] = {}
         self._short: dict[tuple[Any, ...], ShortReduction] = {}
         self._closed: BaseException | None = None
         # Whether a call was given up while data was moving: the transport still holds its buffers.
@@ -252,14 +261,15 @@ class Communicator:
         device, check, reproducible, timeout
             As for `arraycomm.init`.
         """
-        from arraycomm._runtime import open_mpi
+        from arraycomm._runtime import open_mpi, wish
 
-        return open_mpi(mpi4py_comm, device, Options(check, reproducible, timeout))
+        options = Options(check, reproducible, timeout)
+        return open_mpi(mpi4py_comm, options, wish("auto", device))
 
     @property
     def device(self) -> str:
-        """Where this rank makes arrays when no argument tells it: "cpu"."""
-        return "cpu"
+        """Where this rank makes arrays when no argument tells it: "cpu", or a device as in "cuda:0"."""
+        return self._devices.name
 
     @property
     def mpi_comm(self) -> Any:
@@ -1026,7 +1036,8 @@ class Communicator:
             refused(operation)
         try:
             allowed = self._join is None or operation in JOINABLE
-            call = prepare(self, *args) if allowed else refused(operation)
+            way = self._devices.way(args)
+            call = self._prepared(prepare, args, way) if allowed else refused(operation)
         except Exception as error:
             self._count(operation, None)
             if self._join is not None:
@@ -1038,15 +1049,29 @@ class Communicator:
         self._count(operation, call)
         return self._guarded(self._steps(call, site))
 
+    def _prepared(self, prepare: Callable[..., Call], args: tuple[Any, ...], way: HostWay) -> Call:
+        """Look at the arguments, with arrays going this way."""
+        self._way = way
+        try:
+            call = prepare(self, *args)
+        finally:
+            self._way = self._host_way
+        call.again = lambda other: self._prepared(prepare, args, other)
+        return call
+
     def _steps(self, call: Call, site: str | None) -> Steps:
         if self._closed is not None:
             raise self._closed_error(call.signature.operation)
         self._doing = (call.signature.operation, site)
+        way = call.way or self._host_way
         if call.blind and call.payload is None and not self._options.check:
             # Counted as two steps, so that farewells tell before from after.
             self._board.step += 2
-            return (yield from call.finish(None))
-        agreement = yield from agree(
+            return (yield from way.run(call.finish(None)))
+        if call.blind and not way.host:
+            # The header is seen to later, in whichever thread.
+            site = site or call_site()
+        agreeing = agree(
             self._board,
             call.signature,
             self._prefix(call),
@@ -1054,7 +1079,50 @@ class Communicator:
             negotiable=call.negotiable,
             site=site,
         )
-        return (yield from call.finish(agreement))
+        if call.blind and not way.host:
+            # What the device is to do waits there for the other ranks.
+            posted = next(agreeing)
+            self._engine.follow(self._verified(posted, agreeing), str(site))
+            return (yield from way.run(call.finish(None)))
+        agreement = yield from agreeing
+        return (yield from self._met(call, agreement, site))
+
+    def _met(self, call: Call, agreement: Agreement, site: str | None) -> Steps:
+        """Finish a call to which all ranks have come, wherever their arrays are."""
+        way, devices = call.way or self._host_way, self._devices
+        if call.again is not None and (agreement.mixed or way.place):
+            if not devices.decided:
+                yield from devices.decide()
+                again = call.again(devices.way_after(way))
+                return (yield from self._steps(again, site))
+            if way.host:
+                call = call.again(devices.way_of_host())
+        return (yield from (call.way or way).run(call.finish(agreement)))
+
+    def _met_after(self, settling: Steps, x: Any, op: Any) -> Steps:
+        """Go on with a reduction whose header showed arrays in other places than this rank's."""
+
+        def steps() -> Steps:
+            agreement = yield from settling
+            call = self._prepared(_reductions.allreduce, (x, op, None), self._host_way)
+            return (yield from self._met(call, agreement, None))
+
+        return self._guarded(steps())
+
+    def _verified(self, posted: Handle, agreeing: Steps) -> Steps:
+        """See to the header of a call that has gone ahead of it."""
+
+        def steps() -> Steps:
+            yield posted
+            yield from agreeing
+
+        try:
+            yield from self._guarded(steps())
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._late = error
+            raise
 
     def _guarded(self, steps: Steps) -> Steps:
         """Close the communicator where steps fail in a way that leaves ranks out of step."""
@@ -1103,12 +1171,14 @@ class Communicator:
         if call.prefix is not None:
             return call.prefix
         payload = -1 if call.payload is None else len(call.payload)
-        key = (call.signature, payload, call.length)
+        place = 0 if call.way is None else call.way.place
+        key = (call.signature, payload, call.length, place)
         prefix = self._prefixes.get(key)
         if prefix is None:
             if len(self._prefixes) >= _MAX_CACHED:
                 self._prefixes.clear()
-            prefix = self._prefixes[key] = encode(call.signature, payload, call.length)
+            prefix = encode(call.signature, payload, call.length, place=place)
+            self._prefixes[key] = prefix
         return prefix
 
     def _remember(self, x: Any, op: str) -> None:
@@ -1117,7 +1187,8 @@ class Communicator:
         with suppress(Exception):
             key = (type(x), op, x.dtype, x.shape)
             source = view(x, "allreduce")
-            if source.array.nbytes > self._inline or source.copied or self._closed is not None:
+            unfit = source.copied or source.array.nbytes > self._inline or on_cuda(x)
+            if unfit or self._closed is not None:
                 return
             if len(self._short) >= _MAX_CACHED:
                 self._forget_short()
@@ -1270,6 +1341,7 @@ class Communicator:
         if self._closed is not None:
             return
         self._closed = error
+        self._devices.abort()
         if self._engine.on_return is not None:
             self._return()
             if isinstance(error, CommTimeoutError):
@@ -1291,7 +1363,10 @@ class Communicator:
             text = "" if followed else describe_exception(error)
             self._board.leave(FAILED, self._completed, text)
 
-    def _closed_error(self, operation: str) -> CommunicatorClosedError:
+    def _closed_error(self, operation: str) -> BaseException:
+        if self._late is not None:
+            late, self._late = self._late, None
+            return late
         closed = CommunicatorClosedError(
             f"{operation}: the communicator is closed: "
             f"{type(self._closed).__name__}: {self._closed}".rstrip(": ")

@@ -73,9 +73,18 @@ def _done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> bo
 class Task:
     """One program under way, and in the end its result or its error."""
 
-    def __init__(self, program: Steps, site: str = "unknown", watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        program: Steps,
+        site: str = "unknown",
+        watch: Watch | None = None,
+        *,
+        wanted: bool = True,
+    ) -> None:
         self._program = program
         self.site = site
+        # Whether somebody is to wait for it.
+        self.wanted = wanted
         # Called while waiting, in place of the engine's own.
         self.watch = watch
         self.waiting: Handle | None = None
@@ -173,6 +182,10 @@ class Engine:
         self._queue.append(task)
         return self._begin(task)
 
+    def follow(self, program: Steps, site: str) -> None:
+        """Put a program right behind the one that is running: what comes next waits for it."""
+        self._queue.insert(1 if self._queue else 0, Task(program, site, wanted=False))
+
     def submit_message(
         self, program: Steps, site: str, watch: Watch, *, awaited: bool = False
     ) -> Task:
@@ -211,11 +224,11 @@ class Engine:
                 self._queue.popleft()
 
     def drain(self) -> list[Task]:
-        """Wait for everything outstanding; return the tasks that nobody had waited for."""
+        """Wait for everything outstanding; return the tasks that somebody should have waited for."""
         dropped = [*self._queue, *self._messages]
         for task in dropped:
             self.wait_for(lambda task=task: self._pushed(task), lambda waited: None)  # type: ignore[misc]
-        return dropped
+        return [task for task in dropped if task.wanted]
 
     def wait_for(self, done: Callable[[], bool], watch: Watch | None = None) -> None:
         """Poll until `done`, and push on what else this rank has outstanding if nobody does."""

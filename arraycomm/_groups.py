@@ -66,6 +66,7 @@ def free(comm: Communicator) -> None:
     lost = sum(tell_unmatched(comm, "free", comm._unmatched))
     # Every rank has started its messages by now, and the group is needed until they are there.
     comm._engine.drain()
+    comm._devices.close()
     comm._forget_short()
     comm._closed = CommunicatorClosedError("it was freed")
     comm._family.remove(comm)
@@ -88,6 +89,7 @@ def shrink(comm: Communicator) -> Communicator:
             "of a process; start the program with Open MPI's mpiexec --with-ft ulfm"
         )
     made = type(comm)(link, comm._options, f"{comm._name}/shrunk")
+    made._devices.wish = comm._devices.wish
     for member in list(comm._family):
         member._close(CommunicatorClosedError("shrink() has replaced it"))
         # Revoked: nothing of it is under way any more.
@@ -140,6 +142,7 @@ def _open(
     if link is None:
         return None
     made = type(comm)(link, options, name)
+    made._devices.inherit(comm._devices)
     made._family = comm._family
     comm._family.append(made)
     return made

@@ -5,6 +5,7 @@ Where they do not, words 2 and 3 tell the call (operation, op, root) from the ar
 for which a rank that cannot know it shows 0, "matches anything". Word 4 packs status, operation,
 dtype and number of dimensions, words 5 to 12 the shape, word 13 the length of the payload that
 travels along, or -1, and word 14 the length of what is sent where that may differ between ranks.
+Word 15 is 1 where the rank's array is on a device, which is no difference that matters to the caller.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ class Agreement(NamedTuple):
     rows: Bytes
     words: memoryview
     details: list[dict[str, Any]] | None
+    # Whether some arrays are on a device and others on the host.
+    mixed: bool = False
 
     def word(self, rank: int, number: int) -> int:
         """Return a word of the header of `rank`."""
@@ -133,8 +136,10 @@ def digest(*parts: object) -> int:
     return int.from_bytes(raw, "little", signed=True) or 1
 
 
-def encode(signature: Signature, payload: int, length: int = 0, status: int = _CALL) -> bytes:
-    """Return the words 1 to 15 of a slot; see the module for `payload` and `length`."""
+def encode(
+    signature: Signature, payload: int, length: int = 0, status: int = _CALL, place: int = 0
+) -> bytes:
+    """Return the words 1 to 15 of a slot; see the module for the meaning of the arguments."""
     call = digest(signature.operation, signature.op, signature.root)
     array = 0
     shape: tuple[int, ...] = signature.shape or ()
@@ -148,10 +153,10 @@ def encode(signature: Signature, payload: int, length: int = 0, status: int = _C
     packed = status | operation << 8 | code << 16 | len(shape) << 32
     dims = (shape if len(shape) <= MAX_DIMS else ()) + (0,) * MAX_DIMS
     return _WORDS.pack(
-        digest(call, array, packed),
+        digest(call, array, packed, place),
         *(call, array, packed),
         *dims[:MAX_DIMS],
-        *(payload, length, 0),
+        *(payload, length, place),
     )
 
 
@@ -203,7 +208,8 @@ def settle(
         return Agreement(rows, words, None)
     verdict = _judge(board, words)
     if verdict == _CALL:
-        return Agreement(rows, words, None)
+        places = {words[base + 15] for base in range(0, board.size * board.stride, board.stride)}
+        return Agreement(rows, words, None, len(places) > 1)
     if verdict == _LEAVING:
         board.ended = True
         raise _leaving_error(board, rows, words)
@@ -321,7 +327,7 @@ def _seen(board: Board) -> tuple[Bytes, memoryview]:
 
 
 def _judge(board: Board, words: memoryview) -> int:
-    """Return `_CALL` where the slots match, else what stands in the way (."""
+    """Return `_CALL` where the slots match, else what stands in the way."""
     bases = range(0, board.size * board.stride, board.stride)
     statuses = [words[base + 4] & 0xFF for base in bases]
     if _LEAVING in statuses:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._buffers import BufferView
-from arraycomm._calls import LateTarget, UndeliveredError, flatten
+from arraycomm._calls import UndeliveredError, flatten
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
 from arraycomm._errors import PeerError, TransportError
 from arraycomm._header import MAX_DIMS, Steps, in_header
 from arraycomm._movements import _described, describe, wanted_kind
 from arraycomm._transports.base import MAX_BYTES, Bytes
 from arraycomm._views import view
+from arraycomm._ways import LatePlace
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -118,7 +119,7 @@ def _recv(comm: Communicator, source: int, tag: int, like: Any, out: Any) -> Ste
     dtype, shape = _array(code, dims[: max(ndim, 0)], said)
     if math.prod(shape) * dtype.itemsize != nbytes:
         raise TransportError(f"recv: a malformed message came from rank {source}")
-    target = LateTarget(kind, shape, dtype, None if wrong else out, "recv")
+    target = LatePlace(comm._host_way, kind, shape, dtype, None if wrong else out, "recv")
     data = target.flat.view(np.uint8)
     if length + nbytes <= _ROOM:
         data[...] = body[length : length + nbytes]

@@ -16,8 +16,6 @@ from arraycomm import _algorithms
 from arraycomm._buffers import BufferView
 from arraycomm._calls import (
     Call,
-    LateTarget,
-    Target,
     bounds_of,
     check_axis,
     check_counts,
@@ -37,8 +35,9 @@ from arraycomm._header import (
     exchange_details,
     in_header,
 )
-from arraycomm._transports.base import Bytes
-from arraycomm._views import likeness, view, view_out
+from arraycomm._transports.base import Bytes, Flat
+from arraycomm._views import likeness, view
+from arraycomm._ways import HostWay, LatePlace, Place
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -51,38 +50,40 @@ def bcast(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
     root = check_root(comm, root, "bcast")
     if comm.rank != root:
         return _bcast_to(comm, x, root, like, out)
-    return _bcast_from(comm, _sent(x, "bcast"), root, out)
+    return _bcast_from(comm, _sent(comm, x, "bcast"), root, out)
 
 
-def _sent(x: Any, operation: str) -> BufferView:
+def _sent(comm: Communicator, x: Any, operation: str) -> BufferView:
     if x is None:
         raise TypeError(f"{operation}: x is None on the root; the root passes the array to send")
-    source = view(x, operation)
+    source = comm._way.view(x, operation)
     check_movable(source.dtype, operation)
     return source
 
 
 def _bcast_from(comm: Communicator, source: BufferView, root: int, out: Any) -> Call:
+    way = comm._way
     flat, copies = flatten(source)
-    target = Target(source, source.shape, source.dtype, out, "bcast", flat)
+    target = way.target(source, source.shape, source.dtype, out, "bcast", flat)
     description = describe(source.dtype, source.shape, "bcast")
 
     def finish(agreement: Agreement) -> Steps:
         if description is not None:
             yield from exchange_details(comm._board, {"array": description})
         if target.flat is not flat:
-            np.copyto(target.flat, flat)
+            target.flat[...] = flat
         if not inline:
-            yield from _algorithms.bcast(comm._link, target.flat, root)
+            yield from _algorithms.bcast(way.link, target.flat, root)
         return target.deliver()
 
-    inline = description is None and flat.nbytes <= comm._inline
+    inline = description is None and way.inline(flat)
     return Call(
         Signature("bcast", None, root, source.dtype, source.shape),
         finish,
         payload_of(flat, inline),
         nbytes=flat.nbytes,
         copies=copies + 1,
+        way=way,
     )
 
 
@@ -124,37 +125,28 @@ def _announced(comm: Communicator, agreement: Agreement, root: int) -> Steps:
 
 
 def _bcast_to(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
+    way = comm._way
     kind = wanted_kind(x, like, out, "bcast")
-    known = _known_array(x, out, "bcast")
-    target: Target | None = None
+    known = way.known(x, out, "bcast")
+    target: Place | None = None
     if known is None:
         signature = Signature("bcast", None, root)
     else:
         check_movable(known.dtype, "bcast")
         signature = Signature("bcast", None, root, known.dtype, known.shape)
-        target = Target(kind, known.shape, known.dtype, out, "bcast")
+        target = way.target(kind, known.shape, known.dtype, out, "bcast")
 
     def finish(agreement: Agreement) -> Steps:
         length = agreement.word(root, 13)
         dtype, shape = yield from _announced(comm, agreement, root)
-        into = target or Target(kind, shape, dtype, out, "bcast")
-        if length >= 0:
+        into = target or way.target(kind, shape, dtype, out, "bcast")
+        if length >= 0 and way.host:
             into.flat.view(np.uint8)[...] = agreement.payload(root, length)
         else:
-            yield from _algorithms.bcast(comm._link, into.flat, root)
+            yield from _algorithms.bcast(way.link, into.flat, root)
         return into.deliver()
 
-    return Call(signature, finish)
-
-
-def _known_array(x: Any, out: Any, operation: str) -> BufferView | None:
-    """Return the array that a rank which is not the root knows the result to be like, if any."""
-    if x is not None:
-        return view(x, operation)
-    if out is None:
-        return None
-    found = view(out, operation)
-    return view_out(out, found.shape, found.dtype, operation)
+    return Call(signature, finish, way=way)
 
 
 def wanted_kind(x: Any, like: Any, out: Any, operation: str) -> BufferView:
@@ -167,25 +159,22 @@ def wanted_kind(x: Any, like: Any, out: Any, operation: str) -> BufferView:
 
 def allgather(comm: Communicator, x: Any, out: Any) -> Call:
     """See `Communicator.allgather`."""
-    source = view(x, "allgather")
+    way = comm._way
+    source = way.view(x, "allgather")
     check_movable(source.dtype, "allgather")
     flat, copies = flatten(source)
-    target = Target(source, (comm.size, *source.shape), source.dtype, out, "allgather", flat)
-    rows = target.flat.reshape(comm.size, -1) if flat.size else None
+    target = way.target(source, (comm.size, *source.shape), source.dtype, out, "allgather", flat)
+    bounds = [flat.size * rank for rank in range(comm.size + 1)]
 
     def finish(agreement: Agreement) -> Steps:
-        if rows is None:
-            return target.deliver()
         if inline:
-            for rank in range(comm.size):
-                rows[rank] = agreement.payload(rank, flat.nbytes).view(flat.dtype)
-        else:
-            rows[comm.rank] = flat
-            bounds = [flat.size * rank for rank in range(comm.size + 1)]
-            yield from _algorithms.allgatherv(comm._link, target.flat, bounds)
+            _join_inline(agreement, bounds, target.flat)
+        elif flat.size:
+            target.flat[bounds[comm.rank] : bounds[comm.rank + 1]] = flat
+            yield from _algorithms.allgatherv(way.link, target.flat, bounds)
         return target.deliver()
 
-    inline = flat.nbytes <= comm._inline
+    inline = way.inline(flat)
     return Call(
         Signature("allgather", None, None, source.dtype, source.shape),
         finish,
@@ -193,6 +182,7 @@ def allgather(comm: Communicator, x: Any, out: Any) -> Call:
         nbytes=flat.nbytes,
         copies=copies + target.copies + 1,
         blind=True,
+        way=way,
     )
 
 
@@ -217,7 +207,8 @@ def _joined(
     otherwise: str,
 ) -> Call:
     """Join everyone's rows on `root`, or on every rank where that is None."""
-    source = view(x, operation)
+    way = comm._way
+    source = way.view(x, operation)
     check_movable(source.dtype, operation)
     row = check_axis(source, operation, otherwise)
     flat, copies = flatten(source)
@@ -230,16 +221,16 @@ def _joined(
         if root in {None, comm.rank}:
             shape = (sum(counts), *row)
             apart = root is not None
-            target = LateTarget(source, shape, source.dtype, out, operation, flat, apart=apart)
-        if max(counts) * elements * flat.itemsize <= comm._inline:
+            target = LatePlace(way, source, shape, source.dtype, out, operation, flat, apart=apart)
+        if way.host and max(counts) * elements * flat.itemsize <= comm._inline:
             if target is not None:
                 _join_inline(agreement, bounds, target.flat)
         elif root is not None:
             into = None if target is None else target.flat
-            yield from _algorithms.gatherv(comm._link, flat, into, bounds, root)
+            yield from _algorithms.gatherv(way.link, flat, into, bounds, root)
         elif target is not None:
             target.flat[bounds[comm.rank] : bounds[comm.rank + 1]] = flat
-            yield from _algorithms.allgatherv(comm._link, target.flat, bounds)
+            yield from _algorithms.allgatherv(way.link, target.flat, bounds)
         if target is None:
             return None
         result = target.deliver()
@@ -248,10 +239,11 @@ def _joined(
     return Call(
         Signature(operation, None, root, source.dtype, (ANY, *row)),
         finish,
-        payload_of(flat, flat.nbytes <= comm._inline),
+        payload_of(flat, way.inline(flat)),
         source.shape[0],
         nbytes=flat.nbytes,
         copies=copies + 1,
+        way=way,
     )
 
 
@@ -265,24 +257,25 @@ def _join_inline(agreement: Agreement, bounds: list[int], target: Array) -> None
 def gather(comm: Communicator, x: Any, root: int, out: Any) -> Call:
     """See `Communicator.gather`."""
     root = check_root(comm, root, "gather")
-    source = view(x, "gather")
+    way = comm._way
+    source = way.view(x, "gather")
     check_movable(source.dtype, "gather")
     flat, copies = flatten(source)
     target = None
     if comm.rank == root:
         shape = (comm.size, *source.shape)
-        target = Target(source, shape, source.dtype, out, "gather", flat, apart=True)
+        target = way.target(source, shape, source.dtype, out, "gather", flat, apart=True)
     bounds = bounds_of([flat.size] * comm.size)
 
     def finish(agreement: Agreement) -> Steps:
         if not inline:
             into = None if target is None else target.flat
-            yield from _algorithms.gatherv(comm._link, flat, into, bounds, root)
+            yield from _algorithms.gatherv(way.link, flat, into, bounds, root)
         elif target is not None:
             _join_inline(agreement, bounds, target.flat)
         return None if target is None else target.deliver()
 
-    inline = flat.nbytes <= comm._inline
+    inline = way.inline(flat)
     return Call(
         Signature("gather", None, root, source.dtype, source.shape),
         finish,
@@ -290,6 +283,7 @@ def gather(comm: Communicator, x: Any, root: int, out: Any) -> Call:
         nbytes=flat.nbytes,
         copies=copies + (target.copies + 1 if target else 0),
         blind=True,
+        way=way,
     )
 
 
@@ -297,14 +291,15 @@ def scatter(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
     """See `Communicator.scatter`."""
     root = check_root(comm, root, "scatter")
     if comm.rank == root:
-        return _scatter_from(comm, _sent(x, "scatter"), root, out)
+        return _scatter_from(comm, _sent(comm, x, "scatter"), root, out)
     return _scatter_to(comm, root, like, out)
 
 
 def _scatter_from(comm: Communicator, source: BufferView, root: int, out: Any) -> Call:
+    way = comm._way
     shape = check_rows(source, comm.size, "scatter")
     flat, copies = flatten(source)
-    target = Target(source, shape, source.dtype, out, "scatter", flat, apart=True)
+    target = way.target(source, shape, source.dtype, out, "scatter", flat, apart=True)
     description = describe(source.dtype, shape, "scatter")
     bounds = bounds_of([target.flat.size] * comm.size)
 
@@ -314,59 +309,62 @@ def _scatter_from(comm: Communicator, source: BufferView, root: int, out: Any) -
         if inline:
             target.flat[...] = flat[bounds[root] : bounds[root + 1]]
         else:
-            yield from _algorithms.scatterv(comm._link, flat, target.flat, bounds, root)
+            yield from _algorithms.scatterv(way.link, flat, target.flat, bounds, root)
         return target.deliver()
 
-    inline = description is None and flat.nbytes <= comm._inline
+    inline = description is None and way.inline(flat)
     return Call(
         Signature("scatter", None, root, source.dtype, shape),
         finish,
         payload_of(flat, inline),
         nbytes=flat.nbytes,
         copies=copies + target.copies + 1,
+        way=way,
     )
 
 
 def _scatter_to(comm: Communicator, root: int, like: Any, out: Any) -> Call:
+    way = comm._way
     kind = wanted_kind(None, like, out, "scatter")
-    known = _known_array(None, out, "scatter")
-    target: Target | None = None
+    known = way.known(None, out, "scatter")
+    target: Place | None = None
     signature = Signature("scatter", None, root)
     if known is not None:
         signature = Signature("scatter", None, root, known.dtype, known.shape)
-        target = Target(kind, known.shape, known.dtype, out, "scatter")
+        target = way.target(kind, known.shape, known.dtype, out, "scatter")
 
     def finish(agreement: Agreement) -> Steps:
         length = agreement.word(root, 13)
         dtype, shape = yield from _announced(comm, agreement, root)
-        into = target or Target(kind, shape, dtype, out, "scatter")
+        into = target or way.target(kind, shape, dtype, out, "scatter")
         bounds = bounds_of([into.flat.size] * comm.size)
-        if length >= 0:
+        if length >= 0 and way.host:
             rows = agreement.payload(root, length).view(dtype)
             into.flat[...] = rows[bounds[comm.rank] : bounds[comm.rank + 1]]
         else:
-            yield from _algorithms.scatterv(comm._link, None, into.flat, bounds, root)
+            yield from _algorithms.scatterv(way.link, None, into.flat, bounds, root)
         return into.deliver()
 
-    return Call(signature, finish)
+    return Call(signature, finish, way=way)
 
 
 def scatterv(comm: Communicator, x: Any, counts: Any, root: int, like: Any, out: Any) -> Call:
     """See `Communicator.scatterv`."""
     root = check_root(comm, root, "scatterv")
     if comm.rank == root:
-        return _scatterv_from(comm, _sent(x, "scatterv"), counts, root, out)
+        return _scatterv_from(comm, _sent(comm, x, "scatterv"), counts, root, out)
     return _scatterv_to(comm, root, like, out)
 
 
 def _scatterv_from(
     comm: Communicator, source: BufferView, counts: Any, root: int, out: Any
 ) -> Call:
+    way = comm._way
     row = check_axis(source, "scatterv", "scatter")
     counts = check_counts(counts, comm.size, source.shape[0], "scatterv")
     flat, copies = flatten(source)
     shape = (counts[root], *row)
-    target = Target(source, shape, source.dtype, out, "scatterv", flat, apart=True)
+    target = way.target(source, shape, source.dtype, out, "scatterv", flat, apart=True)
     description = describe(source.dtype, (ANY, *row), "scatterv")
     bounds = bounds_of(counts, math.prod(row))
     table = np.array(counts, np.int64)
@@ -379,10 +377,10 @@ def _scatterv_from(
         if inline:
             target.flat[...] = flat[bounds[root] : bounds[root + 1]]
         else:
-            yield from _algorithms.scatterv(comm._link, flat, target.flat, bounds, root)
+            yield from _algorithms.scatterv(way.link, flat, target.flat, bounds, root)
         return target.deliver()
 
-    payload, inline = _with_data(comm, table, flat)
+    payload, inline = _with_data(comm, way, table, flat)
     if description is not None:
         payload, inline = None, False
     return Call(
@@ -392,12 +390,15 @@ def _scatterv_from(
         int(inline),
         nbytes=flat.nbytes,
         copies=copies + target.copies + 1,
+        way=way,
     )
 
 
-def _with_data(comm: Communicator, table: Array, flat: Array) -> tuple[Bytes | None, bool]:
+def _with_data(
+    comm: Communicator, way: HostWay, table: Array, flat: Flat
+) -> tuple[Bytes | None, bool]:
     """Return what of the counts and the data fits in the header, and whether both do."""
-    if table.nbytes + flat.nbytes <= comm._inline:
+    if way.host and table.nbytes + flat.nbytes <= comm._inline:
         return np.concatenate([table.view(np.uint8), flat.view(np.uint8)]), True
     if table.nbytes <= comm._inline:
         return table.view(np.uint8), False
@@ -405,8 +406,9 @@ def _with_data(comm: Communicator, table: Array, flat: Array) -> tuple[Bytes | N
 
 
 def _scatterv_to(comm: Communicator, root: int, like: Any, out: Any) -> Call:
+    way = comm._way
     kind = wanted_kind(None, like, out, "scatterv")
-    known = _known_array(None, out, "scatterv")
+    known = way.known(None, out, "scatterv")
     signature = Signature("scatterv", None, root)
     if known is not None:
         row = check_axis(known, "scatterv", "scatter")
@@ -423,24 +425,25 @@ def _scatterv_to(comm: Communicator, root: int, like: Any, out: Any) -> Call:
             table[...] = data[: table.nbytes].view(np.int64)
         counts = table.tolist()
         bounds = bounds_of(counts, math.prod(row))
-        into = LateTarget(kind, (counts[comm.rank], *row), dtype, out, "scatterv")
-        if inline:
+        into = LatePlace(way, kind, (counts[comm.rank], *row), dtype, out, "scatterv")
+        if inline and way.host:
             elements = data[table.nbytes :].view(dtype)
             into.flat[...] = elements[bounds[comm.rank] : bounds[comm.rank + 1]]
         else:
-            yield from _algorithms.scatterv(comm._link, None, into.flat, bounds, root)
+            yield from _algorithms.scatterv(way.link, None, into.flat, bounds, root)
         return into.deliver()
 
-    return Call(signature, finish)
+    return Call(signature, finish, way=way)
 
 
 def alltoall(comm: Communicator, x: Any, out: Any) -> Call:
     """See `Communicator.alltoall`."""
-    source = view(x, "alltoall")
+    way = comm._way
+    source = way.view(x, "alltoall")
     check_movable(source.dtype, "alltoall")
     check_rows(source, comm.size, "alltoall")
     flat, copies = flatten(source)
-    target = Target(source, source.shape, source.dtype, out, "alltoall", flat, apart=True)
+    target = way.target(source, source.shape, source.dtype, out, "alltoall", flat, apart=True)
     count = flat.size // comm.size
     bounds = bounds_of([count] * comm.size)
 
@@ -451,11 +454,11 @@ def alltoall(comm: Communicator, x: Any, out: Any) -> Call:
                 sent = agreement.payload(rank, flat.nbytes).view(flat.dtype)
                 target.flat[start:end] = sent[mine]
         else:
-            link = comm._link
+            link = way.link
             yield from _algorithms.alltoallv(link, flat, bounds, target.flat, bounds, count)
         return target.deliver()
 
-    inline = flat.nbytes <= comm._inline
+    inline = way.inline(flat)
     return Call(
         Signature("alltoall", None, None, source.dtype, source.shape),
         finish,
@@ -463,12 +466,14 @@ def alltoall(comm: Communicator, x: Any, out: Any) -> Call:
         nbytes=flat.nbytes,
         copies=copies + target.copies + 1,
         blind=True,
+        way=way,
     )
 
 
 def alltoallv(comm: Communicator, x: Any, counts: Any, return_counts: bool, out: Any) -> Call:
     """See `Communicator.alltoallv`."""
-    source = view(x, "alltoallv")
+    way = comm._way
+    source = way.view(x, "alltoallv")
     check_movable(source.dtype, "alltoallv")
     row = check_axis(source, "alltoallv", "alltoall")
     counts = check_counts(counts, comm.size, source.shape[0], "alltoallv")
@@ -478,17 +483,16 @@ def alltoallv(comm: Communicator, x: Any, counts: Any, return_counts: bool, out:
 
     def finish(agreement: Agreement) -> Steps:
         lengths = lengths_of(agreement, comm.size)
-        tables, data = yield from _everyones_counts(
-            comm, agreement, table, lengths, elements * flat.itemsize
-        )
+        row_bytes = elements * flat.itemsize
+        tables, data = yield from _everyones_counts(comm, way, agreement, table, lengths, row_bytes)
         received = tables[:, comm.rank].tolist()
         shape = (sum(received), *row)
-        target = LateTarget(source, shape, source.dtype, out, "alltoallv", flat, apart=True)
+        target = LatePlace(way, source, shape, source.dtype, out, "alltoallv", flat, apart=True)
         into = bounds_of(received, elements)
         if data is None:
             longest = int(tables.max()) * elements
             bounds = bounds_of(counts, elements)
-            link = comm._link
+            link = way.link
             yield from _algorithms.alltoallv(link, flat, bounds, target.flat, into, longest)
         else:
             for rank, (start, end) in enumerate(pairwise(into)):
@@ -500,15 +504,21 @@ def alltoallv(comm: Communicator, x: Any, counts: Any, return_counts: bool, out:
     return Call(
         Signature("alltoallv", None, None, source.dtype, (ANY, *row)),
         finish,
-        _with_data(comm, table, flat)[0],
+        _with_data(comm, way, table, flat)[0],
         source.shape[0],
         nbytes=flat.nbytes,
         copies=copies + 1,
+        way=way,
     )
 
 
 def _everyones_counts(
-    comm: Communicator, agreement: Agreement, table: Array, lengths: list[int], row_bytes: int
+    comm: Communicator,
+    way: HostWay,
+    agreement: Agreement,
+    table: Array,
+    lengths: list[int],
+    row_bytes: int,
 ) -> Steps:
     """Return how many rows each rank sends to each, and their data where it came along."""
     size, width = comm.size, table.nbytes
@@ -520,7 +530,7 @@ def _everyones_counts(
         return tables, None
     for rank in range(size):
         tables[rank] = agreement.payload(rank, width).view(np.int64)
-    if width + max(lengths) * row_bytes > comm._inline:
+    if not way.host or width + max(lengths) * row_bytes > comm._inline:
         return tables, None
     ends = [width + length * row_bytes for length in lengths]
     return tables, [agreement.payload(rank, end)[width:] for rank, end in enumerate(ends)]

@@ -14,7 +14,6 @@ from arraycomm import _algorithms
 from arraycomm._buffers import BufferView
 from arraycomm._calls import (
     Call,
-    Target,
     bounds_of,
     check_root,
     check_rows,
@@ -25,7 +24,6 @@ from arraycomm._dtypes import DType, check_movable, check_op, check_reducible
 from arraycomm._folds import fold
 from arraycomm._header import Agreement, Signature, Steps
 from arraycomm._ops import Folding, Op, my_rows, rows_on
-from arraycomm._views import view
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -35,10 +33,11 @@ Array = np.ndarray[Any, Any]
 
 def allreduce(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
     """See `Communicator.allreduce`."""
-    source = view(x, "allreduce")
+    way = comm._way
+    source = way.view(x, "allreduce")
     name = _check_op(source.dtype, op, "allreduce")
     flat, copies = flatten(source)
-    target = Target(source, source.shape, source.dtype, out, "allreduce", flat)
+    target = way.target(source, source.shape, source.dtype, out, "allreduce", flat)
 
     def finish(agreement: Agreement) -> Steps:
         if isinstance(op, Op):
@@ -46,10 +45,10 @@ def allreduce(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
         elif inline:
             _fold_inline(comm, agreement, flat, op, target.flat)
         else:
-            yield from _algorithms.allreduce(comm._link, flat, target.flat, op)
+            yield from _algorithms.allreduce(way.link, flat, target.flat, op)
         return target.deliver()
 
-    inline = flat.nbytes <= comm._inline
+    inline = way.inline(flat)
     return Call(
         Signature("allreduce", name, None, source.dtype, source.shape),
         finish,
@@ -57,30 +56,32 @@ def allreduce(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
         nbytes=flat.nbytes,
         copies=copies + target.copies,
         blind=True,
+        way=way,
     )
 
 
 def reduce(comm: Communicator, x: Any, op: str | Op, root: int, out: Any) -> Call:
     """See `Communicator.reduce`."""
     root = check_root(comm, root, "reduce")
-    source = view(x, "reduce")
+    way = comm._way
+    source = way.view(x, "reduce")
     name = _check_op(source.dtype, op, "reduce")
     flat, copies = flatten(source)
     target = None
     if comm.rank == root:
-        target = Target(source, source.shape, source.dtype, out, "reduce", flat)
+        target = way.target(source, source.shape, source.dtype, out, "reduce", flat)
 
     def finish(agreement: Agreement) -> Steps:
         into = None if target is None else target.flat
         if isinstance(op, Op):
             yield from _reduce_by(comm, op, source, flat, into, root, agreement, inline)
         elif not inline:
-            yield from _algorithms.reduce(comm._link, flat, into, op, root)
+            yield from _algorithms.reduce(way.link, flat, into, op, root)
         elif into is not None:
             _fold_inline(comm, agreement, flat, op, into)
         return None if target is None else target.deliver()
 
-    inline = flat.nbytes <= comm._inline
+    inline = way.inline(flat)
     return Call(
         Signature("reduce", name, root, source.dtype, source.shape),
         finish,
@@ -88,31 +89,32 @@ def reduce(comm: Communicator, x: Any, op: str | Op, root: int, out: Any) -> Cal
         nbytes=flat.nbytes,
         copies=copies + (target.copies if target else 0),
         blind=True,
+        way=way,
     )
 
 
 def reduce_scatter(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
     """See `Communicator.reduce_scatter`."""
-    source = view(x, "reduce_scatter")
+    way = comm._way
+    source = way.view(x, "reduce_scatter")
     name = _check_op(source.dtype, op, "reduce_scatter")
     shape = check_rows(source, comm.size, "reduce_scatter")
     flat, copies = flatten(source)
-    target = Target(source, shape, source.dtype, out, "reduce_scatter", flat)
+    target = way.target(source, shape, source.dtype, out, "reduce_scatter", flat)
     count = target.flat.size
 
     def finish(agreement: Agreement) -> Steps:
-        link = comm._link
         if isinstance(op, Op):
             yield from _reduce_scatter_by(comm, op, source, flat, target.flat, agreement, inline)
         elif not inline:
-            yield from _algorithms.reduce_scatter(link, flat, target.flat, op)
+            yield from _algorithms.reduce_scatter(way.link, flat, target.flat, op)
         elif count:
             mine = slice(comm.rank * count, (comm.rank + 1) * count)
             rows = [row[mine] for row in _rows_inline(comm, agreement, flat)]
             fold(op, flat.dtype, rows, target.flat)
         return target.deliver()
 
-    inline = flat.nbytes <= comm._inline
+    inline = way.inline(flat)
     return Call(
         Signature("reduce_scatter", name, None, source.dtype, source.shape),
         finish,
@@ -120,6 +122,7 @@ def reduce_scatter(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
         nbytes=flat.nbytes,
         copies=copies + target.copies,
         blind=True,
+        way=way,
     )
 
 
@@ -135,12 +138,13 @@ def exscan(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
 
 def _scan(comm: Communicator, x: Any, op: str | Op, out: Any, operation: str, count: int) -> Call:
     """Fold what the first `count` ranks hold; with none of them there is no result."""
-    source = view(x, operation)
+    way = comm._way
+    source = way.view(x, operation)
     name = _check_op(source.dtype, op, operation)
     flat, copies = flatten(source)
     target = None
     if count:
-        target = Target(source, source.shape, source.dtype, out, operation, flat)
+        target = way.target(source, source.shape, source.dtype, out, operation, flat)
 
     def finish(agreement: Agreement) -> Steps:
         into = None if target is None else target.flat
@@ -148,13 +152,12 @@ def _scan(comm: Communicator, x: Any, op: str | Op, out: Any, operation: str, co
         if isinstance(op, Op):
             yield from _scan_by(comm, op, source, flat, into, inclusive, agreement, inline)
         elif not inline:
-            link = comm._link
-            yield from _algorithms.scan(link, flat, into, op, inclusive)
+            yield from _algorithms.scan(way.link, flat, into, op, inclusive)
         elif into is not None:
             fold(op, flat.dtype, _rows_inline(comm, agreement, flat)[:count], into)
         return None if target is None else target.deliver()
 
-    inline = flat.nbytes <= comm._inline
+    inline = way.inline(flat)
     return Call(
         Signature(operation, name, None, source.dtype, source.shape),
         finish,
@@ -162,6 +165,7 @@ def _scan(comm: Communicator, x: Any, op: str | Op, out: Any, operation: str, co
         nbytes=flat.nbytes,
         copies=copies + (target.copies if target else 0),
         blind=True,
+        way=way,
     )
 
 

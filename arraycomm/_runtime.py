@@ -16,6 +16,7 @@ from typing import Any, Final
 from arraycomm import _launch
 from arraycomm._calls import agreement_only
 from arraycomm._communicator import Communicator, Options
+from arraycomm._devices import Wish
 from arraycomm._engine import wait_for
 from arraycomm._errors import (
     BackendUnavailableError,
@@ -76,9 +77,12 @@ def init(
     ----------
     backend : str
         "auto" is "mpi" under an MPI launcher (`mpiexec`, `srun`) and "self" otherwise; "self" is
-        one process alone, and needs no MPI.
+        one process alone, and needs no MPI. Arrays on devices go over NCCL where all ranks can, which
+        they find out when one of them first passes such an array; "nccl" finds out at once, and
+        raises where they cannot, and "mpi" never uses it.
     device : str, optional
-        Where this rank makes arrays when no argument tells it: "cpu".
+        Where this rank makes arrays when no argument tells it: "cpu", "cuda" or "cuda:1". The ranks of
+        a node take its devices in turn where none is named.
     check : bool, default True
         Compare what the ranks call before any data moves. Default from `ARRAYCOMM_CHECK`.
     reproducible : bool, default True
@@ -119,9 +123,9 @@ def init(
         _mpi_transport()
         _watch_exit()
     arguments = {**_defaults(), **passed}
-    _check_device(arguments["device"])
+    wished = wish(backend, arguments["device"])
     options = Options(arguments["check"], arguments["reproducible"], arguments["timeout"])
-    _state.world = _open_world(backend, options)
+    _state.world = _open_world(backend, options, wished)
     _state.arguments = arguments
     return _state.world
 
@@ -167,6 +171,7 @@ def finalize() -> None:
         warn_of_messages("finalize", sum(said))
         return
     for member in [*comm._family[1:], comm]:
+        member._devices.close()
         member._forget_short()
         member._closed = NotInitializedError("arraycomm was finalized")
         member._link.free()
@@ -186,14 +191,17 @@ def _complete(comm: Communicator) -> None:
         )
 
 
-def open_mpi(mpi_comm: Any, device: str | None, options: Options) -> Communicator:
+def open_mpi(mpi_comm: Any, options: Options, wish: Wish) -> Communicator:
     """Return a communicator over a duplicate of an mpi4py communicator."""
-    _check_device(device)
     transport = _mpi_transport()
     comm = Communicator(transport(mpi_comm.Dup()), options)
+    comm._devices.wish = wish
     _state.roots.append(comm)
     _watch_exit()
-    comm._call("init", lambda _: agreement_only("init", repr(options)))
+    comm._call("init", lambda _: agreement_only("init", f"{options!r}, {wish.backend}"))
+    if wish.backend == "nccl":
+        comm._devices.require()
+        comm.backend = "nccl"
     return comm
 
 
@@ -232,33 +240,39 @@ def _compare_with_first(comm: Communicator, backend: str, passed: dict[str, Any]
             raise ValueError(f"init: was called with {name}={first!r} before; got {value!r}")
 
 
-def _check_device(device: str | None) -> None:
-    if device not in (None, "cpu"):
-        raise BackendUnavailableError(
-            f"init: device {device!r} cannot be chosen; arrays on a device are communicated from "
-            "where they are, by way of host memory"
-        )
+def wish(backend: str, device: str | None) -> Wish:
+    """Return what is asked for of devices, or raise where no such thing can be had here."""
+    if device in (None, "cpu") and backend != "nccl":
+        return Wish(backend, device)
+    from arraycomm._cuda.device import choose_device, missing
+
+    if not isinstance(device, str | None):
+        raise TypeError(f'init: device must be "cpu", "cuda" or "cuda:1"; got {device!r}')
+    reason = missing()
+    if reason is not None:
+        wanted = f"device {device!r}" if backend != "nccl" else f"backend {backend!r}"
+        raise BackendUnavailableError(f"init: {wanted} cannot be had: {reason}")
+    if device != "cpu":
+        choose_device(0, device)
+    return Wish(backend, device)
 
 
-def _open_world(backend: str, options: Options) -> Communicator:
+def _open_world(backend: str, options: Options, wish: Wish) -> Communicator:
     if backend == "auto":
         backend = _automatic()
-    if backend == "mpi":
+    if backend in ("mpi", "nccl"):
         transport = _mpi_transport()
-        return _open_mpi_world(transport, options)
+        return _open_mpi_world(transport, options, wish)
     if backend == "threads":
         raise ValueError(
             "init: a world of threads is made by arraycomm.testing.run, which passes its "
             "communicator to your function"
         )
-    if backend == "nccl":
-        raise BackendUnavailableError(
-            "init: there is no NCCL transport in this version; arrays on a GPU are communicated "
-            'by way of host memory with backend="mpi"'
-        )
     from arraycomm._transports.threads import SelfTransport
 
-    return Communicator(SelfTransport(), options)
+    comm = Communicator(SelfTransport(), options)
+    comm._devices.wish = wish
+    return comm
 
 
 def _automatic() -> str:
@@ -301,7 +315,7 @@ def _mpi_transport() -> Callable[..., Any]:
     return MPITransport
 
 
-def _open_mpi_world(transport: Callable[..., Any], options: Options) -> Communicator:
+def _open_mpi_world(transport: Callable[..., Any], options: Options, wish: Wish) -> Communicator:
     from mpi4py import MPI
 
     launch = _launch.detect(os.environ)
@@ -312,7 +326,7 @@ def _open_mpi_world(transport: Callable[..., Any], options: Options) -> Communic
             f"({library}) sees {MPI.COMM_WORLD.size}; start the program with the mpiexec of that "
             "MPI, or install the MPI that belongs to this launcher"
         )
-    return open_mpi(MPI.COMM_WORLD, None, options)
+    return open_mpi(MPI.COMM_WORLD, options, wish)
 
 
 # The end of this process

@@ -23,6 +23,8 @@ from arraycomm._views import view, view_out
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
 
+Array = np.ndarray[Any, Any]
+
 _DOING: Final = ("allreduce", None)
 
 
@@ -87,7 +89,7 @@ class ShortReduction:
         into.array[...] = target
         return written(into)
 
-    def _reduce(self, x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> bool:
+    def _reduce(self, x: Array, out: Array) -> bool:
         """Reduce, unless somebody else is at it; tell whether that was done."""
         if not self._turn.acquire(False):
             return False
@@ -114,7 +116,7 @@ class ShortReduction:
             words, digest = board.words[parity], self._digest
             for place in self._digests:
                 if words[place] != digest:
-                    self._disagree()
+                    return self._meet(x, out)
             if in_ieee_mode():
                 self._quiet.run(self._fold, self._rows[parity], out)
             else:
@@ -127,9 +129,11 @@ class ShortReduction:
         finally:
             self._turn.release()
 
-    def _disagree(self) -> None:
-        """Raise on every rank; see `settle`."""
-        self._engine.run(self._comm._guarded(settle(self._board, self._signature)))
+    def _meet(self, x: Array, out: Array) -> bool:
+        """Raise on every rank where calls differ; go on with arrays that are on devices elsewhere."""
+        met = self._comm._met_after(settle(self._board, self._signature), x, self._signature.op)
+        out[...] = self._engine.run(met)
+        return True
 
     def add_to(self, totals: list[float]) -> None:
         """Add this way's figures to the communicator's: calls, bytes, copies, seconds."""

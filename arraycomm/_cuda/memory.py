@@ -116,10 +116,13 @@ class Memory(abc.ABC):
         The device's number.
     stream : int
         A `cudaStream_t`; 0 is the legacy default stream.
+    own_stream : int
+        A stream that only this memory uses, for arrays whose framework has none to tell of.
     """
 
     device: int
     stream: int = 0
+    own_stream: int = 0
 
     @abc.abstractmethod
     def allocate(self, nbytes: int) -> Span:

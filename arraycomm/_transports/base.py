@@ -12,12 +12,14 @@ no board. A `Transport` is a link over the host's memory, and the group.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from arraycomm._cuda.memory import Memory, Span
 from arraycomm._dtypes import DType
+from arraycomm._errors import TransportError
 from arraycomm._folds import fold, prefixes
 from arraycomm._results import allocate
 from arraycomm._transports.board import Board
@@ -25,6 +27,7 @@ from arraycomm._transports.board import Board
 Bytes = np.ndarray[Any, Any]
 # One-dimensional, contiguous memory of a link: a NumPy array, or a `Span` on a device.
 Flat: TypeAlias = Any
+Steps: TypeAlias = Generator["Handle", None, Any]
 
 # Counts and offsets of MPI before version 4 are 32-bit integers.
 MAX_BYTES: Final = 2**31 - 4096
@@ -123,6 +126,45 @@ class Link(abc.ABC):
     def allreduce(self, source: Flat, target: Flat, op: str) -> Handle:
         """Reduce by the link's own means, in an order of its own."""
         raise NotImplementedError
+
+
+class DeviceLink(Link):
+    """The movements between the ranks' devices, in the order of the memory's stream."""
+
+    name: str
+    memory: Memory
+
+    def take(self, count: int, dtype: DType) -> Span:
+        return self.empty(count, dtype)
+
+    def empty(self, count: int, dtype: DType) -> Span:
+        return self.memory.allocate(count * dtype.itemsize).view(dtype)
+
+    def fold(self, op: str, dtype: DType, rows: Sequence[Span], out: Span) -> None:
+        self.memory.fold(op, dtype, rows, out)
+
+    def prefixes(self, op: str, dtype: DType, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+        self.memory.prefixes(op, dtype, rows, outs)
+
+    def send(self, buffer: Span, dest: int, tag: int) -> Handle:
+        raise NotImplementedError
+
+    def recv(self, buffer: Span, source: int, tag: int) -> Handle:
+        raise NotImplementedError
+
+    def split(self, color: int | None, key: int) -> Steps:
+        """Return the link of a part of the ranks, or None where that has to be opened anew."""
+        yield from ()
+
+    def error(self) -> TransportError | None:
+        """Return what went wrong on the way since the last movement was issued."""
+        return None
+
+    def abort(self) -> None:
+        """End what is under way; called once the ranks are out of step, by any thread."""
+
+    def close(self) -> None:
+        """Release the link, once all is done."""
 
 
 class Transport(Link):

@@ -76,6 +76,8 @@ def _run_over_mpi(share: bool, size: int, fn: Callable[..., Any], *args: Any) ->
         except BaseException as raised:
             error = raised
         for member in comm._family:
+            if error is None and member._closed is None:
+                member._devices.close()
             state = FINISHED if error is None else FAILED
             member._board.leave(
                 state, member._completed, describe_exception(error) if error else ""

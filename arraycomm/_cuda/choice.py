@@ -1,0 +1,123 @@
+"""What the arrays on devices of a communicator go over: every rank says what it can, all choose alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from arraycomm._cuda import device
+from arraycomm._header import Steps, exchange_details
+
+if TYPE_CHECKING:
+    from arraycomm._communicator import Communicator
+    from arraycomm._cuda.memory import Memory
+    from arraycomm._devices import Wish
+
+
+class Offer(TypedDict):
+    """What one rank can: why it has no device or no NCCL, which device it has, its NCCL's version."""
+
+    device: str
+    nccl: str
+    uuid: str
+    version: list[int]
+    aware: bool
+
+
+def offer(comm: Communicator, wish: Wish) -> Offer:
+    """Say what this rank can; raises nothing, since the others wait for it."""
+    mine = Offer(device="", nccl="", uuid="", version=[], aware=False)
+    if comm.backend not in ("mpi", "nccl"):
+        mine["device"] = mine["nccl"] = (
+            "ranks within one process share arrays on devices by way of the host"
+        )
+        return mine
+    try:
+        mine["device"] = device.missing() or ""
+        if not mine["device"]:
+            mine["uuid"] = device.uuid(_number(comm, wish))
+        _offer_nccl(mine, wish)
+        mine["aware"] = not mine["device"] and _gpu_aware()
+    except Exception as error:
+        mine["device"] = mine["nccl"] = f"{type(error).__name__}: {error}"
+    return mine
+
+
+def _offer_nccl(mine: Offer, wish: Wish) -> None:
+    from arraycomm._cuda import libnccl
+
+    if wish.backend == "mpi":
+        mine["nccl"] = 'backend="mpi" was asked for'
+        return
+    mine["nccl"] = mine["device"] or libnccl.missing() or ""
+    if not mine["nccl"]:
+        mine["version"] = list(libnccl.load().version())
+
+
+def _gpu_aware() -> bool:
+    from arraycomm._transports.gpu_aware import gpu_aware
+
+    return gpu_aware()
+
+
+def _number(comm: Communicator, wish: Wish) -> int:
+    return device.choose_device(comm.local_rank, wish.device)
+
+
+def choose(comm: Communicator, wish: Wish, offers: Sequence[Offer]) -> Steps:
+    """Open what every rank can; return the link and, where there is none, why."""
+    reason = why_not_nccl(offers)
+    if not reason:
+        return (yield from _open_nccl(comm, wish)), ""
+    shared = device.shared_devices([mine["uuid"] for mine in offers])
+    if shared and not any(mine["device"] for mine in offers) and comm.rank == 0:
+        warnings.warn(
+            f"{shared}: what they compute there takes turns", RuntimeWarning, stacklevel=2
+        )
+    if all(mine["aware"] for mine in offers):
+        return _over_mpi(comm, wish), ""
+    return None, reason
+
+
+def why_not_nccl(offers: Sequence[Offer]) -> str:
+    """Say why these ranks cannot use NCCL, naming one that stands in the way; empty where they can."""
+    from arraycomm._transports.nccl import refuse_sharing
+
+    for rank, mine in enumerate(offers):
+        if mine["nccl"]:
+            return f"rank {rank}: {mine['nccl']}"
+    versions = {tuple(mine["version"]) for mine in offers}
+    if len(versions) > 1:
+        said = ", ".join(".".join(map(str, version)) for version in sorted(versions))
+        return f"ranks have different versions of NCCL: {said}; install one on all"
+    return refuse_sharing([mine["uuid"] for mine in offers], *versions) or ""
+
+
+def memory_of(comm: Communicator, wish: Wish) -> Memory:
+    """Return the memory of this rank's device."""
+    return device.CudaMemory(_number(comm, wish))
+
+
+def _open_nccl(comm: Communicator, wish: Wish) -> Steps:
+    from arraycomm._cuda import libnccl
+    from arraycomm._transports.nccl import NcclLink
+
+    library = libnccl.load()
+    mine = {"id": library.unique_id().hex()} if comm.rank == 0 else {}
+    said = yield from exchange_details(comm._board, mine)
+    link = yield from NcclLink.open(
+        library,
+        memory_of(comm, wish),
+        comm.rank,
+        comm.size,
+        bytes.fromhex(said[0]["id"]),
+        reproducible=comm._options.reproducible,
+    )
+    return link
+
+
+def _over_mpi(comm: Communicator, wish: Wish) -> Any:
+    from arraycomm._transports.addressed import AddressedLink
+
+    return AddressedLink(comm._link, memory_of(comm, wish))

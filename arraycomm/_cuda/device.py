@@ -1,0 +1,262 @@
+"""The devices of this process, and the memory of one, by CuPy's CUDA runtime."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from arraycomm._cuda.memory import Array, Mark, Memory, Piece, Span
+from arraycomm._dtypes import DType
+from arraycomm._errors import TransportError
+
+if TYPE_CHECKING:
+    from arraycomm._cuda.kernels import Kernels
+
+# cudaError_t
+_SUCCESS: Final = 0
+_INSUFFICIENT_DRIVER: Final = 35
+_NOT_READY: Final = 600
+# cudaMemcpyKind: the addresses tell where they are.
+_DEFAULT: Final = 4
+# cudaMemoryType of memory that CUDA knows nothing of.
+_UNREGISTERED: Final = 0
+
+_BYTE: Final = np.dtype(np.uint8)
+
+
+def missing() -> str | None:
+    """Say why CUDA devices cannot be used here, and what to do about it; None where they can."""
+    try:
+        import cupy
+    except Exception as error:
+        return (
+            f"CuPy cannot be imported ({error}); install it, for CUDA 12 with: "
+            "pip install cupy-cuda12x"
+        )
+    runtime = cupy.cuda.runtime
+    if runtime.is_hip:
+        return "this CuPy is built for ROCm; install one for CUDA, as in: pip install cupy-cuda12x"
+    try:
+        found = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        if error.status == _INSUFFICIENT_DRIVER:
+            return f"there is no NVIDIA driver that CuPy could use ({error}); install a newer one"
+        return f"there is no CUDA device to be had ({error}); look at CUDA_VISIBLE_DEVICES"
+    return None if found else "there is no CUDA device; look at CUDA_VISIBLE_DEVICES"
+
+
+def count() -> int:
+    """Return how many devices this process sees."""
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+def choose_device(local_rank: int, wanted: str | None) -> int:
+    """Return the number of the device that a rank works on.
+
+    Parameters
+    ----------
+    local_rank : int
+        The rank's number on its node. Without a wish the ranks of a node take its devices in turn.
+    wanted : str or None
+        "cuda", or "cuda:" and a number. None is "cuda".
+
+    Raises
+    ------
+    ValueError
+        There is no such device.
+    """
+    found = re.fullmatch(r"cuda(?::(\d+))?", "cuda" if wanted is None else wanted)
+    devices = count()
+    if found is None or not devices:
+        raise ValueError(f'device must be "cuda" or "cuda:N"; got {wanted!r}')
+    if found[1] is None:
+        return local_rank % devices
+    if int(found[1]) >= devices:
+        raise ValueError(
+            f"device {wanted!r} is not among the {devices} that this process sees, numbered from 0; "
+            "look at CUDA_VISIBLE_DEVICES"
+        )
+    return int(found[1])
+
+
+def uuid(device: int) -> str:
+    """Return what tells a device, or a part of one (MIG), from all others in the world."""
+    # Not by CuPy, which ends it at the first byte that is zero.
+    driver = ctypes.CDLL("libcuda.so.1")
+    number, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    status = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(number), device)
+        or driver.cuDeviceGetUuid_v2(found, number)
+    )
+    if status:
+        raise TransportError(f"CUDA reported error {status} when asked for the UUID of a device")
+    return bytes(found).hex()
+
+
+def shared_devices(uuids: Sequence[str]) -> str:
+    """Say which ranks work on one device, empty where each has its own; `uuids` are by rank."""
+    ranks: dict[str, list[str]] = {}
+    for rank, name in enumerate(uuids):
+        ranks.setdefault(name, []).append(str(rank))
+    groups = [f"ranks {', '.join(group)}" for group in ranks.values() if len(group) > 1]
+    return f"{' and '.join(groups)} share a CUDA device" if groups else ""
+
+
+@contextmanager
+def current(device: int) -> Iterator[None]:
+    """Make a device the thread's own for a block; CUDA's errors in it are raised as ours."""
+    import cupy
+
+    try:
+        with cupy.cuda.Device(device):
+            yield
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        raise TransportError(f"CUDA reported: {error}") from error
+
+
+class _Event:
+    """A mark made by a CUDA event."""
+
+    def __init__(self, device: int, stream: int) -> None:
+        import cupy
+
+        self._runtime = cupy.cuda.runtime
+        self._device = device
+        with current(device):
+            self._event = cupy.cuda.Event(disable_timing=True)
+            self._runtime.eventRecord(self._event.ptr, stream)
+        self._done = False
+
+    def done(self) -> bool:
+        # Not by `Event.done`, to which an error is the same as work that never ends.
+        if not self._done:
+            status = self._runtime.eventQuery(self._event.ptr)
+            if status not in (_SUCCESS, _NOT_READY):
+                error = self._runtime.CUDARuntimeError(status)
+                raise TransportError(f"CUDA reported: {error}") from error
+            self._done = status == _SUCCESS
+        return self._done
+
+    def wait_on(self, stream: int) -> None:
+        with current(self._device):
+            self._runtime.streamWaitEvent(stream, self._event.ptr)
+
+    def synchronize(self) -> None:
+        """Hold up the thread, and not the interpreter."""
+        with current(self._device):
+            self._runtime.eventSynchronize(self._event.ptr)
+
+
+class _Foreign:
+    """A stream of somebody else's, in the words of the CUDA stream protocol."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
+def _cupy_stream(stream: int, device: int) -> Any:
+    """Return a raw stream as one that CuPy can make the current one."""
+    import cupy
+
+    # CuPy 14 deprecates what is the only way in 13.
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Foreign(stream))
+    return cupy.cuda.ExternalStream(stream, device)
+
+
+class CudaMemory(Memory):
+    """The memory of one CUDA device, from CuPy's pool.
+
+    The pool keeps for each stream what was allocated for it: memory whose span has gone is given out
+    again to work that comes later on the same stream, and needs no waiting for.
+    """
+
+    def __init__(self, device: int) -> None:
+        import cupy
+
+        self.device = device
+        self.stream = 0
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        with current(device):
+            # One that the legacy default stream does not wait for, nor it for that.
+            self._own = cupy.cuda.Stream(non_blocking=True)
+        self.own_stream = self._own.ptr
+
+    def __copy__(self) -> CudaMemory:
+        return CudaMemory(self.device)
+
+    def allocate(self, nbytes: int) -> Span:
+        with current(self.device), _cupy_stream(self.stream, self.device):
+            # Multiples of 512 bytes, at addresses that are multiples as well.
+            found = self._cupy.cuda.alloc(nbytes)
+        return Span(found.ptr, nbytes, _BYTE, found, self)
+
+    def copy(self, target: Span, source: Span) -> None:
+        self._copy(target.address, source.address, source.nbytes)
+
+    def upload(self, array: Array) -> Span:
+        made = self.allocate(array.nbytes).view(array.dtype)
+        if array.nbytes:
+            self._copy(made.address, array.ctypes.data, array.nbytes)
+            # CUDA has its own copy of ordinary memory by now, but reads pinned memory late.
+            if self._is_pinned(array):
+                _Event(self.device, self.stream).synchronize()
+        return made
+
+    def download(self, span: Span, into: Array) -> None:
+        if into.nbytes != span.nbytes:
+            raise ValueError(f"{span.nbytes} bytes do not fit in an array of {into.nbytes}")
+        if span.nbytes:
+            self._copy(into.ctypes.data, span.address, span.nbytes)
+        _Event(self.device, self.stream).synchronize()
+
+    def fold(self, op: str, dtype: DType, rows: Sequence[Span], out: Span) -> None:
+        if not len(out):
+            return
+        addresses = [row.address for row in rows]
+        with current(self.device):
+            self._kernels.fold(op, dtype, addresses, out.address, len(out), self.stream)
+
+    def prefixes(self, op: str, dtype: DType, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+        if not len(outs[0]):
+            return
+        addresses, into = [row.address for row in rows], [out.address for out in outs]
+        with current(self.device):
+            self._kernels.prefixes(op, dtype, addresses, into, len(outs[0]), self.stream)
+
+    def gather_pieces(self, pieces: Sequence[Piece], target: Span) -> None:
+        filled = [piece for piece in pieces if piece[2]]
+        if not filled:
+            return
+        plain = [(0 if span is None else span.address, at, size) for span, at, size in filled]
+        with current(self.device):
+            self._kernels.gather_pieces(plain, target.address, self.stream)
+
+    def record(self) -> Mark:
+        return _Event(self.device, self.stream)
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        from arraycomm._cuda.kernels import Kernels
+
+        return Kernels(self.device, self.allocate)
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        with current(self.device):
+            self._runtime.memcpyAsync(target, source, nbytes, _DEFAULT, self.stream)
+
+    def _is_pinned(self, array: Array) -> bool:
+        return bool(self._runtime.pointerGetAttributes(array.ctypes.data).type != _UNREGISTERED)

@@ -1,0 +1,335 @@
+// The reductions of arraycomm._folds on a device, to the same bits, and the packing of pieces.
+//
+// Each reduction is compiled by itself: kernels.py defines OP and DTYPE as names from the two lists
+// below, and gets `fold` and `prefixes` for them; without them it gets `copy_pieces`. The compiler must
+// neither fuse a product with a sum nor flush subnormal numbers: see the options in kernels.py.
+//
+// No header is included, so that NVRTC needs nothing but itself. A host compiler takes the file as well:
+// the indices of a thread are variables then, which the tests set for one thread after another.
+
+#ifdef __CUDACC__
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ __launch_bounds__(256)
+#else
+#define DEVICE inline
+#define KERNEL extern "C"
+struct Index {
+    unsigned x;
+};
+static Index gridDim, blockDim, blockIdx, threadIdx;
+#endif
+
+typedef long long Size;  // of an array, which may have more than 2^31 elements
+
+// Elements that one thread loads and stores at once: 16 bytes in memory, where they are aligned to that.
+template <class T, int COUNT>
+struct alignas(sizeof(T) * COUNT < 16 ? sizeof(T) * COUNT : 16) Pack {
+    T at[COUNT];
+};
+template <class T>
+struct Pack<T, 1> {
+    T at[1];
+};
+
+// ---- dtypes: how an element is stored, and what it is reduced as ------------------------------------------
+
+union Float32 {
+    float number;
+    unsigned bits;
+};
+
+DEVICE float from_bits(unsigned bits) {
+    Float32 word;
+    word.bits = bits;
+    return word.number;
+}
+
+DEVICE unsigned to_bits(float number) {
+    Float32 word;
+    word.number = number;
+    return word.bits;
+}
+
+template <class T>
+struct Complex {
+    T real, imag;
+};
+
+template <class T>
+DEVICE Complex<T> operator+(Complex<T> a, Complex<T> b) {
+    return {a.real + b.real, a.imag + b.imag};
+}
+
+template <class T>
+DEVICE Complex<T> operator*(Complex<T> a, Complex<T> b) {
+    return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
+}
+
+// Reduced as it is stored. `Arithmetic` is what sums and products are computed in.
+template <class T, class A = T>
+struct Plain {
+    using Element = T;
+    using Total = T;
+    using Arithmetic = A;
+    static DEVICE Total widen(Element element) { return element; }
+    static DEVICE Element narrow(Total total) { return total; }
+};
+
+// Signed overflow is undefined in C++, and that of unsigned integers wraps, as it shall for both.
+template <class T>
+using Integer = Plain<T, unsigned long long>;
+
+// Any byte but zero is true; min and max of zeros and ones are `and` and `or`.
+struct Bool : Plain<unsigned char> {
+    static DEVICE Total widen(Element element) { return element != 0; }
+};
+
+// A float of 16 or 8 bits, reduced in float32, and rounded to nearest even once at the end.
+// FINITE: without infinities, and with one NaN for each sign, whose bits are all ones.
+template <class T, int EXPONENT, int MANTISSA, bool FINITE = false>
+struct Narrow {
+    using Element = T;
+    using Total = float;
+    using Arithmetic = float;
+
+    static constexpr int SHIFT = 23 - MANTISSA;  // of the mantissa in a float32
+    static constexpr unsigned BIAS = (1u << (EXPONENT - 1)) - 1;
+    static constexpr unsigned REBIAS = (127 - BIAS) << 23;
+    static constexpr unsigned MAGNITUDE = (1u << (EXPONENT + MANTISSA)) - 1;  // all bits but the sign
+    static constexpr unsigned ENDLESS = ((1u << EXPONENT) - 1) << MANTISSA;   // infinity, where there is one
+    static constexpr unsigned NOT_A_NUMBER = FINITE ? MAGNITUDE : ENDLESS | 1u << (MANTISSA - 1);
+    static constexpr unsigned BEYOND = FINITE ? MAGNITUDE : ENDLESS;  // what an overflow becomes
+
+    static DEVICE float widen(Element element) {
+        const unsigned magnitude = element & MAGNITUDE;
+        const unsigned sign = (element & (MAGNITUDE + 1)) << (31 - EXPONENT - MANTISSA);
+        // The exponent's bits mean 2^(127 - BIAS) times less in a float32; a subnormal becomes normal so.
+        unsigned wide = to_bits(from_bits(magnitude << SHIFT) * from_bits((254 - BIAS) << 23));
+        if (FINITE ? magnitude == NOT_A_NUMBER : magnitude > ENDLESS) wide = 0x7fc00000;
+        if (!FINITE && magnitude == ENDLESS) wide = 0x7f800000;
+        return from_bits(wide | sign);
+    }
+
+    static DEVICE Element narrow(float number) {
+        const unsigned wide = to_bits(number) & 0x7fffffff;
+        const unsigned sign = to_bits(number) >> 31 << (EXPONENT + MANTISSA);
+        unsigned magnitude;
+        if (wide > 0x7f800000) {
+            magnitude = NOT_A_NUMBER;
+        } else if (wide < REBIAS + (1u << 23)) {
+            // Subnormal here: the last bit of 2^(24 - BIAS - MANTISSA) is the least of these numbers, so that
+            // the processor rounds to a multiple of it, which then stands in the lowest bits.
+            const float unit = from_bits((24 + 127 - BIAS - MANTISSA) << 23);
+            magnitude = to_bits(from_bits(wide) + unit) - to_bits(unit);
+        } else {
+            const unsigned odd = wide >> SHIFT & 1;
+            magnitude = (wide - REBIAS + (1u << (SHIFT - 1)) - 1 + odd) >> SHIFT;
+            if (magnitude > BEYOND) magnitude = BEYOND;
+        }
+        return Element(sign | magnitude);
+    }
+};
+
+using dtype_bool = Bool;
+using dtype_int8 = Integer<signed char>;
+using dtype_int16 = Integer<short>;
+using dtype_int32 = Integer<int>;
+using dtype_int64 = Integer<long long>;
+using dtype_uint8 = Integer<unsigned char>;
+using dtype_uint16 = Integer<unsigned short>;
+using dtype_uint32 = Integer<unsigned>;
+using dtype_uint64 = Integer<unsigned long long>;
+using dtype_float16 = Narrow<unsigned short, 5, 10>;
+using dtype_float32 = Plain<float>;
+using dtype_float64 = Plain<double>;
+using dtype_bfloat16 = Narrow<unsigned short, 8, 7>;
+using dtype_float8_e4m3fn = Narrow<unsigned char, 4, 3, true>;
+using dtype_float8_e5m2 = Narrow<unsigned char, 5, 2>;
+using dtype_complex64 = Plain<Complex<float>>;
+using dtype_complex128 = Plain<Complex<double>>;
+
+// ---- reductions: two totals become one, and the last is finished ------------------------------------------
+
+template <class D>
+struct Reduction {
+    using Total = typename D::Total;
+    using Arithmetic = typename D::Arithmetic;
+    static DEVICE Total finish(Total total, int) { return total; }
+};
+
+template <class D>
+struct op_sum : Reduction<D> {
+    using typename Reduction<D>::Total;
+    using typename Reduction<D>::Arithmetic;
+    static DEVICE Total join(Total a, Total b) { return Total(Arithmetic(a) + Arithmetic(b)); }
+};
+
+template <class T>
+DEVICE T divide(T number, int count) {
+    return number / T(count);
+}
+
+// By parts: a complex division would make a NaN of (inf + 0i) / n.
+template <class T>
+DEVICE Complex<T> divide(Complex<T> number, int count) {
+    return {number.real / T(count), number.imag / T(count)};
+}
+
+template <class D>
+struct op_mean : op_sum<D> {
+    using typename Reduction<D>::Total;
+    static DEVICE Total finish(Total total, int count) { return divide(total, count); }
+};
+
+template <class D>
+struct op_prod : Reduction<D> {
+    using typename Reduction<D>::Total;
+    using typename Reduction<D>::Arithmetic;
+    static DEVICE Total join(Total a, Total b) { return Total(Arithmetic(a) * Arithmetic(b)); }
+};
+
+// A NaN is unequal to itself, and no comparison with it holds: either one is the result.
+template <class D>
+struct op_min : Reduction<D> {
+    using typename Reduction<D>::Total;
+    static DEVICE Total join(Total a, Total b) { return a != a || a <= b ? a : b; }
+};
+
+template <class D>
+struct op_max : Reduction<D> {
+    using typename Reduction<D>::Total;
+    static DEVICE Total join(Total a, Total b) { return a != a || a >= b ? a : b; }
+};
+
+#define BITWISE(NAME, OPERATOR)                                                     \
+    template <class D>                                                              \
+    struct NAME : Reduction<D> {                                                    \
+        using typename Reduction<D>::Total;                                         \
+        static DEVICE Total join(Total a, Total b) { return Total(a OPERATOR b); }  \
+    };
+BITWISE(op_and, &)
+BITWISE(op_or, |)
+BITWISE(op_xor, ^)
+
+// ---- fold and prefixes ------------------------------------------------------------------------------------
+
+// The argument of a launch, by value, so that no table of addresses need be copied to the device first.
+// All of it fits in the 4096 bytes that any CUDA passes. More rows than MAX_ROWS take further launches,
+// between which the totals, unrounded, stay in `carry`. kernels.py has the same struct as a dtype.
+constexpr int MAX_ROWS = 240;
+
+struct Rows {
+    const void *rows[MAX_ROWS];
+    void *outs[MAX_ROWS];  // of a fold, the first is the only one
+    void *carry;           // a Total for each element
+    Size elements;
+    int count;   // of rows, in this launch
+    int before;  // rows, in earlier launches
+    int more;    // whether launches follow
+    int packed;  // whether all rows and outs are aligned to 16 bytes
+};
+
+template <class D, int COUNT>
+struct Totals {
+    typename D::Total at[COUNT];
+
+    DEVICE void load(const void *row, Size place) {
+        const auto pack = static_cast<const Pack<typename D::Element, COUNT> *>(row)[place];
+        for (int i = 0; i < COUNT; ++i) at[i] = D::widen(pack.at[i]);
+    }
+
+    template <class Op>
+    DEVICE void join(const Totals &other) {
+        for (int i = 0; i < COUNT; ++i) at[i] = Op::join(at[i], other.at[i]);
+    }
+
+    template <class Op>
+    DEVICE void store(void *out, Size place, int rows) const {
+        Pack<typename D::Element, COUNT> pack;
+        for (int i = 0; i < COUNT; ++i) pack.at[i] = D::narrow(Op::finish(at[i], rows));
+        static_cast<Pack<typename D::Element, COUNT> *>(out)[place] = pack;
+    }
+};
+
+// Reduces the packs from `place` to `end`, of which each thread of the grid takes its share.
+template <class D, class Op, bool EVERY, int COUNT>
+DEVICE void reduce_packs(const Rows &call, Size place, Size end) {
+    place += Size(blockIdx.x) * blockDim.x + threadIdx.x;
+    for (; place < end; place += Size(gridDim.x) * blockDim.x) {
+        Totals<D, COUNT> *const carry = static_cast<Totals<D, COUNT> *>(call.carry) + place;
+        Totals<D, COUNT> total, next;
+        if (call.before) total = *carry;
+        for (int row = 0; row < call.count; ++row) {
+            const int joined = call.before + row + 1;
+            next.load(call.rows[row], place);
+            if (joined == 1) total = next;
+            else total.template join<Op>(next);
+            if (EVERY) total.template store<Op>(call.outs[row], place, joined);
+        }
+        if (call.more) *carry = total;
+        else if (!EVERY) total.template store<Op>(call.outs[0], place, call.before + call.count);
+    }
+}
+
+// EVERY: each row's prefix goes to an out of its own; else the fold of all rows goes to the first.
+template <class D, class Op, bool EVERY>
+DEVICE void reduce_rows(const Rows &call) {
+    constexpr int COUNT = 16 / sizeof(typename D::Element);
+    const Size packs = call.packed ? call.elements / COUNT : 0;
+    reduce_packs<D, Op, EVERY, COUNT>(call, 0, packs);
+    reduce_packs<D, Op, EVERY, 1>(call, packs * COUNT, call.elements);
+}
+
+// ---- pieces -----------------------------------------------------------------------------------------------
+
+constexpr int MAX_PIECES = 120;
+constexpr Size CHUNK_BYTES = 16 << 10;  // what a block copies
+
+struct Piece {
+    const char *source;  // null for zeros
+    char *target;
+    Size nbytes;
+    Size end;  // the chunks of this piece and of those before it
+};
+
+struct Pieces {
+    Piece at[MAX_PIECES];
+    int count;
+};
+
+// Copies by words of one size, if the addresses and the length are multiples of it.
+template <class Word>
+DEVICE bool copy_words(const char *source, char *target, Size nbytes) {
+    if ((Size(source) | Size(target) | nbytes) % sizeof(Word)) return false;
+    for (Size word = threadIdx.x; word < nbytes / Size(sizeof(Word)); word += blockDim.x) {
+        reinterpret_cast<Word *>(target)[word] =
+            source ? reinterpret_cast<const Word *>(source)[word] : Word();
+    }
+    return true;
+}
+
+DEVICE void copy_chunk(const Pieces &pieces) {
+    const Size chunk = blockIdx.x;
+    int low = 0, high = pieces.count - 1;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (chunk < pieces.at[middle].end) high = middle;
+        else low = middle + 1;
+    }
+    const Piece &piece = pieces.at[low];
+    const Size start = (chunk - (low ? pieces.at[low - 1].end : 0)) * CHUNK_BYTES;
+    const Size left = piece.nbytes - start, nbytes = left < CHUNK_BYTES ? left : CHUNK_BYTES;
+    const char *const source = piece.source ? piece.source + start : nullptr;
+    char *const target = piece.target + start;
+    copy_words<Pack<unsigned, 4>>(source, target, nbytes) || copy_words<unsigned>(source, target, nbytes) ||
+        copy_words<unsigned short>(source, target, nbytes) || copy_words<char>(source, target, nbytes);
+}
+
+// ---- kernels ----------------------------------------------------------------------------------------------
+
+#ifdef OP
+KERNEL void fold(const Rows call) { reduce_rows<DTYPE, OP<DTYPE>, false>(call); }
+KERNEL void prefixes(const Rows call) { reduce_rows<DTYPE, OP<DTYPE>, true>(call); }
+#else
+KERNEL void copy_pieces(const Pieces pieces) { copy_chunk(pieces); }
+#endif

@@ -1,0 +1,314 @@
+"""What each framework's arrays on a CUDA device take to be read, and to be made."""
+
+from __future__ import annotations
+
+import abc
+import math
+import sys
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+
+from arraycomm import _dlpack, _frameworks
+from arraycomm._buffers import BufferView
+from arraycomm._cuda.layouts import (
+    DEVICE,
+    MANAGED,
+    Layout,
+    Shown,
+    by_cuda_interface,
+    by_dlpack,
+    packed,
+    relabel,
+)
+from arraycomm._cuda.memory import Memory, Span
+from arraycomm._cuda.streams import order
+from arraycomm._dtypes import BY_NAME, DType, name_of
+from arraycomm._protocols import read_foreign
+from arraycomm._results import _jax_place, _no_such_dtype, _x64, allocate, give
+from arraycomm._views import _READERS, _reader_of
+
+Shape = tuple[int, ...]
+
+# Managed memory, and replicas on several devices, are within reach of any.
+ANY: Final = -1
+
+
+class Framework(abc.ABC):
+    """The means of one framework. What it does itself, it does in its own stream."""
+
+    name: str
+
+    @abc.abstractmethod
+    def device(self, x: Any) -> int | None:
+        """Return the number of an array's device, None for an array elsewhere."""
+
+    @abc.abstractmethod
+    def streams(self, device: int) -> tuple[int, ...]:
+        """Return the streams in which arrays are used now."""
+
+    @abc.abstractmethod
+    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
+        """Check an array, and tell where its elements are."""
+
+    @abc.abstractmethod
+    def empty(self, shape: Shape, dtype: DType, source: Any, memory: Memory) -> Span:
+        """Return memory for a result like `source`, owned by the framework's array if it has one."""
+
+    def finish(self, span: Span, shape: Shape, like: BufferView) -> Any:
+        """Return the array over memory that `empty` made."""
+        return span.owner
+
+    def gather(self, shown: Shown, source: Any, memory: Memory) -> Span:
+        """Return a copy of the elements side by side, ready in the memory's stream."""
+        _, shape, _, dtype = shown.layout
+        span = self.empty(shape, dtype, source, memory)
+        _copy_elements(packed(span.address, shape, dtype), shown.layout, memory)
+        return span
+
+    def put_back(self, span: Span, layout: Layout, out: Any) -> None:
+        """Copy the elements of a span to where those of `out` are."""
+        _copy_elements(layout, packed(span.address, layout.shape, layout.dtype), span.memory)
+
+    def changed(self, out: Any) -> None:
+        """Learn that the elements of `out` were overwritten."""
+
+
+def framework_of(x: Any) -> Framework | None:
+    """Return the framework of an array, None where it has none for devices; imports nothing."""
+    return _BY_READER.get(_READERS.get(type(x)) or _reader_of(type(x)))
+
+
+# PyTorch ----------------------------------------------------------------------------------------
+
+
+class _Torch(Framework):
+    name = "torch"
+
+    def device(self, x: Any) -> int | None:
+        return (x.device.index or 0) if x.is_cuda else None
+
+    def streams(self, device: int) -> tuple[int, ...]:
+        return (int(sys.modules["torch"].cuda.current_stream(device).cuda_stream),)
+
+    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
+        _check_tensor(x, operation, name)
+        tensor = x.detach().resolve_conj().resolve_neg()
+        dtype = BY_NAME[str(x.dtype).removeprefix("torch.")].dtype
+        strides = tuple(step * dtype.itemsize for step in tensor.stride())
+        layout = Layout(tensor.data_ptr(), tuple(tensor.shape), strides, dtype)
+        return Shown(layout, False, tensor, copied=x.is_conj() or x.is_neg())
+
+    def empty(self, shape: Shape, dtype: DType, source: Any, memory: Memory) -> Span:
+        torch = sys.modules["torch"]
+        wanted = getattr(torch, name_of(dtype), None)
+        if not isinstance(wanted, torch.dtype):
+            raise _no_such_dtype("torch", dtype, "result")
+        return _tensor_span(torch.empty(shape, dtype=wanted, device=source.device), dtype, memory)
+
+    def gather(self, shown: Shown, source: Any, memory: Memory) -> Span:
+        tensor: Any = shown.owner
+        span = _tensor_span(tensor.contiguous(), shown.layout.dtype, memory)
+        order(memory, self.streams(memory.device), (memory.stream,))
+        return span
+
+    def put_back(self, span: Span, layout: Layout, out: Any) -> None:
+        order(span.memory, (span.memory.stream,), self.streams(span.memory.device))
+        with sys.modules["torch"].no_grad():
+            out.copy_(span.owner)
+
+    def changed(self, out: Any) -> None:
+        sys.modules["torch"].autograd.graph.increment_version(out)
+
+
+def _check_tensor(x: Any, operation: str, name: str) -> None:
+    if x.requires_grad:
+        _frameworks.without_history(x, operation, name)
+    reason = _frameworks._torch_refusal(x)
+    if reason is not None:
+        raise TypeError(f"{operation}: {name} is {reason}")
+    if not _frameworks._has_storage(x):
+        raise BufferError(
+            f"{operation}: {name} has no memory behind its elements (its storage was resized); "
+            "gather the parameter before it is used"
+        )
+
+
+def _tensor_span(tensor: Any, dtype: DType, memory: Memory) -> Span:
+    return Span(tensor.data_ptr(), tensor.numel(), dtype, tensor, memory)
+
+
+# CuPy, and the protocols that it reads ----------------------------------------------------------
+
+
+class _CuPy(Framework):
+    name = "cupy"
+
+    def device(self, x: Any) -> int | None:
+        return int(x.device.id)
+
+    def streams(self, device: int) -> tuple[int, ...]:
+        import cupy
+
+        return (int(cupy.cuda.get_current_stream(device).ptr),)
+
+    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
+        return Shown(Layout(int(x.data.ptr), x.shape, x.strides, x.dtype), False, x)
+
+    def empty(self, shape: Shape, dtype: DType, source: Any, memory: Memory) -> Span:
+        import cupy
+
+        count = math.prod(shape)
+        with cupy.cuda.Device(memory.device):
+            space = cupy.cuda.alloc(count * dtype.itemsize)
+        # Around memory that is there, CuPy takes also the dtypes that it has no kernels for.
+        return Span(int(space.ptr), count, dtype, cupy.ndarray(shape, dtype, space), memory)
+
+
+class _Protocols(_CuPy):
+    """Any other object: DLPack first, as on the host, then CUDA's array interface."""
+
+    def device(self, x: Any) -> int | None:
+        with suppress(BufferError):  # who reads the array tells of it
+            if _speaks_dlpack(x):
+                kind, device = _dlpack.device_of(x, "x")
+                return {DEVICE: device, MANAGED: ANY}.get(kind)
+            if hasattr(x, "__cuda_array_interface__"):
+                return _device_at(by_cuda_interface(x, "x").layout.address)
+        return None
+
+    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
+        label = f"{operation}: {name}"
+        if _speaks_dlpack(x):
+            return by_dlpack(x, memory.stream, label)
+        return by_cuda_interface(x, label)
+
+
+def _speaks_dlpack(x: Any) -> bool:
+    return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+
+
+def _device_at(address: int) -> int | None:
+    """Return the device of an address, None for the host's, or where nothing has loaded CuPy."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not address:
+        return None
+    runtime = cupy.cuda.runtime
+    found = runtime.pointerGetAttributes(address)
+    places = {runtime.memoryTypeDevice: int(found.device), runtime.memoryTypeManaged: ANY}
+    return places.get(found.type)
+
+
+def _copy_elements(target: Layout, source: Layout, memory: Memory) -> None:
+    """Copy elements of any dtype by CuPy, in the order of the memory's stream."""
+    import cupy
+
+    if not source.size:
+        return
+    current = _BY_NAME["cupy"].streams(memory.device)
+    # Integers of a size that the device can load from each place.
+    places = (source.address, target.address, *source.strides, *target.strides)
+    unit = math.gcd(8, source.dtype.itemsize, *places)
+    order(memory, (memory.stream,), current)
+    with cupy.cuda.Device(memory.device):
+        _units(target, unit, memory)[...] = _units(source, unit, memory)
+    order(memory, current, (memory.stream,))
+
+
+def _units(layout: Layout, unit: int, memory: Memory) -> Any:
+    """Return memory as CuPy's array of integers, with a last axis for those of an element."""
+    address, shape, strides, dtype = layout
+    units = Layout(
+        address,
+        (*shape, dtype.itemsize // unit),
+        (*strides, unit),
+        np.dtype(f"u{unit}"),
+    )
+    return _cupy_over(units, memory.device, None)
+
+
+def _cupy_over(layout: Layout, device: int, owner: object) -> Any:
+    """Return CuPy's array over memory that is there, and have it keep the owner."""
+    import cupy
+
+    nbytes = layout.size * layout.dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(layout.address, nbytes, owner, device)
+    start = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(layout.shape, layout.dtype, start, layout.strides)
+
+
+# JAX --------------------------------------------------------------------------------------------
+
+
+class _JAX(Framework):
+    name = "jax"
+
+    def device(self, x: Any) -> int | None:
+        if _frameworks.jax_device(x)[0] != "cuda" or x.sharding.memory_kind == "pinned_host":
+            return None
+        devices = x.sharding.device_set
+        return _local_id(next(iter(devices))) if len(devices) == 1 else ANY
+
+    def streams(self, device: int) -> tuple[int, ...]:
+        return ()
+
+    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
+        _frameworks.check_jax(x, operation, name)
+        for shard in x.addressable_shards:
+            if _local_id(shard.device) == memory.device:
+                shown = by_dlpack(shard.data, memory.stream, f"{operation}: {name}")
+                return shown._replace(readonly=True)
+        raise ValueError(f"{operation}: {name} has no replica on cuda:{memory.device}")
+
+    def empty(self, shape: Shape, dtype: DType, source: Any, memory: Memory) -> Span:
+        return memory.allocate(math.prod(shape) * dtype.itemsize).view(dtype)
+
+    def finish(self, span: Span, shape: Shape, like: BufferView) -> Any:
+        import jax
+
+        if not span.size:
+            return give(allocate(shape, span.dtype), like)
+        with _x64(span.dtype, like.source, "result"):
+            array = jax.dlpack.from_dlpack(_Handover(span, shape))
+        place = _jax_place(like.source)
+        return array if place is None else jax.device_put(array, place)
+
+
+def _local_id(device: Any) -> int:
+    """Return CUDA's number of a device of JAX's, whose `id` counts over all processes."""
+    return int(device.local_hardware_id)
+
+
+class _Handover:
+    """A span that JAX takes over, after having a stream of its own wait for the memory's."""
+
+    def __init__(self, span: Span, shape: Shape) -> None:
+        self._span = span
+        self._shape = shape
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return DEVICE, self._span.memory.device
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        span = self._span
+        span.memory.record().wait_on(stream or 0)
+        # CuPy exports every integer, and no float8.
+        carrier = np.dtype(f"u{span.itemsize}") if span.itemsize <= 8 else span.dtype
+        layout = packed(span.address, self._shape, carrier)
+        array = _cupy_over(layout, span.memory.device, span)
+        return relabel(array.__dlpack__(stream=-1), span.dtype)
+
+
+_BY_NAME: Final[dict[str, Framework]] = {row.name: row for row in (_Torch(), _CuPy(), _JAX())}
+_BY_READER: Final[dict[Any, Framework]] = {
+    _frameworks.read_torch: _BY_NAME["torch"],
+    _frameworks.read_cupy: _BY_NAME["cupy"],
+    _frameworks.read_jax: _BY_NAME["jax"],
+    read_foreign: _Protocols(),
+}
+
+
+def framework_named(name: str) -> Framework:
+    """Return the framework that makes the results of a view."""
+    return _BY_NAME[name]

@@ -1,0 +1,231 @@
+"""The kernels of `folds.cu`: each compiled when it is first needed, and launched.
+
+NVRTC is called directly, because CuPy's `RawKernel` has subnormal numbers of float32 flushed to
+zero, whatever it is told. What is compiled stays in memory, for as long as the process runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+
+from arraycomm._cuda.memory import Span
+from arraycomm._dtypes import DType, Kind, kind_of, name_of
+from arraycomm._errors import BackendUnavailableError
+
+Array = np.ndarray[Any, Any]
+
+SOURCE: Final = Path(__file__).with_name("folds.cu")
+# Products are not fused with sums, and subnormal numbers stay: what the contract has of IEEE 754.
+OPTIONS: Final = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
+
+# As in folds.cu; what does not fit in one launch takes several.
+MAX_ROWS: Final = 240
+MAX_PIECES: Final = 120
+CHUNK_BYTES: Final = 16 << 10
+PACK_BYTES: Final = 16
+ROWS: Final = np.dtype(
+    [
+        ("rows", np.uint64, MAX_ROWS),
+        ("outs", np.uint64, MAX_ROWS),
+        ("carry", np.uint64),
+        ("elements", np.int64),
+        ("count", np.int32),
+        ("before", np.int32),
+        ("more", np.int32),
+        ("packed", np.int32),
+    ],
+    align=True,
+)
+PIECE: Final = np.dtype(
+    [("source", np.uint64), ("target", np.uint64), ("nbytes", np.int64), ("end", np.int64)],
+    align=True,
+)
+PIECES: Final = np.dtype([("at", PIECE, MAX_PIECES), ("count", np.int32)], align=True)
+
+THREADS: Final = 256
+# Enough to fill any device several times over; a thread takes more elements where there are more.
+MAX_BLOCKS: Final = 4096
+
+
+class Kernels:
+    """The kernels on one device; all they are given are addresses.
+
+    Parameters
+    ----------
+    device : int
+        The device's number.
+    allocate : callable
+        Returns so many bytes of the device, for use in the order of the stream that is passed to
+        the kernel at the time. Called only for more than `MAX_ROWS` rows.
+    """
+
+    def __init__(self, device: int, allocate: Callable[[int], Span]) -> None:
+        self._device = device
+        self._allocate = allocate
+
+    def fold(
+        self, op: str, dtype: DType, rows: Sequence[int], out: int, count: int, stream: int
+    ) -> None:
+        """Fold rows of `count` elements as `arraycomm._folds.fold` does.
+
+        `out` may be the address of the first row.
+        """
+        self._reduce("fold", op, dtype, rows, [out], count, stream)
+
+    def prefixes(
+        self,
+        op: str,
+        dtype: DType,
+        rows: Sequence[int],
+        outs: Sequence[int],
+        count: int,
+        stream: int,
+    ) -> None:
+        """Fold the rows up to each into its out, as `arraycomm._folds.prefixes` does."""
+        self._reduce("prefixes", op, dtype, rows, outs, count, stream)
+
+    def gather_pieces(
+        self, pieces: Sequence[tuple[int, int, int]], target: int, stream: int
+    ) -> None:
+        """Copy pieces to `target`: each by its address (0 for zeros), offset there, and bytes."""
+        pieces = [(source, target + offset, nbytes) for source, offset, nbytes in pieces if nbytes]
+        for start in range(0, len(pieces), MAX_PIECES):
+            some = pieces[start : start + MAX_PIECES]
+            argument = np.zeros((), PIECES)
+            table = argument["at"][: len(some)]
+            table["source"], table["target"], table["nbytes"] = zip(*some, strict=True)
+            table["end"] = np.cumsum(-(-table["nbytes"] // CHUNK_BYTES))
+            argument["count"] = len(some)
+            self._launch("copy_pieces", (), int(table["end"][-1]), argument, stream)
+
+    def _reduce(
+        self,
+        kernel: str,
+        op: str,
+        dtype: DType,
+        rows: Sequence[int],
+        outs: Sequence[int],
+        count: int,
+        stream: int,
+    ) -> None:
+        if not count:
+            return
+        argument = np.zeros((), ROWS)
+        argument["elements"] = count
+        argument["packed"] = packed = _packed(dtype, [*rows, *outs])
+        if len(rows) > MAX_ROWS:
+            carry = self._allocate(count * _total_bytes(dtype))
+            argument["carry"] = carry.address
+        at_once = PACK_BYTES // dtype.itemsize if packed else 1
+        blocks = min(-(-count // (at_once * THREADS)), MAX_BLOCKS)
+        definitions = (f"-DOP=op_{op}", f"-DDTYPE=dtype_{name_of(dtype)}")
+        for before in range(0, len(rows), MAX_ROWS):
+            here = rows[before : before + MAX_ROWS]
+            into = outs if kernel == "fold" else outs[before : before + MAX_ROWS]
+            argument["rows"][: len(here)] = here
+            argument["outs"][: len(into)] = into
+            argument["count"] = len(here)
+            argument["before"] = before
+            argument["more"] = before + len(here) < len(rows)
+            self._launch(kernel, definitions, blocks, argument, stream)
+
+    def _launch(
+        self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: Array, stream: int
+    ) -> None:
+        """Put a kernel on the stream; its argument is copied by that."""
+        import cupy
+
+        with cupy.cuda.Device(self._device):
+            function = _function(self._device, kernel, definitions)
+            # CuPy reads nothing but the address of a stream.
+            function((blocks,), (THREADS,), (argument,), stream=SimpleNamespace(ptr=stream))
+
+
+def _packed(dtype: DType, addresses: Sequence[int]) -> bool:
+    """Tell whether all memory can be loaded and stored by packs; raise where not even by elements.
+
+    A kernel that touches misaligned memory makes every later call of CUDA's in the process fail.
+    """
+    bits = functools.reduce(operator.or_, addresses)
+    if bits % dtype.alignment:
+        raise ValueError(
+            f"arrays of {name_of(dtype)} on a device must be aligned to {dtype.alignment} bytes; "
+            "pass a copy"
+        )
+    return bits % PACK_BYTES == 0
+
+
+def _total_bytes(dtype: DType) -> int:
+    """Return how many bytes an element has while it is reduced; narrow floats have a float32's."""
+    return 4 if kind_of(dtype) is Kind.NARROW else dtype.itemsize
+
+
+_functions: dict[tuple[int, str, tuple[str, ...]], Any] = {}
+_compiling = threading.Lock()
+
+
+def _function(device: int, kernel: str, definitions: tuple[str, ...]) -> Any:
+    """Return a kernel of the current device, compiled by the first thread that asks for it."""
+    key = (device, kernel, definitions)
+    if key not in _functions:
+        with _compiling:
+            if key not in _functions:
+                _functions[key] = _load(device, kernel, definitions)
+    return _functions[key]
+
+
+def _load(device: int, kernel: str, definitions: tuple[str, ...]) -> Any:
+    import cupy
+
+    architecture = int(cupy.cuda.Device(device).compute_capability)
+    module = cupy.cuda.function.Module()
+    module.load(compiled(architecture, definitions))
+    return module.get_function(kernel)
+
+
+def missing() -> str | None:
+    """Say why kernels cannot be compiled where CuPy is installed, and what would help; else None."""
+    from cupy.cuda import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except RuntimeError as error:  # CuPy's own, or that of what looks for libraries for it
+        reason = str(error).strip()
+        return f"CuPy cannot load NVRTC ({reason}); install cupy-cuda12x[ctk] or cupy-cuda13x[ctk]"
+    return None
+
+
+@functools.cache
+def compiled(architecture: int, definitions: tuple[str, ...]) -> bytes:
+    """Compile `folds.cu` for a compute capability such as 90.
+
+    The result is machine code, or PTX for the driver to compile where NVRTC is older than the
+    device. With no definitions it has `copy_pieces`; with OP and DTYPE, `fold` and `prefixes`.
+    """
+    from cupy.cuda import nvrtc
+
+    if reason := missing():
+        raise BackendUnavailableError(reason)
+    known = nvrtc.getSupportedArchs()
+    exact = architecture in known
+    target = architecture if exact else max((a for a in known if a < architecture), default=0)
+    flag = f"--gpu-architecture={'sm' if exact else 'compute'}_{target}"
+    program = nvrtc.createProgram(SOURCE.read_text(encoding="utf-8"), SOURCE.name, (), ())
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, flag, *definitions))
+        return bytes(nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program))
+    except nvrtc.NVRTCError as error:
+        raise BackendUnavailableError(
+            f"NVRTC {nvrtc.getVersion()} cannot compile arraycomm's kernels for a device of compute "
+            f"capability {architecture} ({error}): {nvrtc.getProgramLog(program).strip()}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)

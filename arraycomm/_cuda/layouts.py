@@ -1,0 +1,153 @@
+"""Where an array's elements lie on a device, as the protocols tell it; the memory is not touched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+from arraycomm import _dlpack
+from arraycomm._dtypes import BY_DTYPE, DType
+
+# kDLCUDA and kDLCUDAManaged. Pinned memory, kDLCUDAHost, counts as the host's.
+DEVICE: Final = 2
+MANAGED: Final = 13
+# How CUDA's protocols spell the legacy default stream, whose handle is also the null pointer.
+_LEGACY: Final = 1
+
+
+class Layout(NamedTuple):
+    """The first element's address, and how far apart, in bytes, neighbours are in each dimension."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def size(self) -> int:
+        """How many elements there are."""
+        return math.prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie side by side in C order."""
+        reach = self.dtype.itemsize
+        for length, step in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length > 1 and step != reach:
+                return not self.size
+            reach *= length
+        return True
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether two elements may share memory: no slice, transpose or diagonal does this."""
+        reach = self.dtype.itemsize
+        steps = zip(self.strides, self.shape, strict=True)
+        for step, length in sorted((abs(step), length) for step, length in steps if length > 1):
+            if step < reach:
+                return bool(self.size)
+            reach += step * (length - 1)
+        return False
+
+
+def packed(address: int, shape: tuple[int, ...], dtype: DType) -> Layout:
+    """Return the layout of elements that lie side by side in C order."""
+    lengths = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return Layout(address, shape, tuple(n * dtype.itemsize for n in lengths), dtype)
+
+
+class Shown(NamedTuple):
+    """What an array shows: where its elements lie, and what keeps them there.
+
+    `copied` says that these stand in for elements that no layout tells. `stream` is one that it is
+    used in besides those of its framework.
+    """
+
+    layout: Layout
+    readonly: bool
+    owner: object
+    copied: bool = False
+    stream: int | None = None
+
+
+def by_dlpack(x: Any, stream: int, label: str) -> Shown:
+    """Read `x.__dlpack__`, whose producer has `stream` wait for what it has under way."""
+    number = stream or _LEGACY
+    ladder = ({"stream": number, "max_version": (1, 0)}, {"stream": number})
+    capsule = _dlpack._request(x, ladder, label)
+    tensor, readonly = _opened(capsule, label)
+    if tensor.device_type not in {DEVICE, MANAGED}:
+        raise BufferError(
+            f"{label}.__dlpack__() returned memory of device type {tensor.device_type}, which is "
+            "not CUDA's, as __dlpack_device__ says"
+        )
+    # Unconsumed, the capsule itself calls the producer's deleter when it is no longer needed.
+    return Shown(_layout_of(tensor, label), readonly, (capsule, x))
+
+
+def _opened(capsule: Any, label: str) -> tuple[Any, bool]:
+    """Return the tensor in a capsule, and whether it must not be written."""
+    if _dlpack._is_valid(capsule, b"dltensor_versioned"):
+        address = _dlpack._get_pointer(capsule, b"dltensor_versioned")
+        managed = _dlpack._Versioned.from_address(address)
+        if managed.major != _dlpack._MAJOR:
+            raise BufferError(
+                f"{label}.__dlpack__() returned DLPack version {managed.major}.{managed.minor}; "
+                f"only {_dlpack._MAJOR}.x can be read"
+            )
+        return managed.tensor, bool(managed.flags & _dlpack._READ_ONLY)
+    if _dlpack._is_valid(capsule, b"dltensor"):
+        # Without a version there is no flag to tell.
+        address = _dlpack._get_pointer(capsule, b"dltensor")
+        return _dlpack._DLTensor.from_address(address), True
+    raise _dlpack._not_a_capsule(capsule, label)
+
+
+def _layout_of(tensor: Any, label: str) -> Layout:
+    call = f"{label}.__dlpack__()"
+    shape = _dlpack._integers(tensor.shape, tensor.ndim, call, "shape")
+    dtype = _dlpack._dtype_of(tensor, label)
+    address = (tensor.data or 0) + tensor.byte_offset if tensor.data else 0
+    if not tensor.strides:
+        return _checked(packed(address, shape, dtype), label)
+    counts = _dlpack._integers(tensor.strides, tensor.ndim, call, "strides")
+    strides = tuple(count * dtype.itemsize for count in counts)
+    return _checked(Layout(address, shape, strides, dtype), label)
+
+
+def by_cuda_interface(x: Any, label: str) -> Shown:
+    """Read `x.__cuda_array_interface__`; its `stream` is one that the reader must wait for."""
+    interface = x.__cuda_array_interface__
+    label = f"{label}.__cuda_array_interface__"
+    if not isinstance(interface, dict):
+        raise BufferError(f"{label} must be a dict; got {type(interface).__name__}")
+    _dlpack.check_unmasked(interface, label)
+    dtype = _dlpack.parse_dtype(interface.get("typestr"), interface.get("descr"), label)
+    shape = _dlpack._tuple_of_integers(interface.get("shape"), f"{label}['shape']")
+    data = interface.get("data")
+    if not isinstance(data, tuple):
+        raise BufferError(f"{label}['data'] must be (address, read-only); got {data!r}")
+    address, readonly = _dlpack._address(data, label)
+    layout = packed(address, shape, dtype)
+    if interface.get("strides") is not None:
+        strides = _dlpack._tuple_of_integers(interface["strides"], f"{label}['strides']")
+        if len(strides) != len(shape):
+            raise BufferError(f"{label} has shape {shape} but strides {strides}")
+        layout = layout._replace(strides=strides)
+    stream = interface.get("stream")
+    if stream is not None and (not isinstance(stream, int) or stream < 1):
+        raise BufferError(f"{label}['stream'] must be None or a stream, not 0; got {stream!r}")
+    return Shown(_checked(layout, label), readonly, x, stream=stream)
+
+
+def _checked(layout: Layout, label: str) -> Layout:
+    _dlpack._check_extent(*layout[:3], layout.dtype.itemsize, label)
+    return layout
+
+
+def relabel(capsule: Any, dtype: DType) -> Any:
+    """Return a fresh capsule of integers as one of elements of `dtype`, which has their size."""
+    tensor, _ = _opened(capsule, "result")
+    tensor.code = BY_DTYPE[dtype].dlpack
+    tensor.bits = dtype.itemsize * 8
+    return capsule

@@ -1,0 +1,387 @@
+"""NCCL by ctypes: its functions, its words, and the order in which a communicator may be used.
+
+Communicators are nonblocking, so that a wait for ranks that never come can be given up. Only such
+functions are used as NCCL has had since 2.14, and ncclCommSplit where there is one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from arraycomm._cuda import device
+from arraycomm._errors import TransportError
+
+_NAME: Final = "libnccl.so.2"
+OLDEST: Final = (2, 14)
+UNIQUE_ID_BYTES: Final = 128
+# ncclDataType_t of plain bytes.
+UINT8: Final = 1
+
+# cudaStreamPerThread: NCCL issues nonblocking operations in threads of its own, and would take theirs.
+_PER_THREAD: Final = 2
+
+# ncclResult_t. In progress is no failure: the call was taken, and goes on by itself.
+_SUCCESS: Final = 0
+_IN_PROGRESS: Final = 7
+_NO_COLOR: Final = -1
+_UNDEFINED: Final = -(1 << 31)
+
+# Seconds that another thread may take to leave NCCL, and that an abort may take, before the caller
+# goes on without them.
+_GRACE: Final = 5.0
+_NAP: Final = 1e-3
+
+# A function of NCCL's, and its arguments up to the communicator and the stream.
+Call = tuple[Any, ...]
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId; passed by value."""
+
+    _fields_ = (("internal", ctypes.c_ubyte * UNIQUE_ID_BYTES),)
+
+
+class Config(ctypes.Structure):
+    """ncclConfig_t as it was in 2.18.
+
+    The struct only grows, and a library takes a shorter one for what its `version` had, an older
+    library no more of it than it knows.
+    """
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+    @classmethod
+    def nonblocking(cls) -> Config:
+        """Return NCCL's own choices, but for calls that do not block."""
+        undefined = [_UNDEFINED] * 3
+        return cls(ctypes.sizeof(cls), 0xCAFEBEEF, 21800, 0, *undefined, None, _UNDEFINED)
+
+
+_comm = _stream = _buffer = ctypes.c_void_p
+_int, _count = ctypes.c_int, ctypes.c_size_t
+_comm_out = ctypes.POINTER(ctypes.c_void_p)
+_int_out = ctypes.POINTER(ctypes.c_int)
+_config = ctypes.POINTER(Config)
+
+# What each function takes, as nccl.h declares it. All return an ncclResult_t, but for the two that
+# return words.
+SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
+    "ncclGetVersion": (_int_out,),
+    "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
+    "ncclGetErrorString": (_int,),
+    "ncclGetLastError": (_comm,),
+    "ncclCommInitRankConfig": (_comm_out, _int, UniqueId, _int, _config),
+    "ncclCommSplit": (_comm, _int, _int, _comm_out, _config),
+    "ncclCommGetAsyncError": (_comm, _int_out),
+    "ncclCommUserRank": (_comm, _int_out),
+    "ncclCommCount": (_comm, _int_out),
+    "ncclCommFinalize": (_comm,),
+    "ncclCommDestroy": (_comm,),
+    "ncclCommAbort": (_comm,),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    # buffers, count, type, peer or root or operation, communicator, stream
+    "ncclSend": (_buffer, _count, _int, _int, _comm, _stream),
+    "ncclRecv": (_buffer, _count, _int, _int, _comm, _stream),
+    "ncclBroadcast": (_buffer, _buffer, _count, _int, _int, _comm, _stream),
+    "ncclAllGather": (_buffer, _buffer, _count, _int, _comm, _stream),
+    "ncclAllReduce": (_buffer, _buffer, _count, _int, _int, _comm, _stream),
+}
+_WORDS: Final = ("ncclGetErrorString", "ncclGetLastError")
+_LATER: Final = ("ncclCommSplit",)
+
+
+class Library:
+    """One libnccl, or what stands in for one in tests.
+
+    Parameters
+    ----------
+    functions : object
+        NCCL's functions by their names.
+    current : callable
+        `current(device)` is a context in which that device is the thread's own, as NCCL asks.
+    """
+
+    def __init__(
+        self,
+        functions: Any,
+        current: Callable[[int], AbstractContextManager[None]] = device.current,
+    ) -> None:
+        self.functions = functions
+        self.current = current
+
+    def version(self) -> tuple[int, int, int]:
+        """Return major, minor and patch of the library itself, whatever a header said."""
+        found = ctypes.c_int()
+        self.check(self.functions.ncclGetVersion(ctypes.byref(found)))
+        major, rest = divmod(found.value, 10_000)
+        return major, rest // 100, rest % 100
+
+    def unique_id(self) -> bytes:
+        """Return the name of a new group; a thread then waits for all its ranks to come.
+
+        Call it on one rank, and only for a group that is made.
+        """
+        found = UniqueId()
+        self.check(self.functions.ncclGetUniqueId(ctypes.byref(found)))
+        return bytes(found)
+
+    def check(self, code: int) -> None:
+        """Raise `TransportError`, in NCCL's own words, unless all is well or in progress."""
+        if code in (_SUCCESS, _IN_PROGRESS):
+            return
+        raise TransportError(f"NCCL reported: {self._words(code)}")
+
+    def _words(self, code: int) -> str:
+        """Say what an ncclResult_t means, and what NCCL last warned of in this process."""
+        meaning = self.functions.ncclGetErrorString(code) or b""
+        # The communicator is not asked for: NCCL does not look at it, and it may be gone.
+        last = self.functions.ncclGetLastError(None) or b""
+        detail = last.decode(errors="replace").strip()
+        return meaning.decode(errors="replace") + (
+            f" ({detail})" if detail else "; NCCL_DEBUG=WARN in the environment tells more"
+        )
+
+
+class Comm:
+    """One communicator of NCCL's.
+
+    It takes one operation at a time: once that is begun, nothing may be asked of the communicator
+    but whether it is still in progress, until it is not. Then the operation is on its stream, but
+    the device may not have come to it. Any thread may call; calls do not wait for other ranks.
+    """
+
+    def __init__(self, library: Library, number: int) -> None:
+        self._library = library
+        self._device = number
+        # NCCL writes here, and for a split not before the ranks have met.
+        self._handle = ctypes.c_void_p()
+        # What NCCL has the addresses of, for operations that are not on the stream yet: memory that
+        # was given back by then would be given out again to what comes before them.
+        self._kept: tuple[object, ...] = ()
+        self._using = threading.Lock()
+        self._ending = threading.Lock()
+        self._end = ""
+
+    @classmethod
+    def begin(cls, library: Library, number: int, rank: int, size: int, unique_id: bytes) -> Comm:
+        """Begin to make the communicator of `size` ranks; it is in progress."""
+        comm = cls(library, number)
+        name, config = UniqueId.from_buffer_copy(unique_id), Config.nonblocking()
+        with library.current(number):
+            code = library.functions.ncclCommInitRankConfig(
+                ctypes.byref(comm._handle), size, name, rank, ctypes.byref(config)
+            )
+        try:
+            library.check(code)
+        except TransportError:
+            comm.abort()
+            raise
+        return comm
+
+    def issue(self, calls: Sequence[Call], stream: int, *kept: object) -> None:
+        """Begin some communications as one operation; keep what it uses until it is on the stream."""
+        if stream == _PER_THREAD:
+            raise TransportError("NCCL cannot work in the order of the per-thread default stream")
+        with self._in_use() as functions:
+            self._kept = kept
+            code = functions.ncclGroupStart()
+            try:
+                for name, *arguments in calls:
+                    if code in (_SUCCESS, _IN_PROGRESS):
+                        code = getattr(functions, name)(*arguments, self._handle, stream)
+            finally:
+                # A group that stays open would swallow what this thread asks of NCCL from now on.
+                end = functions.ncclGroupEnd()
+            self._library.check(code)
+            self._library.check(end)
+
+    def split(self, color: int | None, key: int) -> Comm | None:
+        """Begin to split; `self` is in progress. None where this NCCL cannot split.
+
+        The result does not exist before that is over, and not at all where `color` is None.
+        """
+        if not hasattr(self._library.functions, "ncclCommSplit"):
+            return None
+        child = Comm(self._library, self._device)
+        number = _NO_COLOR if color is None else color
+        with self._in_use() as functions:
+            # No configuration: the child's is this one's.
+            code = functions.ncclCommSplit(
+                self._handle, number, key, ctypes.byref(child._handle), None
+            )
+            self._library.check(code)
+        return child
+
+    def place(self) -> tuple[int, int]:
+        """Return this rank's number, and how many there are."""
+        rank, size = ctypes.c_int(), ctypes.c_int()
+        with self._in_use() as functions:
+            self._library.check(functions.ncclCommUserRank(self._handle, ctypes.byref(rank)))
+            self._library.check(functions.ncclCommCount(self._handle, ctypes.byref(size)))
+        return rank.value, size.value
+
+    def in_progress(self) -> bool:
+        """Tell whether the last operation still is; raises what went wrong with any so far."""
+        state = ctypes.c_int()
+        with self._in_use() as functions:
+            self._library.check(functions.ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
+            self._library.check(state.value)
+            if state.value == _SUCCESS:
+                self._kept = ()
+        return state.value == _IN_PROGRESS
+
+    def abort(self) -> None:
+        """End it here and now, with what is on the device; may be called again, by any thread.
+
+        What the aborted operations should have written is undefined. The other ranks have to abort
+        theirs as well.
+        """
+        if not self._claim("was aborted"):
+            return
+        # A thread that hangs in NCCL may hang because of what the abort ends.
+        held = self._using.acquire(timeout=_GRACE)
+        try:
+            if self._handle.value is not None:
+                _call_apart(self._abort_on_device)
+        finally:
+            if held:
+                self._using.release()
+
+    def close(self) -> None:
+        """End it in agreement with the other ranks; where these do not come in time, abort it.
+
+        Waits for what is on the device, and so must the other ranks be given the time to.
+        """
+        deadline = time.monotonic() + _GRACE
+        try:
+            self._settle(deadline)
+            with self._in_use() as functions:
+                self._library.check(functions.ncclCommFinalize(self._handle))
+            self._settle(deadline)
+        except (TransportError, TimeoutError):
+            self.abort()
+            return
+        if self._claim("was closed"):
+            with self._using, self._library.current(self._device):
+                self._library.functions.ncclCommDestroy(self._handle)
+
+    def _settle(self, deadline: float) -> None:
+        while self.in_progress():
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(_NAP)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[Any]:
+        """NCCL's functions, for one thread at a time, while the communicator lives."""
+        with self._using:
+            if self._end:
+                raise TransportError(f"the NCCL communicator {self._end}")
+            with self._library.current(self._device):
+                yield self._library.functions
+
+    def _claim(self, end: str) -> bool:
+        """Let one caller, and no other, bring about the end."""
+        with self._ending:
+            first, self._end = not self._end, self._end or end
+        return first
+
+    def _abort_on_device(self) -> None:
+        with self._library.current(self._device):
+            self._library.functions.ncclCommAbort(self._handle)
+        self._kept = ()
+
+
+def _call_apart(function: Callable[[], None]) -> None:
+    """Call in a thread of its own, and leave it behind if it hangs: another abort may free it."""
+    thread = threading.Thread(target=function, name="arraycomm-nccl-abort", daemon=True)
+    thread.start()
+    thread.join(_GRACE)
+
+
+@cache
+def load() -> Library:
+    """Return this process's NCCL: the copy that PyTorch or CuPy has loaded, where one has.
+
+    Raises
+    ------
+    OSError
+        There is none.
+    """
+    functions = _open()
+    declare(functions)
+    return Library(functions)
+
+
+def declare(functions: ctypes.CDLL) -> None:
+    """Tell ctypes what NCCL's functions take and return."""
+    for name, arguments in SIGNATURES.items():
+        if name in _LATER and not hasattr(functions, name):
+            continue
+        function = getattr(functions, name)
+        function.argtypes = arguments
+        function.restype = ctypes.c_char_p if name in _WORDS else ctypes.c_int
+
+
+def _open() -> ctypes.CDLL:
+    # Two copies in a process would each have their own idea of its devices and connections.
+    with suppress(OSError):
+        return ctypes.CDLL(_NAME, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    for path in _in_wheels():
+        with suppress(OSError):
+            return ctypes.CDLL(path)
+    return ctypes.CDLL(_NAME)
+
+
+def _in_wheels() -> list[str]:
+    """Where the package nvidia-nccl-cu12, or -cu13, keeps the library."""
+    try:
+        found = find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return []
+    places = found.submodule_search_locations if found else None
+    return [str(Path(place) / "lib" / _NAME) for place in places or ()]
+
+
+def missing() -> str | None:
+    """Say why NCCL cannot be used here, and what to do about it; None where it can."""
+    reason = device.missing()
+    if reason is not None:
+        return reason
+    if os.environ.get("NCCL_COMM_BLOCKING") == "1":
+        return (
+            "NCCL_COMM_BLOCKING=1 in the environment makes NCCL wait for ever for ranks that do not "
+            "come; unset it"
+        )
+    try:
+        version = load().version()
+    except OSError as error:
+        return (
+            f"NCCL cannot be loaded ({error}); install it, for CUDA 12 with: "
+            "pip install nvidia-nccl-cu12"
+        )
+    except AttributeError as error:
+        return f"this NCCL lacks a function ({error}); install 2.14 or newer"
+    if version < OLDEST:
+        return f"NCCL {'.'.join(map(str, version))} is too old; install 2.14 or newer"
+    return None

@@ -1,0 +1,235 @@
+"""Which link the arrays on devices take, and the watch over what is under way there.
+
+The ranks choose together, when a call first shows that one of them has an array on a device: NCCL
+where every rank can, else MPI where that reads device memory, else host memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakSet
+
+from arraycomm._cuda import arrays
+from arraycomm._errors import BackendUnavailableError
+from arraycomm._header import Steps, exchange_details
+from arraycomm._ops import Op
+from arraycomm._ways import DeviceWay, HostWay
+
+if TYPE_CHECKING:
+    from arraycomm._communicator import Communicator
+    from arraycomm._cuda.memory import Mark
+    from arraycomm._transports.base import DeviceLink
+
+# Seconds between two looks at what is under way on devices.
+_LOOK: Final = 0.02
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What `init` was asked for: "nccl" must be NCCL, "mpi" must not, and a device by name."""
+
+    backend: str = "auto"
+    device: str | None = None
+
+
+class _Pending(NamedTuple):
+    """Work on a device that was under way when it was last looked at."""
+
+    mark: Mark
+    since: float
+
+
+class Devices:
+    """The devices' side of one communicator.
+
+    Attributes
+    ----------
+    link : DeviceLink or None
+        What arrays on devices go over; None where they are staged.
+    decided : bool
+        Whether the ranks have chosen.
+    reason : str
+        Why they are staged.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.wish = Wish()
+        self.link: DeviceLink | None = None
+        self.decided = False
+        self.reason = "no array on a device has been communicated so far"
+        self._stream: int | None = None
+        self._last: Mark | None = None
+        self._pending: list[_Pending] = []
+        self._looking = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """Where this rank makes arrays when no argument tells it."""
+        return "cpu" if self.wish.device in (None, "cpu") else self._device_name()
+
+    def _device_name(self) -> str:
+        from arraycomm._cuda.device import choose_device
+
+        return f"cuda:{choose_device(self._comm.local_rank, self.wish.device)}"
+
+    # Ways
+
+    def way(self, args: tuple[Any, ...]) -> HostWay:
+        """Return the way of a call's arrays."""
+        host = self._comm._host_way
+        if self.decided and self.link is None:
+            return host
+        x = next((arg for arg in args if arrays.on_cuda(arg)), None)
+        if x is None or any(isinstance(arg, Op) for arg in args):
+            return host
+        if self.link is not None:
+            stream = arrays.stream_of(x)
+            return DeviceWay(self._comm, self, self._own_stream if stream is None else stream)
+        # Without a header there is nothing to choose by.
+        return HostWay(self._comm, 1, x) if self._comm._options.check else host
+
+    def way_after(self, way: HostWay) -> HostWay:
+        """Return the way for a call that was made for `way` before the ranks have chosen."""
+        return self.way((way.example,))
+
+    def way_of_host(self) -> HostWay:
+        """Return the way of an array of the host that meets others on their devices."""
+        return DeviceWay(self._comm, self, self._own_stream)
+
+    @property
+    def _own_stream(self) -> int:
+        assert self.link is not None
+        return self.link.memory.own_stream
+
+    # The choice
+
+    def decide(self) -> Steps:
+        """Choose together with the other ranks."""
+        from arraycomm._cuda.choice import choose, offer
+
+        comm = self._comm
+        said = yield from exchange_details(comm._board, {"devices": offer(comm, self.wish)})
+        self.decided = True
+        offers = [detail["devices"] for detail in said]
+        self.link, self.reason = yield from choose(comm, self.wish, offers)
+
+    def inherit(self, parent: Devices) -> None:
+        """Take over what the communicator that this one was made from was asked for."""
+        self.wish = parent.wish
+        self._comm.backend = parent._comm.backend
+        if parent.decided and parent.link is None:
+            self.decided, self.reason = True, parent.reason
+
+    def require(self) -> None:
+        """Choose now, and raise on every rank where that is not NCCL."""
+        comm = self._comm
+        with comm._turn():
+            comm._engine.run(comm._guarded(self.decide()))
+        if self.link is None or self.link.name != "nccl":
+            raise BackendUnavailableError(f"init: NCCL cannot be used: {self.reason}")
+
+    # What is under way
+
+    def enter(self, stream: int) -> None:
+        """Go on in a stream, behind what this communicator did in another."""
+        assert self.link is not None
+        self.link.memory.at(stream)
+        if self._last is not None and self._stream != stream:
+            self._last.wait_on(stream)
+        self._stream = stream
+
+    def leave(self) -> None:
+        """Note that a call has put its work on the device."""
+        if self.link is None:
+            return
+        self._last = self.link.memory.record()
+        self._pending.append(_Pending(self._last, time.monotonic()))
+        _watch.add(self)
+
+    def look(self) -> bool:
+        """See to the headers and to the device's work; tell whether something is under way."""
+        with self._looking:
+            comm = self._comm
+            if self.link is None or comm._closed is not None:
+                self._pending.clear()
+                return False
+            try:
+                self._look(self.link)
+            except Exception as error:
+                comm._late = comm._late or error
+                comm._close(error)
+            return bool(self._pending) or not comm._engine.idle
+
+    def _look(self, link: DeviceLink) -> None:
+        comm = self._comm
+        self._pending = [pending for pending in self._pending if not pending.mark.done()]
+        error = link.error()
+        if error is not None:
+            raise error
+        if not comm._link.threaded:
+            # The host's MPI is the caller's alone.
+            return
+        comm._engine.advance()
+        if self._pending and comm._closed is None:
+            comm._watch(time.monotonic() - self._pending[0].since)
+
+    def abort(self) -> None:
+        """End what is under way, so that nothing waits for it on the device."""
+        if self.link is not None:
+            self.link.abort()
+
+    def close(self) -> None:
+        """Wait for what is under way, and release the link."""
+        if self.link is None:
+            return
+        if self._last is not None:
+            self._comm._engine.wait_for(self._last.done)
+        with self._looking:
+            link, self.link = self.link, None
+            self._pending.clear()
+        link.close()
+
+
+class _Watch:
+    """A thread that looks at what is under way on devices, while anything is.
+
+    The caller may wait for its device where no Python runs: it is this thread that then sees that
+    another rank has failed, or that time is up, and ends the wait.
+    """
+
+    def __init__(self) -> None:
+        self._devices: WeakSet[Devices] = WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, devices: Devices) -> None:
+        """Look after these until nothing is under way there."""
+        with self._lock:
+            self._devices.add(devices)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="arraycomm-devices", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_LOOK)
+            with self._lock:
+                watched = list(self._devices)
+            idle = [devices for devices in watched if not devices.look()]
+            with self._lock:
+                for devices in idle:
+                    # What came meanwhile has been added again, or is seen to by the next call.
+                    if not devices._pending:
+                        self._devices.discard(devices)
+                if not self._devices:
+                    self._thread = None
+                    return
+
+
+_watch = _Watch()

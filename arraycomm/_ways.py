@@ -1,0 +1,269 @@
+"""The ways of an array through a collective: as host memory, or on the device where it is.
+
+A way says what a call looks at, which link it goes over, and where its result goes; the calls
+themselves are the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from arraycomm._buffers import BufferView
+from arraycomm._calls import Target, UndeliveredError, deliver
+from arraycomm._cuda.memory import Memory, Span
+from arraycomm._dtypes import DType
+from arraycomm._header import Steps
+from arraycomm._results import allocate, give, written
+from arraycomm._transports.base import Flat, Link
+from arraycomm._views import view, view_out
+
+if TYPE_CHECKING:
+    from arraycomm._communicator import Communicator
+    from arraycomm._devices import Devices
+
+
+class Place(Protocol):
+    """Where a result goes; `flat` is memory of its elements in C order."""
+
+    flat: Flat
+    copies: int
+
+    def deliver(self) -> Any:
+        """Hand the finished result to the caller."""
+
+
+class HostWay:
+    """Arrays as host memory; what is on a device is copied there and back.
+
+    Attributes
+    ----------
+    link : Link
+        What moves and folds.
+    place : int
+        What the header says: 1 where an array of the call is on a device.
+    example : object
+        An array of the call that is on a device, where there is one.
+    host : bool
+        Whether elements are in host memory, so that few of them travel with the header.
+    """
+
+    host = True
+
+    def __init__(self, comm: Communicator, place: int = 0, example: Any = None) -> None:
+        self.link: Link = comm._link
+        self.place = place
+        self.example = example
+        self._inline = comm._inline
+
+    def view(self, x: Any, operation: str) -> BufferView:
+        """Look at an array."""
+        return view(x, operation)
+
+    def known(self, x: Any, out: Any, operation: str) -> BufferView | None:
+        """Return the array that a rank which is not the root knows the result to be like, if any."""
+        if x is not None:
+            return self.view(x, operation)
+        if out is None:
+            return None
+        found = view(out, operation)
+        return view_out(out, found.shape, found.dtype, operation)
+
+    def target(
+        self,
+        like: BufferView,
+        shape: tuple[int, ...],
+        dtype: DType,
+        out: Any,
+        operation: str,
+        source: Flat | None = None,
+        *,
+        apart: bool = False,
+    ) -> Place:
+        """Return where a result goes; see `Target`."""
+        return Target(like, shape, dtype, out, operation, source, apart=apart)
+
+    def inline(self, flat: Flat) -> bool:
+        """Tell whether elements travel with the header."""
+        return self.host and bool(flat.nbytes <= self._inline)
+
+    def run(self, steps: Steps) -> Steps:
+        """Run what follows the header."""
+        return steps
+
+
+class DeviceWay(HostWay):
+    """Arrays where they are, over a device's link, in the order of the caller's stream.
+
+    A rank whose own array is on the host copies it to the device, and its result back.
+    """
+
+    host = False
+
+    def __init__(self, comm: Communicator, devices: Devices, stream: int) -> None:
+        super().__init__(comm, 1)
+        assert devices.link is not None
+        self.link = devices.link
+        self._devices = devices
+        self._memory = devices.link.memory.at(stream)
+        self._stream = stream
+        self._views: list[BufferView] = []
+
+    def view(self, x: Any, operation: str) -> BufferView:
+        from arraycomm._cuda import arrays
+
+        if arrays.on_cuda(x):
+            found = arrays.device_view(x, operation, "x", self._memory)
+            self._views.append(found)
+            return found
+        return Uploaded(view(x, operation), self._memory)
+
+    def known(self, x: Any, out: Any, operation: str) -> BufferView | None:
+        from arraycomm._cuda import arrays
+
+        if x is not None or not arrays.on_cuda(out):
+            return super().known(x, out, operation)
+        found = arrays.device_view(out, operation, "out", self._memory)
+        return arrays.view_out(out, found.shape, found.dtype, operation, self._memory)
+
+    def target(
+        self,
+        like: BufferView,
+        shape: tuple[int, ...],
+        dtype: DType,
+        out: Any,
+        operation: str,
+        source: Flat | None = None,
+        *,
+        apart: bool = False,
+    ) -> Place:
+        return DeviceTarget(self._memory, like, shape, dtype, out, operation, source, apart=apart)
+
+    def run(self, steps: Steps) -> Steps:
+        """Go on in the caller's stream each time, behind what the link did in others."""
+        try:
+            while True:
+                self._devices.enter(self._stream)
+                waiting = next(steps)
+                try:
+                    yield waiting
+                except BaseException as error:
+                    steps.throw(error)
+                    raise
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let the caller's frameworks go on after what was put on the device."""
+        from arraycomm._cuda import arrays
+
+        for found in self._views:
+            arrays.release(found)
+        self._devices.leave()
+
+
+class Uploaded(BufferView):
+    """An array of the host that meets others on their devices."""
+
+    def __init__(self, found: BufferView, memory: Memory) -> None:
+        super().__init__(found.array, found.framework, found.source, found.readonly, True)
+        flat = np.ascontiguousarray(found.array).reshape(-1)
+        self.span = memory.upload(flat)
+
+
+class DeviceTarget:
+    """Where a result on a device goes: see `Target`."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        like: BufferView,
+        shape: tuple[int, ...],
+        dtype: DType,
+        out: Any,
+        operation: str,
+        source: Span | None,
+        *,
+        apart: bool,
+    ) -> None:
+        from arraycomm._cuda import arrays
+
+        self._like, self._shape, self._dtype = like, shape, dtype
+        self._out: BufferView | None = None
+        self._made: Any = None
+        self.copies = 0
+        if out is not None and arrays.on_cuda(out):
+            self._out = arrays.view_out(out, shape, dtype, operation, memory)
+        elif out is not None:
+            self._out = view_out(out, shape, dtype, operation)
+        elif like.device[0] == "cuda":
+            self._made, self.flat = arrays.empty_like(like, shape, dtype, memory)
+            return
+        span = None if self._out is None else self._out.span
+        if span is not None and self._usable(span, source, apart):
+            self.flat = span
+        else:
+            count = int(np.prod(shape, dtype=np.int64))
+            self.flat = memory.allocate(count * dtype.itemsize).view(dtype)
+            self.copies = 1
+
+    @staticmethod
+    def _usable(out: Span, source: Span | None, apart: bool) -> bool:
+        """Tell whether a result can be written straight into `out` while `source` is being read."""
+        if source is None or not out.shares(source):
+            return True
+        return not apart and (out.address, out.nbytes) == (source.address, source.nbytes)
+
+    def deliver(self) -> Any:
+        """Hand the finished result to the caller."""
+        from arraycomm._cuda import arrays
+
+        if self._made is not None:
+            return deliver(arrays.finish, self._made, self._like)
+        if self._out is None:
+            return deliver(lambda: give(self._downloaded(), self._like))
+        if self._out.device[0] == "cuda":
+            return deliver(arrays.written, self._out, self.flat)
+        np.copyto(self._out.array, self._downloaded())
+        return deliver(written, self._out)
+
+    def _downloaded(self) -> np.ndarray[Any, Any]:
+        array = allocate(self._shape, self._dtype)
+        self.flat.memory.download(self.flat, array.reshape(-1))
+        return array
+
+
+class LatePlace:
+    """A place whose shape is known only once the other ranks have been heard.
+
+    What is wrong with `out` is raised at the end, since by then the other ranks count on this one.
+    """
+
+    def __init__(
+        self,
+        way: HostWay,
+        like: BufferView,
+        shape: tuple[int, ...],
+        dtype: DType,
+        out: Any,
+        operation: str,
+        source: Flat | None = None,
+        *,
+        apart: bool = False,
+    ) -> None:
+        self._error: Exception | None = None
+        try:
+            self._place = way.target(like, shape, dtype, out, operation, source, apart=apart)
+        except Exception as error:
+            self._error = error
+            self._place = way.target(like, shape, dtype, None, operation)
+        self.flat = self._place.flat
+
+    def deliver(self) -> Any:
+        """Hand the finished result to the caller, or raise what is wrong with `out`."""
+        if self._error is not None:
+            raise UndeliveredError(self._error)
+        return self._place.deliver()

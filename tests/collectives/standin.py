@@ -1,0 +1,222 @@
+"""What stands in for a device where there is none: memory of the host behind a stream that runs late.
+
+Nothing is shown about CUDA or NCCL by it. It shows that calls take the device's way, that headers,
+links and results fit together there, and that whoever reads too early reads what was there before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from arraycomm import _communicator, _folds
+from arraycomm._buffers import BufferView
+from arraycomm._cuda import arrays, choice
+from arraycomm._cuda.memory import Mark, Memory, Piece, Span
+from arraycomm._header import Steps
+from arraycomm._transports.addressed import AddressedLink
+from arraycomm._views import NOTHING
+
+Array = np.ndarray[Any, Any]
+
+
+def peek(span: Span) -> Array:
+    """Return the elements where they are."""
+    if not span.nbytes:
+        return np.empty(0, span.dtype)
+    raw: Any = (ctypes.c_ubyte * span.nbytes).from_address(span.address)
+    return np.frombuffer(raw, np.uint8).view(span.dtype)
+
+
+class _Mark:
+    """Comes when it has been looked for twice, and does the work up to it."""
+
+    def __init__(self, memory: LateMemory, end: int) -> None:
+        self._memory, self._end, self._looks = memory, end, 0
+
+    def done(self) -> bool:
+        self._looks += 1
+        if self._looks > 2:
+            self._memory.catch_up(self._end)
+        return self._memory.finished >= self._end
+
+    def wait_on(self, stream: int) -> None:
+        """There is one order for all streams."""
+
+
+class LateMemory(Memory):
+    """Does nothing before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.device, self.stream = 0, 0
+        self.finished = 0
+        self._begun = 0
+        self._work: deque[Callable[[], None]] = deque()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Put work at the end of the stream."""
+        self._begun += 1
+        self._work.append(work)
+
+    def catch_up(self, end: int | None = None) -> None:
+        """Do what comes before `end`, or everything."""
+        while self.finished < (self._begun if end is None else end):
+            self._work.popleft()()
+            self.finished += 1
+
+    def allocate(self, nbytes: int) -> Span:
+        made = np.full(nbytes + 256, 0xA5, np.uint8)
+        skip = -made.ctypes.data % 256
+        return Span(made.ctypes.data + skip, nbytes, np.dtype(np.uint8), made, self)
+
+    def copy(self, target: Span, source: Span) -> None:
+        self.put(lambda: np.copyto(peek(target.view("u1")), peek(source.view("u1")).copy()))
+
+    def upload(self, array: Array) -> Span:
+        made = self.allocate(array.nbytes).view(array.dtype)
+        copied = array.copy()
+        self.put(lambda: np.copyto(peek(made), copied))
+        return made
+
+    def download(self, span: Span, into: Array) -> None:
+        self.catch_up()
+        into[...] = peek(span)
+
+    def fold(self, op: str, dtype: Any, rows: Sequence[Span], out: Span) -> None:
+        self.put(lambda: _folds.fold(op, dtype, [peek(row).copy() for row in rows], peek(out)))
+
+    def prefixes(self, op: str, dtype: Any, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+        self.put(
+            lambda: _folds.prefixes(op, dtype, [peek(row) for row in rows], [peek(o) for o in outs])
+        )
+
+    def gather_pieces(self, pieces: Sequence[Piece], target: Span) -> None:
+        def gather() -> None:
+            for source, offset, nbytes in pieces:
+                part = peek(target.view("u1"))[offset : offset + nbytes]
+                part[...] = 0 if source is None else peek(source.view("u1"))
+
+        self.put(gather)
+
+    def record(self) -> Mark:
+        return _Mark(self, self._begun)
+
+
+class DeviceArray:
+    """An array on the device that is not there."""
+
+    def __init__(self, array: Any, memory: LateMemory | None = None) -> None:
+        self.array = np.asarray(array)
+        # Whose stream makes it, where it is a result.
+        self.memory = memory
+
+    @property
+    def __array_interface__(self) -> Any:
+        return self.array.__array_interface__
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    def host(self) -> Array:
+        """Wait for it."""
+        if self.memory is not None:
+            self.memory.catch_up()
+        return self.array
+
+
+class _View(BufferView):
+    def __init__(self, x: DeviceArray, memory: Memory) -> None:
+        super().__init__(NOTHING, "standin", x, not x.array.flags.writeable, False, ("cuda", 0))
+        flat = np.ascontiguousarray(x.array).reshape(-1)
+        self.span = Span(flat.ctypes.data, flat.size, flat.dtype, flat, memory)
+        self.copied = flat.size > 0 and not np.may_share_memory(flat, x.array)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.source.dtype
+
+
+def _on_device(x: Any) -> bool:
+    return isinstance(x, DeviceArray)
+
+
+def _view(x: Any, operation: str, name: str, memory: Memory) -> _View:
+    if x.memory is not None:
+        x.memory.catch_up()
+    return _View(x, memory)
+
+
+def _view_out(out: Any, shape: Any, dtype: Any, operation: str, memory: Memory) -> _View:
+    if out.shape != shape:
+        raise ValueError(f"{operation}: out must have the shape {shape}; got {out.shape}")
+    out.memory = memory
+    return _View(out, memory)
+
+
+def _written(out: _View, flat: Span) -> Any:
+    memory = out.span.memory
+    assert isinstance(memory, LateMemory)
+    memory.put(lambda: np.copyto(out.source.array, peek(flat).reshape(out.shape)))
+    return out.source
+
+
+def _empty_like(like: Any, shape: Any, dtype: Any, memory: LateMemory) -> tuple[Any, Span]:
+    array = np.full(int(np.prod(shape)) * dtype.itemsize, 0xA5, np.uint8).view(dtype)
+    made = DeviceArray(array.reshape(shape), memory)
+    return made, Span(array.ctypes.data, array.size, dtype, array, memory)
+
+
+class Standin:
+    """What tests may ask of the stand-in, and change."""
+
+    def __init__(self) -> None:
+        self.available = True
+        self.links: list[AddressedLink] = []
+        # The link of each rank, which a test may wrap.
+        self.link: Callable[[Any, Memory], AddressedLink] = AddressedLink
+
+
+@contextmanager
+def devices() -> Iterator[Standin]:
+    """Have `DeviceArray`s taken for arrays on a device, for a while."""
+    standin = Standin()
+
+    def choose(comm: Any, wish: Any, offers: Any) -> Steps:
+        yield from ()
+        if not all(offer["there"] for offer in offers):
+            return None, "a rank has no device"
+        link = standin.link(comm._link, LateMemory())
+        standin.links.append(link)
+        return link, ""
+
+    with ExitStack() as patches:
+        for module, name, value in (
+            (arrays, "on_cuda", _on_device),
+            (_communicator, "on_cuda", _on_device),
+            (arrays, "stream_of", lambda x: 0),
+            (arrays, "device_view", _view),
+            (arrays, "view_out", _view_out),
+            (arrays, "written", _written),
+            (arrays, "empty_like", _empty_like),
+            (arrays, "finish", lambda made, like: made),
+            (arrays, "release", lambda view: None),
+            (choice, "offer", lambda comm, wish: {"there": standin.available}),
+            (choice, "choose", choose),
+        ):
+            patches.enter_context(mock.patch.object(module, name, value))
+        yield standin

@@ -1,0 +1,302 @@
+"""The device's way through the collectives, with host memory standing in for a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import Communicator
+from tests.collectives.standin import DeviceArray, Standin, devices
+
+Array = np.ndarray[Any, Any]
+Collective = Callable[[Communicator, Any], Any]
+
+
+@pytest.fixture
+def standin() -> Iterator[Standin]:
+    with devices() as found:
+        yield found
+
+
+def _values(comm: Communicator, count: int, dtype: str = "float32") -> Array:
+    """One row a rank, other values on every rank."""
+    return (np.arange(comm.size * count) * 7 % 23 + comm.rank).astype(dtype).reshape(comm.size, -1)
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "allreduce": lambda comm, x: comm.allreduce(x),
+    "mean": lambda comm, x: comm.allreduce(x, "mean"),
+    "max": lambda comm, x: comm.allreduce(x, "max"),
+    "reduce": lambda comm, x: comm.reduce(x, root=comm.size - 1),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "scan": lambda comm, x: comm.scan(x),
+    "exscan": lambda comm, x: comm.exscan(x),
+    "bcast": lambda comm, x: comm.bcast(x, comm.size - 1),
+    "bcast to None": lambda comm, x: comm.bcast(x if comm.rank == 0 else None, 0),
+    "allgather": lambda comm, x: comm.allgather(x),
+    "allgatherv": lambda comm, x: comm.allgatherv(x[: comm.rank + 1]),
+    "gather": lambda comm, x: comm.gather(x, root=0),
+    "gatherv": lambda comm, x: comm.gatherv(x[comm.rank :], root=0),
+    "scatter": lambda comm, x: comm.scatter(x if comm.rank == 0 else None, 0),
+    "scatterv": lambda comm, x: (
+        comm.scatterv(x, [comm.size] + [0] * (comm.size - 1), 0)
+        if comm.rank == 0
+        else comm.scatterv(None, None, 0)
+    ),
+    "alltoall": lambda comm, x: comm.alltoall(x),
+    "alltoallv": lambda comm, x: comm.alltoallv(x, [1] * comm.size),
+    "iallreduce": lambda comm, x: comm.iallreduce(x).wait(),
+}
+
+
+def _on_device(x: Any) -> Any:
+    """The same collective gets slices of it where it slices."""
+    return _Sliced(x)
+
+
+class _Sliced(DeviceArray):
+    def __getitem__(self, part: Any) -> DeviceArray:
+        return DeviceArray(self.array[part])
+
+
+def _host(result: Any) -> Any:
+    return result.host() if isinstance(result, DeviceArray) else result
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_device_gives_what_the_host_gives(on_ranks, size, name, standin) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (0, 1, 5, 9000):
+            x = _values(comm, count)
+            want = COLLECTIVES[name](comm, x)
+            for _ in range(3):
+                got = COLLECTIVES[name](comm, _on_device(x))
+                if want is None:
+                    assert got is None
+                    continue
+                assert _host(got).dtype == want.dtype
+                assert np.array_equal(_host(got), want)
+        assert comm._devices.link is not None
+
+    on_ranks(size, check)
+
+
+def test_results_are_on_the_device(on_ranks, size, standin) -> None:
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(_values(comm, 3))
+        for call in ("allreduce", "scan", "allgather", "alltoall", "reduce_scatter"):
+            assert isinstance(getattr(comm, call)(x), DeviceArray) or comm._devices.link is None
+        # The first call was made before the ranks had chosen.
+        assert isinstance(comm.allreduce(x), DeviceArray)
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "complex64", "bfloat16"])
+def test_every_kind_of_dtype_goes_there(on_ranks, several, dtype, standin) -> None:
+    import ml_dtypes
+
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+
+    def check(comm: Communicator) -> None:
+        x = _values(comm, 7).astype(kind)
+        op = "or" if dtype == "bool" else "sum"
+        comm.allreduce(DeviceArray(np.ones(1)))
+        for _ in range(2):
+            got = comm.allreduce(DeviceArray(x), op)
+        assert _host(got).tobytes() == comm.allreduce(x, op).tobytes()
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("count", [2, 9000])
+def test_ranks_whose_arrays_are_on_the_host_meet_the_others(
+    on_ranks, several, name, count, standin
+) -> None:
+    """On every rank in turn; each result is where that rank's own array is."""
+
+    def check(comm: Communicator) -> None:
+        x = _values(comm, count)
+        want = COLLECTIVES[name](comm, x)
+        for odd in range(comm.size):
+            for on_host in (True, False):
+                mine = x if (comm.rank == odd) == on_host else _on_device(x)
+                got = COLLECTIVES[name](comm, mine)
+                if want is None:
+                    assert got is None
+                else:
+                    assert np.array_equal(_host(got), want)
+        y = COLLECTIVES[name](comm, x)
+        assert want is None or np.array_equal(y, want)
+
+    on_ranks(several, check)
+
+
+def test_out_is_written_wherever_it_is(on_ranks, size, standin) -> None:
+    def check(comm: Communicator) -> None:
+        x = _values(comm, 4)
+        want = comm.allreduce(x)
+        comm.allreduce(DeviceArray(x))
+        strided = np.zeros((2 * comm.size, 4), "float32")[::2]
+        for out in (np.zeros_like(x), DeviceArray(np.zeros_like(x)), DeviceArray(strided)):
+            for mine in (x, DeviceArray(x)):
+                assert comm.allreduce(mine, out=out) is out
+                assert np.array_equal(_host(out), want)
+        same = DeviceArray(x.copy())
+        assert comm.allreduce(same, out=same) is same
+        assert np.array_equal(_host(same), want)
+
+    on_ranks(size, check)
+
+
+def test_without_a_device_on_one_rank_all_are_staged(on_ranks, several, standin) -> None:
+    def check(comm: Communicator) -> None:
+        x = _values(comm, 4)
+        for _ in range(3):
+            got = comm.allreduce(DeviceArray(x) if comm.rank else x)
+            assert np.array_equal(_host(got), comm.allreduce(x))
+        assert comm._devices.decided
+        assert (comm._devices.link, comm._devices.reason) == (None, "a rank has no device")
+
+    standin.available = False
+    on_ranks(several, check)
+
+
+def test_call_returns_before_the_others_have_come(on_ranks, several, standin) -> None:
+    """Only the header is still to be seen to; the next call waits for it."""
+
+    def check(comm: Communicator) -> None:
+        with comm.dup() as together:
+            x = DeviceArray(np.ones(5, "float32"))
+            comm.allreduce(x)
+            together.barrier()
+            if comm.rank:
+                together.recv(0)
+            # As on a device, a movement takes its place in a stream, and waits there.
+            link: Any = comm._devices.link
+            link.alltoall = link.allgather = lambda *_: _Done()
+            comm.allreduce(x)
+            if comm.rank == 0:
+                for rank in range(1, comm.size):
+                    together.send(np.ones(1), rank)
+            comm.barrier()
+            together.barrier()
+
+    on_ranks(several, check)
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+def test_mismatch_of_a_call_that_went_ahead_is_raised_by_the_next(
+    on_ranks, several, standin
+) -> None:
+    aborted: list[int] = []
+
+    def check(comm: Communicator) -> None:
+        comm.allreduce(DeviceArray(np.ones(5, "float32")))
+        link: Any = comm._devices.link
+        link.alltoall = link.allgather = lambda *_: _Done()
+        link.abort = lambda: aborted.append(comm.rank)
+        comm.allreduce(DeviceArray(np.ones(5 + comm.rank % 2, "float32")))
+        with pytest.raises(ac.MismatchError, match=r"allreduce\(sum\) float32 \(6,\) at test_dev"):
+            comm.barrier()
+        with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
+            comm.barrier()
+        assert comm.rank in aborted
+
+    on_ranks(several, check)
+
+
+def test_rank_that_does_not_come_is_noticed_while_nothing_is_called(
+    on_ranks, several, transport, standin
+) -> None:
+    """The caller may be waiting for its device: the watch ends what is under way there."""
+    if transport != "threads":
+        pytest.skip("one rank times out alone, which the other ranks' MPI does not")
+
+    def check(comm: Communicator) -> None:
+        comm.allreduce(DeviceArray(np.ones(5, "float32")))
+        link: Any = comm._devices.link
+        aborted: list[float] = []
+        link.alltoall = link.allgather = lambda *_: _Done()
+        link.abort = lambda: aborted.append(time.monotonic())
+        together = comm.dup()
+        object.__setattr__(comm._options, "timeout", 0.3)
+        if comm.rank:
+            together.recv(0)
+        else:
+            comm.allreduce(DeviceArray(np.ones(5, "float32")))
+            deadline = time.monotonic() + 10
+            while not aborted and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert aborted
+            with pytest.raises(ac.CommTimeoutError, match="is missing"):
+                comm.barrier()
+            for rank in range(1, comm.size):
+                together.send(np.ones(1), rank)
+
+    on_ranks(several, check)
+
+
+def test_small_reductions_of_the_host_stay_short_and_meet_devices(
+    on_ranks, several, standin
+) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.ones(3, "float32")
+        for _ in range(3):
+            assert comm.allreduce(x)[0] == comm.size
+        got = comm.allreduce(DeviceArray(x) if comm.rank == 0 else x)
+        assert _host(got)[0] == comm.size
+        for _ in range(3):
+            assert comm.allreduce(x)[0] == comm.size
+            got = comm.allreduce(DeviceArray(x) if comm.rank == 0 else x)
+            assert _host(got)[0] == comm.size
+
+    on_ranks(several, check)
+
+
+def test_parts_and_duplicates_have_links_of_their_own(on_ranks, several, standin) -> None:
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(np.ones(3, "float32"))
+        comm.allreduce(x)
+        part = comm.split(comm.rank % 2)
+        assert part is not None
+        with part, comm.dup() as same:
+            for _ in range(2):
+                assert _host(part.allreduce(x))[0] == part.size
+                assert _host(same.allreduce(x))[0] == comm.size
+            assert same._devices.link is not comm._devices.link
+
+    on_ranks(several, check)
+
+
+def test_without_the_check_arrays_are_staged_unless_a_link_is_there(
+    on_ranks, several, standin
+) -> None:
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(np.full(9000, comm.rank, "float32"))
+        with comm.dup(check=False) as unchecked:
+            for _ in range(2):
+                assert _host(unchecked.allreduce(x))[0] == sum(range(comm.size))
+            assert unchecked._devices.link is None
+
+    on_ranks(several, check)
+
+
+def test_functions_of_ones_own_get_the_array_by_way_of_the_host(on_ranks, several, standin) -> None:
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(np.full(4, comm.rank + 1.0))
+        comm.allreduce(x)
+        got = comm.allreduce(x, ac.op(np.multiply))
+        assert _host(got)[0] == np.prod(np.arange(comm.size) + 1.0)
+
+    on_ranks(several, check)

@@ -1,0 +1,278 @@
+"""Pinned memory between device and host, with host memory for both and copies that come late."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arraycomm._cuda.memory import Memory, Piece, Span
+from arraycomm._cuda.staging import Staging, staged_chunks, unstaged_chunks
+from arraycomm._dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+
+class LateMark:
+    """Comes when the host waits for it, and then runs what was put on the stream before."""
+
+    def __init__(self, memory: LateMemory, place: int) -> None:
+        self.memory, self.place = memory, place
+
+    def done(self) -> bool:
+        return self.memory.ran >= self.place
+
+    def wait_on(self, stream: int) -> None:
+        raise AssertionError("nothing here waits on a stream")
+
+    def come(self) -> None:
+        self.memory.run_until(self.place)
+
+
+class LateMemory(Memory):
+    """A device of host memory that does nothing before it must."""
+
+    device = 0
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+        self.streams: list[int] = []
+        self.ran = 0
+
+    def run_until(self, place: int) -> None:
+        while self.ran < place:
+            self.work[self.ran]()
+            self.ran += 1
+
+    def copy(self, target: Span, source: Span) -> None:
+        assert target.nbytes == source.nbytes
+        places = target.address, source.address, target.nbytes
+        self.work.append(lambda: ctypes.memmove(*places))
+        self.streams.append(self.stream)
+
+    def record(self) -> LateMark:
+        return LateMark(self, len(self.work))
+
+    def allocate(self, nbytes: int) -> Span:
+        raise NotImplementedError
+
+    def upload(self, array: Array) -> Span:
+        raise NotImplementedError
+
+    def download(self, span: Span, into: Array) -> None:
+        raise NotImplementedError
+
+    def fold(self, op: str, dtype: DType, rows: Sequence[Span], out: Span) -> None:
+        raise NotImplementedError
+
+    def prefixes(self, op: str, dtype: DType, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+        raise NotImplementedError
+
+    def gather_pieces(self, pieces: Sequence[Piece], target: Span) -> None:
+        raise NotImplementedError
+
+
+class Pins:
+    """Counts what was pinned, and knows each block by its address."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, nbytes: int) -> Array:
+        self.sizes.append(nbytes)
+        return np.zeros(nbytes, np.uint8)
+
+
+def on_device(array: Array, memory: Memory) -> Span:
+    return Span(address_of(array), array.size, array.dtype, array, memory)
+
+
+def address_of(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def waits(mark: Any) -> None:
+    mark.come()
+
+
+class TestPool:
+    def test_blocks_are_powers_of_two(self) -> None:
+        pins = Pins()
+        staging = Staging(pins)
+        kept = [staging.empty(n) for n in (1, 4096, 4097, 10000)]
+        assert [a.size for a in kept] == [1, 4096, 4097, 10000]
+        assert pins.sizes == [4096, 4096, 8192, 16384]
+
+    def test_nothing_needs_no_memory(self) -> None:
+        pins = Pins()
+        assert Staging(pins).empty(0).size == 0
+        assert not pins.sizes
+
+    def test_a_block_comes_back_when_its_array_is_deleted(self) -> None:
+        pins = Pins()
+        staging = Staging(pins)
+        array = staging.empty(5000)
+        address = address_of(array)
+        del array
+        assert address_of(staging.empty(8000)) == address
+        assert pins.sizes == [8192]
+
+    def test_a_slice_keeps_the_block(self) -> None:
+        staging = Staging(Pins())
+        array = staging.empty(5000)
+        part = array[10:20].view(np.int16).reshape(5)[1:]
+        address = address_of(array)
+        del array
+        other = staging.empty(5000)
+        assert address_of(other) != address
+        del part
+        assert address_of(staging.empty(5000)) == address
+
+    def test_a_block_waits_for_its_mark(self) -> None:
+        staging, memory = Staging(Pins()), LateMemory()
+        array = staging.empty(5000)
+        address = address_of(array)
+        memory.copy(*[on_device(array, memory)] * 2)
+        mark = memory.record()
+        staging.until(array[3:], mark)
+        del array
+        assert address_of(staging.empty(5000)) != address
+        mark.come()
+        taken = [address_of(a) for a in [staging.empty(5000), staging.empty(5000)]]
+        assert address in taken
+
+    def test_what_is_kept_is_bounded(self) -> None:
+        pins = Pins()
+        staging = Staging(pins, kept=16384)
+        arrays = [staging.empty(8192) for _ in range(4)]
+        del arrays
+        again = [staging.empty(8192) for _ in range(4)]
+        assert len(again) == 4
+        assert len(pins.sizes) == 6  # two were kept, and two pinned anew
+
+    def test_a_block_may_come_back_while_another_is_taken(self) -> None:
+        """Garbage may be collected anywhere, so also inside of `empty`, which holds a lock."""
+        staging = Staging(lambda n: (gc.collect(), np.zeros(n, np.uint8))[1])
+        for _ in range(3):
+            cycle: list[Any] = [staging.empty(5000)]
+            cycle.append(cycle)
+            del cycle
+
+        class Collects(LateMark):
+            def done(self) -> bool:
+                gc.collect()
+                return True
+
+        memory = LateMemory()
+        array = staging.empty(5000)
+        staging.until(array, Collects(memory, 0))
+        del array
+        cycle = [staging.empty(5000)]
+        cycle.append(cycle)
+        del cycle
+        assert staging.empty(5000).size == 5000
+
+
+@pytest.mark.parametrize("count", [0, 1, 9, 10, 11, 20, 95])
+def test_staged_chunks_are_the_bytes_in_order(count: int) -> None:
+    memory = LateMemory()
+    source = np.arange(count, dtype=np.int16)
+    found = [c.copy() for c in staged_chunks(on_device(source, memory), 20, Staging(Pins()), waits)]
+    assert [chunk.size for chunk in found[:-1]] == [20] * (len(found) - 1)
+    assert b"".join(c.tobytes() for c in found) == source.tobytes()
+
+
+@pytest.mark.parametrize("count", [0, 1, 9, 10, 11, 20, 95])
+def test_unstaged_chunks_fill_the_span_in_order(count: int) -> None:
+    memory = LateMemory()
+    wanted = np.arange(count, dtype=np.int16)
+    target = np.zeros_like(wanted)
+    place = 0
+    for chunk in unstaged_chunks(on_device(target, memory), 20, Staging(Pins()), waits):
+        chunk[...] = wanted.view(np.uint8)[place : place + chunk.size]
+        place += chunk.size
+    memory.run_until(len(memory.work))
+    assert target.tolist() == wanted.tolist()
+
+
+def test_the_next_chunk_is_under_way_while_one_is_used() -> None:
+    memory = LateMemory()
+    source = np.arange(50, dtype=np.uint8)
+    for number, _ in enumerate(
+        staged_chunks(on_device(source, memory), 10, Staging(Pins()), waits)
+    ):
+        assert memory.ran == number + 1
+        assert len(memory.work) == min(number + 2, 5)
+
+
+def test_a_filled_chunk_is_copied_while_the_next_is_filled() -> None:
+    memory = LateMemory()
+    target = np.zeros(50, np.uint8)
+    for number, chunk in enumerate(
+        unstaged_chunks(on_device(target, memory), 10, Staging(Pins()), waits)
+    ):
+        assert len(memory.work) == number
+        assert memory.ran == max(number - 1, 0)
+        chunk[...] = number
+
+
+def test_two_buffers_are_enough() -> None:
+    pins, memory = Pins(), LateMemory()
+    source = np.zeros(100_000, np.uint8)
+    assert (
+        sum(1 for _ in staged_chunks(on_device(source, memory), 4096, Staging(pins), waits)) == 25
+    )
+    assert pins.sizes == [4096, 4096]
+
+
+@pytest.mark.parametrize("chunks", [staged_chunks, unstaged_chunks])
+def test_a_caller_that_stops_leaves_no_buffer_to_the_device(chunks: Any) -> None:
+    pins, memory = Pins(), LateMemory()
+    staging = Staging(pins)
+    source = np.zeros(50_000, np.uint8)
+    steps = chunks(on_device(source, memory), 4096, staging, waits)
+    for _ in range(3):
+        next(steps)
+    steps.close()
+    del steps
+    busy = len(memory.work) - memory.ran
+    assert busy
+    taken = [staging.empty(4096) for _ in range(2)]
+    assert len(pins.sizes) == 2 + busy  # those that the device is in were not taken
+    memory.run_until(len(memory.work))
+    del taken
+    _ = [staging.empty(4096) for _ in range(2 + busy)]
+    assert len(pins.sizes) == 2 + busy
+
+
+@pytest.mark.parametrize("chunks", [staged_chunks, unstaged_chunks])
+def test_copies_stay_in_the_stream_of_the_first_step(chunks: Any) -> None:
+    memory = LateMemory()
+    memory.stream = 5
+    span = on_device(np.zeros(50, np.uint8), memory)
+    for _ in chunks(span, 10, Staging(Pins()), waits):
+        memory.at(9)
+    assert set(memory.streams) == {5}
+    assert len(memory.streams) == 5
+    assert memory.stream == 9
+
+
+def test_the_host_waits_by_itself() -> None:
+    class Soon(LateMark):
+        def done(self) -> bool:
+            self.memory.run_until(self.memory.ran + 1 if self.memory.ran < self.place else 0)
+            return super().done()
+
+    class SoonMemory(LateMemory):
+        def record(self) -> Soon:
+            return Soon(self, len(self.work))
+
+    source = np.arange(100, dtype=np.uint8)
+    span = on_device(source, SoonMemory())
+    assert (
+        b"".join(c.tobytes() for c in staged_chunks(span, 30, Staging(Pins()))) == source.tobytes()
+    )
