@@ -42,7 +42,7 @@ from arraycomm._short import ShortReduction
 from arraycomm._transports.base import Handle, Transport
 from arraycomm._transports.board import FAILED, FINISHED, Farewell
 from arraycomm._views import view
-from arraycomm._ways import HostWay
+from arraycomm._ways import HostWay, StagedTreeWay
 
 if TYPE_CHECKING:
     from arraycomm._fusion import Fusion
@@ -204,6 +204,7 @@ class Communicator:
         self._inline = link.board.payload
         # The way of the arrays of the call that is being made, and which link those on devices take.
         self._way = self._host_way = HostWay(self)
+        self._host_tree_way = StagedTreeWay(self)
         self._devices = Devices(self)
         # What is wrong with a call that had gone ahead of its header, until somebody is told.
         self._late: BaseException | None = None
@@ -1095,7 +1096,10 @@ class Communicator:
                 yield from devices.decide()
                 again = call.again(devices.way_after(way))
                 return (yield from self._steps(again, site))
-            if way.host:
+            if way.tree and agreement.mixed:
+                # All ranks see that, and show their trees once more as host memory.
+                return (yield from self._steps(call.again(StagedTreeWay(self)), site))
+            if way.host and not way.tree:
                 call = call.again(devices.way_of_host())
         return (yield from (call.way or way).run(call.finish(agreement)))
 

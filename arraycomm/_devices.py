@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakSet
 
 from arraycomm._cuda import arrays
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._header import Steps, exchange_details
+from arraycomm._header import Steps, digest, exchange_details
 from arraycomm._ops import Op
-from arraycomm._ways import DeviceWay, HostWay
+from arraycomm._ways import DeviceWay, HostWay, StagedTreeWay, TreeWay
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -92,9 +93,24 @@ class Devices:
         # Without a header there is nothing to choose by.
         return HostWay(self._comm, 1, x) if self._comm._options.check else host
 
+    def way_of_tree(self, leaves: Sequence[Any]) -> HostWay:
+        """Return the way of a tree's leaves."""
+        host = self._comm._host_tree_way
+        if (self.decided and self.link is None) or not self._comm._options.check:
+            return host
+        on_device = [arrays.on_cuda(leaf) for leaf in leaves]
+        if not any(on_device):
+            return host
+        # What the ranks compare: a leaf may not be on the host here and on a device there.
+        place = digest(on_device) >> 1 & (1 << 62) - 1 | 1
+        if self.link is None:
+            return StagedTreeWay(self._comm, place)
+        stream = arrays.stream_of(leaves[on_device.index(True)])
+        return TreeWay(self._comm, self, self._own_stream if stream is None else stream, place)
+
     def way_after(self, way: HostWay) -> HostWay:
         """Return the way for a call that was made for `way` before the ranks have chosen."""
-        return self.way((way.example,))
+        return self._comm._host_way if way.tree else self.way((way.example,))
 
     def way_of_host(self) -> HostWay:
         """Return the way of an array of the host that meets others on their devices."""

@@ -5,7 +5,7 @@ Where they do not, words 2 and 3 tell the call (operation, op, root) from the ar
 for which a rank that cannot know it shows 0, "matches anything". Word 4 packs status, operation,
 dtype and number of dimensions, words 5 to 12 the shape, word 13 the length of the payload that
 travels along, or -1, and word 14 the length of what is sent where that may differ between ranks.
-Word 15 is 1 where the rank's array is on a device, which is no difference that matters to the caller.
+Word 15 tells where the rank's arrays are, 0 for the host: ranks may differ in it, and still agree.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Agreement(NamedTuple):
     rows: Bytes
     words: memoryview
     details: list[dict[str, Any]] | None
-    # Whether some arrays are on a device and others on the host.
+    # Whether some ranks' arrays are on devices, and others' are not.
     mixed: bool = False
 
     def word(self, rank: int, number: int) -> int:
@@ -207,8 +207,8 @@ def settle(
     if all(words[peer * board.stride + 1] == own for peer in board.peers):
         return Agreement(rows, words, None)
     verdict = _judge(board, words)
+    places = {words[base + 15] for base in range(0, board.size * board.stride, board.stride)}
     if verdict == _CALL:
-        places = {words[base + 15] for base in range(0, board.size * board.stride, board.stride)}
         return Agreement(rows, words, None, len(places) > 1)
     if verdict == _LEAVING:
         board.ended = True
@@ -227,7 +227,7 @@ def settle(
         raise peer_error(signature.operation, details)
     heads = {detail.get("head") for detail in details} - {_SHADOW}
     if negotiable and len(heads) == 1:
-        return Agreement(rows, words, details)
+        return Agreement(rows, words, details, len(places) > 1)
     board.ended = True
     raise mismatch(details)
 

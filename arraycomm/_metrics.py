@@ -76,7 +76,7 @@ def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) ->
 
 def _prepare(comm: Communicator, tree: Any, weight: Any) -> Call:
     mine = check_weight(weight, "mean_metrics")
-    leaves = Leaves(flatten(tree), "mean_metrics")
+    leaves = Leaves(flatten(tree), "mean_metrics", comm._host_tree_way)
     present = [leaf for leaf in leaves.views if leaf is not None]
     for path, leaf in zip(leaves.paths, leaves.views, strict=True):
         if leaf is not None and kind_of(leaf.dtype) is Kind.OPAQUE:

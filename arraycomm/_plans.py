@@ -10,7 +10,16 @@ from arraycomm._dtypes import check_op
 from arraycomm._fusion import Fusion, Spec
 from arraycomm._header import Agreement, Signature, Steps, encode
 from arraycomm._pytrees import flatten
-from arraycomm._trees import DEFAULT_BUCKET_BYTES, NONE, Leaves, describe, results
+from arraycomm._trees import (
+    DEFAULT_BUCKET_BYTES,
+    NONE,
+    Leaves,
+    Parts,
+    describe,
+    reduce_on_device,
+    results,
+    tree_way,
+)
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -69,10 +78,10 @@ class Plan:
         self._paths, self._index = leaves.all_paths, leaves.index
         self._leaf_paths = leaves.paths
         self._specs = [None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves.views]
-        self._present = [index for index, spec in enumerate(self._specs) if spec is not None]
         self._signature = _signature("Plan", op, leaves)
-        self._inline = fusion.nbytes <= comm._inline
-        self._prefix = encode(self._signature, fusion.nbytes if self._inline else -1)
+        self._beside: Fusion | None = None
+        # What headers show, by where the leaves are.
+        self._prefixes: dict[int, bytes] = {}
 
     def __call__(self, tree: Any) -> Any:
         return self._comm._call("Plan", self._prepare, tree)
@@ -83,28 +92,49 @@ class Plan:
     def _prepare(self, comm: Communicator, tree: Any) -> Call:
         flat = flatten(tree)
         self._check_paths(flat.paths)
-        leaves = Leaves(flat, "Plan")
+        way = tree_way(comm, flat)
+        leaves = Leaves(flat, "Plan", way)
         self._check_leaves(leaves)
-        sources = [leaf for leaf in leaves.views if leaf is not None]
-        fusion, packed = self._fusion, self._fusion.take()
-        if self._inline:
-            packed.pack(sources)
+        parts = Parts(leaves.views, leaves.dtypes())
+        fusion = self._fusion
+        if parts.on_device:
+            fusion = self._fusion_beside_devices(parts.specs)
+        packed = fusion.take()
+        inline = fusion.nbytes <= comm._inline
+        if inline:
+            packed.pack(parts.sources)
 
         def finish(agreement: Agreement) -> Steps:
-            if self._inline:
+            if inline:
                 fusion.fold_payloads(comm, packed, agreement, self._op)
             else:
-                yield from fusion.reduce(comm, packed, sources, self._op)
-            return deliver(lambda: leaves.rebuild(results(leaves.views, self._present, packed)))
+                yield from fusion.reduce(comm, packed, parts.sources, self._op)
+            reduced = yield from reduce_on_device(way, parts, self._op, DEFAULT_BUCKET_BYTES)
+            return deliver(
+                lambda: leaves.rebuild(results(leaves.views, parts.present, packed, given=reduced))
+            )
 
         return Call(
             self._signature,
             finish,
-            packed.block if self._inline else None,
-            nbytes=fusion.nbytes,
-            copies=len(sources),
-            prefix=self._prefix,
+            packed.block if inline else None,
+            nbytes=fusion.nbytes + parts.device_bytes,
+            copies=len(parts.present) + len(parts.on_device),
+            prefix=self._prefix(fusion.nbytes if inline else -1, way.place),
+            way=way,
         )
+
+    def _fusion_beside_devices(self, specs: tuple[Spec, ...]) -> Fusion:
+        """Return how the leaves on the host are fused where others are on devices."""
+        if self._beside is None or self._beside.specs != specs:
+            self._beside = Fusion(specs, DEFAULT_BUCKET_BYTES)
+        return self._beside
+
+    def _prefix(self, payload: int, place: int) -> bytes:
+        prefix = self._prefixes.get(place)
+        if prefix is None:
+            prefix = self._prefixes[place] = encode(self._signature, payload, place=place)
+        return prefix
 
     def _check_paths(self, paths: Sequence[str]) -> None:
         """Raise unless the tree has the plan's structure."""
@@ -136,7 +166,7 @@ class Plan:
                 "the plan was made; make another plan for leaves that are tied in another way"
             )
         for path, leaf, spec in zip(self._leaf_paths, leaves.views, self._specs, strict=True):
-            got = None if leaf is None else (leaf.array.dtype, leaf.array.shape)
+            got = None if leaf is None else (leaf.dtype, leaf.shape)
             if got != spec:
                 # A wrong shape is a value of the right type.
                 wrong_type = got is None or spec is None or got[0] != spec[0]
@@ -149,7 +179,7 @@ class Plan:
 def prepare(comm: Communicator, tree: Any, op: str) -> Call:
     """See `Communicator.plan`."""
     check_op(op, "plan")
-    leaves = Leaves(flatten(tree), "plan")
+    leaves = Leaves(flatten(tree), "plan", comm._host_tree_way)
     leaves.check_reducible(op, "plan")
     specs = tuple((leaf.dtype, leaf.shape) for leaf in leaves.views if leaf is not None)
     fusion = comm._fusions.get(specs) or Fusion(specs, DEFAULT_BUCKET_BYTES)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 
+from arraycomm import _device_trees
 from arraycomm._buffers import BufferView
 from arraycomm._calls import Call, deliver
 from arraycomm._communicator import Communicator
@@ -29,6 +30,7 @@ from arraycomm._pytrees import Flat, flatten
 from arraycomm._results import allocate, give
 from arraycomm._runtime import world
 from arraycomm._views import view
+from arraycomm._ways import DeviceWay, HostWay
 from arraycomm._weights import check_weight
 
 DEFAULT_BUCKET_BYTES: Final = 25 << 20
@@ -133,7 +135,7 @@ def allreduce_gradients(
 class Leaves:
     """The distinct leaves of a tree: which are arrays, and how results get back into the tree."""
 
-    def __init__(self, flat: Flat, operation: str) -> None:
+    def __init__(self, flat: Flat, operation: str, way: HostWay) -> None:
         self._flat = flat
         self.all_paths = flat.paths
         self.views: list[BufferView | None] = []
@@ -144,7 +146,7 @@ class Leaves:
             tied = seen.get(id(leaf))
             if tied is None or leaf is None or isinstance(leaf, NUMBERS):
                 tied = seen[id(leaf)] = len(self.views)
-                self.views.append(None if leaf is None else view(leaf, operation, path))
+                self.views.append(None if leaf is None else way.view(leaf, operation, path))
                 self.paths.append(path)
             self.index.append(tied)
 
@@ -162,6 +164,10 @@ class Leaves:
             for path, seen in zip(self.paths, self.views, strict=True)
         ]
         return tuple(said)
+
+    def dtypes(self) -> list[DType]:
+        """The dtype of each leaf that is an array."""
+        return [leaf.dtype for leaf in self.views if leaf is not None]
 
     def ties(self) -> str:
         """Say which leaves are one object."""
@@ -224,32 +230,37 @@ def _reduce_call(
     note: str = "",
 ) -> Call:
     check_op(op, operation)
-    leaves = Leaves(flatten(tree), operation)
+    flat = flatten(tree)
+    way = tree_way(comm, flat)
+    leaves = Leaves(flat, operation, way)
     leaves.check_reducible(op, operation)
     if comm._join is not None:
         settings = _settings(bucket_bytes, compression, leaves.ties())
         return _joined_call(comm, leaves, op, f"{settings}, joined{note}", compression)
-    present = [index for index, leaf in enumerate(leaves.views) if leaf is not None]
-    sources = [leaf for leaf in leaves.views if leaf is not None]
-    specs = tuple((_compressed(leaf.dtype, compression), leaf.shape) for leaf in sources)
-    fusion = _fusion(comm, specs, bucket_bytes, keep=operation == "allreduce_gradients")
+    parts = Parts(leaves.views, [_compressed(dtype, compression) for dtype in leaves.dtypes()])
+    keep = operation == "allreduce_gradients"
+    fusion = _fusion(comm, parts.specs, bucket_bytes, keep=keep)
     packed = fusion.take()
     inline = fusion.nbytes <= comm._inline
     if inline:
-        packed.pack(sources)
+        packed.pack(parts.sources)
 
     def finish(agreement: Agreement) -> Steps:
         if agreement.details is not None:
+            there = leaves if not parts.on_device else Leaves(flat, operation, comm._host_tree_way)
             return (
                 yield from _reduce_missing(
-                    comm, leaves, op, agreement.details, bucket_bytes, compression
+                    comm, there, op, agreement.details, bucket_bytes, compression
                 )
             )
         if inline:
             fusion.fold_payloads(comm, packed, agreement, op)
         else:
-            yield from fusion.reduce(comm, packed, sources, op)
-        return deliver(lambda: leaves.rebuild(results(leaves.views, present, packed)))
+            yield from fusion.reduce(comm, packed, parts.sources, op)
+        reduced = yield from reduce_on_device(way, parts, op, bucket_bytes)
+        return deliver(
+            lambda: leaves.rebuild(results(leaves.views, parts.present, packed, given=reduced))
+        )
 
     return Call(
         Signature(
@@ -260,10 +271,57 @@ def _reduce_call(
         ),
         finish,
         packed.block if inline else None,
-        nbytes=fusion.nbytes,
-        copies=len(present),
+        nbytes=fusion.nbytes + parts.device_bytes,
+        copies=len(parts.present) + len(parts.on_device),
         negotiable=missing == "zeros",
+        way=way,
     )
+
+
+def tree_way(comm: Communicator, flat: Flat) -> HostWay:
+    """Return the way of a tree's leaves, unless the call was given one."""
+    if comm._way is not comm._host_way:
+        return comm._way
+    # Inside `join` ranks take part that have no tree to look at.
+    if comm._join is not None:
+        return comm._host_tree_way
+    return comm._devices.way_of_tree(flat.leaves)
+
+
+class Parts:
+    """Which leaves are reduced as host memory, and which where they are.
+
+    Attributes
+    ----------
+    present, on_device : list of int
+        The numbers of the leaves of either kind.
+    sources : list of BufferView
+        The leaves that are host memory.
+    specs : tuple of (dtype, shape)
+        What of these is sent.
+    """
+
+    def __init__(self, views: Sequence[BufferView | None], dtypes: Sequence[DType]) -> None:
+        self.views = views
+        some = [(index, leaf) for index, leaf in enumerate(views) if leaf is not None]
+        self.present = [index for index, leaf in some if leaf.span is None]
+        self.on_device = [index for index, leaf in some if leaf.span is not None]
+        self.sources = [leaf for _, leaf in some if leaf.span is None]
+        self.specs = tuple(
+            (dtype, leaf.array.shape)
+            for dtype, (_, leaf) in zip(dtypes, some, strict=True)
+            if leaf.span is None
+        )
+        self.device_bytes = sum(leaf.span.nbytes for _, leaf in some if leaf.span is not None)
+
+
+def reduce_on_device(way: HostWay, parts: Parts, op: str, bucket_bytes: int) -> Steps:
+    """Return the results of the leaves that are on a device, by their numbers."""
+    if not parts.on_device or not isinstance(way, DeviceWay):
+        return {}
+    there = [leaf for index in parts.on_device if (leaf := parts.views[index]) is not None]
+    reduced = yield from _device_trees.reduce(way, there, op, bucket_bytes)
+    return dict(zip(parts.on_device, reduced, strict=True))
 
 
 def _settings(bucket_bytes: int, compression: str | None, said_ties: str) -> str:
@@ -294,19 +352,22 @@ def results(
     present: Sequence[int],
     packed: Packed,
     dtypes: Sequence[DType] | None = None,
+    given: Mapping[int, Any] | None = None,
 ) -> list[Any]:
     """Hand out the leaves in `packed`, as arrays like the views of those that are present.
 
-    `dtypes` are those wanted, where the views do not tell.
+    `dtypes` are those wanted, where the views do not tell; `given` are results that need no making.
     """
-    given: list[Any] = [None] * len(views)
+    made: list[Any] = [None] * len(views)
+    for index, result in (given or {}).items():
+        made[index] = result
     for number, place in packed.leaves():
         like = views[present[number]]
         assert like is not None
         wanted = like.array.dtype if dtypes is None else dtypes[number]
         array = place if place.dtype == wanted else place.astype(wanted)
-        given[present[number]] = give(array, like)
-    return given
+        made[present[number]] = give(array, like)
+    return made
 
 
 def _reduce_missing(

@@ -50,6 +50,8 @@ class HostWay:
     """
 
     host = True
+    # Whether the call is of a tree, whose leaves may be in several places.
+    tree = False
 
     def __init__(self, comm: Communicator, place: int = 0, example: Any = None) -> None:
         self.link: Link = comm._link
@@ -57,9 +59,9 @@ class HostWay:
         self.example = example
         self._inline = comm._inline
 
-    def view(self, x: Any, operation: str) -> BufferView:
+    def view(self, x: Any, operation: str, name: str = "x") -> BufferView:
         """Look at an array."""
-        return view(x, operation)
+        return view(x, operation, name)
 
     def known(self, x: Any, out: Any, operation: str) -> BufferView | None:
         """Return the array that a rank which is not the root knows the result to be like, if any."""
@@ -106,26 +108,29 @@ class DeviceWay(HostWay):
         assert devices.link is not None
         self.link = devices.link
         self._devices = devices
-        self._memory = devices.link.memory.at(stream)
+        self.memory = devices.link.memory.at(stream)
         self._stream = stream
         self._views: list[BufferView] = []
 
-    def view(self, x: Any, operation: str) -> BufferView:
+    def view(self, x: Any, operation: str, name: str = "x") -> BufferView:
         from arraycomm._cuda import arrays
 
-        if arrays.on_cuda(x):
-            found = arrays.device_view(x, operation, "x", self._memory)
-            self._views.append(found)
-            return found
-        return Uploaded(view(x, operation), self._memory)
+        if not arrays.on_cuda(x):
+            return self._view_of_host(view(x, operation, name))
+        found = arrays.device_view(x, operation, name, self.memory)
+        self._views.append(found)
+        return found
+
+    def _view_of_host(self, found: BufferView) -> BufferView:
+        return Uploaded(found, self.memory)
 
     def known(self, x: Any, out: Any, operation: str) -> BufferView | None:
         from arraycomm._cuda import arrays
 
         if x is not None or not arrays.on_cuda(out):
             return super().known(x, out, operation)
-        found = arrays.device_view(out, operation, "out", self._memory)
-        return arrays.view_out(out, found.shape, found.dtype, operation, self._memory)
+        found = arrays.device_view(out, operation, "out", self.memory)
+        return arrays.view_out(out, found.shape, found.dtype, operation, self.memory)
 
     def target(
         self,
@@ -138,7 +143,7 @@ class DeviceWay(HostWay):
         *,
         apart: bool = False,
     ) -> Place:
-        return DeviceTarget(self._memory, like, shape, dtype, out, operation, source, apart=apart)
+        return DeviceTarget(self.memory, like, shape, dtype, out, operation, source, apart=apart)
 
     def run(self, steps: Steps) -> Steps:
         """Go on in the caller's stream each time, behind what the link did in others."""
@@ -163,6 +168,26 @@ class DeviceWay(HostWay):
         for found in self._views:
             arrays.release(found)
         self._devices.leave()
+
+
+class StagedTreeWay(HostWay):
+    """A tree as host memory, wherever its leaves are."""
+
+    tree = True
+
+
+class TreeWay(DeviceWay):
+    """A tree each of whose leaves is communicated from where it is."""
+
+    host = True
+    tree = True
+
+    def __init__(self, comm: Communicator, devices: Devices, stream: int, place: int) -> None:
+        super().__init__(comm, devices, stream)
+        self.place = place
+
+    def _view_of_host(self, found: BufferView) -> BufferView:
+        return found
 
 
 class Uploaded(BufferView):

@@ -501,6 +501,25 @@ def test_the_array_interfaces_stream_waits_both_ways(placed: Any, memory: HostMe
     assert memory.log == [(CUPY, "after", OWN), (PRODUCER, "after", OWN)]
 
 
+@pytest.mark.parametrize(("offset", "unit"), [(0, 4), (1, 1), (2, 2)])
+def test_elements_are_copied_by_what_their_places_allow(
+    placed: Any, cupy: Any, memory: HostMemory, offset: int, unit: int
+) -> None:
+    units: set[int] = set()
+
+    def array_at(shape: Any, dtype: DType, *place: Any) -> Any:
+        units.add(dtype.itemsize)
+        return _array_at(shape, dtype, *place)
+
+    cupy.ndarray = array_at
+    fields = {"names": ["x"], "formats": ["f8"], "offsets": [offset], "itemsize": 12 + offset % 2}
+    array = np.zeros(5, np.dtype(fields))["x"]
+    array[...] = np.arange(5) / 3
+    found = arrays.device_view(Interface(array), "op", "x", memory)
+    assert elements(found.span).tolist() == array.tolist()
+    assert min(units) == unit
+
+
 @pytest.mark.parametrize(("kind", "device"), [(0, None), (1, None), (2, 4), (3, -1)])
 def test_the_array_interfaces_places(placed: Any, kind: int, device: int | None) -> None:
     placed.type, placed.device = kind, 4
@@ -581,6 +600,16 @@ def test_torch_is_read_where_it_is(
     assert (OWN, "after", CUPY) not in memory.log  # torch gathers by itself
 
 
+def test_torchs_copies_are_between_the_memorys_work(torch: Any, memory: HostMemory) -> None:
+    x = torch.zeros(3, 4).T
+    arrays.device_view(x, "op", "x", memory)
+    assert memory.log == [(OWN, "after", TORCH)] * 2  # the elements, and then their copy
+    out = arrays.view_out(x, (4, 3), np.dtype("float32"), "op", memory)
+    memory.log.clear()
+    arrays.written(out, out.span)
+    assert memory.log == [(TORCH, "after", OWN)] * 2  # before torch copies, and when all is done
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_of_torch_are_in_its_own_memory(
     torch: Any, memory: HostMemory, dtype: DType
@@ -636,11 +665,22 @@ def test_conjugates_are_resolved(torch: Any, memory: HostMemory) -> None:
     found = arrays.device_view(x.conj(), "op", "x", memory)
     assert elements(found.span).tolist() == [1 - 2j, 3 + 4j]
     assert found.copied
-    assert elements(arrays.device_view(x.conj().imag, "op", "x", memory).span).tolist() == [-2, 4]
     out = arrays.view_out(x.conj(), (2,), np.dtype("complex64"), "op", memory)
     elements(out.span)[...] = [5 + 6j, 7]
     arrays.written(out, out.span)
     assert x.tolist() == [5 - 6j, 7]
+
+
+def test_negatives_are_resolved(torch: Any, memory: HostMemory) -> None:
+    x = torch._neg_view(torch.tensor([1.0, 2.0]))
+    assert x.is_neg()
+    found = arrays.device_view(x, "op", "x", memory)
+    assert elements(found.span).tolist() == [-1, -2]
+    assert found.copied
+    out = arrays.view_out(x, (2,), np.dtype("float32"), "op", memory)
+    elements(out.span)[...] = [5, 6]
+    arrays.written(out, out.span)
+    assert x.tolist() == [5, 6]
 
 
 class TestRefusals:
@@ -712,6 +752,16 @@ def test_jax_is_read_where_it_is(jax: Any, memory: HostMemory, dtype: DType) -> 
     assert jax.asked == [OWN]
 
 
+def test_jaxs_memory_is_read_only_whatever_its_capsule_says(
+    jax: Any, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_dlpack(*arguments: Any) -> Any:
+        return layouts.by_dlpack(*arguments)._replace(readonly=False)
+
+    monkeypatch.setattr(frameworks, "by_dlpack", by_dlpack)
+    assert arrays.device_view(jax.numpy.ones(3), "op", "x", memory).readonly
+
+
 @pytest.mark.parametrize("dtype", JAX_DTYPES, ids=str)
 def test_results_of_jax_are_handed_over(jax: Any, memory: HostMemory, dtype: DType) -> None:
     like = arrays.device_view(jax.numpy.ones(3), "op", "x", memory)
@@ -734,6 +784,7 @@ def test_results_of_jax_have_any_shape(jax: Any, memory: HostMemory, shape: Any)
     result = arrays.finish(made, like)
     assert result.shape == shape
     assert (result == 2).all()
+    assert bool(memory.log) == bool(result.size)  # memory of no bytes is not handed over
 
 
 def test_jax_keeps_64_bits_only_where_it_may(jax: Any, memory: HostMemory) -> None:

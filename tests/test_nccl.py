@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -485,6 +486,22 @@ def test_allgather_is_in_place(size: int, even: bool) -> None:
     on_links(size, check)
 
 
+def test_blocks_with_gaps_between_them_are_broadcast_and_empty_ones_are_not() -> None:
+    def check(link: NcclLink, fake: FakeNccl) -> None:
+        for counts in ([4, 4, 4], [5, 0, 3]):
+            fake.calls.clear()
+            recv = Blocks(blocks(link, [30], 255).buffer, counts, [0, 10, 20])
+            values(recv.block(link.rank))[...] = link.rank
+            finish(link.allgather(recv))
+            want = np.full(30, 255)
+            for rank in range(3):
+                want[10 * rank : 10 * rank + counts[rank]] = rank
+            assert values(recv.buffer).tolist() == want.tolist()
+            assert fake.calls.count("ncclBroadcast") == np.count_nonzero(counts)
+
+    on_links(3, check)
+
+
 @size
 def test_gather_reaches_every_root(size: int) -> None:
     def check(link: NcclLink, fake: FakeNccl) -> None:
@@ -721,6 +738,7 @@ def test_a_rank_of_no_color_takes_part_in_a_split_and_gets_none() -> None:
         out = link.rank == 1
         child = drive(link.split(None if out else 0, link.rank))
         assert (child is None) == out
+        assert len(fake.comms) == (1 if out else 2)
 
     on_links(3, check)
 
@@ -926,6 +944,17 @@ def test_the_configuration_has_the_layout_of_2_18() -> None:
     assert places["split_share"] == 40
     assert (config.magic, config.version, config.blocking) == (0xCAFEBEEF, 21800, 0)
     assert {config.min_ctas, config.max_ctas, config.split_share} == {-(2**31)}
+
+
+def test_only_split_may_be_lacking() -> None:
+    found = SimpleNamespace(**{name: SimpleNamespace() for name in libnccl.SIGNATURES})
+    del found.ncclCommSplit
+    libnccl.declare(found)
+    assert found.ncclSend.argtypes == libnccl.SIGNATURES["ncclSend"]
+    assert found.ncclGetErrorString.restype is ctypes.c_char_p
+    del found.ncclSend
+    with pytest.raises(AttributeError, match="ncclSend"):
+        libnccl.declare(found)
 
 
 def _installed() -> ctypes.CDLL:

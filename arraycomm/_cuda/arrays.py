@@ -162,7 +162,7 @@ def view_out(
             f"{operation}: out must have dtype {name_of(dtype)}; got {name_of(found.dtype)}"
         )
     _check_writable(found, operation)
-    if found.copied or not shown.layout.contiguous:
+    if not shown.layout.contiguous:
         found.span, found.copied = empty_like(found, shape, dtype, memory)[1], True
     return found
 

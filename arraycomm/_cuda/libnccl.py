@@ -333,7 +333,7 @@ def load() -> Library:
     return Library(functions)
 
 
-def declare(functions: ctypes.CDLL) -> None:
+def declare(functions: Any) -> None:
     """Tell ctypes what NCCL's functions take and return."""
     for name, arguments in SIGNATURES.items():
         if name in _LATER and not hasattr(functions, name):

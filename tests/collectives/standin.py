@@ -120,6 +120,12 @@ class DeviceArray:
     def __array_interface__(self) -> Any:
         return self.array.__array_interface__
 
+    def __getitem__(self, part: Any) -> DeviceArray:
+        return DeviceArray(self.array[part], self.memory)
+
+    def reshape(self, shape: tuple[int, ...]) -> DeviceArray:
+        return DeviceArray(self.array.reshape(shape), self.memory)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.array.shape

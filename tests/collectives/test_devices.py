@@ -54,16 +54,6 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 
-def _on_device(x: Any) -> Any:
-    """The same collective gets slices of it where it slices."""
-    return _Sliced(x)
-
-
-class _Sliced(DeviceArray):
-    def __getitem__(self, part: Any) -> DeviceArray:
-        return DeviceArray(self.array[part])
-
-
 def _host(result: Any) -> Any:
     return result.host() if isinstance(result, DeviceArray) else result
 
@@ -75,7 +65,7 @@ def test_device_gives_what_the_host_gives(on_ranks, size, name, standin) -> None
             x = _values(comm, count)
             want = COLLECTIVES[name](comm, x)
             for _ in range(3):
-                got = COLLECTIVES[name](comm, _on_device(x))
+                got = COLLECTIVES[name](comm, DeviceArray(x))
                 if want is None:
                     assert got is None
                     continue
@@ -126,7 +116,7 @@ def test_ranks_whose_arrays_are_on_the_host_meet_the_others(
         want = COLLECTIVES[name](comm, x)
         for odd in range(comm.size):
             for on_host in (True, False):
-                mine = x if (comm.rank == odd) == on_host else _on_device(x)
+                mine = x if (comm.rank == odd) == on_host else DeviceArray(x)
                 got = COLLECTIVES[name](comm, mine)
                 if want is None:
                     assert got is None
@@ -298,5 +288,64 @@ def test_functions_of_ones_own_get_the_array_by_way_of_the_host(on_ranks, severa
         comm.allreduce(x)
         got = comm.allreduce(x, ac.op(np.multiply))
         assert _host(got)[0] == np.prod(np.arange(comm.size) + 1.0)
+
+    on_ranks(several, check)
+
+
+# Trees ------------------------------------------------------------------------------------------
+
+
+def _tree(comm: Communicator, where: str) -> dict[str, Any]:
+    """Leaves of several dtypes, of which those named in `where` are on the device."""
+    x = np.arange(6, dtype="float32").reshape(2, 3) + comm.rank
+    leaves = {"a": x, "b": x.astype("float64")[0], "c": x[:0], "d": x * 3, "e": x[1, 1:2] * 5}
+    return {name: DeviceArray(x) if name in where else x for name, x in leaves.items()}
+
+
+def _same(got: Any, want: Any) -> bool:
+    return all(np.array_equal(_host(got[name]), want[name]) for name in want)
+
+
+@pytest.mark.parametrize("where", ["abcde", "ad", "b"])
+def test_tree_is_reduced_leaf_by_leaf_where_it_is(on_ranks, size, where, standin) -> None:
+    def check(comm: Communicator) -> None:
+        want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
+        plan = comm.plan(_tree(comm, where), "sum")
+        for _ in range(2):
+            for got in (
+                ac.allreduce_tree(_tree(comm, where), "sum", comm=comm),
+                ac.allreduce_gradients(_tree(comm, where), "sum", comm=comm),
+                plan(_tree(comm, where)),
+            ):
+                assert _same(got, want)
+        kinds = {name: isinstance(leaf, DeviceArray) for name, leaf in got.items()}
+        assert kinds == {name: name in where for name in got}
+        assert comm._devices.link is not None
+
+    on_ranks(size, check)
+
+
+def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(on_ranks, several, standin) -> None:
+    def check(comm: Communicator) -> None:
+        want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
+        plan = comm.plan(_tree(comm, ""), "sum")
+        for where in ("abcde"[comm.rank :], "" if comm.rank else "abcde", "ae", "abcde"):
+            got = ac.allreduce_tree(_tree(comm, where), "sum", comm=comm)
+            assert _same(got, want)
+            assert _same(plan(_tree(comm, where)), want)
+        assert np.array_equal(_host(comm.allreduce(DeviceArray(want["a"]))), want["a"] * comm.size)
+
+    on_ranks(several, check)
+
+
+def test_gradient_that_a_rank_does_not_have_counts_as_zeros(on_ranks, several, standin) -> None:
+    def check(comm: Communicator) -> None:
+        for _ in range(2):
+            tree = _tree(comm, "abcde")
+            tree["b"] = None if comm.rank == 0 else tree["b"]
+            got = ac.allreduce_gradients(tree, "sum", comm=comm)
+            part = _tree(comm, "")
+            part["b"] = part["b"] * (comm.rank > 0)
+            assert _same(got, ac.allreduce_tree(part, "sum", comm=comm))
 
     on_ranks(several, check)

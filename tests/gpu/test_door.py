@@ -180,7 +180,7 @@ def spin(stream: int) -> None:
 @pytest.fixture
 def memory() -> Any:
     """Memory in a stream of its own, which waits for no other by itself."""
-    from arraycomm._cuda.memory import CudaMemory
+    from arraycomm._cuda.device import CudaMemory
 
     stream = cupy.cuda.Stream(non_blocking=True)
     memory: Any = CudaMemory(0)
