@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Seconds between two looks at what is under way on devices.
 _LOOK: Final = 0.02
+# cudaStreamPerThread is another stream in each of the threads that NCCL works in.
+_PER_THREAD: Final = 2
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,7 @@ class Devices:
         if x is None or any(isinstance(arg, Op) for arg in args):
             return host
         if self.link is not None:
-            stream = arrays.stream_of(x)
-            return DeviceWay(self._comm, self, self._own_stream if stream is None else stream)
+            return DeviceWay(self._comm, self, self._stream_for(x))
         # Without a header there is nothing to choose by.
         return HostWay(self._comm, 1, x) if self._comm._options.check else host
 
@@ -105,8 +106,8 @@ class Devices:
         place = digest(on_device) >> 1 & (1 << 62) - 1 | 1
         if self.link is None:
             return StagedTreeWay(self._comm, place)
-        stream = arrays.stream_of(leaves[on_device.index(True)])
-        return TreeWay(self._comm, self, self._own_stream if stream is None else stream, place)
+        stream = self._stream_for(leaves[on_device.index(True)])
+        return TreeWay(self._comm, self, stream, place)
 
     def way_after(self, way: HostWay) -> HostWay:
         """Return the way for a call that was made for `way` before the ranks have chosen."""
@@ -115,6 +116,11 @@ class Devices:
     def way_of_host(self) -> HostWay:
         """Return the way of an array of the host that meets others on their devices."""
         return DeviceWay(self._comm, self, self._own_stream)
+
+    def _stream_for(self, x: Any) -> int:
+        """Return the stream of a call: the current one of the framework, where the link can use it."""
+        stream = arrays.stream_of(x)
+        return self._own_stream if stream is None or stream == _PER_THREAD else stream
 
     @property
     def _own_stream(self) -> int:
@@ -133,12 +139,18 @@ class Devices:
         offers = [detail["devices"] for detail in said]
         self.link, self.reason = yield from choose(comm, self.wish, offers)
 
-    def inherit(self, parent: Devices) -> None:
-        """Take over what the communicator that this one was made from was asked for."""
+    def split(self, color: int | None, key: int) -> Steps:
+        """Return the link of a part of the ranks, made of this one; collective. None without any."""
+        if self.link is None:
+            return None
+        return (yield from self.link.split(color, key))
+
+    def adopt(self, parent: Devices, link: DeviceLink | None) -> None:
+        """Take over what the communicator that this one was made from was asked for, and a link."""
         self.wish = parent.wish
         self._comm.backend = parent._comm.backend
-        if parent.decided and parent.link is None:
-            self.decided, self.reason = True, parent.reason
+        if link is not None or (parent.decided and parent.link is None):
+            self.decided, self.link, self.reason = True, link, parent.reason
 
     def require(self) -> None:
         """Choose now, and raise on every rank where that is not NCCL."""
@@ -182,16 +194,25 @@ class Devices:
 
     def _look(self, link: DeviceLink) -> None:
         comm = self._comm
-        self._pending = [pending for pending in self._pending if not pending.mark.done()]
+        # First, since an ended wait on the device looks like one that has come to its end.
         error = link.error()
         if error is not None:
             raise error
+        self._pending = [pending for pending in self._pending if not pending.mark.done()]
         if not comm._link.threaded:
             # The host's MPI is the caller's alone.
             return
         comm._engine.advance()
         if self._pending and comm._closed is None:
             comm._watch(time.monotonic() - self._pending[0].since)
+
+    def check(self) -> None:
+        """Raise where what was under way has been ended, so that there is no result."""
+        error = None if self.link is None else self.link.error()
+        if self._comm._closed is not None:
+            raise self._comm._closed_error("on the device")
+        if error is not None:
+            raise error
 
     def abort(self) -> None:
         """End what is under way, so that nothing waits for it on the device."""
@@ -204,6 +225,7 @@ class Devices:
             return
         if self._last is not None:
             self._comm._engine.wait_for(self._last.done)
+            self.check()
         with self._looking:
             link, self.link = self.link, None
             self._pending.clear()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
 from arraycomm._algorithms import choose
+from arraycomm._buffers import BufferView
 from arraycomm._communicator import Communicator
+from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._dtypes import check_movable, check_op, check_reducible, name_of
 from arraycomm._ops import Op
 from arraycomm._runtime import world
+from arraycomm._transports.base import DeviceLink
 from arraycomm._views import view
 
 _WAYS: Final = {
@@ -21,6 +25,7 @@ _WAYS: Final = {
     "function": "one rank gathers all ranks' elements, folds them by the function, and sends the result",
     "function by slices": "each rank folds a slice of all ranks' elements by the function, then slices "
     "are gathered",
+    "native": "the transport reduces by its own means, in an order that does not show",
 }
 
 
@@ -35,9 +40,9 @@ class Explanation:
     op : str
         The reduction.
     backend : str
-        The transport: "self", "threads" or "mpi".
+        What moves the elements: "self", "threads", "mpi" or "nccl".
     way : str
-        "local", "header", "steps", "gather", "slices", "function" or "function by slices".
+        "local", "header", "steps", "gather", "slices", "native", "function" or "function by slices".
     copies : int
         Copies that are made of the array before it is sent: 0 where its own memory can be used.
     sent : int
@@ -87,39 +92,56 @@ def explain(x: Any, op: str | Op = "sum", *, comm: Communicator | None = None) -
         `allreduce` would raise it for this array and op.
     """
     comm = world() if comm is None else comm
-    source = view(x, "explain")
+    link = None if isinstance(op, Op) or not on_cuda(x) else comm._devices.link
+    source = view(x, "explain") if link is None else _on_device(x, link)
     check_movable(source.dtype, "explain")
     if not isinstance(op, Op):
         check_op(op, "explain")
         check_reducible(source.dtype, op, "explain")
-    nbytes = source.array.size * source.dtype.itemsize
-    board = comm._board
-    way = choose(nbytes, comm.size, board.payload, board.shared)
-    if isinstance(op, Op) and comm.size > 1:
-        sliced = op.elementwise and way != "header"
-        way = "function by slices" if sliced else "function"
-    strided = source.array.size > 0 and not source.array.flags.c_contiguous
+    nbytes = math.prod(source.shape) * source.dtype.itemsize
+    way = _way(nbytes, source, op, comm, link)
+    strided = nbytes > 0 and link is None and not source.array.flags.c_contiguous
     return Explanation(
         array=f"{name_of(source.dtype)} {source.shape} ({type(x).__module__.partition('.')[0]})",
         op=op.name if isinstance(op, Op) else op,
-        backend=comm.backend,
+        backend=comm.backend if link is None else link.name,
         way=way,
         copies=int(strided) + int(source.copied),
         sent=_sent(way, nbytes, comm.size),
-        notes=tuple(_notes(comm, way)),
+        notes=tuple(_notes(comm, way, x, link)),
     )
+
+
+def _on_device(x: Any, link: DeviceLink) -> BufferView:
+    return device_view(x, "explain", "x", link.memory)
+
+
+def _way(
+    nbytes: int, source: BufferView, op: str | Op, comm: Communicator, link: DeviceLink | None
+) -> str:
+    if link is not None and isinstance(op, str) and comm.size > 1:
+        if link.native(op, source.dtype):
+            return "native"
+        return choose(nbytes, comm.size, *link.slot)
+    way = choose(nbytes, comm.size, *comm._link.slot)
+    if isinstance(op, Op) and comm.size > 1:
+        sliced = op.elementwise and way != "header"
+        way = "function by slices" if sliced else "function"
+    return way
 
 
 def _sent(way: str, nbytes: int, size: int) -> int:
     if way == "local":
         return 0
-    if way in ("slices", "function by slices"):
+    if way in ("slices", "function by slices", "native"):
         return 2 * nbytes * (size - 1) // size
     return nbytes
 
 
-def _notes(comm: Communicator, way: str) -> list[str]:
+def _notes(comm: Communicator, way: str, x: Any, link: DeviceLink | None) -> list[str]:
     notes = []
+    if on_cuda(x) and link is None:
+        notes.append(f"by way of host memory, with a copy each way: {comm._devices.reason}")
     if not comm._link.threaded:
         notes.append(
             "requests progress only while this rank calls, tests or waits: the MPI was not started "
@@ -128,5 +150,6 @@ def _notes(comm: Communicator, way: str) -> list[str]:
     if not comm._options.check and way not in ("local", "header"):
         notes.append("check=False: what the ranks call is not compared")
     if not comm._options.reproducible:
-        notes.append("reproducible=False: the order is that of the ranks all the same")
+        own = "the transport's own" if way == "native" else "that of the ranks all the same"
+        notes.append(f"reproducible=False: the order is {own}")
     return notes

@@ -138,11 +138,16 @@ def _open(
     comm._made += 1
     name = f"{comm._name}/{kind}-{comm._made}"
     with comm._turn():
-        link = comm._link.split(colors.index(color) if takes_part else None, members)
+        group = colors.index(color) if takes_part else None
+        link = comm._link.split(group, members)
+        key = members.index(comm.rank) if takes_part else 0
+        device_link = None
+        if options.reproducible == comm._options.reproducible:
+            device_link = comm._engine.run(comm._guarded(comm._devices.split(group, key)))
     if link is None:
         return None
     made = type(comm)(link, options, name)
-    made._devices.inherit(comm._devices)
+    made._devices.adopt(comm._devices, device_link)
     made._family = comm._family
     comm._family.append(made)
     return made

@@ -143,23 +143,30 @@ class DeviceWay(HostWay):
         *,
         apart: bool = False,
     ) -> Place:
-        return DeviceTarget(self.memory, like, shape, dtype, out, operation, source, apart=apart)
+        return DeviceTarget(self, like, shape, dtype, out, operation, source, apart=apart)
+
+    def download(self, span: Span, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """Return what is on the device as an array of the host, unless the wait for it was ended."""
+        array = allocate(shape, span.dtype)
+        self.memory.download(span, array.reshape(-1))
+        self._devices.check()
+        return array
 
     def run(self, steps: Steps) -> Steps:
         """Go on in the caller's stream each time, behind what the link did in others."""
-        try:
-            while True:
-                self._devices.enter(self._stream)
+        while True:
+            self._devices.enter(self._stream)
+            try:
                 waiting = next(steps)
-                try:
-                    yield waiting
-                except BaseException as error:
-                    steps.throw(error)
-                    raise
-        except StopIteration as stop:
-            return stop.value
-        finally:
-            self._leave()
+            except StopIteration as stop:
+                self._leave()
+                return stop.value
+            try:
+                yield waiting
+            except BaseException as error:
+                # Nothing more may be put on a stream in which a movement is not through.
+                steps.throw(error)
+                raise
 
     def _leave(self) -> None:
         """Let the caller's frameworks go on after what was put on the device."""
@@ -204,7 +211,7 @@ class DeviceTarget:
 
     def __init__(
         self,
-        memory: Memory,
+        way: DeviceWay,
         like: BufferView,
         shape: tuple[int, ...],
         dtype: DType,
@@ -216,7 +223,8 @@ class DeviceTarget:
     ) -> None:
         from arraycomm._cuda import arrays
 
-        self._like, self._shape, self._dtype = like, shape, dtype
+        memory = way.memory
+        self._way, self._like, self._shape = way, like, shape
         self._out: BufferView | None = None
         self._made: Any = None
         self.copies = 0
@@ -256,9 +264,7 @@ class DeviceTarget:
         return deliver(written, self._out)
 
     def _downloaded(self) -> np.ndarray[Any, Any]:
-        array = allocate(self._shape, self._dtype)
-        self.flat.memory.download(self.flat, array.reshape(-1))
-        return array
+        return self._way.download(self.flat, self._shape)
 
 
 class LatePlace:

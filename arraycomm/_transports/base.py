@@ -153,8 +153,9 @@ class DeviceLink(Link):
         raise NotImplementedError
 
     def split(self, color: int | None, key: int) -> Steps:
-        """Return the link of a part of the ranks, or None where that has to be opened anew."""
+        """Return the link of the ranks of one color, or None where that has to be opened anew."""
         yield from ()
+        return None
 
     def error(self) -> TransportError | None:
         """Return what went wrong on the way since the last movement was issued."""
