@@ -342,6 +342,9 @@ class TestOut:
         assert not shown.overlaps_itself
         assert shown.contiguous == array.flags.c_contiguous
 
+    def test_no_elements_share_no_memory(self) -> None:
+        assert not layouts.Layout(1, (3, 0), (0, 8), np.dtype(float)).overlaps_itself
+
 
 # Protocols ---------------------------------------------------------------------------------------
 
@@ -524,6 +527,12 @@ def test_elements_are_copied_by_what_their_places_allow(
 def test_the_array_interfaces_places(placed: Any, kind: int, device: int | None) -> None:
     placed.type, placed.device = kind, 4
     assert arrays.device_of(Interface(some(float))) == device
+
+
+def test_an_array_interface_without_elements_is_on_no_device(placed: Any) -> None:
+    empty = np.empty((0, 3))
+    assert arrays.device_of(Interface(empty)) == 0
+    assert arrays.device_of(Interface(empty, data=(0, False))) is None
 
 
 @pytest.mark.parametrize(
@@ -785,6 +794,16 @@ def test_results_of_jax_have_any_shape(jax: Any, memory: HostMemory, shape: Any)
     assert result.shape == shape
     assert (result == 2).all()
     assert bool(memory.log) == bool(result.size)  # memory of no bytes is not handed over
+
+
+def test_jax_keeps_the_memory_of_its_results(jax: Any, memory: HostMemory) -> None:
+    like = arrays.device_view(jax.numpy.ones(3), "op", "x", memory)
+    made, span = arrays.empty_like(like, (3,), np.dtype("float32"), memory)
+    elements(span)[...] = 2
+    before = sys.getrefcount(span)
+    result = arrays.finish(made, like)
+    assert sys.getrefcount(span) > before
+    assert result.tolist() == [2, 2, 2]
 
 
 def test_jax_keeps_64_bits_only_where_it_may(jax: Any, memory: HostMemory) -> None:

@@ -83,7 +83,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 class HostKernels(Kernels):
-    """Launches on the host, with few threads, so that each has several shares of the work."""
+    """Launches on the host, with as many blocks and threads as are given, or as on a device."""
 
     def __init__(self, host: ctypes.CDLL, blocks: int | None = None, threads: int = 256) -> None:
         super().__init__(0, self._on_host)
@@ -230,14 +230,26 @@ def test_threads_take_what_the_grid_does_not_cover(host, dtype, check, blocks, t
 
 
 @_CASES
-def test_the_fold_may_replace_the_first_row(launcher, dtype, op) -> None:
-    for many in (3, MAX_ROWS + 2):
-        rows = [_placed(_values(dtype, 100, k), 0) for k in range(many)]
-        wanted, before = np.empty(100, dtype), [row.tobytes() for row in rows[1:]]
-        _folds.fold(op, dtype, [row.copy() for row in rows], wanted)
-        launcher.fold(op, dtype, _addresses(rows), rows[0].ctypes.data, 100, 0)
-        assert same_result(rows[0].copy(), wanted, op)
-        assert [row.tobytes() for row in rows[1:]] == before
+@pytest.mark.parametrize("many", [3, MAX_ROWS + 2])
+def test_the_fold_may_replace_the_first_row(host, dtype, op, many) -> None:
+    rows = [_placed(_values(dtype, 100, k), 0) for k in range(many)]
+    wanted, before = np.empty(100, dtype), [row.tobytes() for row in rows[1:]]
+    _folds.fold(op, dtype, [row.copy() for row in rows], wanted)
+    # Few threads, each of which has several shares: one that was taken twice would show here.
+    few = HostKernels(host, blocks=3, threads=2)
+    few.fold(op, dtype, _addresses(rows), rows[0].ctypes.data, 100, 0)
+    assert same_result(rows[0].copy(), wanted, op)
+    assert [row.tobytes() for row in rows[1:]] == before
+
+
+@pytest.mark.parametrize(
+    ("op", "wanted"), [("and", 1), ("or", 1), ("xor", 0), ("min", 1), ("max", 1)]
+)
+def test_any_byte_but_zero_is_true(launcher, op, wanted) -> None:
+    rows = [np.full(20, byte, np.uint8) for byte in (2, 4)]
+    out = np.full(20, _GUARD, np.uint8)
+    launcher.fold(op, np.dtype(bool), _addresses(rows), out.ctypes.data, 20, 0)
+    assert (out == wanted).all()
 
 
 def test_misaligned_elements_are_refused(launcher) -> None:

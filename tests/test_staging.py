@@ -154,6 +154,13 @@ class TestPool:
         assert len(again) == 4
         assert len(pins.sizes) == 6  # two were kept, and two pinned anew
 
+    def test_what_is_in_use_does_not_count_as_kept(self) -> None:
+        pins = Pins()
+        staging = Staging(pins, kept=16384)
+        for _ in range(10):
+            staging.empty(8192)
+        assert pins.sizes == [8192]
+
     def test_a_block_may_come_back_while_another_is_taken(self) -> None:
         """Garbage may be collected anywhere, so also inside of `empty`, which holds a lock."""
         staging = Staging(lambda n: (gc.collect(), np.zeros(n, np.uint8))[1])

@@ -21,9 +21,9 @@ static Index gridDim, blockDim, blockIdx, threadIdx;
 
 typedef long long Size;  // of an array, which may have more than 2^31 elements
 
-// Elements that one thread loads and stores at once: 16 bytes in memory, where they are aligned to that.
+// Elements that a thread loads and stores at once: 16 bytes, or a single element, aligned as it is by itself.
 template <class T, int COUNT>
-struct alignas(sizeof(T) * COUNT < 16 ? sizeof(T) * COUNT : 16) Pack {
+struct alignas(16) Pack {
     T at[COUNT];
 };
 template <class T>
