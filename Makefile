@@ -29,7 +29,7 @@ comma := ,
 framework_stamps := $(patsubst %,.venv/.stamp-%,$(filter torch jax,$(subst $(comma), ,$(FRAMEWORKS))))
 version := $(shell sed -n 's/^version = "\([^"]*\)".*/\1/p' pyproject.toml)
 wheel := dist/arraycomm-$(version)-py3-none-any.whl
-sources := $(shell find arraycomm adapters -name '*.py' -o -name py.typed)
+sources := $(shell find arraycomm adapters -name '*.py' -o -name '*.cu' -o -name py.typed)
 pip := -m pip --quiet --quiet --disable-pip-version-check install
 
 export PYTHONUNBUFFERED := 1

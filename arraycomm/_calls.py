@@ -175,15 +175,22 @@ def agreement_only(operation: str, op: str | None = None, data: bytes = b"") -> 
 
 def check_root(comm: Communicator, root: Any, operation: str) -> int:
     """Return `root` as a rank of the communicator, or raise."""
+    return check_rank(comm, root, operation, "root", "an integer")
+
+
+def check_rank(
+    comm: Communicator, rank: Any, operation: str, name: str, wanted: str = "a rank"
+) -> int:
+    """Return an argument that names a rank of the communicator, or raise."""
     try:
-        rank = operator.index(root)
+        found = operator.index(rank)
     except TypeError:
-        raise TypeError(f"{operation}: root must be an integer; got {root!r}") from None
-    if not 0 <= rank < comm.size:
+        raise TypeError(f"{operation}: {name} must be {wanted}; got {rank!r}") from None
+    if not 0 <= found < comm.size:
         raise ValueError(
-            f"{operation}: root must be a rank of the communicator, 0 to {comm.size - 1}; got {root}"
+            f"{operation}: {name} must be a rank of the communicator, 0 to {comm.size - 1}; got {rank}"
         )
-    return rank
+    return found
 
 
 def flatten(source: BufferView) -> tuple[Flat, int]:

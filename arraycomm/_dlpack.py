@@ -24,7 +24,7 @@ HOST: Final = frozenset((1, 3, 11))  # kDLCPU, and the pinned host memory of CUD
 CUDA: Final = frozenset((2, 10, 13))  # kDLCUDA, kDLROCM, kDLCUDAManaged: CuPy's devices
 CPU_DEVICE: Final = (1, 0)  # what DLPack calls the host
 _MAJOR: Final = 1
-_READ_ONLY: Final = 1
+READ_ONLY: Final = 1
 _IS_COPIED: Final = 2
 _MAX_NDIM: Final = 64  # NumPy's own limit
 _MAX_BYTES: Final = 1 << 57  # no processor maps more
@@ -124,14 +124,16 @@ def read(x: Any, device: tuple[int, int], label: str) -> Foreign:
 
     Memory of another device than the host is asked for as a copy on the host.
     """
-    capsule = _request(x, _AS_IS if device[0] in HOST else _TO_HOST, label)
+    capsule = request(x, _AS_IS if device[0] in HOST else _TO_HOST, label)
     # The capsule is kept unconsumed: its own destructor then calls the producer's deleter, when
     # the last array over the memory is gone. The producer is kept as well, since one that hands
     # out the same capsule twice could see it consumed elsewhere.
-    return _from_capsule(capsule, (capsule, x), label)
+    tensor, flags = open_capsule(capsule, label)
+    return _from_tensor(tensor, flags, (capsule, x), label)
 
 
-def _request(x: Any, ladder: tuple[dict[str, Any], ...], label: str) -> Any:
+def request(x: Any, ladder: tuple[dict[str, Any], ...], label: str) -> Any:
+    """Call `x.__dlpack__` with what it understands of these keywords, best first."""
     failure: Exception = TypeError("no call was made")
     for keywords in ladder:
         try:
@@ -146,8 +148,8 @@ def _request(x: Any, ladder: tuple[dict[str, Any], ...], label: str) -> Any:
     raise BufferError(f"{label}.__dlpack__() raised {describe(failure)}") from failure
 
 
-def _from_capsule(capsule: Any, owner: object, label: str) -> Foreign:
-    flags = 0
+def open_capsule(capsule: Any, label: str) -> tuple[Any, int]:
+    """Return the tensor in a capsule, and its flags."""
     if _is_valid(capsule, b"dltensor_versioned"):
         managed = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
         if managed.major != _MAJOR:
@@ -155,14 +157,11 @@ def _from_capsule(capsule: Any, owner: object, label: str) -> Foreign:
                 f"{label}.__dlpack__() returned DLPack version {managed.major}.{managed.minor}; "
                 f"only {_MAJOR}.x can be read"
             )
-        tensor, flags = managed.tensor, managed.flags
-    elif _is_valid(capsule, b"dltensor"):
+        return managed.tensor, managed.flags
+    if _is_valid(capsule, b"dltensor"):
         # Without a version there is no flag to tell; NumPy also takes such memory as read-only.
-        tensor = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
-        flags = _READ_ONLY
-    else:
-        raise _not_a_capsule(capsule, label)
-    return _from_tensor(tensor, flags, owner, label)
+        return _DLTensor.from_address(_get_pointer(capsule, b"dltensor")), READ_ONLY
+    raise _not_a_capsule(capsule, label)
 
 
 def _not_a_capsule(capsule: Any, label: str) -> BufferError:
@@ -183,23 +182,24 @@ def _from_tensor(tensor: Any, flags: int, owner: object, label: str) -> Foreign:
             f"{label}.__dlpack__() returned memory of device type {tensor.device_type}, which is "
             "not the host's; move the array to the host first"
         )
-    shape = _integers(tensor.shape, tensor.ndim, f"{label}.__dlpack__()", "shape")
-    dtype = _dtype_of(tensor, label)
+    shape = integers(tensor.shape, tensor.ndim, f"{label}.__dlpack__()", "shape")
+    dtype = dtype_of(tensor, label)
     strides = None
     if tensor.strides:
-        counts = _integers(tensor.strides, tensor.ndim, f"{label}.__dlpack__()", "strides")
+        counts = integers(tensor.strides, tensor.ndim, f"{label}.__dlpack__()", "strides")
         strides = tuple(count * dtype.itemsize for count in counts)
     address = (tensor.data or 0) + tensor.byte_offset
     if tensor.data and address % dtype.alignment and math.prod(shape):
         raise BufferError(
             f"{label}.__dlpack__() returned memory at {address:#x}, which is misaligned for {dtype}"
         )
-    readonly = bool(flags & _READ_ONLY)
+    readonly = bool(flags & READ_ONLY)
     array = array_at(address if tensor.data else 0, shape, strides, dtype, readonly, owner, label)
     return Foreign(array, bool(flags & _IS_COPIED))
 
 
-def _integers(pointer: Any, ndim: int, label: str, what: str) -> tuple[int, ...]:
+def integers(pointer: Any, ndim: int, label: str, what: str) -> tuple[int, ...]:
+    """Return what a shape or the strides of a tensor point to."""
     if not 0 <= ndim <= _MAX_NDIM:
         raise BufferError(f"{label} has {ndim} dimensions; 0 to {_MAX_NDIM} are possible")
     if ndim and not pointer:
@@ -207,7 +207,8 @@ def _integers(pointer: Any, ndim: int, label: str, what: str) -> tuple[int, ...]
     return tuple(pointer[:ndim]) if ndim else ()
 
 
-def _dtype_of(tensor: Any, label: str) -> DType:
+def dtype_of(tensor: Any, label: str) -> DType:
+    """Return the dtype of a tensor."""
     if tensor.lanes != 1:
         raise TypeError(
             f"{label} has a DLPack dtype of {tensor.lanes} lanes; only dtypes of one lane are read"
@@ -235,7 +236,7 @@ def array_at(
     `BufferError` where shape, strides (in bytes) or address cannot be those of an array.
     """
     shape = tuple(shape)
-    _check_extent(address, shape, strides, dtype.itemsize, label)
+    check_extent(address, shape, strides, dtype.itemsize, label)
     if not math.prod(shape):
         empty = np.empty(shape, dtype)
         empty.flags.writeable = not readonly
@@ -251,9 +252,10 @@ def array_at(
     return np.asarray(_Memory(interface, owner)).view(dtype)
 
 
-def _check_extent(
+def check_extent(
     address: int, shape: tuple[int, ...], strides: Sequence[int] | None, itemsize: int, label: str
 ) -> None:
+    """Raise where the elements cannot all have addresses."""
     if len(shape) > _MAX_NDIM or any(length < 0 for length in shape):
         raise BufferError(f"{label} has the shape {shape}, which no array can have")
     # Lengths of 0 are left out, as NumPy does when it looks for overflow.
@@ -281,8 +283,8 @@ def from_array_struct(capsule: Any, owner: object, label: str) -> np.ndarray[Any
     info = _ArrayInterface.from_address(_get_pointer(capsule, None))
     if info.two != 2:
         raise BufferError(f"{label} must begin with the integer 2; got {info.two}")
-    shape = _integers(info.shape, info.ndim, label, "shape")
-    strides = _integers(info.strides, info.ndim, label, "strides") if info.strides else None
+    shape = integers(info.shape, info.ndim, label, "shape")
+    strides = integers(info.strides, info.ndim, label, "strides") if info.strides else None
     order = "=" if info.flags & 0x200 else (">" if np.little_endian else "<")
     width = info.itemsize // 4 if info.kind == b"U" else info.itemsize
     dtype = parse_dtype(f"{order}{info.kind.decode('latin-1')}{width}", None, label)
@@ -298,16 +300,16 @@ def from_array_interface(interface: Any, owner: Any, label: str) -> np.ndarray[A
     if interface.get("version") != 3:
         raise BufferError(f"{label} must have version 3; got {interface.get('version')!r}")
     check_unmasked(interface, label)
-    shape = _tuple_of_integers(interface.get("shape"), f"{label}['shape']")
+    shape = tuple_of_integers(interface.get("shape"), f"{label}['shape']")
     dtype = parse_dtype(interface.get("typestr"), interface.get("descr"), label)
     strides = interface.get("strides")
     if strides is not None:
-        strides = _tuple_of_integers(strides, f"{label}['strides']")
+        strides = tuple_of_integers(strides, f"{label}['strides']")
         if len(strides) != len(shape):
             raise BufferError(f"{label} has shape {shape} but strides {strides}")
     data = interface.get("data")
     if isinstance(data, tuple):
-        address, readonly = _address(data, label)
+        address, readonly = address_of(data, label)
         return array_at(address, shape, strides, dtype, readonly, owner, label)
     buffer = owner if data is None else data
     return _over_buffer(buffer, interface.get("offset", 0), shape, strides, dtype, label)
@@ -335,7 +337,8 @@ def parse_dtype(typestr: Any, descr: Any, label: str) -> DType:
     return dtype
 
 
-def _tuple_of_integers(value: Any, label: str) -> tuple[int, ...]:
+def tuple_of_integers(value: Any, label: str) -> tuple[int, ...]:
+    """Return `value` where it is one, else raise."""
     if not isinstance(value, tuple):
         raise BufferError(f"{label} must be a tuple of integers; got {type(value).__name__}")
     try:
@@ -344,7 +347,8 @@ def _tuple_of_integers(value: Any, label: str) -> tuple[int, ...]:
         raise BufferError(f"{label} must be a tuple of integers; got {value!r}") from None
 
 
-def _address(data: tuple[Any, ...], label: str) -> tuple[int, bool]:
+def address_of(data: tuple[Any, ...], label: str) -> tuple[int, bool]:
+    """Return the address and the read-only flag of an interface."""
     if len(data) != 2:
         raise BufferError(f"{label}['data'] must be (address, read-only); got {data!r}")
     try:
@@ -364,7 +368,7 @@ def _over_buffer(
     dtype: DType,
     label: str,
 ) -> np.ndarray[Any, Any]:
-    _check_extent(1, shape, None, dtype.itemsize, label)
+    check_extent(1, shape, None, dtype.itemsize, label)
     if not isinstance(offset, int) or offset < 0:
         raise BufferError(f"{label}['offset'] must be a number of bytes; got {offset!r}")
     try:  # NumPy checks that shape and strides end inside the buffer

@@ -42,11 +42,7 @@ def read_torch(x: Any, operation: str, name: str) -> BufferView:
         array = None
     if array is None:  # not plain host memory
         return _read_torch_by_copy(x, operation, name)
-    if not _has_storage(x):
-        raise BufferError(
-            f"{operation}: {name} has no memory behind its elements (its storage was resized); "
-            "gather the parameter before it is used"
-        )
+    check_storage(x, operation, name)
     return BufferView(array, "torch", x, False)
 
 
@@ -74,6 +70,15 @@ def _wrapped(x: Any) -> bool:
     return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x))
 
 
+def check_storage(x: Any, operation: str, name: str) -> None:
+    """Raise where a tensor's elements have no memory, as parameters that are sharded away have none."""
+    if not _has_storage(x):
+        raise BufferError(
+            f"{operation}: {name} has no memory behind its elements (its storage was resized); "
+            "gather the parameter before it is used"
+        )
+
+
 def _has_storage(x: Any) -> bool:
     if x.is_contiguous():
         reach = x.numel()
@@ -85,7 +90,7 @@ def _has_storage(x: Any) -> bool:
 
 
 def _read_torch_by_copy(x: Any, operation: str, name: str) -> BufferView:
-    reason = _torch_refusal(x)
+    reason = torch_refusal(x)
     if reason is not None:
         raise TypeError(f"{operation}: {name} is {reason}")
     try:
@@ -98,7 +103,7 @@ def _read_torch_by_copy(x: Any, operation: str, name: str) -> BufferView:
     return BufferView(array, "torch", x, False, True, torch_device(x))
 
 
-def _torch_refusal(x: Any) -> str | None:
+def torch_refusal(x: Any) -> str | None:
     """Say why this tensor has no dense memory of its own, and what to do about it."""
     torch = sys.modules["torch"]
     if _wrapped(x):
@@ -189,10 +194,10 @@ def find_cupy(kind: type) -> Reader | None:
 def read_cupy(x: Any, operation: str, _name: str) -> BufferView:
     """Stage through pinned memory, in the order of CuPy's current stream."""
     check_dtype(x.dtype, operation)
-    import cupyx
+    from arraycomm._cuda.staging import pinned
 
     with x.device:
-        host = cupyx.empty_pinned(x.shape, x.dtype) if x.size else np.empty(x.shape, x.dtype)
+        host = pinned().empty(x.nbytes).view(x.dtype).reshape(x.shape)
         x.get(out=host)
     return BufferView(host, "cupy", x, False, True, cupy_device(x))
 

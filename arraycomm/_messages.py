@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._buffers import BufferView
-from arraycomm._calls import UndeliveredError, flatten
+from arraycomm._calls import UndeliveredError, check_rank, flatten
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
 from arraycomm._errors import PeerError, TransportError
 from arraycomm._header import MAX_DIMS, Steps, in_header
-from arraycomm._movements import _described, describe, wanted_kind
+from arraycomm._movements import describe, parse_description, wanted_kind
 from arraycomm._transports.base import MAX_BYTES, Bytes
 from arraycomm._views import view
 from arraycomm._ways import LatePlace
@@ -48,7 +48,7 @@ class Message(NamedTuple):
 
 def send(comm: Communicator, x: Any, dest: int, tag: int) -> Message:
     """See `Communicator.send`."""
-    dest, tag = _check_rank(comm, dest, "send", "dest"), _check_tag(tag, "send")
+    dest, tag = check_rank(comm, dest, "send", "dest"), _check_tag(tag, "send")
     doing = f"send to rank {dest} with tag {tag}"
     try:
         source = view(x, "send")
@@ -102,7 +102,7 @@ def _send_error(comm: Communicator, error: Exception, dest: int, tag: int) -> St
 
 def recv(comm: Communicator, source: int, tag: int, like: Any, out: Any) -> Message:
     """See `Communicator.recv`."""
-    source, tag = _check_rank(comm, source, "recv", "source"), _check_tag(tag, "recv")
+    source, tag = check_rank(comm, source, "recv", "source"), _check_tag(tag, "recv")
     doing = f"recv from rank {source} with tag {tag}"
     return Message(_recv(comm, source, tag, like, out), source, doing, 0, 0)
 
@@ -169,23 +169,11 @@ def _array(code: int, dims: list[int], said: str) -> tuple[DType, tuple[int, ...
     if code in BY_CODE:
         return BY_CODE[code].dtype, tuple(dims)
     descr, shape = ast.literal_eval(said)
-    return _described(descr), tuple(shape)
+    return parse_description(descr), tuple(shape)
 
 
 def _cut(data: Bytes) -> list[Bytes]:
     return [data[start : start + MAX_BYTES] for start in range(0, len(data), MAX_BYTES)]
-
-
-def _check_rank(comm: Communicator, rank: Any, operation: str, name: str) -> int:
-    try:
-        found = operator.index(rank)
-    except TypeError:
-        raise TypeError(f"{operation}: {name} must be a rank; got {rank!r}") from None
-    if not 0 <= found < comm.size:
-        raise ValueError(
-            f"{operation}: {name} must be a rank of the communicator, 0 to {comm.size - 1}; got {rank}"
-        )
-    return found
 
 
 def _check_tag(tag: Any, operation: str) -> int:

@@ -96,7 +96,7 @@ def describe(dtype: DType, shape: tuple[int, ...], operation: str) -> str | None
         return None
     try:
         descr: Any = name_of(dtype) if dtype in BY_DTYPE else np.lib.format.dtype_to_descr(dtype)
-        faithful = _described(descr) == dtype
+        faithful = parse_description(descr) == dtype
     except ValueError:
         # Of fields that overlap, or that are not in the order of their offsets.
         faithful = False
@@ -108,7 +108,7 @@ def describe(dtype: DType, shape: tuple[int, ...], operation: str) -> str | None
     return repr((descr, shape))
 
 
-def _described(descr: Any) -> DType:
+def parse_description(descr: Any) -> DType:
     """Return the dtype that is told as a name of ours, or as the format of .npy files tells it."""
     known = BY_NAME.get(descr) if isinstance(descr, str) else None
     return np.lib.format.descr_to_dtype(descr) if known is None else known.dtype
@@ -120,7 +120,7 @@ def _announced(comm: Communicator, agreement: Agreement, root: int) -> Steps:
     if array is None:
         details = yield from exchange_details(comm._board, {})
         descr, shape = ast.literal_eval(details[root]["array"])
-        array = _described(descr), tuple(shape)
+        array = parse_description(descr), tuple(shape)
     return array
 
 

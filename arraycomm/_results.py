@@ -124,19 +124,19 @@ def _to_tensor(array: Array, operation: str) -> Any:
     try:
         return torch.from_numpy(array)
     except TypeError:
-        raise _no_such_dtype("torch", array.dtype, operation) from None
+        raise no_such_dtype("torch", array.dtype, operation) from None
 
 
 def _give_jax(array: Array, like: BufferView, operation: str) -> Any:
     import jax
 
     if array.dtype not in BY_DTYPE:
-        raise _no_such_dtype("jax", array.dtype, operation)
-    with _x64(array.dtype, like.source, operation):
-        return jax.device_put(array, _jax_place(like.source))
+        raise no_such_dtype("jax", array.dtype, operation)
+    with keeping_bits(array.dtype, like.source, operation):
+        return jax.device_put(array, jax_place(like.source))
 
 
-def _x64(dtype: DType, source: Any, operation: str) -> Any:
+def keeping_bits(dtype: DType, source: Any, operation: str) -> Any:
     """Let JAX keep 64 bits where it does by its configuration, or did for `source`."""
     import jax
 
@@ -151,7 +151,7 @@ def _x64(dtype: DType, source: Any, operation: str) -> Any:
     )
 
 
-def _jax_place(source: Any) -> Any:
+def jax_place(source: Any) -> Any:
     """Return where the result belongs; None, the default, for a source that is free to move."""
     if source is None or not source.committed:
         return None
@@ -178,7 +178,7 @@ def _give_strict(array: Array, like: BufferView, operation: str) -> Any:
     import array_api_strict
 
     if array.dtype not in _STRICT:
-        raise _no_such_dtype("array_api_strict", array.dtype, operation)
+        raise no_such_dtype("array_api_strict", array.dtype, operation)
     device = None if like.source is None else like.source.device
     return array_api_strict.asarray(array, device=device, copy=False)
 
@@ -194,7 +194,7 @@ def _give_mlx(array: Array, _like: BufferView, operation: str) -> Any:
     name = name_of(array.dtype)
     dtype = getattr(mx, "bool_" if name == "bool" else name, None)
     if dtype is None:
-        raise _no_such_dtype("mlx", array.dtype, operation)
+        raise no_such_dtype("mlx", array.dtype, operation)
     return mx.array(np.asarray(array, order="C"), dtype=dtype)
 
 
@@ -206,7 +206,7 @@ def _give_namespace(array: Array, like: BufferView, _operation: str) -> Any:
         return xp.asarray(array)
 
 
-def _no_such_dtype(framework: str, dtype: DType, operation: str) -> TypeError:
+def no_such_dtype(framework: str, dtype: DType, operation: str) -> TypeError:
     return TypeError(
         f"{operation}: {framework} has no dtype {name_of(dtype)}; cast first, or take the array as "
         "NumPy's"

@@ -32,20 +32,30 @@ def view_out(out: Any, shape: tuple[int, ...], dtype: DType, operation: str) -> 
     Raises `ValueError` for another shape, `TypeError` for another dtype or no array at all, and
     `BufferError` where `out` cannot be written.
     """
-    found = (_READERS.get(type(out)) or _reader_of(type(out)))(out, operation, "out")
+    found = reader_of(out)(out, operation, "out")
     if found.framework in {"python", "numpy_scalar"}:
         raise TypeError(f"{operation}: out must be an array; got {type(out).__name__}")
     if found.framework == "jax":
         raise BufferError(
             f"{operation}: out is a JAX array, which is immutable; use the result instead of out"
         )
+    check_out(found, shape, dtype, operation)
+    return _writable(found, operation)
+
+
+def check_out(found: BufferView, shape: tuple[int, ...], dtype: DType, operation: str) -> None:
+    """Raise unless `out` has the shape and the dtype of the result."""
     if found.shape != shape:
         raise ValueError(f"{operation}: out must have the shape {shape}; got {found.shape}")
     if found.dtype != dtype:
         raise TypeError(
             f"{operation}: out must have dtype {name_of(dtype)}; got {name_of(found.dtype)}"
         )
-    return _writable(found, operation)
+
+
+def reader_of(x: Any) -> Reader:
+    """Return what reads arrays of this type."""
+    return _READERS.get(type(x)) or _reader_of(type(x))
 
 
 def likeness(x: Any, operation: str, name: str) -> BufferView:
@@ -54,7 +64,7 @@ def likeness(x: Any, operation: str, name: str) -> BufferView:
     It does what `like` needs without a copy from a device, and takes tensors that require
     gradients, since nothing of theirs is read. Where only reading tells, it is the whole view.
     """
-    reader = _READERS.get(type(x)) or _reader_of(type(x))
+    reader = reader_of(x)
     place = _PLACES.get(reader)
     if place is None:
         return reader(x, operation, name)

@@ -373,7 +373,7 @@ class Producer:
 
 def on_cuda(capsule: Any, dtype: DType, place: tuple[int, int] = (2, 0)) -> Any:
     layouts.relabel(capsule, dtype)
-    tensor, _ = layouts._opened(capsule, "test")
+    tensor, _ = _dlpack.open_capsule(capsule, "test")
     tensor.device_type, tensor.device_id = place
     return capsule
 
@@ -739,7 +739,7 @@ def jax(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Any:
         asked.append(ladder[0]["stream"])
         return on_cuda(x.__dlpack__(), np.dtype(x.dtype))
 
-    monkeypatch.setattr(_dlpack, "_request", request)
+    monkeypatch.setattr(_dlpack, "request", request)
     monkeypatch.setattr(_frameworks, "jax_device", lambda _: ("cuda", 0))
     monkeypatch.setattr(frameworks, "_local_id", lambda _: 0)
     monkeypatch.setattr(frameworks._Handover, "__dlpack_device__", lambda _: (1, 0))

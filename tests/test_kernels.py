@@ -366,6 +366,8 @@ def test_devices_round_every_operation_and_keep_subnormals(nvcc, tmp_path) -> No
     assert ptx.count(".entry") == len(_ROUNDING) + 1
     assert _operations(ptx) == _IEEE
     assert ".ftz" not in ptx
+    # Sixteen bytes of floats of any size are loaded at once.
+    assert "ld.global.v4" in ptx
     # Tables of addresses that were copied to a thread's own memory would be slow.
     assert ".local" not in ptx
 

@@ -14,8 +14,8 @@ from arraycomm._cuda.frameworks import ANY, Framework, framework_named, framewor
 from arraycomm._cuda.layouts import Layout, Shown
 from arraycomm._cuda.memory import Memory, Span
 from arraycomm._cuda.streams import LOANS, order
-from arraycomm._dtypes import DType, name_of
-from arraycomm._views import NOTHING
+from arraycomm._dtypes import DType
+from arraycomm._views import NOTHING, check_out
 
 
 class DeviceView(BufferView):
@@ -99,12 +99,12 @@ def stream_of(x: Any) -> int | None:
 def device_view(x: Any, operation: str, name: str, memory: Memory) -> DeviceView:
     """Return an array on the memory's device as a span, to be read in the memory's stream.
 
-    Elements that do not lie side by side are copied, on the device. Raises what `_views.view` does,
+    Elements that do not lie side by side, or not aligned, are copied, on the device. Raises what `_views.view` does,
     and `ValueError` for an array on another device.
     """
     LOANS.sweep()
     framework, shown, found = _look(x, operation, name, memory)
-    if not shown.layout.contiguous:
+    if not shown.layout.fit:
         found.span, found.copied = framework.gather(shown, x, memory), True
     return found
 
@@ -147,20 +147,15 @@ def view_out(
 ) -> DeviceView:
     """Return a device array `out` as a span to write a result of this shape and dtype into.
 
-    The span is the caller's memory where its elements lie side by side, and else memory that
-    `written` copies from. Raises what `_views.view_out` does.
+    The span is the caller's memory where its elements lie side by side and aligned, and else memory
+    that `written` copies from. Raises what `_views.view_out` does.
     """
     framework, shown, found = _look(out, operation, "out", memory)
     if framework.name == "jax":
         raise BufferError(
             f"{operation}: out is a JAX array, which is immutable; use the result instead of out"
         )
-    if found.shape != shape:
-        raise ValueError(f"{operation}: out must have the shape {shape}; got {found.shape}")
-    if found.dtype != dtype:
-        raise TypeError(
-            f"{operation}: out must have dtype {name_of(dtype)}; got {name_of(found.dtype)}"
-        )
+    check_out(found, shape, dtype, operation)
     _check_writable(found, operation)
     if not shown.layout.contiguous:
         found.span, found.copied = empty_like(found, shape, dtype, memory)[1], True

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from arraycomm._cuda import device
+from arraycomm._cuda import device, kernels
 from arraycomm._header import Steps, exchange_details
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def offer(comm: Communicator, wish: Wish) -> Offer:
         )
         return mine
     try:
-        mine["device"] = device.missing() or ""
+        mine["device"] = device.missing() or kernels.missing() or ""
         if not mine["device"]:
             mine["uuid"] = device.uuid(_number(comm, wish))
         _offer_nccl(mine, wish)

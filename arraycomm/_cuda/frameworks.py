@@ -26,8 +26,8 @@ from arraycomm._cuda.memory import Memory, Span
 from arraycomm._cuda.streams import order
 from arraycomm._dtypes import BY_NAME, DType, name_of
 from arraycomm._protocols import read_foreign
-from arraycomm._results import _jax_place, _no_such_dtype, _x64, allocate, give
-from arraycomm._views import _READERS, _reader_of
+from arraycomm._results import allocate, give, jax_place, keeping_bits, no_such_dtype
+from arraycomm._views import reader_of
 
 Shape = tuple[int, ...]
 
@@ -77,7 +77,7 @@ class Framework(abc.ABC):
 
 def framework_of(x: Any) -> Framework | None:
     """Return the framework of an array, None where it has none for devices; imports nothing."""
-    return _BY_READER.get(_READERS.get(type(x)) or _reader_of(type(x)))
+    return _BY_READER.get(reader_of(x))
 
 
 # PyTorch ----------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class _Torch(Framework):
         torch = sys.modules["torch"]
         wanted = getattr(torch, name_of(dtype), None)
         if not isinstance(wanted, torch.dtype):
-            raise _no_such_dtype("torch", dtype, "result")
+            raise no_such_dtype("torch", dtype, "result")
         return _tensor_span(torch.empty(shape, dtype=wanted, device=source.device), dtype, memory)
 
     def gather(self, shown: Shown, source: Any, memory: Memory) -> Span:
@@ -125,14 +125,10 @@ class _Torch(Framework):
 def _check_tensor(x: Any, operation: str, name: str) -> None:
     if x.requires_grad:
         _frameworks.without_history(x, operation, name)
-    reason = _frameworks._torch_refusal(x)
+    reason = _frameworks.torch_refusal(x)
     if reason is not None:
         raise TypeError(f"{operation}: {name} is {reason}")
-    if not _frameworks._has_storage(x):
-        raise BufferError(
-            f"{operation}: {name} has no memory behind its elements (its storage was resized); "
-            "gather the parameter before it is used"
-        )
+    _frameworks.check_storage(x, operation, name)
 
 
 def _tensor_span(tensor: Any, dtype: DType, memory: Memory) -> Span:
@@ -269,9 +265,9 @@ class _JAX(Framework):
 
         if not span.size:
             return give(allocate(shape, span.dtype), like)
-        with _x64(span.dtype, like.source, "result"):
+        with keeping_bits(span.dtype, like.source, "result"):
             array = jax.dlpack.from_dlpack(_Handover(span, shape))
-        place = _jax_place(like.source)
+        place = jax_place(like.source)
         return array if place is None else jax.device_put(array, place)
 
 

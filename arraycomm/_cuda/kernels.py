@@ -26,16 +26,16 @@ SOURCE: Final = Path(__file__).with_name("folds.cu")
 # Products are not fused with sums, and subnormal numbers stay: what the contract has of IEEE 754.
 OPTIONS: Final = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 
-# As in folds.cu; what does not fit in one launch takes several.
+# As in folds.cu, with addresses as integers; what does not fit in one launch takes several.
 MAX_ROWS: Final = 240
 MAX_PIECES: Final = 120
 CHUNK_BYTES: Final = 16 << 10
 PACK_BYTES: Final = 16
 ROWS: Final = np.dtype(
     [
-        ("rows", np.uint64, MAX_ROWS),
-        ("outs", np.uint64, MAX_ROWS),
-        ("carry", np.uint64),
+        ("rows", np.int64, MAX_ROWS),
+        ("outs", np.int64, MAX_ROWS),
+        ("carry", np.int64),
         ("elements", np.int64),
         ("count", np.int32),
         ("before", np.int32),
@@ -45,7 +45,7 @@ ROWS: Final = np.dtype(
     align=True,
 )
 PIECE: Final = np.dtype(
-    [("source", np.uint64), ("target", np.uint64), ("nbytes", np.int64), ("end", np.int64)],
+    [("source", np.int64), ("target", np.int64), ("nbytes", np.int64), ("end", np.int64)],
     align=True,
 )
 PIECES: Final = np.dtype([("at", PIECE, MAX_PIECES), ("count", np.int32)], align=True)
@@ -96,14 +96,16 @@ class Kernels:
         self, pieces: Sequence[tuple[int, int, int]], target: int, stream: int
     ) -> None:
         """Copy pieces to `target`: each by its address (0 for zeros), offset there, and bytes."""
-        pieces = [(source, target + offset, nbytes) for source, offset, nbytes in pieces if nbytes]
-        for start in range(0, len(pieces), MAX_PIECES):
-            some = pieces[start : start + MAX_PIECES]
+        whole = np.array([piece for piece in pieces if piece[2]], np.int64).reshape(-1, 3)
+        for start in range(0, len(whole), MAX_PIECES):
+            sources, offsets, sizes = whole[start : start + MAX_PIECES].T
             argument = np.zeros((), PIECES)
-            table = argument["at"][: len(some)]
-            table["source"], table["target"], table["nbytes"] = zip(*some, strict=True)
-            table["end"] = np.cumsum(-(-table["nbytes"] // CHUNK_BYTES))
-            argument["count"] = len(some)
+            argument["count"] = len(sources)
+            table = argument["at"][: len(sources)]
+            table["source"] = sources
+            table["target"] = offsets + target
+            table["nbytes"] = sizes
+            table["end"] = np.cumsum(-(-sizes // CHUNK_BYTES))
             self._launch("copy_pieces", (), int(table["end"][-1]), argument, stream)
 
     def _reduce(

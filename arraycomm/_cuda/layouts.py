@@ -39,6 +39,11 @@ class Layout(NamedTuple):
         return True
 
     @property
+    def fit(self) -> bool:
+        """Whether a device can work on the elements where they are."""
+        return self.contiguous and (not self.size or self.address % self.dtype.alignment == 0)
+
+    @property
     def overlaps_itself(self) -> bool:
         """Whether two elements may share memory: no slice, transpose or diagonal does this."""
         reach = self.dtype.itemsize
@@ -74,43 +79,25 @@ def by_dlpack(x: Any, stream: int, label: str) -> Shown:
     """Read `x.__dlpack__`, whose producer has `stream` wait for what it has under way."""
     number = stream or _LEGACY
     ladder = ({"stream": number, "max_version": (1, 0)}, {"stream": number})
-    capsule = _dlpack._request(x, ladder, label)
-    tensor, readonly = _opened(capsule, label)
+    capsule = _dlpack.request(x, ladder, label)
+    tensor, flags = _dlpack.open_capsule(capsule, label)
     if tensor.device_type not in {DEVICE, MANAGED}:
         raise BufferError(
             f"{label}.__dlpack__() returned memory of device type {tensor.device_type}, which is "
             "not CUDA's, as __dlpack_device__ says"
         )
     # Unconsumed, the capsule itself calls the producer's deleter when it is no longer needed.
-    return Shown(_layout_of(tensor, label), readonly, (capsule, x))
-
-
-def _opened(capsule: Any, label: str) -> tuple[Any, bool]:
-    """Return the tensor in a capsule, and whether it must not be written."""
-    if _dlpack._is_valid(capsule, b"dltensor_versioned"):
-        address = _dlpack._get_pointer(capsule, b"dltensor_versioned")
-        managed = _dlpack._Versioned.from_address(address)
-        if managed.major != _dlpack._MAJOR:
-            raise BufferError(
-                f"{label}.__dlpack__() returned DLPack version {managed.major}.{managed.minor}; "
-                f"only {_dlpack._MAJOR}.x can be read"
-            )
-        return managed.tensor, bool(managed.flags & _dlpack._READ_ONLY)
-    if _dlpack._is_valid(capsule, b"dltensor"):
-        # Without a version there is no flag to tell.
-        address = _dlpack._get_pointer(capsule, b"dltensor")
-        return _dlpack._DLTensor.from_address(address), True
-    raise _dlpack._not_a_capsule(capsule, label)
+    return Shown(_layout_of(tensor, label), bool(flags & _dlpack.READ_ONLY), (capsule, x))
 
 
 def _layout_of(tensor: Any, label: str) -> Layout:
     call = f"{label}.__dlpack__()"
-    shape = _dlpack._integers(tensor.shape, tensor.ndim, call, "shape")
-    dtype = _dlpack._dtype_of(tensor, label)
+    shape = _dlpack.integers(tensor.shape, tensor.ndim, call, "shape")
+    dtype = _dlpack.dtype_of(tensor, label)
     address = (tensor.data or 0) + tensor.byte_offset if tensor.data else 0
     if not tensor.strides:
         return _checked(packed(address, shape, dtype), label)
-    counts = _dlpack._integers(tensor.strides, tensor.ndim, call, "strides")
+    counts = _dlpack.integers(tensor.strides, tensor.ndim, call, "strides")
     strides = tuple(count * dtype.itemsize for count in counts)
     return _checked(Layout(address, shape, strides, dtype), label)
 
@@ -123,14 +110,14 @@ def by_cuda_interface(x: Any, label: str) -> Shown:
         raise BufferError(f"{label} must be a dict; got {type(interface).__name__}")
     _dlpack.check_unmasked(interface, label)
     dtype = _dlpack.parse_dtype(interface.get("typestr"), interface.get("descr"), label)
-    shape = _dlpack._tuple_of_integers(interface.get("shape"), f"{label}['shape']")
+    shape = _dlpack.tuple_of_integers(interface.get("shape"), f"{label}['shape']")
     data = interface.get("data")
     if not isinstance(data, tuple):
         raise BufferError(f"{label}['data'] must be (address, read-only); got {data!r}")
-    address, readonly = _dlpack._address(data, label)
+    address, readonly = _dlpack.address_of(data, label)
     layout = packed(address, shape, dtype)
     if interface.get("strides") is not None:
-        strides = _dlpack._tuple_of_integers(interface["strides"], f"{label}['strides']")
+        strides = _dlpack.tuple_of_integers(interface["strides"], f"{label}['strides']")
         if len(strides) != len(shape):
             raise BufferError(f"{label} has shape {shape} but strides {strides}")
         layout = layout._replace(strides=strides)
@@ -141,13 +128,13 @@ def by_cuda_interface(x: Any, label: str) -> Shown:
 
 
 def _checked(layout: Layout, label: str) -> Layout:
-    _dlpack._check_extent(*layout[:3], layout.dtype.itemsize, label)
+    _dlpack.check_extent(*layout[:3], layout.dtype.itemsize, label)
     return layout
 
 
 def relabel(capsule: Any, dtype: DType) -> Any:
     """Return a fresh capsule of integers as one of elements of `dtype`, which has their size."""
-    tensor, _ = _opened(capsule, "result")
+    tensor, _ = _dlpack.open_capsule(capsule, "result")
     tensor.code = BY_DTYPE[dtype].dlpack
     tensor.bits = dtype.itemsize * 8
     return capsule

@@ -1,141 +1,253 @@
-"""Collectives of arrays on a device: results come back there, in the order of its streams.
-
-Run on a machine with a GPU by `python -m pytest tests/gpu`; skipped without one.
-"""
+"""Collectives of arrays on a device, whichever way they go: results come back there, and are right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
+from arraycomm import Communicator
 from tests.collectives.oracle import expected, same_bits, sample
+from tests.collectives.test_devices import COLLECTIVES
+from tests.gpu.conftest import Framework, OnRanks
 
-Make = Callable[[np.ndarray[Any, Any]], Any]
-Back = Callable[[Any], np.ndarray[Any, Any]]
-
-
-def _cupy() -> tuple[Make, Back]:
-    cupy = pytest.importorskip("cupy")
-    try:
-        cupy.cuda.Device(0).use()
-    except cupy.cuda.runtime.CUDARuntimeError:
-        pytest.skip("no CUDA device")
-    return cupy.asarray, cupy.asnumpy
+Array = np.ndarray[Any, Any]
 
 
-def _torch() -> tuple[Make, Back]:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return lambda a: torch.from_numpy(a.copy()).cuda(), lambda t: t.cpu().numpy()
+def rows(comm: Communicator, count: int, dtype: str = "float32") -> Array:
+    """One row a rank, other values on every rank."""
+    return (np.arange(comm.size * count) * 7 % 23 + comm.rank).astype(dtype).reshape(comm.size, -1)
 
 
-def _jax() -> tuple[Make, Back]:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() != "gpu":
-        pytest.skip("JAX has no GPU")
-    return jax.numpy.array, np.asarray
+def check_like(got: Any, like: Any) -> None:
+    assert type(got) is type(like)
+    if not isinstance(like, np.ndarray):
+        assert str(got.device) == str(like.device)
 
 
-@pytest.fixture(params=[_cupy, _torch, _jax], ids=["cupy", "torch", "jax"])
-def framework(request: pytest.FixtureRequest) -> tuple[Make, Back]:
-    return request.param()
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_device_gives_what_the_host_gives(
+    on_ranks: OnRanks, framework: Framework, name: str
+) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (0, 1, 5, 9000, 300_000):
+            x = rows(comm, count)
+            want = COLLECTIVES[name](comm, x)
+            mine = framework.make(x)
+            for _ in range(2):
+                got = COLLECTIVES[name](comm, mine)
+                if want is None:
+                    assert got is None
+                    continue
+                check_like(got, mine)
+                assert framework.back(got).tobytes() == want.tobytes()
+                assert tuple(got.shape) == want.shape
+            assert framework.back(mine).tobytes() == x.tobytes()
+
+    on_ranks(check)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "complex64"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_allreduce_on_the_device_is_the_fold(framework, size, dtype) -> None:
-    make, back = framework
-
-    def check(comm: ac.Communicator) -> None:
+def test_allreduce_is_the_fold(on_ranks: OnRanks, framework: Framework, dtype: str) -> None:
+    def check(comm: Communicator) -> None:
         for count in (5, 40_000):
             arrays = [sample(np.dtype(dtype), count, rank) for rank in range(comm.size)]
-            mine = make(arrays[comm.rank])
-            for _ in range(2):
-                got = comm.allreduce(mine)
-                assert type(got) is type(mine)
-                some = slice(0, 50)
-                want = expected([a[some] for a in arrays], "sum")
-                assert same_bits(back(got)[some].copy(), want)
-            assert same_bits(back(mine), arrays[comm.rank])
+            got = framework.back(comm.allreduce(framework.make(arrays[comm.rank])))
+            assert same_bits(got, expected(arrays, "sum"))
 
-    run(size, check)
+    on_ranks(check)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_host_and_device_arrays_meet(framework, size) -> None:
-    make, back = framework
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_host_and_device_arrays_meet(on_ranks: OnRanks, framework: Framework, name: str) -> None:
+    """Each rank in turn is the odd one; results are where that rank's own array is."""
 
-    def check(comm: ac.Communicator) -> None:
-        x = np.full(1000, comm.rank + 1, np.float32)
-        got = comm.allreduce(make(x) if comm.rank else x)
-        assert type(got) is (type(make(x)) if comm.rank else np.ndarray)
-        assert ((back(got) if comm.rank else got) == sum(range(size + 1))).all()
+    def check(comm: Communicator) -> None:
+        for count in (2, 9000):
+            x = rows(comm, count)
+            want = COLLECTIVES[name](comm, x)
+            for odd in range(comm.size):
+                for on_host in (True, False):
+                    mine = x if (comm.rank == odd) == on_host else framework.make(x)
+                    got = COLLECTIVES[name](comm, mine)
+                    if want is None:
+                        assert got is None
+                        continue
+                    # Who passes nothing may get its result anywhere.
+                    found = got if isinstance(got, np.ndarray) else framework.back(got)
+                    assert found.tobytes() == want.tobytes()
 
-    run(size, check)
+    on_ranks(check)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_bcast_and_allgather_stay_on_the_device(framework, size) -> None:
-    make, back = framework
+def test_frameworks_meet(on_ranks: OnRanks, framework: Framework) -> None:
+    cupy = pytest.importorskip("cupy")
 
-    def check(comm: ac.Communicator) -> None:
-        mine = make(np.full((2, 3), comm.rank, np.float32))
-        assert (back(comm.bcast(mine, comm.size - 1)) == comm.size - 1).all()
+    def check(comm: Communicator) -> None:
+        x = rows(comm, 1000)
+        mine = framework.make(x) if comm.rank else cupy.asarray(x)
+        got = comm.allreduce(mine)
+        check_like(got, mine)
+        found = framework.back(got) if comm.rank else got.get()
+        assert found.tobytes() == comm.allreduce(x).tobytes()
+
+    on_ranks(check)
+
+
+def test_root_sends_to_ranks_that_say_what_it_is_like(
+    on_ranks: OnRanks, framework: Framework
+) -> None:
+    def check(comm: Communicator) -> None:
+        mine = framework.make(np.full((2, 3), comm.rank, np.float32))
         got = comm.bcast(mine if comm.rank == 0 else None, 0, like=mine)
-        assert type(got) is type(mine)
-        stacked = comm.allgather(mine)
-        assert type(stacked) is type(mine)
-        assert back(stacked)[:, 0, 0].tolist() == list(range(comm.size))
+        check_like(got, mine)
+        assert (framework.back(got) == 0).all()
 
-    run(size, check)
+    on_ranks(check)
 
 
-def test_out_on_the_device_is_written(framework) -> None:
-    make, back = framework
+@pytest.mark.parametrize("step", [1, 2])
+def test_out_is_written(on_ranks: OnRanks, writable: Framework, step: int) -> None:
+    def check(comm: Communicator) -> None:
+        x = rows(comm, 500)
+        mine, want = writable.make(x), comm.allreduce(x)
+        whole = writable.make(np.zeros((step * comm.size, 500), np.float32))
+        for own in (mine, x):
+            out = whole[::step]
+            assert comm.allreduce(own, out=out) is out
+            assert writable.back(whole)[::step].tobytes() == want.tobytes()
+            assert (writable.back(whole)[1::step] == 0).all() or step == 1
+        on_host = np.zeros_like(x)
+        assert comm.allreduce(mine, out=on_host) is on_host
+        assert on_host.tobytes() == want.tobytes()
+        assert comm.allreduce(mine, out=mine) is mine
+        assert writable.back(mine).tobytes() == want.tobytes()
 
-    def check(comm: ac.Communicator) -> None:
-        x = make(np.full(1000, 2, np.float32))
-        out = make(np.zeros(1000, np.float32))
-        if type(x).__module__.startswith("jax"):
-            with pytest.raises(BufferError, match="immutable"):
-                comm.allreduce(x, out=out)
-            return
-        assert comm.allreduce(x, out=out) is out
-        assert (back(out) == 2 * comm.size).all()
-
-    run(2, check)
-
-
-def test_work_queued_before_and_after_is_in_order(framework) -> None:
-    """The input is the result of a long kernel that has only been queued."""
-    make, back = framework
-
-    def check(comm: ac.Communicator) -> None:
-        a = make(np.full((3000, 3000), 1 / 3000, np.float32))
-        for _ in range(20):
-            a = a @ a
-        got = comm.allreduce(a) + 1
-        assert np.allclose(back(got), comm.size / 3000 + 1, rtol=1e-3)
-
-    run(2, check)
+    on_ranks(check)
 
 
-def test_trees_stay_on_the_device(framework) -> None:
-    make, back = framework
+def test_jax_is_no_out(on_ranks: OnRanks, framework: Framework) -> None:
+    if framework.name != "jax":
+        pytest.skip("can be written")
 
-    def check(comm: ac.Communicator) -> None:
-        mine = {"device": make(np.full(7, comm.rank, np.float32)), "host": np.full(3, comm.rank)}
-        got = ac.allreduce_tree(mine, "sum", comm=comm)
-        assert type(got["device"]) is type(mine["device"])
-        assert (back(got["device"]) == 1).all()
-        assert (got["host"] == 1).all()
-        same = ac.synchronize(mine, root=1, comm=comm)
-        assert (back(same["device"]) == 1).all()
+    def check(comm: Communicator) -> None:
+        x = framework.make(np.ones(1000, np.float32))
+        with pytest.raises(BufferError, match="immutable"):
+            comm.allreduce(x, out=x)
 
-    run(2, check)
+    on_ranks(check)
+
+
+def test_strided_arrays_are_read(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        x = rows(comm, 600)
+        there = framework.make(x)
+        for part, want in ((there[:, ::2], x[:, ::2]), (there.T, x.T), (there[:, 3], x[:, 3])):
+            got = comm.allreduce(part)
+            assert framework.back(got).tobytes() == comm.allreduce(want.copy()).tobytes()
+
+    on_ranks(check)
+
+
+# Trees ------------------------------------------------------------------------------------------
+
+
+def tree_of(comm: Communicator) -> dict[str, Array]:
+    x = np.arange(6, dtype="float32").reshape(2, 3) + comm.rank
+    long = np.arange(50_000, dtype="float32") * (comm.rank + 1)
+    return {"a": x, "b": x.astype("float64")[0], "c": x[:0], "d": long, "e": x[1, 1:2] * 5}
+
+
+@pytest.mark.parametrize("where", ["abcde", "ad", "b"])
+def test_leaves_are_reduced_where_they_are(
+    on_ranks: OnRanks, framework: Framework, where: str
+) -> None:
+    def check(comm: Communicator) -> None:
+        plain = tree_of(comm)
+
+        def tree() -> dict[str, Any]:
+            return {
+                name: framework.make(leaf) if name in where else leaf
+                for name, leaf in plain.items()
+            }
+
+        want = ac.allreduce_tree(plain, "sum", comm=comm)
+        plan = comm.plan(tree(), "sum")
+        for _ in range(3):
+            for got in (
+                ac.allreduce_tree(tree(), "sum", comm=comm),
+                ac.allreduce_gradients(tree(), "sum", comm=comm),
+                plan(tree()),
+            ):
+                for name, leaf in got.items():
+                    assert isinstance(leaf, np.ndarray) == (name not in where)
+                    found = framework.back(leaf) if name in where else leaf
+                    assert found.tobytes() == want[name].tobytes()
+                    assert found.shape == want[name].shape
+
+    on_ranks(check)
+
+
+def test_leaves_may_be_elsewhere_on_other_ranks(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.full(1000, comm.rank, np.float32)
+        tree = {"a": framework.make(x) if comm.rank else x, "b": framework.make(x)}
+        total = sum(range(comm.size))
+        for _ in range(2):
+            got = ac.allreduce_tree(tree, "sum", comm=comm)
+            assert (framework.back(got["b"]) == total).all()
+            found = framework.back(got["a"]) if comm.rank else got["a"]
+            assert (found == total).all()
+
+    on_ranks(check)
+
+
+def test_thousands_of_leaves_are_reduced(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.arange(3, dtype="float32") + comm.rank
+        one = framework.make(x)
+        tree = [one] * 2500
+        want = comm.allreduce(x)
+        got = ac.allreduce_tree(tree, "sum", comm=comm)
+        assert all((framework.back(leaf) == want).all() for leaf in got[::97])
+
+    on_ranks(check)
+
+
+def test_trees_are_synchronized(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        mine = {
+            "device": framework.make(np.full(7, comm.rank, np.float32)),
+            "host": np.full(3, comm.rank),
+        }
+        same = ac.synchronize(mine, root=comm.size - 1, comm=comm)
+        check_like(same["device"], mine["device"])
+        assert (framework.back(same["device"]) == comm.size - 1).all()
+        assert (same["host"] == comm.size - 1).all()
+
+    on_ranks(check)
+
+
+def test_messages_arrive(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        mine = framework.make(np.full(1000, comm.rank, np.float32))
+        before = (comm.rank - 1) % comm.size
+        got = comm.sendrecv(mine, (comm.rank + 1) % comm.size, before)
+        found = got if isinstance(got, np.ndarray) else framework.back(got)
+        assert (found == before).all()
+
+    on_ranks(check)
+
+
+def test_requests_give_what_calls_give(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        x = rows(comm, 9000)
+        there = framework.make(x)
+        requests = [comm.iallreduce(there), comm.iallgather(there), comm.ibcast(there, 0)]
+        wanted = [comm.allreduce(x), comm.allgather(x), comm.bcast(x, 0)]
+        for request, want in zip(requests, wanted, strict=True):
+            assert framework.back(request.wait()).tobytes() == want.tobytes()
+
+    on_ranks(check)
