@@ -219,13 +219,17 @@ class Devices:
         if self.link is not None:
             self.link.abort()
 
+    def finish(self) -> None:
+        """Wait for what is under way: other ranks' devices may wait for this one's part in it."""
+        if self.link is not None and self._last is not None and self._comm._closed is None:
+            self._comm._engine.wait_for(self._last.done)
+            self.check()
+
     def close(self) -> None:
         """Wait for what is under way, and release the link."""
         if self.link is None:
             return
-        if self._last is not None:
-            self._comm._engine.wait_for(self._last.done)
-            self.check()
+        self.finish()
         with self._looking:
             link, self.link = self.link, None
             self._pending.clear()

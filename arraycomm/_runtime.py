@@ -419,7 +419,13 @@ def _all_left(watched: list[Communicator]) -> bool:
         for comm in _communicators():
             with suppress(RuntimeWarning):
                 _complete(comm)
+            comm._devices.finish()
         clean = not any(comm._unfinished for comm in _communicators())
+        for comm in _communicators():
+            if comm._late is not None:
+                # Of a call on a device that nothing followed.
+                traceback.print_exception(comm._late)
+                clean = False
     if clean:
         _leave_all(FINISHED)
     apart = [comm for comm in _communicators() if not comm._board.shared]

@@ -89,7 +89,8 @@ TAIL = """\
   PyTorch, are converted on reading.
 - **Devices.** Between frameworks on one device, memory is shared by DLPack, in the order of both
   frameworks' current streams. Between host and device there is one copy, to the host through pinned
-  memory where CuPy makes it. CuPy results are copied to the device.
+  memory where CuPy makes it. What collectives do with them is on
+  [a page of its own](devices.md).
 - **MLX** is read in place, and copies what it is given.
 - **Other frameworks** are read by `__dlpack__`, `__cuda_array_interface__`, `__array_interface__` or
   the buffer protocol, whichever works first, and in place if their memory is the host's. An array

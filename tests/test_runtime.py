@@ -400,6 +400,30 @@ class TestUnderMpiexec:
         assert done.returncode == 0, done.stderr
         assert "rank 1 of 3, closed>" in done.stdout
 
+    @pytest.mark.parametrize("last", ["", "comm.barrier()", "ac.finalize()", "comm.free()"])
+    def test_mismatch_on_a_device_that_nothing_followed_fails_the_job(self, last: str) -> None:
+        """Host memory stands in for a device: the call goes ahead of its header, and the program ends."""
+        program = f"""
+            from tests.collectives.standin import DeviceArray, devices
+
+            class Done:
+                def done(self):
+                    return True
+
+            with devices():
+                comm = ac.init()
+                comm.allreduce(DeviceArray(np.ones(5)))
+                link = comm._devices.link
+                link.alltoall = link.allgather = lambda *_: Done()
+                comm.allreduce(DeviceArray(np.ones(5 + comm.rank)))
+                {last}
+        """
+        done = _on_three(program)
+        assert done.returncode != 0
+        assert done.stderr.count("MismatchError: ranks of one communicator called") == 3, (
+            done.stderr
+        )
+
     @pytest.mark.parametrize("board", ["shared", "messages"])
     def test_program_may_finalize_mpi_itself(self, board: str) -> None:
         program = """

@@ -21,6 +21,10 @@ def rows(comm: Communicator, count: int, dtype: str = "float32") -> Array:
     return (np.arange(comm.size * count) * 7 % 23 + comm.rank).astype(dtype).reshape(comm.size, -1)
 
 
+# Of these, the ranks but the root pass nothing, so that nothing tells where the result is to be.
+ROOTED = ("bcast to None", "scatter", "scatterv")
+
+
 def check_like(got: Any, like: Any) -> None:
     assert type(got) is type(like)
     if not isinstance(like, np.ndarray):
@@ -41,8 +45,10 @@ def test_device_gives_what_the_host_gives(
                 if want is None:
                     assert got is None
                     continue
-                check_like(got, mine)
-                assert framework.back(got).tobytes() == want.tobytes()
+                if name not in ROOTED or comm.rank == 0:
+                    check_like(got, mine)
+                found = got if isinstance(got, np.ndarray) else framework.back(got)
+                assert found.tobytes() == want.tobytes()
                 assert tuple(got.shape) == want.shape
             assert framework.back(mine).tobytes() == x.tobytes()
 
@@ -75,7 +81,6 @@ def test_host_and_device_arrays_meet(on_ranks: OnRanks, framework: Framework, na
                     if want is None:
                         assert got is None
                         continue
-                    # Who passes nothing may get its result anywhere.
                     found = got if isinstance(got, np.ndarray) else framework.back(got)
                     assert found.tobytes() == want.tobytes()
 

@@ -36,7 +36,7 @@ def wait_for_the_device():
 def next_call():
     try:
         comm.barrier()
-    except ac.ArraycommError as error:
+    except ac.ArrayCommError as error:
         say(type(error).__name__, error)
 
 
@@ -108,7 +108,7 @@ def test_rank_that_raises_in_a_call_is_heard_by_the_others() -> None:
     done = launch("""
         try:
             comm.allreduce(x if comm.rank else "no array")
-        except (TypeError, ac.ArraycommError) as error:
+        except (TypeError, ac.ArrayCommError) as error:
             say(type(error).__name__)
         wait_for_the_device()
         next_call()
