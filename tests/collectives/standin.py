@@ -111,20 +111,23 @@ class LateMemory(Memory):
 class DeviceArray:
     """An array on the device that is not there."""
 
-    def __init__(self, array: Any, memory: LateMemory | None = None) -> None:
+    def __init__(
+        self, array: Any, memory: LateMemory | None = None, framework: str = "standin"
+    ) -> None:
         self.array = np.asarray(array)
         # Whose stream makes it, where it is a result.
         self.memory = memory
+        self.framework = framework
 
     @property
     def __array_interface__(self) -> Any:
         return self.array.__array_interface__
 
     def __getitem__(self, part: Any) -> DeviceArray:
-        return DeviceArray(self.array[part], self.memory)
+        return DeviceArray(self.array[part], self.memory, self.framework)
 
     def reshape(self, shape: tuple[int, ...]) -> DeviceArray:
-        return DeviceArray(self.array.reshape(shape), self.memory)
+        return DeviceArray(self.array.reshape(shape), self.memory, self.framework)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,7 +146,7 @@ class DeviceArray:
 
 class _View(BufferView):
     def __init__(self, x: DeviceArray, memory: Memory) -> None:
-        super().__init__(NOTHING, "standin", x, not x.array.flags.writeable, False, ("cuda", 0))
+        super().__init__(NOTHING, x.framework, x, not x.array.flags.writeable, False, ("cuda", 0))
         flat = np.ascontiguousarray(x.array).reshape(-1)
         self.span = Span(flat.ctypes.data, flat.size, flat.dtype, flat, memory)
         self.copied = flat.size > 0 and not np.may_share_memory(flat, x.array)
@@ -183,7 +186,7 @@ def _written(out: _View, flat: Span) -> Any:
 
 def _empty_like(like: Any, shape: Any, dtype: Any, memory: LateMemory) -> tuple[Any, Span]:
     array = np.full(int(np.prod(shape)) * dtype.itemsize, 0xA5, np.uint8).view(dtype)
-    made = DeviceArray(array.reshape(shape), memory)
+    made = DeviceArray(array.reshape(shape), memory, like.source.framework)
     return made, Span(array.ctypes.data, array.size, dtype, array, memory)
 
 

@@ -138,9 +138,10 @@ def test_out_is_written_wherever_it_is(on_ranks, size, standin) -> None:
             for mine in (x, DeviceArray(x)):
                 assert comm.allreduce(mine, out=out) is out
                 assert np.array_equal(_host(out), want)
-        same = DeviceArray(x.copy())
-        assert comm.allreduce(same, out=same) is same
-        assert np.array_equal(_host(same), want)
+        for call in (comm.allreduce, comm.alltoall):
+            same = DeviceArray(x.copy())
+            assert call(same, out=same) is same
+            assert np.array_equal(_host(same), call(x))
 
     on_ranks(size, check)
 
@@ -153,6 +154,8 @@ def test_without_a_device_on_one_rank_all_are_staged(on_ranks, several, standin)
             assert np.array_equal(_host(got), comm.allreduce(x))
         assert comm._devices.decided
         assert (comm._devices.link, comm._devices.reason) == (None, "a rank has no device")
+        with comm.dup() as same:
+            assert (same._devices.decided, same._devices.reason) == (True, "a rank has no device")
 
     standin.available = False
     on_ranks(several, check)
@@ -235,6 +238,44 @@ def test_rank_that_does_not_come_is_noticed_while_nothing_is_called(
                 together.send(np.ones(1), rank)
 
     on_ranks(several, check)
+
+
+def test_device_that_does_not_come_to_the_end_is_given_up(
+    on_ranks, several, transport, standin
+) -> None:
+    """Every rank has called; but the data moves no more, and no error tells why."""
+    if transport != "threads":
+        pytest.skip("what is under way would be freed with the other ranks' MPI")
+
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(np.ones(5, "float32"))
+        comm.allreduce(x)
+        link: Any = comm._devices.link
+        together, aborted = comm.dup(), []
+        link.memory.record = _Never
+        link.alltoall = link.allgather = lambda *_: _Done()
+        link.abort = lambda: aborted.append(comm.rank)
+        object.__setattr__(comm._options, "timeout", 0.3)
+        comm.allreduce(x)
+        deadline = time.monotonic() + 10
+        while not aborted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(
+            (ac.CommTimeoutError, ac.PeerError), match=r"its data did not come|rank"
+        ):
+            comm.barrier()
+        assert aborted
+        together.barrier()
+
+    on_ranks(several, check)
+
+
+class _Never:
+    def done(self) -> bool:
+        return False
+
+    def wait_on(self, stream: int) -> None:
+        pass
 
 
 def test_small_reductions_of_the_host_stay_short_and_meet_devices(
@@ -334,6 +375,31 @@ def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(on_ranks, severa
             assert _same(got, want)
             assert _same(plan(_tree(comm, where)), want)
         assert np.array_equal(_host(comm.allreduce(DeviceArray(want["a"]))), want["a"] * comm.size)
+
+    on_ranks(several, check)
+
+
+def test_leaves_of_several_frameworks_stay_apart(on_ranks, several, standin) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.arange(5, dtype="float32")
+        tree = {"a": DeviceArray(x), "b": DeviceArray(x * 2, framework="other")}
+        for _ in range(2):
+            got = ac.allreduce_tree(tree, "sum", comm=comm)
+        assert np.array_equal(_host(got["b"]), x * 2 * comm.size)
+        assert (got["a"].framework, got["b"].framework) == ("standin", "other")
+
+    on_ranks(several, check)
+
+
+def test_first_gradients_of_all_may_be_missing(on_ranks, several, standin) -> None:
+    """Where the ranks are yet to choose a link, and this one has no array to tell of."""
+
+    def check(comm: Communicator) -> None:
+        x = np.arange(5, dtype="float32")
+        for _ in range(2):
+            tree = {"a": None if comm.rank == 0 else DeviceArray(x)}
+            got = ac.allreduce_gradients(tree, "sum", comm=comm)
+            assert np.array_equal(_host(got["a"]), x * (comm.size - 1))
 
     on_ranks(several, check)
 
