@@ -1126,6 +1126,8 @@ class Communicator:
             raise
         except BaseException as error:
             self._late = error
+            # Also where the others have raised in step: what went ahead waits for them for ever.
+            self._close(error)
             raise
 
     def _guarded(self, steps: Steps) -> Steps:
@@ -1356,7 +1358,7 @@ class Communicator:
             self._completed = self._board.step
         waiting = self._engine.interrupted
         self._unfinished = waiting is not None and not (
-            waiting is self._board and self._board.shared
+            getattr(waiting, "board", waiting) is self._board and self._board.shared
         )
         self._forget_short()
         if not isinstance(error, CommTimeoutError):

@@ -22,7 +22,7 @@ from arraycomm._folds import fold
 from arraycomm._header import Agreement, Steps
 from arraycomm._results import allocate
 from arraycomm._transports.base import Bytes
-from arraycomm._window import Window, window_of
+from arraycomm._window import ROWS, Passage, Window, window_of
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -240,7 +240,7 @@ class Fusion:
         self._places = places_of(specs, self.buckets)
         self._blocks = Blocks(self.nbytes)
         # Worked out when the leaves first go through the window.
-        self._passages: tuple[Passage, ...] | None = None
+        self._ways: tuple[ChunkWay, ...] | None = None
         self._are_cut: set[int] = set()
 
     def take(self) -> Packed:
@@ -285,18 +285,17 @@ class Fusion:
             fold(op, bucket.dtype, parts, packed.memory[number].view(bucket.dtype))
 
     def _reduce_chunks(self, window: Window, packed: Packed, sources: Sources, op: str) -> Steps:
-        if self._passages is None:
-            chunks = cut(self.buckets, window.chunk_bytes)
-            self._passages = tuple(Passage(chunk, window, self.specs) for chunk in chunks)
-            self._are_cut = {leaf for passage in self._passages for leaf, *_ in passage.ends[0]}
+        if self._ways is None:
+            chunks = enumerate(cut(self.buckets, window.chunk_bytes))
+            self._ways = tuple(
+                ChunkWay(chunk, window, number % ROWS, self.specs) for number, chunk in chunks
+            )
+            self._are_cut = {leaf for way in self._ways for leaf, *_ in way.ends}
         arrays = self._arrays(packed, sources)
         flats = {leaf: _flat(arrays[leaf]) for leaf in self._are_cut}
-        for passage in self._passages:
-            parity = (window.board.step + 1) & 1
-            passage.fill(parity, arrays, flats)
-            yield from window.show()
-            target = packed.block[passage.place].view(passage.dtype)
-            yield from window.fold(passage.rows[parity], target, op)
+        yield from window.reduce(
+            (way.passage(arrays, flats, packed.block) for way in self._ways), op
+        )
 
     def _arrays(self, packed: Packed, sources: Sources) -> list[Array | None]:
         """Return each leaf as it is, or copied to its place where it needs another dtype or layout."""
@@ -315,46 +314,56 @@ class Fusion:
         return arrays
 
 
-class Passage:
+class ChunkWay:
     """A chunk's way through a window, whose places there are worked out once.
 
     Attributes
     ----------
     place : slice
         Where the chunk lies among all buckets.
-    rows : list of list of ndarray
-        For each parity, every rank's row as elements of the chunk.
-    leaves : list of list of (int, ndarray)
-        For each parity, the leaves that lie in the chunk as a whole, and their places in this
-        rank's row.
-    ends : list of list of (int, slice, ndarray)
+    rows : list of ndarray
+        Every rank's row as elements of the chunk.
+    leaves : list of (int, ndarray)
+        The leaves that lie in the chunk as a whole, and their places in this rank's row.
+    ends : list of (int, slice, ndarray)
         The same for leaves that are cut: which of their bytes lie where.
     """
 
-    def __init__(self, chunk: Chunk, window: Window, specs: tuple[Spec, ...]) -> None:
+    def __init__(self, chunk: Chunk, window: Window, number: int, specs: tuple[Spec, ...]) -> None:
         self.dtype, self.place = chunk.dtype, slice(chunk.start, chunk.stop)
-        rows = window.rows[:, :, : chunk.stop - chunk.start]
-        self.rows = [list(row.view(chunk.dtype)) for row in rows]
-        self.leaves: list[list[tuple[int, Array]]] = [[], []]
-        self.ends: list[list[tuple[int, slice, Bytes]]] = [[], []]
-        for parity in (0, 1):
-            mine = rows[parity, window.board.rank]
-            for leaf, first, last, at in chunk.parts:
-                dtype, shape = specs[leaf]
-                part = mine[at : at + last - first]
-                if last - first == math.prod(shape) * dtype.itemsize:
-                    self.leaves[parity].append((leaf, part.view(dtype).reshape(shape)))
-                else:
-                    self.ends[parity].append((leaf, slice(first, last), part))
+        rows = window.rows[number, :, : chunk.stop - chunk.start]
+        self.rows = list(rows.view(chunk.dtype))
+        self.leaves: list[tuple[int, Array]] = []
+        self.ends: list[tuple[int, slice, Bytes]] = []
+        mine = rows[window.board.rank]
+        for leaf, first, last, at in chunk.parts:
+            dtype, shape = specs[leaf]
+            part = mine[at : at + last - first]
+            if last - first == math.prod(shape) * dtype.itemsize:
+                self.leaves.append((leaf, part.view(dtype).reshape(shape)))
+            else:
+                self.ends.append((leaf, slice(first, last), part))
 
-    def fill(
-        self, parity: int, arrays: Sequence[Array | None], flats: Mapping[int, Bytes | None]
-    ) -> None:
+    def passage(
+        self,
+        arrays: Sequence[Array | None],
+        flats: Mapping[int, Bytes | None],
+        block: Bytes,
+    ) -> Passage:
+        """Return this way for the leaves of one call."""
+        return Passage(
+            lambda: self.fill(arrays, flats),
+            self.dtype,
+            self.rows,
+            lambda: block[self.place].view(self.dtype),
+        )
+
+    def fill(self, arrays: Sequence[Array | None], flats: Mapping[int, Bytes | None]) -> None:
         """Copy the leaves' parts into this rank's row; None stands for zeros."""
-        for leaf, place in self.leaves[parity]:
+        for leaf, place in self.leaves:
             array = arrays[leaf]
             place[...] = 0 if array is None else array
-        for leaf, part, into in self.ends[parity]:
+        for leaf, part, into in self.ends:
             flat = flats[leaf]
             into[...] = 0 if flat is None else flat[part]
 

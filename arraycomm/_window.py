@@ -1,21 +1,22 @@
 """The window: memory that the ranks of a node share, through which trees are reduced chunk by chunk.
 
 A chunk is small enough to stay in the caches from the copy in to the fold, so that the ranks' own
-arrays are all that memory sees. The steps are those of the board, with its promise: who sees
-everyone's step k + 1 knows that everyone has finished reading step k.
+arrays are all that memory sees. The steps are those of the board. A rank shows a chunk before it
+folds the one before, so that it seldom waits for ranks that are a little behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from arraycomm._dtypes import DType
 from arraycomm._folds import fold
 from arraycomm._header import Steps, exchange_details
 from arraycomm._transports.base import Bytes
-from arraycomm._transports.board import Board
+from arraycomm._transports.board import SharedBoard, fence
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -28,46 +29,94 @@ _EVERYONE: Final = 3
 _CHUNK_BYTES: Final = 256 << 10
 
 
+# Chunks that are on their way at once. A rank that shows chunk k has folded all up to k - 2, and shows
+# it when everyone has shown k - 2: so everyone has folded k - 4, in whose row it is.
+ROWS: Final = 4
+
+
+class Passage(NamedTuple):
+    """One chunk of a call: what fills this rank's row, all ranks' rows, and where the result goes."""
+
+    fill: Callable[[], None]
+    dtype: DType
+    rows: Sequence[Array]
+    target: Callable[[], Array]
+
+
+class Reached:
+    """Everyone's having come to a step, which this rank may have passed."""
+
+    def __init__(self, board: SharedBoard) -> None:
+        self.board = board
+        self.step = 0
+
+    def done(self) -> bool:
+        """Tell whether every rank has posted the step, or the next but one in the same place."""
+        step, board = self.step, self.board
+        words = board.words[step & 1]
+        for stamp in board.stamps:
+            if words[stamp] < step:
+                return False
+        fence()
+        return True
+
+
 class Window:
-    """Two rows of memory a rank, for chunks on their way, and one for chunks that are folded.
+    """Rows of memory for each rank's chunks on their way, and one for chunks that are folded.
 
     Attributes
     ----------
-    board : Board
+    board : SharedBoard
         Its steps say whose chunk is where.
     chunk_bytes : int
         How long a chunk may be.
     rows : ndarray
-        For each parity of a step, one row of bytes a rank.
+        Bytes, shape (ROWS, size, chunk_bytes): chunk k goes by rows k modulo ROWS.
     """
 
-    def __init__(self, board: Board, memory: Bytes) -> None:
+    def __init__(self, board: SharedBoard, memory: Bytes) -> None:
         self.board = board
         self.chunk_bytes = _CHUNK_BYTES
         rows = memory.reshape(-1, _CHUNK_BYTES)
-        self.rows = rows[: 2 * board.size].reshape(2, board.size, _CHUNK_BYTES)
-        self._folded = rows[2 * board.size]
+        self.rows = rows[: ROWS * board.size].reshape(ROWS, board.size, _CHUNK_BYTES)
+        self._folded = rows[ROWS * board.size]
+        self._reached = Reached(board)
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Bytes of memory that a group of `size` ranks shares."""
-        return (2 * size + 1) * _CHUNK_BYTES
+        return (ROWS * size + 1) * _CHUNK_BYTES
 
-    def show(self) -> Steps:
-        """Show the others the chunk that is in this rank's row, and wait for theirs."""
-        self.board.post()
-        yield self.board
-
-    def fold(self, parts: Sequence[Array], target: Array, op: str) -> Steps:
-        """Fold the chunks that all ranks have shown into `target`."""
-        board, dtype = self.board, target.dtype
-        if board.size <= _EVERYONE:
-            fold(op, dtype, parts, target)
+    def reduce(self, passages: Iterable[Passage], op: str) -> Steps:
+        """Reduce chunk after chunk; a passage fills this rank's row, and says where results go."""
+        if self.board.size > _EVERYONE:
+            for passage in passages:
+                yield from self._reduce_together(passage, op)
             return
-        count, folded = len(target), self._folded[: target.nbytes].view(dtype)
+        board, reached, last = self.board, self._reached, None
+        for passage in passages:
+            passage.fill()
+            board.post()
+            if last is not None:
+                reached.step = board.step - 1
+                yield reached
+                fold(op, last.dtype, last.rows, last.target())
+            last = passage
+        if last is not None:
+            yield board
+            fold(op, last.dtype, last.rows, last.target())
+
+    def _reduce_together(self, passage: Passage, op: str) -> Steps:
+        """Fold a part of the chunk for all ranks, and take theirs."""
+        board, target = self.board, passage.target()
+        passage.fill()
+        board.post()
+        yield board
+        count, folded = len(target), self._folded[: target.nbytes].view(passage.dtype)
         mine = slice(count * board.rank // board.size, count * (board.rank + 1) // board.size)
-        fold(op, dtype, [part[mine] for part in parts], folded[mine])
-        yield from self.show()
+        fold(op, passage.dtype, [row[mine] for row in passage.rows], folded[mine])
+        board.post()
+        yield board
         target[...] = folded
 
 
@@ -83,7 +132,7 @@ def window_of(comm: Communicator) -> Steps:
 
 def _open(comm: Communicator) -> Steps:
     board, link = comm._board, comm._link
-    if not board.shared:
+    if not isinstance(board, SharedBoard):
         return None
     nbytes = Window.nbytes(comm.size)
     name = link.offer_memory(nbytes) if comm.rank == 0 else ""

@@ -125,6 +125,9 @@ mpiexec -n 2 python -m arraycomm bench latency --sizes 8,1024 --dtypes float32 -
 python -m arraycomm bench --ranks 4 --json figures.json   # launches itself
 ```
 
+`python -m arraycomm bench --device cuda` times arrays that stay on GPUs, beside NCCL called by CuPy
+and by PyTorch, and beside a plain copy; no figures of a GPU have been taken.
+
 `python docs/benchmarks.py --run` takes the figures of this page anew and writes the page;
 `docs/benchmarks/` holds every sample of them.
 """

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arraycomm.cli import bench
-from arraycomm.cli.bench_contenders import Case, Contender, parse_dtype, pattern
+from arraycomm.cli import bench, bench_device
+from arraycomm.cli.bench_contenders import REFERENCES, TITLES, Case, Contender, parse_dtype, pattern
 from arraycomm.cli.bench_match import Entry, measured, verify
 from arraycomm.cli.bench_report import complaints, tables
 from arraycomm.cli.bench_tables import (
@@ -37,7 +38,7 @@ from arraycomm.cli.bench_timing import (
     ratio,
     rotated,
 )
-from tests.launcher import needs_mpiexec, run_python
+from tests.launcher import LAUNCHED, LAUNCHER, needs_mpiexec, run_python
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -57,6 +58,9 @@ class Alone:
 
     def barrier(self) -> None:
         self.barriers += 1
+
+    def finish(self) -> None:
+        pass
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         return list(seconds)
@@ -117,6 +121,22 @@ def test_every_sample_begins_with_a_barrier() -> None:
     done, _ = measure([lambda: before_calls.append(meeting.barriers)], 4, 1e-3, meeting)
     assert meeting.barriers == len(set(before_calls))
     assert meeting.barriers > done.repetitions
+
+
+def test_the_end_of_what_calls_have_begun_is_waited_for_and_counts() -> None:
+    begun: list[None] = []
+
+    class Idle(Alone):
+        def barrier(self) -> None:
+            assert not begun
+
+    def finish() -> None:
+        time.sleep(2e-3)
+        begun.clear()
+
+    done, (row,) = measure([lambda: begun.append(None)], 3, 1e-3, Idle(), finish)
+    assert not begun
+    assert min(row) * done.calls[0] >= 2e-3
 
 
 def test_no_garbage_is_collected_while_timing() -> None:
@@ -312,6 +332,7 @@ def test_sizes_are_read_with_their_suffixes() -> None:
         ("--frameworks", "abacus"),
         ("--only", "nobody"),
         ("--ranks", "0"),
+        ("--device", "tpu"),
         ("speed",),
     ],
 )
@@ -342,6 +363,105 @@ def test_the_command_line_survives_the_launcher() -> None:
     again = bench.command(arguments)
     assert again[0] == "bench"
     assert parse(*again[1:]) == arguments
+
+
+# Devices
+
+
+@pytest.fixture
+def with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_device.device, "missing", lambda: None)
+
+
+def test_the_device_survives_the_launcher() -> None:
+    arguments = parse("latency", "--device", "cuda", "--only", "out,nccl,torch-nccl,copy")
+    assert parse(*bench.command(arguments)[1:]) == arguments
+    assert "--device" not in bench.command(parse("latency"))
+
+
+def test_without_a_device_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_device.device, "missing", lambda: "there is no CUDA device")
+    said = bench_device.refusal((), None)
+    assert said == "--device cuda: there is no CUDA device"
+
+
+@pytest.mark.parametrize(
+    ("names", "mode", "text"),
+    [
+        (("numpy",), None, "the frameworks are cupy, torch; got numpy"),
+        (("cupy", "jax"), None, "got jax"),
+        ((), "trees", "on the host only"),
+    ],
+)
+def test_what_devices_do_not_have_is_refused(
+    with_a_device: None, names: tuple[str, ...], mode: str | None, text: str
+) -> None:
+    assert text in bench_device.refusal(names, mode)
+    assert bench_device.refusal(("cupy",), "latency") == ""
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_a_torch_without_cuda_is_refused(
+    with_a_device: None, monkeypatch: pytest.MonkeyPatch, has_cuda: bool
+) -> None:
+    cuda = SimpleNamespace(is_available=lambda: has_cuda)
+    torch: Any = SimpleNamespace(__version__="2.13.0+cpu", cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    said = bench_device.refusal(("torch",), None)
+    assert said == "" if has_cuda else "this PyTorch (2.13.0+cpu) has no CUDA" in said
+
+
+def test_cupy_is_of_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "installed", lambda name: True)
+    assert "pass --device cuda" in bench._refusal(parse("--frameworks", "cupy"))
+    assert bench._refusal(parse("--frameworks", "numpy")) == ""
+
+
+def test_who_takes_part_on_a_device_has_a_name_and_its_references() -> None:
+    for framework in bench_device.FRAMEWORKS:
+        keys = bench_device.keys_of(framework)
+        assert set(keys) <= TITLES.keys()
+        assert len(set(keys) & set(REFERENCES)) == 2
+
+
+class OnHost(bench_device.DeviceCase):
+    """The host stands in for the device."""
+
+    def moved(self, array: Any, framework: str) -> Any:
+        return pytest.importorskip("torch").from_numpy(array.copy())
+
+
+def test_on_a_device_a_result_that_is_not_written_is_seen() -> None:
+    field: Any = Alone()
+    field.number, field.finish = 0, lambda: None
+    field.comm = field.unchecked = SimpleNamespace(allreduce=_sum_of_one)
+    case = OnHost("float32", 64, field)
+    for key in ("out", "fresh", "unchecked", "copy"):
+        maker = bench_device._copy if key == "copy" else bench_device._own
+        arguments = ("torch", case, field) if key == "copy" else (key, "torch", case, field)
+        made: Any = maker(*arguments)
+        assert case.verify(made) == "", key
+    field.comm = SimpleNamespace(allreduce=lambda x, out: out)
+    idle = bench_device._own("out", "torch", case, field)
+    assert "are wrong" in case.verify(idle)
+
+
+def _sum_of_one(x: Any, out: Any = None) -> Any:
+    return x.clone() if out is None else out.copy_(x)
+
+
+@pytest.mark.skipif(bench_device.device.missing() is None, reason="a device is here")
+@pytest.mark.parametrize("launched", [False, True])
+def test_the_command_ends_with_a_message_where_there_is_no_device(
+    tmp_path: Path, launched: bool
+) -> None:
+    if launched and (LAUNCHED or not LAUNCHER.exists()):
+        pytest.skip("no mpiexec beside the interpreter, or under one")
+    command = ["-m", "arraycomm", "bench", "--device", "cuda"]
+    done = run_python(*command, ranks=2 if launched else None, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("bench: --device cuda: ")
+    assert "Traceback" not in done.stderr
 
 
 # The command

@@ -2,7 +2,8 @@
 
 A step is: write into `mine`, `post`, wait until it is `done`, read `rows`. Slots are used in turn
 (two parities), so no acknowledgement is needed: who sees everyone's step k + 1 knows that
-everyone has finished reading step k.
+everyone has finished reading step k. A rank may be two steps on where these show nothing but that
+they were reached: it has left what the slot shows as it was.
 
 Layout of a slot, in words of 8 bytes: word 0 is the stamp (the step's number, written last), words
 1 to 15 are the header's, and the payload starts at `PAYLOAD`.
@@ -39,7 +40,7 @@ _STRONGLY_ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i3
 _fence_lock = threading.Lock()
 
 
-def _fence() -> None:
+def fence() -> None:
     """Order memory accesses on processors that would reorder them: a lock's own barriers do."""
     if not _STRONGLY_ORDERED:
         _fence_lock.acquire()
@@ -163,7 +164,7 @@ class SharedBoard(Board):
         return size * (2 * shared_slot(size) + _NOTES)
 
     def post(self) -> None:
-        _fence()
+        fence()
         self.step = step = self.step + 1
         self.my_words[step & 1][0] = step
 
@@ -171,14 +172,14 @@ class SharedBoard(Board):
         step = self.step
         words = self.words[step & 1]
         for stamp in self.stamps:
-            if words[stamp] != step:
+            if words[stamp] < step:
                 return False
-        _fence()
+        fence()
         return True
 
     def missing(self) -> list[int]:
         words = self.words[self.step & 1]
-        return [r for r in self.peers if words[r * self.stride] != self.step]
+        return [r for r in self.peers if words[r * self.stride] < self.step]
 
     def leave(self, state: int, completed: int, text: str) -> None:
         words = self._note_words[self.rank]
@@ -186,7 +187,7 @@ class SharedBoard(Board):
             data = text.encode(errors="replace")[-_FAREWELL_TEXT:]
             self._notes[self.rank, _TEXT : _TEXT + len(data)] = np.frombuffer(data, np.uint8)
             words[1], words[2] = completed, len(data)
-            _fence()
+            fence()
         words[0] = state
 
     def farewells(self) -> dict[int, Farewell]:
@@ -195,7 +196,7 @@ class SharedBoard(Board):
     def _farewell(self, rank: int) -> Farewell:
         words = self._note_words[rank]
         state = words[0]
-        _fence()
+        fence()
         length = min(max(words[2], 0), _FAREWELL_TEXT)
         text = self._notes[rank, _TEXT : _TEXT + length].tobytes().decode(errors="replace")
         return Farewell(state, words[1], text)
@@ -206,12 +207,12 @@ class SharedBoard(Board):
         # A reader in between sees no text, or the beginning of one.
         words[3] = 0
         self._notes[self.rank, _DOING : _DOING + len(data)] = np.frombuffer(data, np.uint8)
-        _fence()
+        fence()
         words[3] = len(data)
 
     def told(self, rank: int) -> str:
         length = min(max(self._note_words[rank][3], 0), _DOING_TEXT)
-        _fence()
+        fence()
         return self._notes[rank, _DOING : _DOING + length].tobytes().decode(errors="replace")
 
     def close(self) -> None:

@@ -7,14 +7,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import arraycomm
 from arraycomm._launch import detect
+from arraycomm.cli import bench_device
 from arraycomm.cli.bench_contenders import (
     FRAMEWORKS,
     REFERENCES,
@@ -27,7 +29,7 @@ from arraycomm.cli.bench_contenders import (
     parse_dtype,
 )
 from arraycomm.cli.bench_machine import machine, versions
-from arraycomm.cli.bench_match import Line, enter, measured
+from arraycomm.cli.bench_match import Entry, Line, enter, measured
 from arraycomm.cli.bench_report import complaints, tables
 from arraycomm.cli.bench_tables import as_text
 from arraycomm.cli.bench_trees import TREES, TreeCase, keys_of_trees, make_for_tree
@@ -74,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--frameworks",
         type=_frameworks,
         metavar="NAME,…",
-        help=f"of {','.join(FRAMEWORKS)}; default numpy, and torch where it is installed",
+        help=f"of {','.join(FRAMEWORKS)}; default numpy, and torch where it is installed; with "
+        "--device cuda of cupy,torch",
     )
     add(
         "--only",
@@ -82,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,…",
         default=list(TITLES),
         help=f"contenders; default {','.join(TITLES)}",
+    )
+    add(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where the arrays are; on cuda the frameworks are cupy, and torch; default cpu",
     )
     add("--repeats", type=_positive, metavar="N", default=25, help="samples of each; default 25")
     add("--seconds", type=float, metavar="S", default=2.0, help="for each array; default 2")
@@ -91,10 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark; return 0, or 1 where arraycomm gave a wrong result or none."""
+    reason = _refusal(arguments)
+    if reason:
+        # Every rank sees what is wrong with the arguments, or with its own machine.
+        print(f"bench: {reason}", file=sys.stderr)
+        return 1
     if detect(os.environ) is None:
         return _launch(arguments)
-    comm = arraycomm.init("mpi")
-    field = Field(comm)
+    comm = arraycomm.init("auto" if arguments.device == "cuda" else "mpi")
+    field = bench_device.DeviceField(comm) if arguments.device == "cuda" else Field(comm)
     results = _about(field, arguments)
     results["lines"] = [*_lines(field, arguments), *_tree_lines(field, arguments)]
     field.close()
@@ -103,6 +117,16 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             _write(arguments.json, results)
     return int(any(_failed(entry) for line in results["lines"] for entry in line["contenders"]))
+
+
+def _refusal(arguments: argparse.Namespace) -> str:
+    """Say why this cannot be measured here, and what would help; empty where it can."""
+    names = arguments.frameworks or ()
+    if arguments.device == "cuda":
+        return bench_device.refusal(names, arguments.mode)
+    if "cupy" in names:
+        return "arrays of cupy are on a device; pass --device cuda"
+    return ""
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -119,6 +143,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 def command(arguments: argparse.Namespace) -> list[str]:
     """Return the command line that these arguments came from; `--ranks` is the launcher's."""
     words = ["bench", *([arguments.mode] if arguments.mode else [])]
+    words += ["--device", "cuda"] if arguments.device == "cuda" else []
     for name in ("sizes", "dtypes", "frameworks", "only"):
         if (values := getattr(arguments, name)) is not None:
             words += [f"--{name}", ",".join(map(str, values))]
@@ -145,12 +170,13 @@ def requests(mode: str | None, sizes: Sequence[int] | None, dtypes: Sequence[str
 
 
 def _lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
-    names = arguments.frameworks
-    frameworks = [n for n in ("numpy", "torch") if installed(n)] if names is None else names
-    wanted = [(f, key) for f in frameworks for key in keys_of(f) if key in arguments.only]
+    entered: Callable[[str, int], tuple[Case, list[Entry]]]
+    if isinstance(field, bench_device.DeviceField):
+        entered = partial(bench_device.entered, field, arguments.frameworks, arguments.only)
+    else:
+        entered = partial(_entered, field, _chosen(arguments), arguments.only)
     for request in requests(arguments.mode, arguments.sizes, arguments.dtypes):
-        case = Case(request.dtype, request.nbytes, field.rank, field.size)
-        entries = [enter(field, case, key, framework, make) for framework, key in wanted]
+        case, entries = entered(request.dtype, request.nbytes)
         yield measured(
             field,
             case,
@@ -161,18 +187,31 @@ def _lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
         )
 
 
+def _entered(
+    field: Field, frameworks: Sequence[str], only: Sequence[str], dtype: str, nbytes: int
+) -> tuple[Case, list[Entry]]:
+    """Return an array to sum, and who takes part."""
+    case = Case(dtype, nbytes, field.rank, field.size)
+    wanted = [(f, key) for f in frameworks for key in keys_of(f) if key in only]
+    return case, [enter(field, case, key, framework, make) for framework, key in wanted]
+
+
+def _chosen(arguments: argparse.Namespace) -> list[str]:
+    """Return the frameworks whose arrays take part."""
+    names: list[str] | None = arguments.frameworks
+    return [n for n in ("numpy", "torch") if installed(n)] if names is None else names
+
+
 def _tree_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
     """Trees have sizes of their own, and are of float32."""
     wanted = arguments.mode == "trees" or (arguments.mode is None and arguments.sizes is None)
-    if not wanted or "float32" not in arguments.dtypes:
+    if not wanted or "float32" not in arguments.dtypes or arguments.device == "cuda":
         return
-    names = arguments.frameworks
-    frameworks = [n for n in ("numpy", "torch") if installed(n)] if names is None else names
     for name in TREES:
         case = TreeCase(name, field.rank, field.size)
         entries = [
             enter(field, case, key, framework, make_for_tree)
-            for framework in frameworks
+            for framework in _chosen(arguments)
             for key in keys_of_trees(framework)
             if key in arguments.only
         ]
@@ -194,6 +233,7 @@ def _about(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
         "mpi": " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split()),
         "machine": machine(),
         "versions": versions(),
+        **field.about(),
         "unit": "seconds per call of the slowest rank",
     }
 
@@ -201,6 +241,8 @@ def _about(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
 def _show(results: dict[str, Any]) -> None:
     about = results["machine"]
     print(f"{about['processor']}, {about['cores']} cores; {results['mpi']}")
+    if "device" in results:
+        print("{devices} × {name}; arraycomm: {way}".format(**results["device"]))
     print("Medians; a ratio below 1 says that arraycomm takes less time.")
     for table in tables(results["lines"], results["ranks"]):
         print(f"\n{as_text(table)}")
@@ -255,7 +297,7 @@ def _keys(text: str) -> list[str]:
 
 
 def _frameworks(text: str) -> list[str]:
-    names = [_known(word, FRAMEWORKS) for word in _words(text)]
+    names = [_known(word, (*FRAMEWORKS, "cupy")) for word in _words(text)]
     missing = [name for name in names if not installed(name)]
     if missing:
         raise argparse.ArgumentTypeError(f"not installed: {', '.join(missing)}")

@@ -34,9 +34,12 @@ TITLES: Final = {
     "tree": "arraycomm, allreduce_tree",
     "mpi4py": "mpi4py Allreduce",
     "gloo": "gloo",
+    "nccl": "CuPy's NCCL",
+    "torch-nccl": "torch's NCCL",
+    "copy": "copy on the device",
 }
 # What arraycomm is compared with; the others are arraycomm itself.
-REFERENCES: Final = ("mpi4py", "gloo")
+REFERENCES: Final = ("mpi4py", "gloo", "nccl", "torch-nccl", "copy")
 FRAMEWORKS: Final = ("numpy", "torch", "jax")
 
 _GLOO_DTYPES: Final = frozenset(
@@ -45,7 +48,7 @@ _GLOO_DTYPES: Final = frozenset(
 # torch holds these dtypes, but hardly computes with them; JAX cuts those to 32 bits by default.
 _NOT_IN_TORCH: Final = frozenset(("uint16", "uint32", "uint64"))
 _NOT_IN_JAX: Final = frozenset(("int64", "uint64", "float64", "complex128"))
-_GLOO_TIMEOUT: Final = timedelta(seconds=120)
+_TIMEOUT: Final = timedelta(seconds=120)
 
 
 class UnsupportedError(Exception):
@@ -73,8 +76,8 @@ class Field:
         self.rank, self.size = comm.rank, comm.size
         self.mpi: MPI.Intracomm = comm.mpi_comm.Dup()
         self._unchecked: Communicator | None = None
-        self._gloo: Any = None
-        self._no_gloo = ""
+        self._group: Any = None
+        self._no_group = ""
         self._directory = ""
 
     @property
@@ -87,18 +90,22 @@ class Field:
     @property
     def gloo(self) -> Any:
         """`torch.distributed`, with all ranks in a group of gloo's."""
-        if self._gloo is None and not self._no_gloo:
-            try:
-                self._gloo = self._join_gloo()
-            except Exception as error:
-                self._no_gloo = f"gloo does not start: {error}"
-            # All ranks, or none.
-            self._no_gloo = max(self.mpi.allgather(self._no_gloo))
-        if self._no_gloo:
-            raise UnsupportedError(self._no_gloo)
-        return self._gloo
+        return self.group("gloo")
 
-    def _join_gloo(self) -> Any:
+    def group(self, backend: str) -> Any:
+        """Return `torch.distributed`, with all ranks in its one group; the backend is always the same."""
+        if self._group is None and not self._no_group:
+            try:
+                self._group = self._join(backend)
+            except Exception as error:
+                self._no_group = f"{backend} does not start: {error}"
+            # All ranks, or none.
+            self._no_group = max(self.mpi.allgather(self._no_group))
+        if self._no_group:
+            raise UnsupportedError(self._no_group)
+        return self._group
+
+    def _join(self, backend: str) -> Any:
         dist: Any = import_module("torch.distributed")
         made = tempfile.mkdtemp(prefix="arraycomm-bench-") if self.rank == 0 else ""
         self._directory = made
@@ -107,17 +114,24 @@ class Field:
         if self.comm.local_size == self.size and Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(str(path), self.size),
             rank=self.rank,
             world_size=self.size,
-            timeout=_GLOO_TIMEOUT,
+            timeout=_TIMEOUT,
         )
         return dist
+
+    def about(self) -> dict[str, Any]:
+        """Return what the results say of what the contenders run over, beside the machine."""
+        return {}
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.mpi.Barrier()
+
+    def finish(self) -> None:
+        """Wait for what calls have begun; here they are through when they return."""
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Return, element by element, the largest of all ranks' numbers."""
@@ -126,8 +140,8 @@ class Field:
 
     def close(self) -> None:
         """Release everything; collective."""
-        if self._gloo is not None:
-            self._gloo.destroy_process_group()
+        if self._group is not None:
+            self._group.destroy_process_group()
         if self._unchecked is not None:
             self._unchecked.free()
         self.mpi.Free()

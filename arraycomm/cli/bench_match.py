@@ -38,7 +38,7 @@ def measured(
     """Time what takes part in a line, and return the line; collective."""
     ready = [entry for entry in entries if entry.contender is not None]
     calls = [entry.contender.call for entry in ready if entry.contender is not None]
-    agreed, samples = measure(calls, meeting=field, **limits)
+    agreed, samples = measure(calls, meeting=field, finish=field.finish, **limits)
     for entry, count, row in zip(ready, agreed.calls, samples, strict=True):
         entry.calls, entry.samples = count, row
     return {

@@ -12,7 +12,12 @@ from arraycomm.cli.bench_tables import Table, number_text, ratio_text, size_text
 Line = dict[str, Any]
 Entry = dict[str, Any]
 
-ARRAYS: Final = {"numpy": "NumPy arrays", "torch": "torch tensors", "jax": "JAX arrays"}
+ARRAYS: Final = {
+    "numpy": "NumPy arrays",
+    "torch": "torch tensors",
+    "jax": "JAX arrays",
+    "cupy": "CuPy arrays",
+}
 _UNITS: Final = {
     "latency": ("µs per call", 1e6),
     "bandwidth": ("ms per call (GB/s)", 1e3),

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 T = TypeVar("T")
 
 Timed = Callable[[], Any]
+Finish = Callable[[], None]
 
 # Fewer repetitions than this say little about the spread; a slow call gets them however long it takes.
 FEWEST: Final = 5
@@ -92,10 +93,18 @@ def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(samples, reference, strict=True))
 
 
+def _nothing() -> None:
+    """Calls that are through when they return leave nothing to wait for."""
+
+
 def measure(
-    contenders: Sequence[Timed], repetitions: int, seconds: float, meeting: Meeting
+    contenders: Sequence[Timed],
+    repetitions: int,
+    seconds: float,
+    meeting: Meeting,
+    finish: Finish = _nothing,
 ) -> tuple[Plan, list[list[float]]]:
-    """Time the contenders; collective.
+    """Time the contenders; collective. `finish` waits for what their calls have begun.
 
     Returns
     -------
@@ -105,35 +114,39 @@ def measure(
         For each contender and repetition the seconds per call of the slowest rank.
     """
     with no_garbage_collection():
-        estimates = [_estimate(call, meeting) for call in contenders]
+        estimates = [_estimate(call, meeting, finish) for call in contenders]
         agreed = plan(estimates, repetitions, seconds)
         samples = [[0.0] * agreed.repetitions for _ in contenders]
         for repetition in range(agreed.repetitions):
             for which in rotated(range(len(contenders)), repetition):
                 calls = agreed.calls[which]
-                samples[which][repetition] = sample(contenders[which], calls, meeting) / calls
+                samples[which][repetition] = (
+                    sample(contenders[which], calls, meeting, finish) / calls
+                )
     return agreed, [meeting.slowest(row) for row in samples]
 
 
-def sample(call: Timed, calls: int, meeting: Meeting) -> float:
+def sample(call: Timed, calls: int, meeting: Meeting, finish: Finish = _nothing) -> float:
     """Return the seconds of this rank for so many calls, begun together with the other ranks."""
     meeting.barrier()
     started = perf_counter()
     for _ in range(calls):
         call()
+    finish()
     return perf_counter() - started
 
 
-def _estimate(call: Timed, meeting: Meeting) -> float:
+def _estimate(call: Timed, meeting: Meeting, finish: Finish) -> float:
     """Warm up, and return about how long one call takes; the same number on every rank."""
     calls = 1
-    sample(call, calls, meeting)
+    sample(call, calls, meeting, finish)
     while True:
-        (took,) = meeting.slowest([sample(call, calls, meeting)])
+        (took,) = meeting.slowest([sample(call, calls, meeting, finish)])
         if took >= _PLENTY:
             return took / calls
         # The quickest of several: one disturbance here would make every sample too short.
-        took = min(took, *meeting.slowest([sample(call, calls, meeting) for _ in range(_LOOKS)]))
+        looks = [sample(call, calls, meeting, finish) for _ in range(_LOOKS)]
+        took = min(took, *meeting.slowest(looks))
         if took >= _ENOUGH:
             return took / calls
         calls *= 4

@@ -209,6 +209,28 @@ def test_mismatch_of_a_call_that_went_ahead_is_raised_by_the_next(
     on_ranks(several, check)
 
 
+def test_wrong_argument_ends_what_others_have_put_on_their_devices(
+    on_ranks, several, standin
+) -> None:
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(np.ones(5, "float32"))
+        comm.allreduce(x)
+        aborted: list[int] = []
+        link: Any = comm._devices.link
+        link.alltoall = link.allgather = lambda *_: _Done()
+        link.abort = lambda: aborted.append(comm.rank)
+        if comm.rank == 0:
+            with pytest.raises(TypeError, match="allreduce: x must be an array"):
+                comm.allreduce("no array")
+        else:
+            comm.allreduce(x)
+        with pytest.raises(ac.PeerError if comm.rank else ac.ArrayCommError, match="rank"):
+            comm.barrier()
+        assert comm.rank == 0 or aborted
+
+    on_ranks(several, check)
+
+
 def test_rank_that_does_not_come_is_noticed_while_nothing_is_called(
     on_ranks, several, transport, standin
 ) -> None:

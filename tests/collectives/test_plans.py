@@ -206,19 +206,19 @@ def test_plans_of_the_same_shapes_share_their_memory(on_ranks, size) -> None:
 def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) -> None:
     """By whichever way it goes in: leaf by leaf, or chunk by chunk."""
     copied: list[int] = []
-    pack, fill = _fusion.Packed.pack, _fusion.Passage.fill
+    pack, fill = _fusion.Packed.pack, _fusion.ChunkWay.fill
 
     def counting_pack(packed: Any, sources: Any) -> None:
         copied.extend(source.array.nbytes for source in sources)
         pack(packed, sources)
 
-    def counting_fill(passage: Any, parity: int, arrays: Any, flats: Any) -> None:
-        copied.extend(place.nbytes for _, place in passage.leaves[parity])
-        copied.extend(into.nbytes for *_, into in passage.ends[parity])
-        fill(passage, parity, arrays, flats)
+    def counting_fill(way: Any, arrays: Any, flats: Any) -> None:
+        copied.extend(place.nbytes for _, place in way.leaves)
+        copied.extend(into.nbytes for *_, into in way.ends)
+        fill(way, arrays, flats)
 
     monkeypatch.setattr(_fusion.Packed, "pack", counting_pack)
-    monkeypatch.setattr(_fusion.Passage, "fill", counting_fill)
+    monkeypatch.setattr(_fusion.ChunkWay, "fill", counting_fill)
 
     def check(comm: Communicator) -> list[int]:
         tree = [np.ones(400_000, np.float32), np.ones((40, 700)), np.ones(3, np.float32)]

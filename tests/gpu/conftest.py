@@ -29,9 +29,7 @@ from arraycomm._cuda import device
 from arraycomm._devices import Wish
 from arraycomm._errors import BackendUnavailableError
 from arraycomm.testing import run
-from arraycomm.testing._law_values import elements_of
 from arraycomm.testing._oracle import NARROW
-from arraycomm.testing._values import FRAMEWORKS
 
 Array = np.ndarray[Any, Any]
 OnRanks = Callable[[Callable[[Communicator], Any]], None]
@@ -121,9 +119,10 @@ def _torch(number: int) -> Framework:
     if not torch.cuda.is_available():
         pytest.skip("this PyTorch has no CUDA")
     torch.cuda.set_device(number)
+    build, elements_of = _by_hypothesis("torch")
 
     def make(array: Array) -> Any:
-        return FRAMEWORKS["torch"].build(np.array(array)).to(f"cuda:{number}")
+        return build(np.array(array)).to(f"cuda:{number}")
 
     return Framework(
         "torch",
@@ -133,15 +132,25 @@ def _torch(number: int) -> Framework:
     )
 
 
+def _by_hypothesis(name: str) -> tuple[Callable[[Array], Any], Callable[[Any], Array]]:
+    """Return what makes a framework's arrays on the host, of any dtype, and what reads them."""
+    pytest.importorskip("hypothesis")
+    from arraycomm.testing._law_values import elements_of
+    from arraycomm.testing._values import FRAMEWORKS
+
+    return FRAMEWORKS[name].build, elements_of
+
+
 def _jax(number: int) -> Framework:
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.skip("this JAX has no CUDA")
     there = jax.local_devices()[number]
+    build, _ = _by_hypothesis("jax")
 
     def make(array: Array) -> Any:
         with jax.enable_x64(True):
-            return jax.device_put(FRAMEWORKS["jax"].build(array), there)
+            return jax.device_put(build(array), there)
 
     return Framework("jax", make, np.asarray, nullcontext)
 
