@@ -99,6 +99,8 @@ class Devices:
         host = self._comm._host_tree_way
         if (self.decided and self.link is None) or not self._comm._options.check:
             return host
+        if not any(map(arrays.may_be_on_cuda, set(map(type, leaves)))):
+            return host
         on_device = [arrays.on_cuda(leaf) for leaf in leaves]
         if not any(on_device):
             return host

@@ -20,6 +20,7 @@ from arraycomm._trees import (
     results,
     tree_way,
 )
+from arraycomm._ways import DeviceWay
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -80,6 +81,7 @@ class Plan:
         self._specs = [None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves.views]
         self._signature = _signature("Plan", op, leaves)
         self._beside: Fusion | None = None
+        self._present = [index for index, spec in enumerate(self._specs) if spec is not None]
         # What headers show, by where the leaves are.
         self._prefixes: dict[int, bytes] = {}
 
@@ -95,31 +97,34 @@ class Plan:
         way = tree_way(comm, flat)
         leaves = Leaves(flat, "Plan", way)
         self._check_leaves(leaves)
-        parts = Parts(leaves.views, leaves.dtypes())
-        fusion = self._fusion
-        if parts.on_device:
-            fusion = self._fusion_beside_devices(parts.specs)
+        parts = Parts(leaves.views, leaves.dtypes()) if isinstance(way, DeviceWay) else None
+        if parts is None or not parts.on_device:
+            parts, fusion, present = None, self._fusion, self._present
+            sources = [leaf for leaf in leaves.views if leaf is not None]
+        else:
+            fusion, present = self._fusion_beside_devices(parts.specs), parts.present
+            sources = parts.sources
         packed = fusion.take()
         inline = fusion.nbytes <= comm._inline
         if inline:
-            packed.pack(parts.sources)
+            packed.pack(sources)
 
         def finish(agreement: Agreement) -> Steps:
             if inline:
                 fusion.fold_payloads(comm, packed, agreement, self._op)
             else:
-                yield from fusion.reduce(comm, packed, parts.sources, self._op)
+                yield from fusion.reduce(comm, packed, sources, self._op)
             reduced = yield from reduce_on_device(way, parts, self._op, DEFAULT_BUCKET_BYTES)
             return deliver(
-                lambda: leaves.rebuild(results(leaves.views, parts.present, packed, given=reduced))
+                lambda: leaves.rebuild(results(leaves.views, present, packed, given=reduced))
             )
 
         return Call(
             self._signature,
             finish,
             packed.block if inline else None,
-            nbytes=fusion.nbytes + parts.device_bytes,
-            copies=len(parts.present) + len(parts.on_device),
+            nbytes=fusion.nbytes + (0 if parts is None else parts.device_bytes),
+            copies=len(sources) + (0 if parts is None else len(parts.on_device)),
             prefix=self._prefix(fusion.nbytes if inline else -1, way.place),
             way=way,
         )
@@ -166,7 +171,9 @@ class Plan:
                 "the plan was made; make another plan for leaves that are tied in another way"
             )
         for path, leaf, spec in zip(self._leaf_paths, leaves.views, self._specs, strict=True):
-            got = None if leaf is None else (leaf.dtype, leaf.shape)
+            # Without the view's own properties, which take time for a thousand leaves.
+            seen = leaf if leaf is None or leaf.span is not None else leaf.array
+            got = None if seen is None else (seen.dtype, seen.shape)
             if got != spec:
                 # A wrong shape is a value of the right type.
                 wrong_type = got is None or spec is None or got[0] != spec[0]

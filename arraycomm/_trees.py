@@ -315,9 +315,9 @@ class Parts:
         self.device_bytes = sum(leaf.span.nbytes for _, leaf in some if leaf.span is not None)
 
 
-def reduce_on_device(way: HostWay, parts: Parts, op: str, bucket_bytes: int) -> Steps:
+def reduce_on_device(way: HostWay, parts: Parts | None, op: str, bucket_bytes: int) -> Steps:
     """Return the results of the leaves that are on a device, by their numbers."""
-    if not parts.on_device or not isinstance(way, DeviceWay):
+    if parts is None or not parts.on_device or not isinstance(way, DeviceWay):
         return {}
     there = [leaf for index in parts.on_device if (leaf := parts.views[index]) is not None]
     reduced = yield from _device_trees.reduce(way, there, op, bucket_bytes)

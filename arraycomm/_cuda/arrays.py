@@ -7,7 +7,9 @@ see to that where the streams differ, and the host never waits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from arraycomm._buffers import BufferView, check_dtype
 from arraycomm._cuda.frameworks import ANY, Framework, framework_named, framework_of
@@ -16,6 +18,8 @@ from arraycomm._cuda.memory import Memory, Span
 from arraycomm._cuda.streams import LOANS, order
 from arraycomm._dtypes import DType
 from arraycomm._views import NOTHING, check_out
+
+_OF_HOST: Final = frozenset((np.ndarray, type(None), bool, int, float, complex))
 
 
 class DeviceView(BufferView):
@@ -84,6 +88,11 @@ def device_of(x: Any) -> int | None:
 def on_cuda(x: Any) -> bool:
     """Tell whether `x` is an array on a CUDA device; nothing is imported or copied."""
     return device_of(x) is not None
+
+
+def may_be_on_cuda(kind: type) -> bool:
+    """Tell whether there are arrays of this type on devices; quick, for the leaves of large trees."""
+    return kind not in _OF_HOST
 
 
 def stream_of(x: Any) -> int | None:
