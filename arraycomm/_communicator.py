@@ -180,7 +180,7 @@ class Communicator:
     local_rank, local_size : int
         The same among the ranks of this node.
     backend : str
-        "self", "threads" or "mpi".
+        "self", "threads", "mpi", or "nccl" where that was asked for.
     """
 
     def __init__(self, link: Transport, options: Options, name: str = "world") -> None:

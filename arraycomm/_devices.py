@@ -86,7 +86,9 @@ class Devices:
         host = self._comm._host_way
         if self.decided and self.link is None:
             return host
-        x = next((arg for arg in args if arrays.on_cuda(arg)), None)
+        x = next(
+            (arg for arg in args if arrays.may_be_on_cuda(type(arg)) and arrays.on_cuda(arg)), None
+        )
         if x is None or any(isinstance(arg, Op) for arg in args):
             return host
         if self.link is not None:

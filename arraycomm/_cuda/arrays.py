@@ -19,7 +19,9 @@ from arraycomm._cuda.streams import LOANS, order
 from arraycomm._dtypes import DType
 from arraycomm._views import NOTHING, check_out
 
-_OF_HOST: Final = frozenset((np.ndarray, type(None), bool, int, float, complex))
+_OF_HOST: Final = frozenset(
+    (np.ndarray, type(None), bool, int, float, complex, str, tuple, list, dict)
+)
 
 
 class DeviceView(BufferView):
@@ -91,7 +93,7 @@ def on_cuda(x: Any) -> bool:
 
 
 def may_be_on_cuda(kind: type) -> bool:
-    """Tell whether there are arrays of this type on devices; quick, for the leaves of large trees."""
+    """Tell whether there are arrays of this type on devices; quicker than to look at each."""
     return kind not in _OF_HOST
 
 
