@@ -1189,12 +1189,14 @@ class Communicator:
 
     def _remember(self, x: Any, op: str) -> None:
         """Keep the short way of a reduction that has just succeeded the long way."""
+        # What is on a device would be copied from there to be looked at.
+        if on_cuda(x):
+            return
         # An array that cannot be looked at a second time has no short way.
         with suppress(Exception):
             key = (type(x), op, x.dtype, x.shape)
             source = view(x, "allreduce")
-            unfit = source.copied or source.array.nbytes > self._inline or on_cuda(x)
-            if unfit or self._closed is not None:
+            if source.array.nbytes > self._inline or source.copied or self._closed is not None:
                 return
             if len(self._short) >= _MAX_CACHED:
                 self._forget_short()

@@ -77,7 +77,8 @@ class ShortReduction:
             into = None if out is None else view_out(out, self._shape, self._dtype, "allreduce")
         except Exception:
             return None
-        if source.dtype != self._dtype or source.shape != self._shape:
+        # One that had to be copied may be on a device, where the long way leaves it.
+        if source.copied or source.dtype != self._dtype or source.shape != self._shape:
             return None
         if into is not None and into.array.flags.carray:
             return written(into) if self._reduce(source.array, into.array) else None

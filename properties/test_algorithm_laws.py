@@ -38,9 +38,9 @@ def _choices_are_made_here() -> Iterator[None]:
     def choose_here(link, source):
         return choose(link, source) if _choice.way is None or link.size == 1 else _choice.way
 
-    def chunks_here(array, size):
+    def chunks_here(link, array, rows=1):
         if _choice.chunk is None:
-            return chunks(array, size)
+            return chunks(link, array, rows)
         starts = range(0, len(array), _choice.chunk)
         return (range(start, min(start + starts.step, len(array))) for start in starts)
 
