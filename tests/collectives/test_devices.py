@@ -11,10 +11,28 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
+from tests.collectives.conftest import LAUNCH, SIZES
 from tests.collectives.standin import DeviceArray, Standin, devices
 
 Array = np.ndarray[Any, Any]
 Collective = Callable[[Communicator, Any], Any]
+
+
+# Over MPI with one number of ranks: what a device adds is the same with all, and threads have them all.
+_SIZES = SIZES if LAUNCH is None else [min(3, max(SIZES))]
+
+
+@pytest.fixture(params=_SIZES)
+def size(request: pytest.FixtureRequest) -> int:
+    number: int = request.param
+    return number
+
+
+@pytest.fixture(params=[size for size in _SIZES if size > 1])
+def several(request: pytest.FixtureRequest) -> int:
+    """A number of ranks with which ranks can differ."""
+    number: int = request.param
+    return number
 
 
 @pytest.fixture
