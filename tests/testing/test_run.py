@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -151,7 +152,8 @@ def test_rank_stuck_outside_python_is_reported_and_left_behind() -> None:
 def test_interrupt_of_the_caller_ends_all_ranks() -> None:
     def wait(comm) -> None:
         if comm.rank == 1:
-            signal.raise_signal(signal.SIGINT)
+            # To the process, as Ctrl-C: one of this thread's own would not wake the caller.
+            os.kill(os.getpid(), signal.SIGINT)
         while comm.rank == 1:
             time.sleep(0.001)
         comm.barrier()
