@@ -261,11 +261,17 @@ class Communicator:
             The communicator to work over.
         device, check, reproducible, timeout
             As for `arraycomm.init`.
+
+        Raises
+        ------
+        TypeError, ValueError, BackendUnavailableError
+            An argument is wrong, or cannot be had here; the other ranks raise `PeerError`.
         """
         from arraycomm._runtime import open_mpi, wish
 
-        options = Options(check, reproducible, timeout)
-        return open_mpi(mpi4py_comm, options, wish("auto", device))
+        return open_mpi(
+            mpi4py_comm, lambda: (Options(check, reproducible, timeout), wish("auto", device))
+        )
 
     @property
     def device(self) -> str:

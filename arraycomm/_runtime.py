@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from arraycomm import _launch
 from arraycomm._calls import agreement_only
+from arraycomm._callsite import describe_raise
 from arraycomm._communicator import Communicator, Options
 from arraycomm._devices import Wish
 from arraycomm._engine import wait_for
@@ -26,7 +27,7 @@ from arraycomm._errors import (
     TransportError,
 )
 from arraycomm._groups import tell_unmatched, warn_of_messages
-from arraycomm._header import all_left_well, leave_in_step
+from arraycomm._header import all_left_well, leave_in_step, peer_error
 from arraycomm._transports.board import FAILED, FINISHED, GONE
 
 _UNSET: Final[Any] = type("_Unset", (), {"__repr__": lambda self: "unset"})()
@@ -191,18 +192,35 @@ def _complete(comm: Communicator) -> None:
         )
 
 
-def open_mpi(mpi_comm: Any, options: Options, wish: Wish) -> Communicator:
-    """Return a communicator over a duplicate of an mpi4py communicator."""
+def open_mpi(mpi_comm: Any, look: Callable[[], tuple[Options, Wish]]) -> Communicator:
+    """Return a communicator over a duplicate of an mpi4py communicator.
+
+    `look` returns this rank's arguments; what it raises on one rank, all the others are told.
+    """
     transport = _mpi_transport()
-    comm = Communicator(transport(mpi_comm.Dup()), options)
-    comm._devices.wish = wish
-    _state.roots.append(comm)
     _watch_exit()
-    comm._call("init", lambda _: agreement_only("init", f"{options!r}, {wish.backend}"))
-    if wish.backend == "nccl":
+    options, wished = _told_to_all(mpi_comm, look)
+    comm = Communicator(transport(mpi_comm.Dup()), options)
+    comm._devices.wish = wished
+    _state.roots.append(comm)
+    comm._call("init", lambda _: agreement_only("init", f"{options!r}, {wished.backend}"))
+    if wished.backend == "nccl":
         comm._devices.require()
         comm.backend = "nccl"
     return comm
+
+
+def _told_to_all(mpi_comm: Any, look: Callable[[], tuple[Options, Wish]]) -> tuple[Options, Wish]:
+    """Return what `look` does, once it has on every rank."""
+    try:
+        found = look()
+    except Exception as error:
+        mpi_comm.allgather({"error": str(error), "traceback": describe_raise(error)})
+        raise
+    said: list[dict[str, str]] = mpi_comm.allgather({})
+    if any(said):
+        raise peer_error("init", said)
+    return found
 
 
 def replace_root(old: Communicator, new: Communicator) -> None:
@@ -326,7 +344,7 @@ def _open_mpi_world(transport: Callable[..., Any], options: Options, wish: Wish)
             f"({library}) sees {MPI.COMM_WORLD.size}; start the program with the mpiexec of that "
             "MPI, or install the MPI that belongs to this launcher"
         )
-    return open_mpi(MPI.COMM_WORLD, options, wish)
+    return open_mpi(MPI.COMM_WORLD, lambda: (options, wish))
 
 
 # The end of this process
@@ -342,9 +360,12 @@ def _watch_exit() -> None:
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        previous(kind, error, trace)
-        sys.stderr.flush()
         _state.failure = "".join(traceback.format_exception(kind, error, trace))
+        if previous is sys.__excepthook__ and not sys.stderr.isatty():
+            _print_whole(_state.failure)
+        else:
+            previous(kind, error, trace)
+        sys.stderr.flush()
         # Who fails because another rank did shows no traceback: the other's is the one to see.
         _leave_all(GONE, "" if isinstance(error, PeerError) else _state.failure)
 
@@ -352,6 +373,12 @@ def _watch_exit() -> None:
     atexit.register(_at_exit)
     _watch_mpi()
     os.register_at_fork(after_in_child=_forget)
+
+
+def _print_whole(text: str) -> None:
+    """Write one rank's error in one piece, so that the launcher does not mix it with another's."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def _watch_mpi() -> None:
@@ -424,7 +451,7 @@ def _all_left(watched: list[Communicator]) -> bool:
         for comm in _communicators():
             if comm._late is not None:
                 # Of a call on a device that nothing followed.
-                traceback.print_exception(comm._late)
+                _print_whole("".join(traceback.format_exception(comm._late)))
                 clean = False
     if clean:
         _leave_all(FINISHED)

@@ -150,6 +150,28 @@ class TestUnderMpiexec:
         ends = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
         assert ends == [f"[{rank}/3] hello" for rank in range(3)]
 
+    @pytest.mark.parametrize(
+        ("wrong", "raised"),
+        [
+            ({"timeout": -1}, "ValueError: timeout must be positive"),
+            ({"check": 1}, "TypeError: check must be True or False"),
+            ({"device": 0}, "TypeError: init: device must be"),
+        ],
+    )
+    def test_wrong_argument_to_from_mpi_on_one_rank_raises_on_all(self, wrong, raised) -> None:
+        done = _on_three(f"""
+            from mpi4py import MPI
+            given = MPI.COMM_WORLD
+            try:
+                ac.Communicator.from_mpi(given, **({wrong!r} if given.rank == 1 else {{}}))
+            except Exception as error:
+                print(f"{{type(error).__name__}}: {{error}}")
+            assert ac.Communicator.from_mpi(given).allreduce(1) == 3
+        """)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(raised) == 3
+        assert done.stdout.count("PeerError: init: rank 1 raised instead of taking part") == 2
+
     def test_from_mpi_leaves_the_world_and_the_given_communicator_alone(self) -> None:
         done = _on_three("""
             from mpi4py import MPI
@@ -213,6 +235,22 @@ class TestUnderMpiexec:
         done = _on_three(_messages(program) if board == "messages" else program)
         assert done.returncode != 0
         assert done.stderr.count("MismatchError: ranks of one communicator called") == 3
+
+    def test_error_is_printed_in_one_piece(self) -> None:
+        """A launcher mixes what its ranks write in several."""
+        done = _on_three("""
+            class Pieces:
+                def __getattr__(self, name):
+                    return getattr(sys.__stderr__, name)
+                def write(self, text):
+                    print(f"a piece of {text.count(chr(10))} lines", flush=True)
+
+            comm = ac.init()
+            sys.stderr = Pieces()
+            comm.allreduce(np.ones(5 + comm.rank))
+        """)
+        assert done.returncode != 0
+        assert done.stdout.count("a piece of") == 3, done.stdout
 
     @pytest.mark.parametrize("board", ["shared", "messages"])
     def test_handled_mismatch_ends_well(self, board: str) -> None:

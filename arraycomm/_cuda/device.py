@@ -76,12 +76,12 @@ def choose_device(local_rank: int, wanted: str | None) -> int:
     found = re.fullmatch(r"cuda(?::(\d+))?", "cuda" if wanted is None else wanted)
     devices = count()
     if found is None or not devices:
-        raise ValueError(f'device must be "cuda" or "cuda:N"; got {wanted!r}')
+        raise ValueError(f'init: device must be "cuda" or "cuda:N"; got {wanted!r}')
     if found[1] is None:
         return local_rank % devices
     if int(found[1]) >= devices:
         raise ValueError(
-            f"device {wanted!r} is not among the {devices} that this process sees, numbered from 0; "
+            f"init: device {wanted!r} is not among the {devices} that this process sees, numbered from 0; "
             "look at CUDA_VISIBLE_DEVICES"
         )
     return int(found[1])
