@@ -51,7 +51,7 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     match _choose(link, source):
         case "local":
             link.fold(op, source.dtype, [_apart(source, target)], target)
-        case "steps":
+        case "header" | "steps":
             yield from _in_steps(link, source, target, op)
         case "gather":
             rows = yield from _gather_rows(link, source)

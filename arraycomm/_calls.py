@@ -30,7 +30,8 @@ MAX_LENGTH: Final = 1 << 40
 class Call:
     """One rank's part in one collective.
 
-    `blind` says that `finish` needs nothing from the header when the payload is too large for it.
+    `blind` says that `finish` needs nothing from the header when the payload is too large for it, and
+    `ahead` that it does not where all is on a device.
     `prefix` is the signature as a header carries it, where that was encoded beforehand. `way` is that
     of its array, and `again` makes the call for another way.
     """
@@ -43,6 +44,7 @@ class Call:
     copies: int = 0
     negotiable: bool = False
     blind: bool = False
+    ahead: bool = False
     prefix: bytes | None = None
     way: HostWay | None = None
     again: Callable[[HostWay], Call] | None = None

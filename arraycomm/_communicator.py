@@ -1075,7 +1075,8 @@ class Communicator:
             # Counted as two steps, so that farewells tell before from after.
             self._board.step += 2
             return (yield from way.run(call.finish(None)))
-        if call.blind and not way.host:
+        ahead = way.ahead and (call.blind or call.ahead)
+        if ahead:
             # The header is seen to later, in whichever thread.
             site = site or call_site()
         agreeing = agree(
@@ -1086,7 +1087,7 @@ class Communicator:
             negotiable=call.negotiable,
             site=site,
         )
-        if call.blind and not way.host:
+        if ahead:
             # What the device is to do waits there for the other ranks.
             posted = next(agreeing)
             self._engine.follow(self._verified(posted, agreeing), str(site))
@@ -1096,17 +1097,19 @@ class Communicator:
 
     def _met(self, call: Call, agreement: Agreement, site: str | None) -> Steps:
         """Finish a call to which all ranks have come, wherever their arrays are."""
-        way, devices = call.way or self._host_way, self._devices
-        if call.again is not None and (agreement.mixed or way.place):
+        way, devices, again = call.way or self._host_way, self._devices, call.again
+        if again is not None and (agreement.mixed or way.place):
             if not devices.decided:
                 yield from devices.decide()
-                again = call.again(devices.way_after(way))
-                return (yield from self._steps(again, site))
+                return (yield from self._steps(again(devices.way_after(way)), site))
             if way.tree and agreement.mixed:
-                # All ranks see that, and show their trees once more as host memory.
-                return (yield from self._steps(call.again(StagedTreeWay(self)), site))
-            if way.host and not way.tree:
-                call = call.again(devices.way_of_host())
+                other = devices.way_to_tree(agreement)
+                call = again(other)
+                if isinstance(other, StagedTreeWay):
+                    # All ranks see that, and show their trees once more as host memory.
+                    return (yield from self._steps(call, site))
+            elif way.host and not way.tree:
+                call = again(devices.way_of_host())
         return (yield from (call.way or way).run(call.finish(agreement)))
 
     def _met_after(self, settling: Steps, x: Any, op: Any) -> Steps:

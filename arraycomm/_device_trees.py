@@ -12,6 +12,7 @@ from arraycomm._cuda.memory import Span
 from arraycomm._dtypes import DType
 from arraycomm._fusion import Bucket, lay_out
 from arraycomm._header import Steps
+from arraycomm._results import give
 from arraycomm._ways import DeviceWay
 
 
@@ -20,7 +21,7 @@ def reduce(way: DeviceWay, views: Sequence[BufferView], op: str, bucket_bytes: i
 
     Leaves of one dtype travel together. Each byte is copied once on the way in, by one launch for
     thousands of leaves; results are parts of one array where a bucket's leaves are of one framework,
-    and copied once more where they are not.
+    and copied once more where they are not. Leaves of the host come back there.
     """
     made: list[Any] = [None] * len(views)
     for bucket in lay_out(tuple((leaf.dtype, leaf.shape) for leaf in views), bucket_bytes):
@@ -39,9 +40,9 @@ class _Block:
         self._way, self._bucket, self._views = way, bucket, views
         self._first = views[bucket.pieces[0].leaf]
         count = bucket.nbytes // bucket.dtype.itemsize
-        kinds = {views[piece.leaf].framework for piece in bucket.pieces}
+        kinds = {(views[piece.leaf].framework, views[piece.leaf].device) for piece in bucket.pieces}
         self._whole: Any = None
-        if len(kinds) == 1:
+        if len(kinds) == 1 and self._first.device[0] == "cuda":
             self._whole, self.span = self._empty(self._first, (count,), bucket.dtype)
         else:
             self.span = way.memory.allocate(bucket.nbytes).view(bucket.dtype)
@@ -60,6 +61,9 @@ class _Block:
             view, part = self._views[leaf], slice(offset // itemsize, (offset + nbytes) // itemsize)
             if self._whole is not None:
                 yield leaf, whole[part].reshape(view.shape)
+                continue
+            if view.device[0] != "cuda":
+                yield leaf, give(self._way.download(self.span[part], view.shape), view)
                 continue
             made, span = self._empty(view, view.shape, view.dtype)
             span[...] = self.span[part]

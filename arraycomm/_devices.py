@@ -1,7 +1,8 @@
 """Which link the arrays on devices take, and the watch over what is under way there.
 
 The ranks choose together, when a call first shows that one of them has an array on a device: NCCL
-where every rank can, else MPI where that reads device memory, else host memory.
+where every rank can, else MPI where that reads device memory, else copies in pinned memory. Where a
+rank has no device, all arrays are host memory.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from weakref import WeakSet
 
 from arraycomm._cuda import arrays
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._header import Steps, digest, exchange_details
+from arraycomm._header import Agreement, Steps, digest, exchange_details
 from arraycomm._ops import Op
-from arraycomm._ways import DeviceWay, HostWay, StagedTreeWay, TreeWay
+from arraycomm._ways import DeviceWay, HostWay, StagedTreeWay, TreeWay, UploadedTreeWay
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _LOOK: Final = 0.02
 # cudaStreamPerThread is another stream in each of the threads that NCCL works in.
 _PER_THREAD: Final = 2
+# What the header says of a tree with every leaf on a device.
+_ALL_THERE: Final = 1
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,11 @@ class Devices:
     Attributes
     ----------
     link : DeviceLink or None
-        What arrays on devices go over; None where they are staged.
+        What arrays on devices go over; None where they are taken for host memory.
     decided : bool
         Whether the ranks have chosen.
     reason : str
-        Why they are staged.
+        Why it is not NCCL.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -107,11 +110,24 @@ class Devices:
         if not any(on_device):
             return host
         # What the ranks compare: a leaf may not be on the host here and on a device there.
-        place = digest(on_device) >> 1 & (1 << 62) - 1 | 1
+        place = digest(on_device) >> 1 & (1 << 62) - 1 | 2
+        if all(there or leaf is None for there, leaf in zip(on_device, leaves, strict=True)):
+            place = _ALL_THERE
         if self.link is None:
             return StagedTreeWay(self._comm, place)
         stream = self._stream_for(leaves[on_device.index(True)])
         return TreeWay(self._comm, self, stream, place)
+
+    def way_to_tree(self, agreement: Agreement) -> HostWay:
+        """Return the way of a tree, some of whose leaves are in other places on other ranks.
+
+        Some of these may have gone ahead, with all leaves on their devices: there the others join them.
+        """
+        ranks = range(self._comm.size)
+        ahead = self.link is not None and self.link.ahead
+        if ahead and _ALL_THERE in {agreement.word(rank, 15) for rank in ranks}:
+            return UploadedTreeWay(self._comm, self, self._own_stream, _ALL_THERE)
+        return StagedTreeWay(self._comm)
 
     def way_after(self, way: HostWay) -> HostWay:
         """Return the way for a call that was made for `way` before the ranks have chosen."""

@@ -40,7 +40,8 @@ class Explanation:
     op : str
         The reduction.
     backend : str
-        What moves the elements: "self", "threads", "mpi" or "nccl".
+        What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
+        pinned memory.
     way : str
         "local", "header", "steps", "gather", "slices", "native", "function" or "function by slices".
     copies : int
@@ -106,10 +107,14 @@ def explain(x: Any, op: str | Op = "sum", *, comm: Communicator | None = None) -
         op=op.name if isinstance(op, Op) else op,
         backend=comm.backend if link is None else link.name,
         way=way,
-        copies=int(strided) + int(source.copied),
+        copies=int(strided) + int(source.copied) + int(_staged(link)),
         sent=_sent(way, nbytes, comm.size),
         notes=tuple(_notes(comm, way, x, link)),
     )
+
+
+def _staged(link: DeviceLink | None) -> bool:
+    return link is not None and link.name == "staged"
 
 
 def _on_device(x: Any, link: DeviceLink) -> BufferView:
@@ -119,7 +124,7 @@ def _on_device(x: Any, link: DeviceLink) -> BufferView:
 def _way(
     nbytes: int, source: BufferView, op: str | Op, comm: Communicator, link: DeviceLink | None
 ) -> str:
-    if link is not None and isinstance(op, str) and comm.size > 1:
+    if link is not None and isinstance(op, str) and comm.size > 1 and not _staged(link):
         if link.native(op, source.dtype):
             return "native"
         return choose(nbytes, comm.size, *link.slot)
@@ -142,6 +147,8 @@ def _notes(comm: Communicator, way: str, x: Any, link: DeviceLink | None) -> lis
     notes = []
     if on_cuda(x) and link is None:
         notes.append(f"by way of host memory, with a copy each way: {comm._devices.reason}")
+    if _staged(link):
+        notes.append(f"by way of pinned memory, chunk by chunk: {comm._devices.reason}")
     if not comm._link.threaded:
         notes.append(
             "requests progress only while this rank calls, tests or waits: the MPI was not started "

@@ -109,11 +109,11 @@ class Plan:
         if inline:
             packed.pack(sources)
 
-        def finish(agreement: Agreement) -> Steps:
-            if inline:
-                fusion.fold_payloads(comm, packed, agreement, self._op)
-            else:
+        def finish(agreement: Agreement | None) -> Steps:
+            if not inline:
                 yield from fusion.reduce(comm, packed, sources, self._op)
+            elif agreement is not None:
+                fusion.fold_payloads(comm, packed, agreement, self._op)
             reduced = yield from reduce_on_device(way, parts, self._op, DEFAULT_BUCKET_BYTES)
             return deliver(
                 lambda: leaves.rebuild(results(leaves.views, present, packed, given=reduced))
@@ -125,6 +125,7 @@ class Plan:
             packed.block if inline else None,
             nbytes=fusion.nbytes + (0 if parts is None else parts.device_bytes),
             copies=len(sources) + (0 if parts is None else len(parts.on_device)),
+            ahead=True,
             prefix=self._prefix(fusion.nbytes if inline else -1, way.place),
             way=way,
         )

@@ -245,18 +245,18 @@ def _reduce_call(
     if inline:
         packed.pack(parts.sources)
 
-    def finish(agreement: Agreement) -> Steps:
-        if agreement.details is not None:
+    def finish(agreement: Agreement | None) -> Steps:
+        if agreement is not None and agreement.details is not None:
             there = leaves if not parts.on_device else Leaves(flat, operation, comm._host_tree_way)
             return (
                 yield from _reduce_missing(
                     comm, there, op, agreement.details, bucket_bytes, compression
                 )
             )
-        if inline:
-            fusion.fold_payloads(comm, packed, agreement, op)
-        else:
+        if not inline:
             yield from fusion.reduce(comm, packed, parts.sources, op)
+        elif agreement is not None:
+            fusion.fold_payloads(comm, packed, agreement, op)
         reduced = yield from reduce_on_device(way, parts, op, bucket_bytes)
         return deliver(
             lambda: leaves.rebuild(results(leaves.views, parts.present, packed, given=reduced))
@@ -274,6 +274,7 @@ def _reduce_call(
         nbytes=fusion.nbytes + parts.device_bytes,
         copies=len(parts.present) + len(parts.on_device),
         negotiable=missing == "zeros",
+        ahead=missing != "zeros",
         way=way,
     )
 

@@ -47,9 +47,12 @@ class HostWay:
         An array of the call that is on a device, where there is one.
     host : bool
         Whether elements are in host memory, so that few of them travel with the header.
+    ahead : bool
+        Whether a call goes ahead of its header, which is seen to later.
     """
 
     host = True
+    ahead = False
     # Whether the call is of a tree, whose leaves may be in several places.
     tree = False
 
@@ -107,6 +110,7 @@ class DeviceWay(HostWay):
         super().__init__(comm, 1)
         assert devices.link is not None
         self.link = devices.link
+        self.ahead = devices.link.ahead
         self._devices = devices
         self.memory = devices.link.memory.at(stream)
         self._stream = stream
@@ -192,9 +196,18 @@ class TreeWay(DeviceWay):
     def __init__(self, comm: Communicator, devices: Devices, stream: int, place: int) -> None:
         super().__init__(comm, devices, stream)
         self.place = place
+        # What is on the host goes in step with the header.
+        self.ahead = self.ahead and place == 1
 
     def _view_of_host(self, found: BufferView) -> BufferView:
         return found
+
+
+class UploadedTreeWay(TreeWay):
+    """A tree whose leaves on the host meet those of other ranks on their devices."""
+
+    def _view_of_host(self, found: BufferView) -> BufferView:
+        return Uploaded(found, self.memory)
 
 
 class Uploaded(BufferView):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -184,11 +184,26 @@ class TestPool:
         assert staging.empty(5000).size == 5000
 
 
+def lifted(span: Span, chunk_bytes: int, staging: Staging) -> Iterator[Array]:
+    """Each chunk, once its mark has come."""
+    for mark, chunk in staged_chunks(span, chunk_bytes, staging):
+        waits(mark)
+        yield chunk
+
+
+def filled(span: Span, chunk_bytes: int, staging: Staging) -> Iterator[Array]:
+    """Each chunk, once it may be filled."""
+    for mark, chunk in unstaged_chunks(span, chunk_bytes, staging):
+        if mark is not None:
+            waits(mark)
+        yield chunk
+
+
 @pytest.mark.parametrize("count", [0, 1, 9, 10, 11, 20, 95])
 def test_staged_chunks_are_the_bytes_in_order(count: int) -> None:
     memory = LateMemory()
     source = np.arange(count, dtype=np.int16)
-    found = [c.copy() for c in staged_chunks(on_device(source, memory), 20, Staging(Pins()), waits)]
+    found = [c.copy() for c in lifted(on_device(source, memory), 20, Staging(Pins()))]
     assert [chunk.size for chunk in found[:-1]] == [20] * (len(found) - 1)
     assert b"".join(c.tobytes() for c in found) == source.tobytes()
 
@@ -199,7 +214,7 @@ def test_unstaged_chunks_fill_the_span_in_order(count: int) -> None:
     wanted = np.arange(count, dtype=np.int16)
     target = np.zeros_like(wanted)
     place = 0
-    for chunk in unstaged_chunks(on_device(target, memory), 20, Staging(Pins()), waits):
+    for chunk in filled(on_device(target, memory), 20, Staging(Pins())):
         chunk[...] = wanted.view(np.uint8)[place : place + chunk.size]
         place += chunk.size
     memory.run_until(len(memory.work))
@@ -209,9 +224,7 @@ def test_unstaged_chunks_fill_the_span_in_order(count: int) -> None:
 def test_the_next_chunk_is_under_way_while_one_is_used() -> None:
     memory = LateMemory()
     source = np.arange(50, dtype=np.uint8)
-    for number, _ in enumerate(
-        staged_chunks(on_device(source, memory), 10, Staging(Pins()), waits)
-    ):
+    for number, _ in enumerate(lifted(on_device(source, memory), 10, Staging(Pins()))):
         assert memory.ran == number + 1
         assert len(memory.work) == min(number + 2, 5)
 
@@ -219,9 +232,7 @@ def test_the_next_chunk_is_under_way_while_one_is_used() -> None:
 def test_a_filled_chunk_is_copied_while_the_next_is_filled() -> None:
     memory = LateMemory()
     target = np.zeros(50, np.uint8)
-    for number, chunk in enumerate(
-        unstaged_chunks(on_device(target, memory), 10, Staging(Pins()), waits)
-    ):
+    for number, chunk in enumerate(filled(on_device(target, memory), 10, Staging(Pins()))):
         assert len(memory.work) == number
         assert memory.ran == max(number - 1, 0)
         chunk[...] = number
@@ -230,18 +241,16 @@ def test_a_filled_chunk_is_copied_while_the_next_is_filled() -> None:
 def test_two_buffers_are_enough() -> None:
     pins, memory = Pins(), LateMemory()
     source = np.zeros(100_000, np.uint8)
-    assert (
-        sum(1 for _ in staged_chunks(on_device(source, memory), 4096, Staging(pins), waits)) == 25
-    )
+    assert sum(1 for _ in lifted(on_device(source, memory), 4096, Staging(pins))) == 25
     assert pins.sizes == [4096, 4096]
 
 
-@pytest.mark.parametrize("chunks", [staged_chunks, unstaged_chunks])
+@pytest.mark.parametrize("chunks", [lifted, filled])
 def test_a_caller_that_stops_leaves_no_buffer_to_the_device(chunks: Any) -> None:
     pins, memory = Pins(), LateMemory()
     staging = Staging(pins)
     source = np.zeros(50_000, np.uint8)
-    steps = chunks(on_device(source, memory), 4096, staging, waits)
+    steps = chunks(on_device(source, memory), 4096, staging)
     for _ in range(3):
         next(steps)
     steps.close()
@@ -256,30 +265,13 @@ def test_a_caller_that_stops_leaves_no_buffer_to_the_device(chunks: Any) -> None
     assert len(pins.sizes) == 2 + busy
 
 
-@pytest.mark.parametrize("chunks", [staged_chunks, unstaged_chunks])
+@pytest.mark.parametrize("chunks", [lifted, filled])
 def test_copies_stay_in_the_stream_of_the_first_step(chunks: Any) -> None:
     memory = LateMemory()
     memory.stream = 5
     span = on_device(np.zeros(50, np.uint8), memory)
-    for _ in chunks(span, 10, Staging(Pins()), waits):
+    for _ in chunks(span, 10, Staging(Pins())):
         memory.at(9)
     assert set(memory.streams) == {5}
     assert len(memory.streams) == 5
     assert memory.stream == 9
-
-
-def test_the_host_waits_by_itself() -> None:
-    class Soon(LateMark):
-        def done(self) -> bool:
-            self.memory.run_until(self.memory.ran + 1 if self.memory.ran < self.place else 0)
-            return super().done()
-
-    class SoonMemory(LateMemory):
-        def record(self) -> Soon:
-            return Soon(self, len(self.work))
-
-    source = np.arange(100, dtype=np.uint8)
-    span = on_device(source, SoonMemory())
-    assert (
-        b"".join(c.tobytes() for c in staged_chunks(span, 30, Staging(Pins()))) == source.tobytes()
-    )

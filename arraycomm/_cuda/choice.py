@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from arraycomm._cuda import device, kernels
 from arraycomm._header import Steps, exchange_details
+from arraycomm._transports.addressed import AddressedLink
+from arraycomm._transports.staged import StagedLink
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -66,18 +68,19 @@ def _number(comm: Communicator, wish: Wish) -> int:
 
 
 def choose(comm: Communicator, wish: Wish, offers: Sequence[Offer]) -> Steps:
-    """Open what every rank can; return the link and, where there is none, why."""
+    """Open what every rank can; return the link, None where a rank has no device, and why it is not NCCL."""
     reason = why_not_nccl(offers)
     if not reason:
         return (yield from _open_nccl(comm, wish)), ""
+    if any(mine["device"] for mine in offers):
+        return None, reason
     shared = device.shared_devices([mine["uuid"] for mine in offers])
-    if shared and not any(mine["device"] for mine in offers) and comm.rank == 0:
+    if shared and comm.rank == 0:
         warnings.warn(
             f"{shared}: what they compute there takes turns", RuntimeWarning, stacklevel=2
         )
-    if all(mine["aware"] for mine in offers):
-        return _over_mpi(comm, wish), ""
-    return None, reason
+    link = AddressedLink if all(mine["aware"] for mine in offers) else StagedLink
+    return link(comm._link, memory_of(comm, wish)), reason
 
 
 def why_not_nccl(offers: Sequence[Offer]) -> str:
@@ -115,9 +118,3 @@ def _open_nccl(comm: Communicator, wish: Wish) -> Steps:
         reproducible=comm._options.reproducible,
     )
     return link
-
-
-def _over_mpi(comm: Communicator, wish: Wish) -> Any:
-    from arraycomm._transports.addressed import AddressedLink
-
-    return AddressedLink(comm._link, memory_of(comm, wish))

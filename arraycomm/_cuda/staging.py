@@ -7,7 +7,6 @@ device may still be at work in memory that Python has let go of.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._cuda.memory import Mark, Span
+from arraycomm._cuda.memory import Mark, Memory, Span
 from arraycomm._dlpack import array_at
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +24,6 @@ Array = np.ndarray[Any, Any]
 KEPT: Final = 1 << 28
 _SMALLEST: Final = 1 << 12
 _BYTE: Final = np.dtype(np.uint8)
-_NAP: Final = 2e-5
 
 
 class Staging:
@@ -122,22 +120,11 @@ def _pin(nbytes: int) -> Array:
     return np.frombuffer(PinnedMemoryPointer(space, 0), _BYTE, nbytes)
 
 
-def wait(mark: Mark) -> None:
-    """Wait until the device has come to a mark, and let other threads run meanwhile."""
-    while not mark.done():
-        time.sleep(_NAP)
-
-
-def staged_chunks(
-    span: Span,
-    chunk_bytes: int,
-    staging: Staging,
-    waiting: Callable[[Mark], None] = wait,
-) -> Iterator[Array]:
+def staged_chunks(span: Span, chunk_bytes: int, staging: Staging) -> Iterator[tuple[Mark, Array]]:
     """Yield the bytes of a span as pinned memory, in chunks; the next one is copied meanwhile.
 
-    A chunk is good until the next one is asked for. The memory's stream is that of the first step,
-    and may change between steps.
+    Each chunk comes with a mark, from which on it is there; it is good until the next one is asked for. The memory's stream
+    is that of the first step, and may change between steps.
 
     Parameters
     ----------
@@ -147,38 +134,30 @@ def staged_chunks(
         The size of all chunks but the last.
     staging : Staging
         Where the two buffers come from.
-    waiting : callable
-        Waits for a mark.
     """
     chunks, buffers = _halves(span, chunk_bytes, staging)
-    copy = _Copy(span, staging)
+    copy = Copy(span.memory, staging)
     marks = [copy.out(chunks[0], buffers[0])] if chunks else []
     for number, chunk in enumerate(chunks):
         if number + 1 < len(chunks):
             marks.append(copy.out(chunks[number + 1], buffers[(number + 1) % 2]))
-        waiting(marks[number])
-        yield buffers[number % 2][: chunk.size]
+        yield marks[number], buffers[number % 2][: chunk.size]
 
 
 def unstaged_chunks(
-    span: Span,
-    chunk_bytes: int,
-    staging: Staging,
-    waiting: Callable[[Mark], None] = wait,
-) -> Iterator[Array]:
+    span: Span, chunk_bytes: int, staging: Staging
+) -> Iterator[tuple[Mark | None, Array]]:
     """Yield pinned memory to be filled with the bytes of a span, in chunks, as `staged_chunks` does.
 
-    A chunk must be full when the next one is asked for. It is copied while that is being filled; after
-    the last one, the span is complete in the order of the stream.
+    A chunk may be filled from its mark on, where it has one, and must be full when the next one is asked for. It is copied
+    while that is being filled; after the last one, the span is complete in the order of the stream.
     """
     chunks, buffers = _halves(span, chunk_bytes, staging)
-    copy = _Copy(span, staging)
+    copy = Copy(span.memory, staging)
     marks: list[Mark] = []
     for number, chunk in enumerate(chunks):
-        if number >= 2:
-            waiting(marks[number - 2])
         buffer = buffers[number % 2]
-        yield buffer[: chunk.size]
+        yield marks[number - 2] if number >= 2 else None, buffer[: chunk.size]
         marks.append(copy.back(chunk, buffer))
 
 
@@ -189,18 +168,23 @@ def _halves(span: Span, chunk_bytes: int, staging: Staging) -> tuple[list[Span],
     return chunks, [staging.empty(chunk.size) for chunk in chunks[:2]]
 
 
-class _Copy:
-    """Copies between a span's memory and pinned memory, which the pool gets back only after them."""
+class Copy:
+    """Copies between a device and pinned memory, which the pool gets back only after them.
 
-    def __init__(self, span: Span, staging: Staging) -> None:
-        self._memory = span.memory
-        self._stream = span.memory.stream
+    They keep to the stream that is the memory's now.
+    """
+
+    def __init__(self, memory: Memory, staging: Staging) -> None:
+        self._memory = memory
+        self._stream = memory.stream
         self._staging = staging
 
     def out(self, chunk: Span, buffer: Array) -> Mark:
+        """Copy bytes from the device to the beginning of a buffer."""
         return self._copy(self._as_span(chunk, buffer), chunk, buffer)
 
     def back(self, chunk: Span, buffer: Array) -> Mark:
+        """Copy as many bytes from the beginning of a buffer to the device."""
         return self._copy(chunk, self._as_span(chunk, buffer), buffer)
 
     def _as_span(self, chunk: Span, buffer: Array) -> Span:

@@ -129,10 +129,18 @@ class Link(abc.ABC):
 
 
 class DeviceLink(Link):
-    """The movements between the ranks' devices, in the order of the memory's stream."""
+    """The movements between the ranks' devices, in the order of the memory's stream.
+
+    Attributes
+    ----------
+    ahead : bool
+        Whether a movement waits for the other ranks on the device, and the host for nothing: then
+        calls go ahead of their headers.
+    """
 
     name: str
     memory: Memory
+    ahead: bool = False
 
     def take(self, count: int, dtype: DType) -> Span:
         return self.empty(count, dtype)

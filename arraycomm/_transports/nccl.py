@@ -66,6 +66,7 @@ class NcclLink(DeviceLink):
     """
 
     name = "nccl"
+    ahead = True
     # Enough for NCCL to come to speed, and as many bytes of scratch as a device can spare.
     chunk_bytes = 64 << 20
 

@@ -71,7 +71,8 @@ class DeviceField(Field):
         """Return which devices there are, and the way that arraycomm's arrays take."""
         name = self._runtime.getDeviceProperties(self.number)["name"].decode()
         devices = self.comm._devices
-        way = f"by way of the host: {devices.reason}" if devices.link is None else devices.link.name
+        way = "host memory" if devices.link is None else devices.link.name
+        way = way if way == "nccl" else f"{way}: {devices.reason}"
         return {"device": {"name": name, "devices": len(set(self._uuids())), "way": way}}
 
     @property

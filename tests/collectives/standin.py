@@ -15,12 +15,15 @@ from unittest import mock
 
 import numpy as np
 
-from arraycomm import _communicator, _folds
+from arraycomm import _communicator, _explain, _folds
 from arraycomm._buffers import BufferView
 from arraycomm._cuda import arrays, choice
 from arraycomm._cuda.memory import Mark, Memory, Piece, Span
+from arraycomm._cuda.staging import Staging
 from arraycomm._header import Steps
 from arraycomm._transports.addressed import AddressedLink
+from arraycomm._transports.base import DeviceLink
+from arraycomm._transports.staged import StagedLink
 from arraycomm._views import NOTHING
 
 Array = np.ndarray[Any, Any]
@@ -190,20 +193,39 @@ def _empty_like(like: Any, shape: Any, dtype: Any, memory: LateMemory) -> tuple[
     return made, Span(array.ctypes.data, array.size, dtype, array, memory)
 
 
+class AheadLink(AddressedLink):
+    """Goes ahead of headers, as NCCL does."""
+
+    name = "ahead"
+    ahead = True
+
+
+def staged(transport: Any, memory: Memory) -> StagedLink:
+    """A link with memory of the host for pinned memory, and chunks of which a test has several."""
+    return StagedLink(transport, memory, Staging(lambda n: np.full(n, 0xA5, np.uint8)), 1024)
+
+
+LINKS: dict[str, Callable[[Any, Memory], DeviceLink]] = {
+    "ahead": AheadLink,
+    "addressed": AddressedLink,
+    "staged": staged,
+}
+
+
 class Standin:
     """What tests may ask of the stand-in, and change."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: str = "ahead") -> None:
         self.available = True
-        self.links: list[AddressedLink] = []
-        # The link of each rank, which a test may wrap.
-        self.link: Callable[[Any, Memory], AddressedLink] = AddressedLink
+        self.links: list[DeviceLink] = []
+        # The link of each rank.
+        self.link = LINKS[link]
 
 
 @contextmanager
-def devices() -> Iterator[Standin]:
-    """Have `DeviceArray`s taken for arrays on a device, for a while."""
-    standin = Standin()
+def devices(link: str = "ahead") -> Iterator[Standin]:
+    """Have `DeviceArray`s taken for arrays on a device, for a while, and go over a link."""
+    standin = Standin(link)
 
     def choose(comm: Any, wish: Any, offers: Any) -> Steps:
         yield from ()
@@ -211,12 +233,14 @@ def devices() -> Iterator[Standin]:
             return None, "a rank has no device"
         link = standin.link(comm._link, LateMemory())
         standin.links.append(link)
-        return link, ""
+        return link, "" if link.ahead else "rank 0: no NCCL"
 
     with ExitStack() as patches:
         for module, name, value in (
             (arrays, "on_cuda", _on_device),
             (_communicator, "on_cuda", _on_device),
+            (_explain, "on_cuda", _on_device),
+            (_explain, "device_view", _view),
             (arrays, "stream_of", lambda x: 0),
             (arrays, "device_view", _view),
             (arrays, "view_out", _view_out),

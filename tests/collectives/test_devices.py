@@ -37,7 +37,15 @@ def several(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def standin() -> Iterator[Standin]:
+    """Devices whose calls go ahead of their headers."""
     with devices() as found:
+        yield found
+
+
+@pytest.fixture(params=["ahead", "staged"])
+def any_link(request: pytest.FixtureRequest) -> Iterator[Standin]:
+    """Devices whose calls go ahead, with addresses for MPI, and those that copy for it."""
+    with devices(request.param) as found:
         yield found
 
 
@@ -77,7 +85,7 @@ def _host(result: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_device_gives_what_the_host_gives(on_ranks, size, name, standin) -> None:
+def test_device_gives_what_the_host_gives(on_ranks, size, name, any_link) -> None:
     def check(comm: Communicator) -> None:
         for count in (0, 1, 5, 9000):
             x = _values(comm, count)
@@ -94,7 +102,7 @@ def test_device_gives_what_the_host_gives(on_ranks, size, name, standin) -> None
     on_ranks(size, check)
 
 
-def test_results_are_on_the_device(on_ranks, size, standin) -> None:
+def test_results_are_on_the_device(on_ranks, size, any_link) -> None:
     def check(comm: Communicator) -> None:
         x = DeviceArray(_values(comm, 3))
         for call in ("allreduce", "scan", "allgather", "alltoall", "reduce_scatter"):
@@ -106,7 +114,7 @@ def test_results_are_on_the_device(on_ranks, size, standin) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "complex64", "bfloat16"])
-def test_every_kind_of_dtype_goes_there(on_ranks, several, dtype, standin) -> None:
+def test_every_kind_of_dtype_goes_there(on_ranks, several, dtype, any_link) -> None:
     import ml_dtypes
 
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
@@ -125,7 +133,7 @@ def test_every_kind_of_dtype_goes_there(on_ranks, several, dtype, standin) -> No
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("count", [2, 9000])
 def test_ranks_whose_arrays_are_on_the_host_meet_the_others(
-    on_ranks, several, name, count, standin
+    on_ranks, several, name, count, any_link
 ) -> None:
     """On every rank in turn; each result is where that rank's own array is."""
 
@@ -146,7 +154,7 @@ def test_ranks_whose_arrays_are_on_the_host_meet_the_others(
     on_ranks(several, check)
 
 
-def test_out_is_written_wherever_it_is(on_ranks, size, standin) -> None:
+def test_out_is_written_wherever_it_is(on_ranks, size, any_link) -> None:
     def check(comm: Communicator) -> None:
         x = _values(comm, 4)
         want = comm.allreduce(x)
@@ -319,7 +327,7 @@ class _Never:
 
 
 def test_small_reductions_of_the_host_stay_short_and_meet_devices(
-    on_ranks, several, standin
+    on_ranks, several, any_link
 ) -> None:
     def check(comm: Communicator) -> None:
         x = np.ones(3, "float32")
@@ -335,7 +343,7 @@ def test_small_reductions_of_the_host_stay_short_and_meet_devices(
     on_ranks(several, check)
 
 
-def test_parts_and_duplicates_have_links_of_their_own(on_ranks, several, standin) -> None:
+def test_parts_and_duplicates_have_links_of_their_own(on_ranks, several, any_link) -> None:
     def check(comm: Communicator) -> None:
         x = DeviceArray(np.ones(3, "float32"))
         comm.allreduce(x)
@@ -363,7 +371,9 @@ def test_without_the_check_arrays_are_staged_unless_a_link_is_there(
     on_ranks(several, check)
 
 
-def test_functions_of_ones_own_get_the_array_by_way_of_the_host(on_ranks, several, standin) -> None:
+def test_functions_of_ones_own_get_the_array_by_way_of_the_host(
+    on_ranks, several, any_link
+) -> None:
     def check(comm: Communicator) -> None:
         x = DeviceArray(np.full(4, comm.rank + 1.0))
         comm.allreduce(x)
@@ -388,7 +398,7 @@ def _same(got: Any, want: Any) -> bool:
 
 
 @pytest.mark.parametrize("where", ["abcde", "ad", "b"])
-def test_tree_is_reduced_leaf_by_leaf_where_it_is(on_ranks, size, where, standin) -> None:
+def test_tree_is_reduced_leaf_by_leaf_where_it_is(on_ranks, size, where, any_link) -> None:
     def check(comm: Communicator) -> None:
         want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
         plan = comm.plan(_tree(comm, where), "sum")
@@ -406,7 +416,9 @@ def test_tree_is_reduced_leaf_by_leaf_where_it_is(on_ranks, size, where, standin
     on_ranks(size, check)
 
 
-def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(on_ranks, several, standin) -> None:
+def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(
+    on_ranks, several, any_link
+) -> None:
     def check(comm: Communicator) -> None:
         want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
         plan = comm.plan(_tree(comm, ""), "sum")
@@ -419,7 +431,55 @@ def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(on_ranks, severa
     on_ranks(several, check)
 
 
-def test_leaves_of_several_frameworks_stay_apart(on_ranks, several, standin) -> None:
+@pytest.mark.parametrize("name", ["allreduce_tree", "Plan"])
+def test_tree_on_devices_goes_ahead_of_its_header(on_ranks, several, name, standin) -> None:
+    """As one array does: the host waits for no other, and what differs is raised by the next call."""
+
+    def check(comm: Communicator) -> None:
+        together = comm.dup()
+        tree = _tree(comm, "abcde")
+        plan = comm.plan(tree, "sum")
+        call = plan if name == "Plan" else lambda tree: ac.allreduce_tree(tree, "sum", comm=comm)
+        call(tree)
+        link: Any = comm._devices.link
+        usual = link.alltoall, link.allgather
+        together.barrier()
+        if comm.rank:
+            together.recv(0)
+        link.alltoall = link.allgather = lambda *_: _Done()
+        call(tree)
+        if comm.rank == 0:
+            for rank in range(1, comm.size):
+                together.send(np.ones(1), rank)
+        comm.barrier()
+        link.alltoall, link.allgather = usual
+        want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
+        assert _same(call(tree), want)
+        link.alltoall = link.allgather = lambda *_: _Done()
+        call(tree) if comm.rank else comm.allreduce(tree["a"])
+        with pytest.raises(ac.MismatchError, match=rf"allreduce\(sum\).*{name}\(sum\) of 5 leaves"):
+            comm.barrier()
+        together.barrier()
+
+    on_ranks(several, check)
+
+
+def test_leaves_of_the_host_join_those_that_went_ahead(on_ranks, several, standin) -> None:
+    def check(comm: Communicator) -> None:
+        comm.allreduce(DeviceArray(np.ones(1)))
+        want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
+        plan = comm.plan(_tree(comm, ""), "sum")
+        for odd in range(comm.size):
+            for where in ("", "ae", "b"):
+                tree = _tree(comm, where if comm.rank == odd else "abcde")
+                for got in (ac.allreduce_tree(tree, "sum", comm=comm), plan(tree)):
+                    assert _same(got, want)
+                    assert [type(x) for x in got.values()] == [type(x) for x in tree.values()]
+
+    on_ranks(several, check)
+
+
+def test_leaves_of_several_frameworks_stay_apart(on_ranks, several, any_link) -> None:
     def check(comm: Communicator) -> None:
         x = np.arange(5, dtype="float32")
         tree = {"a": DeviceArray(x), "b": DeviceArray(x * 2, framework="other")}
@@ -431,7 +491,7 @@ def test_leaves_of_several_frameworks_stay_apart(on_ranks, several, standin) -> 
     on_ranks(several, check)
 
 
-def test_first_gradients_of_all_may_be_missing(on_ranks, several, standin) -> None:
+def test_first_gradients_of_all_may_be_missing(on_ranks, several, any_link) -> None:
     """Where the ranks are yet to choose a link, and this one has no array to tell of."""
 
     def check(comm: Communicator) -> None:
@@ -444,7 +504,7 @@ def test_first_gradients_of_all_may_be_missing(on_ranks, several, standin) -> No
     on_ranks(several, check)
 
 
-def test_gradient_that_a_rank_does_not_have_counts_as_zeros(on_ranks, several, standin) -> None:
+def test_gradient_that_a_rank_does_not_have_counts_as_zeros(on_ranks, several, any_link) -> None:
     def check(comm: Communicator) -> None:
         for _ in range(2):
             tree = _tree(comm, "abcde")

@@ -6,6 +6,7 @@ import pytest
 import arraycomm as ac
 from arraycomm import _algorithms
 from arraycomm._communicator import Communicator
+from tests.collectives.standin import DeviceArray, devices
 
 
 @pytest.mark.parametrize("count", [0, 1, 16, 17, 100, 4096, 4097, 65_536, 65_537, 200_000])
@@ -78,3 +79,35 @@ def test_world_is_needed() -> None:
     if not ac.is_initialized():
         with pytest.raises(ac.NotInitializedError):
             ac.explain(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "copies", "note"),
+    [
+        ("ahead", "ahead", 0, ""),
+        ("addressed", "mpi", 0, ""),
+        ("staged", "staged", 1, "by way of pinned memory, chunk by chunk: rank 0: no NCCL"),
+    ],
+)
+def test_arrays_on_devices(on_ranks, several, name, backend, copies, note) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.ones(200_000)
+        before = ac.explain(DeviceArray(x), comm=comm)
+        assert (before.backend, before.way) == (comm.backend, "slices")
+        (note_before,) = before.notes
+        assert note_before == (
+            "by way of host memory, with a copy each way: "
+            "no array on a device has been communicated so far"
+        )
+        comm.allreduce(DeviceArray(x))
+        said = ac.explain(DeviceArray(x), comm=comm)
+        assert (said.backend, said.way, said.copies) == (backend, "slices", copies)
+        assert said.notes == ((note,) if note else ())
+        assert ac.explain(DeviceArray(x[::2]), comm=comm).copies == copies + 1
+        by_function = ac.explain(DeviceArray(x), ac.op(np.multiply), comm=comm)
+        assert by_function.backend == comm.backend
+        small = ac.explain(DeviceArray(x[:2]), comm=comm).way
+        assert small == ("header" if name == "staged" else "gather")
+
+    with devices(name):
+        on_ranks(several, check)

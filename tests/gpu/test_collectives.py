@@ -9,9 +9,10 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
+from arraycomm._transports.gpu_aware import gpu_aware
 from tests.collectives.oracle import expected, same_bits, sample
 from tests.collectives.test_devices import COLLECTIVES
-from tests.gpu.conftest import Framework, OnRanks
+from tests.gpu.conftest import Framework, Job, OnRanks
 
 Array = np.ndarray[Any, Any]
 
@@ -85,6 +86,20 @@ def test_host_and_device_arrays_meet(on_ranks: OnRanks, framework: Framework, na
                     assert found.tobytes() == want.tobytes()
 
     on_ranks(check)
+
+
+def test_mpi_that_reads_no_device_memory_is_handed_copies(mpi_job: Job) -> None:
+    def check(comm: Communicator) -> None:
+        cupy = pytest.importorskip("cupy")
+        # Several chunks, and a part of one.
+        x = rows(comm, 3_000_001)
+        got = comm.allreduce(cupy.asarray(x))
+        assert got.get().tobytes() == comm.allreduce(x).tobytes()
+        link = comm._devices.link
+        assert link is not None
+        assert link.name == ("mpi" if gpu_aware() else "staged")
+
+    mpi_job(check)
 
 
 def test_frameworks_meet(on_ranks: OnRanks, framework: Framework) -> None:

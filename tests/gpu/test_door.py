@@ -414,7 +414,10 @@ def test_chunks_go_through_pinned_memory_and_back(memory: Any, count: int) -> No
     chunks = staging.staged_chunks(source, 65536, staging.pinned())
     places = staging.unstaged_chunks(target, 65536, staging.pinned())
     spin(memory.stream)
-    for chunk, place in zip(chunks, places, strict=True):
+    for (here, chunk), (free, place) in zip(chunks, places, strict=True):
+        for mark in (here, free):
+            while mark is not None and not mark.done():
+                pass
         assert cupy.cuda.pinned_memory.is_memory_pinned(chunk.__array_interface__["data"][0])
         place[...] = chunk
     assert on_host(target.view("int64")).tolist() == list(range(count))
