@@ -1,14 +1,20 @@
-"""Under `mpiexec`: one report, rank 0's, and the failures of the other ranks as they happen."""
+"""An end to tests that hang; under `mpiexec` one report, rank 0's, and other ranks' failures as they happen."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+
+# Seconds after which a test hangs, and after which the clock is set back for the next test.
+_HANGING = 300.0
+_ANEW = 30.0
 
 
 def _launched_rank() -> int | None:
@@ -37,8 +43,31 @@ class _FailuresOfOneRank:
             sys.stderr.flush()
 
 
+class _Limit:
+    """Ends the process, and mpiexec with it, when a test hangs; shows every thread's stack.
+
+    pytest's own limit begins and ends a thread with each test, which takes longer than most tests where
+    four ranks share two cores. Here one goes on for many.
+    """
+
+    def __init__(self) -> None:
+        self._stderr = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
+        self._began = -_ANEW
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        if time.monotonic() - self._began > _ANEW:
+            self._began = time.monotonic()
+            faulthandler.dump_traceback_later(_HANGING, exit=True, file=self._stderr)
+
+    def pytest_unconfigure(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        os.close(self._stderr)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Limit())
     rank = _launched_rank()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not rank or reporter is None:

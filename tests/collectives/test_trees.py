@@ -70,7 +70,7 @@ def test_bucket_size_does_not_change_a_bit(on_ranks, size) -> None:
 def test_a_tree_costs_one_header(on_ranks, size) -> None:
     def check(comm: Communicator) -> int:
         before = comm._board.step
-        ac.allreduce_tree([np.ones(10, dtype) for dtype in ("f2", "f4", "f8")] * 20, comm=comm)
+        ac.allreduce_tree([np.ones(1000, dtype) for dtype in ("f2", "f4", "f8")] * 20, comm=comm)
         return comm._board.step - before
 
     assert on_ranks(size, check) == [1] * size
