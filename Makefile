@@ -38,6 +38,9 @@ export EXAMPLES
 by_file := --numprocesses $(WORKERS) --dist loadfile
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports properties
+# What takes long, and is the same whatever is installed: left out where the wheel is tested.
+apart := $(patsubst %,--ignore tests/%.py,test_kernels test_faults test_soak testing/test_strategies \
+	testing/test_schedule $(patsubst %,collectives/test_%,devices reductions plans prefixes errors reproducible movements))
 # What launches programs of its own, with the mpiexec of its environment.
 launching := tests/test_runtime.py tests/test_shrink.py tests/test_examples.py tests/test_faults.py tests/test_soak.py
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
@@ -89,7 +92,7 @@ test-wheel: .venv-bare/.stamp-wheel
 	cp -R pyproject.toml README.md docs tests "$$elsewhere"; \
 	bare="$$PWD/.venv-bare/bin/python"; cd "$$elsewhere"; \
 	"$$bare" -c 'import arraycomm; print("arraycomm from", arraycomm.__path__[0])'; \
-	"$$bare" -m pytest -p no:cacheprovider -rfE $(by_file) $(PYTEST_ARGS) tests
+	"$$bare" -m pytest -p no:cacheprovider -rfE $(by_file) $(PYTEST_ARGS) $(apart) tests
 
 .PHONY: properties
 properties: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax

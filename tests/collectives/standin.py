@@ -202,7 +202,7 @@ class AheadLink(AddressedLink):
 
 def staged(transport: Any, memory: Memory) -> StagedLink:
     """A link with memory of the host for pinned memory, and chunks of which a test has several."""
-    return StagedLink(transport, memory, Staging(lambda n: np.full(n, 0xA5, np.uint8)), 1024)
+    return StagedLink(transport, memory, Staging(lambda n: np.full(n, 0xA5, np.uint8)), 1 << 14)
 
 
 LINKS: dict[str, Callable[[Any, Memory], DeviceLink]] = {

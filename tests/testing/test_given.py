@@ -49,7 +49,7 @@ MINIMAL = [
     ("test_before_a_collective", "ValueError: planted before", 1, 2, "x=101"),
     ("test_inside_a_collective", "TypeError: allreduce", 1, 2, "x=101"),
     ("test_between_collectives", "ValueError: planted between", 1, 2, "x=101"),
-    ("test_after_a_collective", "AssertionError|assert", 1, 2, "x="),
+    ("test_after_a_collective", "AssertionError|assert", 1, 2, "x=101"),
     ("test_on_every_rank", "AssertionError|assert 101 <=", 0, 1, "x=101"),
     ("test_mismatch", "MismatchError: ranks of one communicator", 0, 2, "x=101"),
     ("test_one_call_more", "PeerError: rank 0 has reached the end", 1, 2, "x=101"),
