@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 Fold = Callable[[Sequence[Array], Array], None]
 
 # Bytes folded at a time, so that accumulator and scratch stay in the second-level cache.
-_BLOCK_BYTES = 256 << 10
+_BLOCK_BYTES = 512 << 10
 
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -92,7 +92,7 @@ def _fold_blocks(step: Fold, rows: Sequence[Array], out: Array) -> None:
 @lru_cache(maxsize=64)
 def _block(dtype: DType) -> int:
     """Return how many elements are folded at a time; narrow floats have two more rows of float32."""
-    return _BLOCK_BYTES // (8 if kind_of(dtype) is Kind.NARROW else dtype.itemsize)
+    return _BLOCK_BYTES // (16 if kind_of(dtype) is Kind.NARROW else dtype.itemsize)
 
 
 def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 # Up to so many ranks everyone folds everything, which saves a step and a copy; beyond, the fold of
 # all rows takes longer than these.
 _EVERYONE: Final = 3
-_CHUNK_BYTES: Final = 256 << 10
+_CHUNK_BYTES: Final = 512 << 10
 
 
 # Chunks that are on their way at once. A rank that shows chunk k has folded all up to k - 2, and shows
