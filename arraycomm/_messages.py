@@ -7,7 +7,6 @@ receives under way at once never take one another's.
 
 from __future__ import annotations
 
-import ast
 import math
 import operator
 import struct
@@ -20,7 +19,7 @@ from arraycomm._calls import UndeliveredError, check_rank, flatten
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
 from arraycomm._errors import PeerError, TransportError
 from arraycomm._header import MAX_DIMS, Steps, in_header
-from arraycomm._movements import describe, parse_description, wanted_kind
+from arraycomm._movements import describe, parse, wanted_kind
 from arraycomm._transports.base import MAX_BYTES, Bytes
 from arraycomm._views import view
 from arraycomm._ways import LatePlace
@@ -168,8 +167,7 @@ def _array(code: int, dims: list[int], said: str) -> tuple[DType, tuple[int, ...
     """Return the dtype and shape that an envelope names."""
     if code in BY_CODE:
         return BY_CODE[code].dtype, tuple(dims)
-    descr, shape = ast.literal_eval(said)
-    return parse_description(descr), tuple(shape)
+    return parse(said)
 
 
 def _cut(data: Bytes) -> list[Bytes]:

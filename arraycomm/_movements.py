@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import math
 from itertools import pairwise
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
 
 Array = np.ndarray[Any, Any]
+
+_parsing = Lock()
 
 
 def bcast(comm: Communicator, x: Any, root: int, like: Any, out: Any) -> Call:
@@ -114,13 +117,21 @@ def parse_description(descr: Any) -> DType:
     return np.lib.format.descr_to_dtype(descr) if known is None else known.dtype
 
 
+def parse(said: str) -> tuple[DType, tuple[int, ...]]:
+    """Return the dtype and shape that `describe` tells."""
+    # Two threads of one interpreter may not be in the making of a syntax tree at once: CPython 3.11
+    # counts their depths in one place, and raises SystemError.
+    with _parsing:
+        descr, shape = ast.literal_eval(said)
+    return parse_description(descr), tuple(shape)
+
+
 def _announced(comm: Communicator, agreement: Agreement, root: int) -> Steps:
     """Return the dtype and shape that the root has announced."""
     array = array_of(agreement.words, comm._slot_of(root))
     if array is None:
         details = yield from exchange_details(comm._board, {})
-        descr, shape = ast.literal_eval(details[root]["array"])
-        array = parse_description(descr), tuple(shape)
+        array = parse(details[root]["array"])
     return array
 
 

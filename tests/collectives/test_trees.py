@@ -9,6 +9,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from arraycomm._trees import describe, parse
 
 
 class Color(enum.Enum):
@@ -261,3 +262,9 @@ def test_frameworks_may_be_mixed_in_a_tree_and_differ_between_ranks(on_ranks, si
             assert np.asarray(after).tolist() == [sum(range(comm.size))] * 4
 
     on_ranks(size, check)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 2), (1,) * 9, (10**12, 0)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bool", "complex128"])
+def test_description_of_a_leaf_is_understood(dtype, shape) -> None:
+    assert parse(describe(np.dtype(dtype), shape)) == (np.dtype(dtype), shape)
