@@ -40,7 +40,7 @@ by_file := --numprocesses $(WORKERS) --dist loadfile
 on_ranks := tests/collectives tests/transports properties
 # What takes long, and is the same whatever is installed: left out where the wheel is tested.
 apart := $(patsubst %,--ignore tests/%.py,test_kernels test_faults test_soak testing/test_strategies \
-	testing/test_schedule $(patsubst %,collectives/test_%,devices reductions plans prefixes errors reproducible movements))
+	testing/test_schedule collectives/test_devices collectives/test_reductions collectives/test_reproducible)
 # What launches programs of its own, with the mpiexec of its environment.
 launching := tests/test_runtime.py tests/test_shrink.py tests/test_examples.py tests/test_faults.py tests/test_soak.py
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.

@@ -18,7 +18,7 @@ from arraycomm._cuda import arrays
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._header import Agreement, Steps, digest, exchange_details
 from arraycomm._ops import Op
-from arraycomm._ways import DeviceWay, HostWay, StagedTreeWay, TreeWay, UploadedTreeWay
+from arraycomm._ways import ALL_THERE, DeviceWay, HostWay, StagedTreeWay, TreeWay, UploadedTreeWay
 
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 _LOOK: Final = 0.02
 # cudaStreamPerThread is another stream in each of the threads that NCCL works in.
 _PER_THREAD: Final = 2
-# What the header says of a tree with every leaf on a device.
-_ALL_THERE: Final = 1
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Devices:
         if self.link is not None:
             return DeviceWay(self._comm, self, self._stream_for(x))
         # Without a header there is nothing to choose by.
-        return HostWay(self._comm, 1, x) if self._comm._options.check else host
+        return HostWay(self._comm, ALL_THERE, x) if self._comm._options.check else host
 
     def way_of_tree(self, leaves: Sequence[Any]) -> HostWay:
         """Return the way of a tree's leaves."""
@@ -112,7 +110,7 @@ class Devices:
         # What the ranks compare: a leaf may not be on the host here and on a device there.
         place = digest(on_device) >> 1 & (1 << 62) - 1 | 2
         if all(there or leaf is None for there, leaf in zip(on_device, leaves, strict=True)):
-            place = _ALL_THERE
+            place = ALL_THERE
         if self.link is None:
             return StagedTreeWay(self._comm, place)
         stream = self._stream_for(leaves[on_device.index(True)])
@@ -125,8 +123,8 @@ class Devices:
         """
         ranks = range(self._comm.size)
         ahead = self.link is not None and self.link.ahead
-        if ahead and _ALL_THERE in {agreement.word(rank, 15) for rank in ranks}:
-            return UploadedTreeWay(self._comm, self, self._own_stream, _ALL_THERE)
+        if ahead and ALL_THERE in {agreement.word(rank, 15) for rank in ranks}:
+            return UploadedTreeWay(self._comm, self, self._own_stream, ALL_THERE)
         return StagedTreeWay(self._comm)
 
     def way_after(self, way: HostWay) -> HostWay:

@@ -6,7 +6,7 @@ themselves are the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from arraycomm._views import view, view_out
 if TYPE_CHECKING:
     from arraycomm._communicator import Communicator
     from arraycomm._devices import Devices
+
+
+# What a header says of an array on a device, and of a tree with every leaf on one.
+ALL_THERE: Final = 1
 
 
 class Place(Protocol):
@@ -107,7 +111,7 @@ class DeviceWay(HostWay):
     host = False
 
     def __init__(self, comm: Communicator, devices: Devices, stream: int) -> None:
-        super().__init__(comm, 1)
+        super().__init__(comm, ALL_THERE)
         assert devices.link is not None
         self.link = devices.link
         self.ahead = devices.link.ahead
@@ -197,7 +201,7 @@ class TreeWay(DeviceWay):
         super().__init__(comm, devices, stream)
         self.place = place
         # What is on the host goes in step with the header.
-        self.ahead = self.ahead and place == 1
+        self.ahead = self.ahead and place == ALL_THERE
 
     def _view_of_host(self, found: BufferView) -> BufferView:
         return found

@@ -131,9 +131,9 @@ and by PyTorch, and beside a plain copy; no figures of a GPU have been taken.
 `python docs/benchmarks.py --run` takes the figures of this page anew and writes the page;
 `docs/benchmarks/` holds every sample of them.
 
-Since they were taken, plans have become faster. On another machine, with less memory bandwidth (Xeon, 2.5 GHz, 2 cores), the
-tree of ResNet-50 on two ranks of MPICH took 45 to 48 ms against 71 to 73 ms of mpi4py's, a ratio of 0.62 to 0.67, where only
-NumPy was loaded, and 52 to 57 ms, up to 0.78, where PyTorch was loaded as well; the code of the tables took 1.07 to 1.14 times less than mpi4py there.
+The tables are of an earlier state of the code, in which plans are slower. On another machine, with less memory bandwidth (Xeon, 2.5 GHz,
+2 cores, MPICH, two ranks), `plan` of the tree of ResNet-50 takes 45 to 48 ms against 71 to 73 ms of mpi4py's, a ratio of 0.62 to 0.67, where
+only NumPy is loaded, and 52 to 57 ms, a ratio of up to 0.78, where PyTorch is loaded as well.
 """
 
 METHOD: Final = """\

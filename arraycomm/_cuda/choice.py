@@ -68,7 +68,10 @@ def _number(comm: Communicator, wish: Wish) -> int:
 
 
 def choose(comm: Communicator, wish: Wish, offers: Sequence[Offer]) -> Steps:
-    """Open what every rank can; return the link, None where a rank has no device, and why it is not NCCL."""
+    """Open what every rank can; return the link, and why it is not NCCL's.
+
+    There is no link, but None, where a rank has no device.
+    """
     reason = why_not_nccl(offers)
     if not reason:
         return (yield from _open_nccl(comm, wish)), ""

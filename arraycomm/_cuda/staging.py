@@ -123,8 +123,8 @@ def _pin(nbytes: int) -> Array:
 def staged_chunks(span: Span, chunk_bytes: int, staging: Staging) -> Iterator[tuple[Mark, Array]]:
     """Yield the bytes of a span as pinned memory, in chunks; the next one is copied meanwhile.
 
-    Each chunk comes with a mark, from which on it is there; it is good until the next one is asked for. The memory's stream
-    is that of the first step, and may change between steps.
+    Each chunk comes with a mark, from which on it is there; it is good until the next one is asked
+    for. The memory's stream is that of the first step, and may change between steps.
 
     Parameters
     ----------
@@ -149,8 +149,9 @@ def unstaged_chunks(
 ) -> Iterator[tuple[Mark | None, Array]]:
     """Yield pinned memory to be filled with the bytes of a span, in chunks, as `staged_chunks` does.
 
-    A chunk may be filled from its mark on, where it has one, and must be full when the next one is asked for. It is copied
-    while that is being filled; after the last one, the span is complete in the order of the stream.
+    A chunk may be filled from its mark on, where it has one, and must be full when the next one is
+    asked for. It is copied while that is being filled; after the last one, the span is complete in
+    the order of the stream.
     """
     chunks, buffers = _halves(span, chunk_bytes, staging)
     copy = Copy(span.memory, staging)

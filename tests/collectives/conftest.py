@@ -29,20 +29,6 @@ SIZES = [1, 2, 3, 4] if LAUNCH is None else list(range(1, min(LAUNCH.size, 4) + 
 OnRanks = Callable[..., list[Any]]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out the board that travels on one rank, which is on one node with itself."""
-    items[:] = [item for item in items if not _alone_between_nodes(item)]
-
-
-def _alone_between_nodes(item: pytest.Item) -> bool:
-    params = (
-        item.callspec.params
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        else {}
-    )
-    return params.get("transport") == "mpi-messages" and params.get("size") == 1
-
-
 @pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
     name: str = request.param

@@ -53,6 +53,16 @@ class _Mark:
         """There is one order for all streams."""
 
 
+class Never:
+    """A mark to which the device does not come."""
+
+    def done(self) -> bool:
+        return False
+
+    def wait_on(self, stream: int) -> None:
+        """What is to come after it does not matter."""
+
+
 class LateMemory(Memory):
     """Does nothing before somebody waits for it."""
 

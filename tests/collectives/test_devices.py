@@ -12,7 +12,7 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator
 from tests.collectives.conftest import LAUNCH, SIZES
-from tests.collectives.standin import DeviceArray, Standin, devices
+from tests.collectives.standin import DeviceArray, Never, Standin, devices
 
 Array = np.ndarray[Any, Any]
 Collective = Callable[[Communicator, Any], Any]
@@ -300,7 +300,7 @@ def test_device_that_does_not_come_to_the_end_is_given_up(
         comm.allreduce(x)
         link: Any = comm._devices.link
         together, aborted = comm.dup(), []
-        link.memory.record = _Never
+        link.memory.record = Never
         link.alltoall = link.allgather = lambda *_: _Done()
         link.abort = lambda: aborted.append(comm.rank)
         object.__setattr__(comm._options, "timeout", 0.3)
@@ -316,14 +316,6 @@ def test_device_that_does_not_come_to_the_end_is_given_up(
         together.barrier()
 
     on_ranks(several, check)
-
-
-class _Never:
-    def done(self) -> bool:
-        return False
-
-    def wait_on(self, stream: int) -> None:
-        pass
 
 
 def test_small_reductions_of_the_host_stay_short_and_meet_devices(

@@ -15,7 +15,7 @@ from arraycomm._engine import wait_for
 from arraycomm._transports.base import Blocks, Handle
 from arraycomm._transports.staged import StagedLink
 from tests.collectives.conftest import OnRanks, on_ranks, several, size, transport
-from tests.collectives.standin import LateMemory, peek
+from tests.collectives.standin import LateMemory, Never, peek
 
 __all__ = ["on_ranks", "several", "size", "transport"]
 
@@ -230,7 +230,7 @@ def test_pinned_memory_is_kept_while_the_device_copies_from_it(
         """Comes to nothing before it is made to, once MPI is done."""
 
         def record(self) -> Mark:
-            return super().record() if len(self.log) < 2 else _Never()
+            return super().record() if len(self.log) < 2 else Never()
 
     def check(comm: Communicator) -> None:
         memory, staging = Later(), Staging(Pins())
@@ -243,11 +243,3 @@ def test_pinned_memory_is_kept_while_the_device_copies_from_it(
         assert (memory.elements(target) == comm.size).all()
 
     on_ranks(several, check)
-
-
-class _Never:
-    def done(self) -> bool:
-        return False
-
-    def wait_on(self, stream: int) -> None:
-        pass
