@@ -1360,10 +1360,10 @@ class Communicator:
         self._closed = error
         self._devices.abort()
         if self._engine.on_return is not None:
-            self._return()
-            if isinstance(error, CommTimeoutError):
-                # The ranks that time out after this one are still to learn of it.
-                self._tell(f"has waited in vain {self._waiting_in}")
+            self._engine.on_return = None
+            # The ranks that time out after this one are still to learn of it.
+            vain = isinstance(error, CommTimeoutError)
+            self._tell(f"has waited in vain {self._waiting_in}" if vain else "")
         if isinstance(error, MismatchError):
             # All ranks learn of it in the same steps, which this one has taken to the end.
             self._completed = self._board.step

@@ -29,12 +29,13 @@ FINISHED: Final = 2
 GONE: Final = 3
 
 # A rank's notes: the state in which it left, the last step that it completed, the length of the
-# text on that, the length of the text on what it is waiting in; both texts.
+# text on that, and which text says what it is waiting in; the text on how it left, and two in turn
+# on what it is waiting in, so that a reader always finds a whole one.
 _TEXT: Final = 32
 _FAREWELL_TEXT: Final = 4096
 _DOING: Final = _TEXT + _FAREWELL_TEXT
 _DOING_TEXT: Final = 512
-_NOTES: Final = _DOING + _DOING_TEXT
+_NOTES: Final = _DOING + 2 * _DOING_TEXT
 
 _STRONGLY_ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 _fence_lock = threading.Lock()
@@ -53,6 +54,11 @@ class Farewell(NamedTuple):
     state: int
     step: int
     text: str
+
+
+def _doing_text(turn: int) -> int:
+    """Return where among a rank's notes the text of a turn lies."""
+    return _DOING + (turn & 1) * _DOING_TEXT
 
 
 def shared_slot(size: int) -> int:
@@ -204,16 +210,23 @@ class SharedBoard(Board):
     def tell(self, doing: str) -> None:
         words = self._note_words[self.rank]
         data = doing.encode(errors="replace")[:_DOING_TEXT]
-        # A reader in between sees no text, or the beginning of one.
-        words[3] = 0
-        self._notes[self.rank, _DOING : _DOING + len(data)] = np.frombuffer(data, np.uint8)
+        turn = (words[3] >> 16) + 1
+        place = _doing_text(turn)
+        self._notes[self.rank, place : place + len(data)] = np.frombuffer(data, np.uint8)
         fence()
-        words[3] = len(data)
+        words[3] = turn << 16 | len(data)
 
     def told(self, rank: int) -> str:
-        length = min(max(self._note_words[rank][3], 0), _DOING_TEXT)
-        fence()
-        return self._notes[rank, _DOING : _DOING + length].tobytes().decode(errors="replace")
+        words = self._note_words[rank]
+        while True:
+            word = words[3]
+            fence()
+            place, length = _doing_text(word >> 16), min(word & 0xFFFF, _DOING_TEXT)
+            data = self._notes[rank, place : place + length].tobytes()
+            fence()
+            # It is written over only when the next text has been told.
+            if words[3] == word:
+                return data.decode(errors="replace")
 
     def close(self) -> None:
         """Let go of the memory now: this board is part of a cycle, which Python collects late."""

@@ -638,6 +638,32 @@ def test_ranks_that_wait_on_different_communicators_learn_of_one_another(on_rank
     on_ranks(3, check)
 
 
+def test_ranks_that_time_out_later_are_told_without_a_gap(
+    on_ranks, several: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may look at any moment: what a rank waits in becomes what it waited in, and never nothing."""
+    told: dict[Communicator, list[str]] = {}
+    tell = Communicator._tell
+
+    def noted(comm: Communicator, doing: str) -> None:
+        told.setdefault(comm, []).append(doing)
+        tell(comm, doing)
+
+    monkeypatch.setattr(Communicator, "_tell", noted)
+
+    def check(comm: Communicator) -> None:
+        other = comm.dup(timeout=0.5)
+        if comm.rank > 0:
+            with pytest.raises(ac.CommTimeoutError):
+                other.barrier()
+            before, after = told[other]
+            assert before.startswith("is waiting in barrier at ")
+            assert after.startswith("has waited in vain in barrier at ")
+        comm.barrier()
+
+    on_ranks(several, check)
+
+
 def test_what_a_rank_waited_in_is_forgotten_when_it_returns(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         other = comm.dup(timeout=1.0)

@@ -1,0 +1,58 @@
+"""What a rank tells of its waits in shared memory is always read whole."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from arraycomm._transports.board import SharedBoard
+
+
+@pytest.fixture
+def boards() -> list[SharedBoard]:
+    """The boards of two ranks in one memory."""
+    memory = np.zeros(SharedBoard.nbytes(2), np.uint8)
+    return [SharedBoard(rank, 2, memory) for rank in range(2)]
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Let threads take turns after microseconds, in the middle of everything."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_the_last_text_told_is_read(boards: list[SharedBoard]) -> None:
+    teller, reader = boards
+    assert reader.told(0) == ""
+    for text in ("in bcast", "", "in a longer text, with ü", "x" * 10_000, "in recv"):
+        teller.tell(text)
+        assert reader.told(0) == text[:512]
+        assert reader.told(1) == ""
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_text_is_read_whole_while_another_is_told(boards: list[SharedBoard]) -> None:
+    teller, reader = boards
+    texts = ["is waiting " + "a" * 400, "has waited in vain " + "b" * 30]
+    teller.tell(texts[0])
+    told = threading.Event()
+
+    def tell() -> None:
+        for place in range(20_000):
+            teller.tell(texts[place % 2])
+        told.set()
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    read = set()
+    while not told.is_set():
+        read.add(reader.told(0))
+    thread.join()
+    assert read <= set(texts)
