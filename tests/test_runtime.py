@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -491,10 +492,16 @@ class TestUnderMpiexec:
             ("from mpi4py import MPI; MPI.Finalize()", "the program has finalized MPI"),
             ("import mpi4py; mpi4py.rc.initialize = False", "mpi4py.rc.initialize is off"),
         ):
-            done = _on_three(program + "\nac.init()\n")
-            assert done.returncode != 0
-            assert done.stderr.count("BackendUnavailableError: init:") == 3, done.stderr
-            assert done.stderr.count(said) == 3
+            # Handled, for a launcher ends the job with its first failure, and no rank waits for another.
+            done = _on_three(f"""
+                {program}
+                try:
+                    ac.init()
+                except ac.BackendUnavailableError as error:
+                    print(error)
+            """)
+            assert done.returncode == 0, done.stderr
+            assert len(re.findall(rf"^init: .*{said}", done.stdout, re.MULTILINE)) == 3, done.stdout
 
     def test_rank_that_is_killed_ends_the_job(self) -> None:
         started = time.monotonic()
