@@ -206,6 +206,11 @@ class Engine:
                 self.interrupted = task.waiting
                 task.fail(error)
 
+    def give_up_all(self, error: BaseException) -> None:
+        """End everything outstanding: the program that could have waited for it has failed."""
+        for task in [*self._queue, *self._messages]:
+            self.give_up(task, error)
+
     def _begin(self, task: Task) -> Task:
         self.advance()
         if self._threaded and not self.idle:

@@ -30,8 +30,10 @@ from arraycomm._cuda.memory import Memory, Piece, Span
 from arraycomm._dtypes import BY_NAME, OPS, TABLE
 from arraycomm._engine import wait_for
 from arraycomm._errors import TransportError
+from arraycomm._transports.addressed import AddressedLink
 from arraycomm._transports.base import Blocks, Handle
 from arraycomm._transports.nccl import NcclLink, refuse_sharing
+from arraycomm._transports.staged import StagedLink
 
 OK, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7
 UINT8 = np.dtype(np.uint8)
@@ -689,6 +691,13 @@ def test_after_a_failed_call_no_more_of_the_group_is_issued() -> None:
         assert fake.calls[:3] == ["ncclGroupStart", "ncclSend", "ncclGroupEnd"]
 
     on_links(3, check)
+
+
+def test_only_nccl_takes_calls_ahead_of_their_headers() -> None:
+    """What NCCL holds up can be aborted; MPI is never handed what differs between ranks."""
+    assert NcclLink.ahead
+    assert not StagedLink.ahead
+    assert not AddressedLink.ahead
 
 
 def test_an_error_while_in_progress_is_raised_by_the_handle() -> None:

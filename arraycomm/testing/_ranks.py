@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator
-from arraycomm._errors import CommTimeoutError
+from arraycomm._errors import CommTimeoutError, CommunicatorClosedError
 from arraycomm._transports.board import FAILED, FINISHED
 from arraycomm.testing._interrupt import Interruptible, Interruption
 from arraycomm.testing._schedule import Baton
@@ -101,6 +101,8 @@ class RankThread:
         self._thread.join(seconds)
         if not self.alive:
             for comm in self.comm._family:
+                if self.error is not None:
+                    comm._engine.give_up_all(CommunicatorClosedError("the rank has failed"))
                 if (progress := comm._engine._progress) is not None:
                     progress.join(SLACK)
 

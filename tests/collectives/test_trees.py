@@ -77,6 +77,21 @@ def test_a_tree_costs_one_header(on_ranks, size) -> None:
     assert on_ranks(size, check) == [1] * size
 
 
+def test_few_leaves_of_a_dtype_cost_a_step_between_nodes(on_ranks, several) -> None:
+    """What fits into a slot of the board goes by it, and not by two calls of MPI's."""
+
+    def check(comm: Communicator) -> None:
+        before = comm._board.step
+        tree = [np.ones(1000, "f4"), np.full(3, 1.0 * comm.rank)]
+        got = ac.allreduce_tree(tree, "sum", comm=comm)
+        assert (got[0] == several).all()
+        assert got[1].tolist() == [sum(range(several))] * 3
+        # Within a node all of it travels with the header.
+        assert comm._board.step - before == (1 if comm._board.shared else 2)
+
+    on_ranks(several, check)
+
+
 def test_tied_leaves_stay_tied_and_travel_once(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
         shared = np.full(1000, comm.rank, np.float64)

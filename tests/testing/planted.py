@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from arraycomm.testing import given, per_rank
 from arraycomm.testing import strategies as ranked
 
-hypothesis.settings.register_profile("planted", deadline=None, max_examples=60, database=None)
+# Explaining a failure takes longer than finding it, and says nothing about ranks.
+hypothesis.settings.register_profile(
+    "planted",
+    deadline=None,
+    max_examples=60,
+    database=None,
+    phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
+)
 hypothesis.settings.load_profile("planted")
 
 numbers = st.integers(0, 10_000)
