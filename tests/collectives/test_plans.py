@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import tracemalloc
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -17,11 +19,18 @@ SCALES = [1, 400, 40_000]
 
 def _tree(rank: int, scale: int) -> dict[str, Any]:
     """Leaves of every sort: dtypes, layouts, numbers, None, no elements, no dimensions."""
+    tree = copy.deepcopy(_leaves(rank, scale))
+    number, straight = tree["f64"]
+    return tree | {"f64": (number, {"turned": straight.T[::-1]})}
+
+
+@lru_cache(maxsize=48)
+def _leaves(rank: int, scale: int) -> dict[str, Any]:
     rng = np.random.default_rng(rank)
     return {
         "f32": rng.standard_normal((3, scale)).astype(np.float32),
         "bf16": [rng.standard_normal(5 * scale).astype(ml_dtypes.bfloat16), None],
-        "f64": (np.asarray(rank + 0.5), {"turned": rng.standard_normal((2, 2, scale)).T[::-1]}),
+        "f64": (np.asarray(rank + 0.5), rng.standard_normal((2, 2, scale))),
         "f16": np.float16(rng.standard_normal(7 * scale)),
         "number": rank + 0.25,
         "numpy": np.float32(rank),

@@ -63,7 +63,13 @@ def _ranks() -> Any:
 
 
 def minimal(strategy: Any, condition: Any = lambda _: True) -> Any:
-    settings = hypothesis.settings(deadline=None, database=None, max_examples=2_000)
+    settings = hypothesis.settings(
+        deadline=None,
+        database=None,
+        max_examples=2_000,
+        # Nobody reads what would be explained.
+        phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
+    )
     return hypothesis.find(strategy, condition, settings=settings, random=Random(0))
 
 
