@@ -30,18 +30,19 @@ def run_demo(*options: str) -> tuple[int, str, str]:
 @needs_digits
 @needs_mpiexec
 class TestPassing:
-    @pytest.mark.parametrize("framework", INSTALLED)
-    def test_one_framework_on_three_ranks(self, framework: str) -> None:
-        status, out, err = run_demo("--frameworks", framework, "--epochs", EPOCHS)
+    def test_one_framework_on_three_ranks(self) -> None:
+        status, out, err = run_demo("--frameworks", "numpy", "--epochs", EPOCHS)
         assert (status, err) == (0, ""), out + err
         assert "3 ranks learn" in out
-        assert f"[1/1] {framework} on every rank" in out
+        assert "[1/1] numpy on every rank" in out
         assert "Passed: 1 run " in out
 
     @pytest.mark.skipif(len(INSTALLED) < 2, reason="fewer than two frameworks")
-    def test_different_frameworks_in_lock_step(self) -> None:
+    def test_each_framework_and_different_ones_in_lock_step(self) -> None:
         status, out, err = run_demo("--frameworks", ",".join(INSTALLED), "--epochs", EPOCHS)
         assert (status, err) == (0, ""), out + err
+        for number, framework in enumerate(INSTALLED, 1):
+            assert f"[{number}/{len(INSTALLED) + 1}] {framework} on every rank" in out
         together = out.partition("together, in lock step: ")[2]
         for rank, framework in enumerate(INSTALLED):
             assert f"{framework} on rank {rank}" in together

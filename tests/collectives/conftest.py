@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,32 @@ LAUNCH = _launch.detect(os.environ)
 TRANSPORTS = ["threads"] if LAUNCH is None else ["mpi-shared", "mpi-messages"]
 SIZES = [1, 2, 3, 4] if LAUNCH is None else list(range(1, min(LAUNCH.size, 4) + 1))
 
+# These test what is the same over either board, and go over one: the shared one under MPICH, the one
+# that travels under Open MPI.
+EITHER_BOARD = {
+    f"test_{name}.py"
+    for name in ("data", "devices", "join", "layouts", "metrics", "ops", "reference")
+}
+SPARED = "mpi-shared" if "OMPI_COMM_WORLD_RANK" in os.environ else "mpi-messages"
+
 OnRanks = Callable[..., list[Any]]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the second board where both would do the same."""
+    spared = [item for item in items if _is_spared(item)]
+    config.hook.pytest_deselected(items=spared)
+    items[:] = [item for item in items if not _is_spared(item)]
+
+
+def _is_spared(item: pytest.Item) -> bool:
+    parameters = getattr(item, "callspec", None)
+    return (
+        item.path.parent == Path(__file__).parent
+        and item.path.name in EITHER_BOARD
+        and parameters is not None
+        and parameters.params.get("transport") == SPARED
+    )
 
 
 @pytest.fixture(params=TRANSPORTS)
