@@ -1336,10 +1336,10 @@ class Communicator:
         for member in self._family:
             member._board.tell(doing)
 
-    def _return(self) -> None:
-        """Take back what was told of a wait: it is over."""
+    def _return(self, doing: str = "") -> None:
+        """Replace what was told of a wait: it is over."""
         self._engine.on_return = None
-        self._tell("")
+        self._tell(doing)
 
     def _last_seen(self, rank: int) -> str:
         doing = self._board.told(rank)
@@ -1360,10 +1360,9 @@ class Communicator:
         self._closed = error
         self._devices.abort()
         if self._engine.on_return is not None:
-            self._engine.on_return = None
             # The ranks that time out after this one are still to learn of it.
             vain = isinstance(error, CommTimeoutError)
-            self._tell(f"has waited in vain {self._waiting_in}" if vain else "")
+            self._return(f"has waited in vain {self._waiting_in}" if vain else "")
         if isinstance(error, MismatchError):
             # All ranks learn of it in the same steps, which this one has taken to the end.
             self._completed = self._board.step

@@ -23,6 +23,18 @@ def test_request_that_is_thrown_away_is_no_failure() -> None:
     assert comm._closed is None
 
 
+def test_all_that_is_outstanding_can_be_given_up() -> None:
+    [first, *_] = make_group(2)
+    comm = Communicator(_Unthreaded(first._group, 0), Options())
+    requests = [comm.iallreduce(np.ones(3)), comm.iallreduce(np.ones(50_000)), comm.irecv(1)]
+    comm._engine.give_up_all(ZeroDivisionError("given up"))
+    comm._engine.advance()
+    assert comm._engine.idle
+    for request in requests:
+        with pytest.raises(ZeroDivisionError, match="given up"):
+            request.wait()
+
+
 def test_what_came_while_a_rank_looked_for_the_absent_counts() -> None:
     """A rank that has left because of what came is not the cause: the step that came tells it."""
     came = False

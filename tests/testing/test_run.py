@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._engine import Engine
 from arraycomm.testing import Schedule, run
 
 
@@ -83,6 +84,30 @@ def test_no_thread_is_left_behind_with_requests_outstanding() -> None:
     for _ in range(5):
         with pytest.raises(ValueError):
             run(4, fail, timeout=5)
+
+
+def test_what_a_failed_rank_has_under_way_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is left who could wait for it; what a rank that ended well began is left alone."""
+    given_up: list[Engine] = []
+    give_up_all = Engine.give_up_all
+
+    def noted(engine: Engine, error: BaseException) -> None:
+        given_up.append(engine)
+        give_up_all(engine, error)
+
+    monkeypatch.setattr(Engine, "give_up_all", noted)
+    comms: list[ac.Communicator] = []
+
+    def part(comm) -> None:
+        if comm.rank == 1:
+            comms.extend([comm, comm.dup()])
+            comms[1].iallreduce(np.ones(50_000))
+            raise ValueError
+        comm.dup()
+
+    with pytest.raises(ValueError):
+        run(2, part, timeout=5)
+    assert set(given_up) == {comm._engine for comm in comms}
 
 
 def _deadlock(comm) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from arraycomm._transports import board
 from arraycomm._transports.board import SharedBoard
 
 
@@ -56,3 +57,20 @@ def test_a_text_is_read_whole_while_another_is_told(boards: list[SharedBoard]) -
         read.add(reader.told(0))
     thread.join()
     assert read <= set(texts)
+
+
+def test_a_text_that_is_told_over_while_it_is_read_is_read_again(
+    boards: list[SharedBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two texts come between the look at which one holds and the look at what it says."""
+    teller, reader = boards
+    teller.tell("a text that is not read")
+    coming = ["another", "the last"]
+
+    def tell_meanwhile() -> None:
+        texts, coming[:] = coming[:], []
+        for text in texts:
+            teller.tell(text)
+
+    monkeypatch.setattr(board, "fence", tell_meanwhile)
+    assert reader.told(0) == "the last"
