@@ -1,7 +1,8 @@
 """The communication layer under data-parallel Python."""
 
+from arraycomm._arrays.exchange import exchange
+from arraycomm._collectives.custom_ops import op
 from arraycomm._communicator import Communicator, Request, waitall
-from arraycomm._data import DistributedDataContainer
 from arraycomm._errors import (
     ArrayCommError,
     BackendUnavailableError,
@@ -13,18 +14,17 @@ from arraycomm._errors import (
     PeerError,
     TransportError,
 )
-from arraycomm._exchange import exchange
 from arraycomm._explain import explain
-from arraycomm._join import Join, join
-from arraycomm._metrics import mean_metrics
-from arraycomm._ops import op
-from arraycomm._optimizers import DistributedOptimizer
-from arraycomm._plans import Plan
 from arraycomm._println import println
-from arraycomm._runtime import finalize, init, is_initialized, world
-from arraycomm._synchronize import synchronize
+from arraycomm._session import finalize, init, is_initialized, world
 from arraycomm._together import raise_together
-from arraycomm._trees import allreduce_gradients, allreduce_tree
+from arraycomm._training.data import DistributedDataContainer
+from arraycomm._training.join import Join, join
+from arraycomm._training.metrics import mean_metrics
+from arraycomm._training.optimizer import DistributedOptimizer
+from arraycomm._trees.plan import Plan
+from arraycomm._trees.reduce import allreduce_gradients, allreduce_tree
+from arraycomm._trees.synchronize import synchronize
 
 __all__ = [
     "ArrayCommError",

@@ -12,12 +12,17 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from arraycomm import _calls, _messages, _movements, _objects, _reductions
-from arraycomm._calls import Call, UndeliveredError
+from arraycomm._arrays.views import view
 from arraycomm._callsite import call_site, describe_exception, describe_raise
+from arraycomm._collectives import messages, movements, objects, reductions
+from arraycomm._collectives import operation as _calls
+from arraycomm._collectives.custom_ops import Op
+from arraycomm._collectives.fast_path import ShortReduction
+from arraycomm._collectives.messages import Message
+from arraycomm._collectives.operation import Call, UndeliveredError
+from arraycomm._collectives.placement import HostPlacement, StagedTreePlacement
 from arraycomm._cuda.arrays import on_cuda
-from arraycomm._devices import Devices
-from arraycomm._engine import Engine, Task
+from arraycomm._cuda.devices import Devices
 from arraycomm._errors import (
     CommTimeoutError,
     CommunicatorClosedError,
@@ -25,7 +30,8 @@ from arraycomm._errors import (
     PeerError,
     TransportError,
 )
-from arraycomm._header import (
+from arraycomm._protocol.engine import Engine, Task
+from arraycomm._protocol.header import (
     Agreement,
     Signature,
     Steps,
@@ -35,21 +41,16 @@ from arraycomm._header import (
     leave_in_step,
     operation_of,
 )
-from arraycomm._join import JOINABLE, refused
-from arraycomm._messages import Message
-from arraycomm._ops import Op
-from arraycomm._short import ShortReduction
+from arraycomm._training.join import JOINABLE, refused
 from arraycomm._transports.base import Handle, Transport
-from arraycomm._transports.board import FAILED, FINISHED, Farewell
-from arraycomm._views import view
-from arraycomm._ways import HostWay, StagedTreeWay
+from arraycomm._transports.control import FAILED, FINISHED, ExitNotice
 
 if TYPE_CHECKING:
-    from arraycomm._fusion import Fusion
-    from arraycomm._gradients import Gradients
-    from arraycomm._join import Join
-    from arraycomm._plans import Plan
-    from arraycomm._window import Window
+    from arraycomm._training.gradients import Gradients
+    from arraycomm._training.join import Join
+    from arraycomm._trees.fusion import Fusion
+    from arraycomm._trees.plan import Plan
+    from arraycomm._trees.shared_memory import SharedSegment
 
 _MAX_CACHED: Final = 1024
 # Seconds of waiting after which a rank tells the others what it waits in, and the parts of the
@@ -186,11 +187,11 @@ class Communicator:
     def __init__(self, link: Transport, options: Options, name: str = "world") -> None:
         self._name = name
         self._link = link
-        self._board = link.board
+        self._control = link.control
         self._options = options
         self._engine = Engine(link.spins, link.threaded, self._watch, self._push_others)
         # Memory that the ranks share for trees: None before it is asked for, False without any.
-        self._window: Window | bool | None = None
+        self._segment: SharedSegment | bool | None = None
         # How leaves are fused, and memory for them: for plans while these are in use, and for the
         # gradients reduced last.
         self._fusions: WeakValueDictionary[Any, Fusion] = WeakValueDictionary()
@@ -201,10 +202,10 @@ class Communicator:
         self._optimizers: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
         self._made_optimizers = 0
         self._joins_with: Communicator | None = None
-        self._inline = link.board.payload
+        self._inline = link.control.payload
         # The way of the arrays of the call that is being made, and which link those on devices take.
-        self._way = self._host_way = HostWay(self)
-        self._host_tree_way = StagedTreeWay(self)
+        self._placement = self._host_placement = HostPlacement(self)
+        self._host_tree_placement = StagedTreePlacement(self)
         self._devices = Devices(self)
         # What is wrong with a call that had gone ahead of its header, until somebody is told.
         self._late: BaseException | None = None
@@ -233,7 +234,7 @@ class Communicator:
         # How many communicators were made from this one, for their names.
         self._made = 0
         # This communicator and those made from it, in the order of their making.
-        self._family: list[Communicator] = [self]
+        self._related: list[Communicator] = [self]
         self.rank, self.size = link.rank, link.size
         self.local_rank, self.local_size = link.local_rank, link.local_size
         self.backend = link.name
@@ -267,10 +268,11 @@ class Communicator:
         TypeError, ValueError, BackendUnavailableError
             An argument is wrong, or cannot be had here; the other ranks raise `PeerError`.
         """
-        from arraycomm._runtime import open_mpi, wish
+        from arraycomm._session import device_request, open_mpi
 
         return open_mpi(
-            mpi4py_comm, lambda: (Options(check, reproducible, timeout), wish("auto", device))
+            mpi4py_comm,
+            lambda: (Options(check, reproducible, timeout), device_request("auto", device)),
         )
 
     @property
@@ -298,13 +300,13 @@ class Communicator:
         Communicator or None
             With the same options. Blocks until all ranks of this group have called.
         """
-        from arraycomm._groups import split
+        from arraycomm._collectives.groups import split
 
         return split(self, color, key)
 
     def split_by_node(self) -> Communicator:
         """Return the communicator of the ranks on this rank's node."""
-        from arraycomm._groups import split_by_node
+        from arraycomm._collectives.groups import split_by_node
 
         return split_by_node(self)
 
@@ -316,7 +318,7 @@ class Communicator:
         **options
             `check`, `reproducible` and `timeout`, where they are to differ; the same on every rank.
         """
-        from arraycomm._groups import dup
+        from arraycomm._collectives.groups import dup
 
         return dup(self, options)
 
@@ -326,7 +328,7 @@ class Communicator:
         Waits for what is outstanding; requests may be waited for afterwards. Warns of messages that
         were sent and never received.
         """
-        from arraycomm._groups import free
+        from arraycomm._collectives.groups import free
 
         free(self)
 
@@ -343,7 +345,7 @@ class Communicator:
             The death of a process ends the others here as well. Open MPI lets them live with
             `mpiexec --with-ft ulfm`.
         """
-        from arraycomm._groups import shrink
+        from arraycomm._collectives.groups import shrink
 
         return shrink(self)
 
@@ -365,9 +367,9 @@ class Communicator:
         else:
             at_rest = self._at_rest()
             self._close(error)
-            if at_rest and not self._board.shared and not self._board.ended:
+            if at_rest and not self._control.shared and not self._control.ended:
                 # Nobody sees it leave but in its next step, which ends when the others take part.
-                next(leave_in_step(self._board, repr(error)))
+                next(leave_in_step(self._control, repr(error)))
 
     def __repr__(self) -> str:
         state = "" if self._closed is None else ", closed"
@@ -417,7 +419,7 @@ class Communicator:
             short = None
         if short is not None and (result := short(x, out)) is not None:
             return result
-        result = self._call("allreduce", _reductions.allreduce, x, op, out)
+        result = self._call("allreduce", reductions.allreduce, x, op, out)
         if short is None and isinstance(op, str):
             self._remember(x, op)
         return result
@@ -441,7 +443,7 @@ class Communicator:
         array, shape S, or None
             Like `x` on `root`, None on the other ranks.
         """
-        return self._call("reduce", _reductions.reduce, x, op, root, out)
+        return self._call("reduce", reductions.reduce, x, op, root, out)
 
     def bcast(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Any:
         """Give every rank the array of `root`.
@@ -463,7 +465,7 @@ class Communicator:
         array, shape S
             A fresh array on every rank, `root` included; or `out`.
         """
-        return self._call("bcast", _movements.bcast, x, root, like, out)
+        return self._call("bcast", movements.bcast, x, root, like, out)
 
     def allgather(self, x: Any, *, out: Any = None) -> Any:
         """Stack all ranks' arrays; every rank gets the whole.
@@ -480,7 +482,7 @@ class Communicator:
         array, shape (size, *S)
             Row r is the array of rank r. (A Python number gives a NumPy array.)
         """
-        return self._call("allgather", _movements.allgather, x, out)
+        return self._call("allgather", movements.allgather, x, out)
 
     def allgatherv(self, x: Any, *, return_counts: bool = False, out: Any = None) -> Any:
         """Join all ranks' arrays along axis 0, whose length may differ; every rank gets the whole.
@@ -499,7 +501,7 @@ class Communicator:
         array, shape (sum of n, *S), or (array, list of int)
             The rows of rank 0, then those of rank 1, and so on.
         """
-        return self._call("allgatherv", _movements.allgatherv, x, return_counts, out)
+        return self._call("allgatherv", movements.allgatherv, x, return_counts, out)
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None) -> Any:
         """Stack all ranks' arrays on `root`.
@@ -518,7 +520,7 @@ class Communicator:
         array, shape (size, *S), or None
             On `root`, row r is the array of rank r; None on the other ranks.
         """
-        return self._call("gather", _movements.gather, x, root, out)
+        return self._call("gather", movements.gather, x, root, out)
 
     def gatherv(
         self, x: Any, root: int = 0, *, return_counts: bool = False, out: Any = None
@@ -541,7 +543,7 @@ class Communicator:
         array, shape (sum of n, *S), or (array, list of int), or None
             The rows of rank 0, then those of rank 1, and so on; None on the other ranks.
         """
-        return self._call("gatherv", _movements.gatherv, x, root, return_counts, out)
+        return self._call("gatherv", movements.gatherv, x, root, return_counts, out)
 
     def scatter(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Any:
         """Give each rank its row of the array of `root`.
@@ -562,7 +564,7 @@ class Communicator:
         array, shape S
             Row r of the array, on rank r.
         """
-        return self._call("scatter", _movements.scatter, x, root, like, out)
+        return self._call("scatter", movements.scatter, x, root, like, out)
 
     def scatterv(
         self,
@@ -593,7 +595,7 @@ class Communicator:
         array, shape (counts[rank], *S)
             The first counts[0] rows on rank 0, the next counts[1] on rank 1, and so on.
         """
-        return self._call("scatterv", _movements.scatterv, x, counts, root, like, out)
+        return self._call("scatterv", movements.scatterv, x, counts, root, like, out)
 
     def reduce_scatter(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
         """Reduce all ranks' arrays; each rank gets its row of the result.
@@ -612,7 +614,7 @@ class Communicator:
         array, shape S
             Row r of what `allreduce` would give, on rank r. Sends about the array's bytes a rank.
         """
-        return self._call("reduce_scatter", _reductions.reduce_scatter, x, op, out)
+        return self._call("reduce_scatter", reductions.reduce_scatter, x, op, out)
 
     def alltoall(self, x: Any, *, out: Any = None) -> Any:
         """Send row r to rank r, and get a row from each.
@@ -629,7 +631,7 @@ class Communicator:
         array, shape (size, *S)
             Row r is what rank r had in the row of this rank.
         """
-        return self._call("alltoall", _movements.alltoall, x, out)
+        return self._call("alltoall", movements.alltoall, x, out)
 
     def alltoallv(
         self, x: Any, counts: Any, *, return_counts: bool = False, out: Any = None
@@ -652,7 +654,7 @@ class Communicator:
         array, shape (m, *S), or (array, list of int)
             The rows from rank 0, then those from rank 1, and so on.
         """
-        return self._call("alltoallv", _movements.alltoallv, x, counts, return_counts, out)
+        return self._call("alltoallv", movements.alltoallv, x, counts, return_counts, out)
 
     def scan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
         """Reduce the arrays of the ranks up to and with this one.
@@ -671,14 +673,14 @@ class Communicator:
         array, shape S
             The fold of the arrays of ranks 0 to r, on rank r. Sends about twice the array's bytes.
         """
-        return self._call("scan", _reductions.scan, x, op, out)
+        return self._call("scan", reductions.scan, x, op, out)
 
     def exscan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
         """Reduce the arrays of the ranks before this one; None on rank 0.
 
         Parameters and result are those of `scan`, with the arrays of ranks 0 to r − 1 on rank r.
         """
-        return self._call("exscan", _reductions.exscan, x, op, out)
+        return self._call("exscan", reductions.exscan, x, op, out)
 
     def send(self, x: Any, dest: int, tag: int = 0) -> None:
         """Send an array to one rank, which calls `recv`.
@@ -698,7 +700,7 @@ class Communicator:
         Returns when `x` may be changed again: short messages may then still be under way, long
         ones have been received. Messages wait for no collective, and no collective for them.
         """
-        self._await("send", self._post("send", _messages.send, x, dest, tag, awaited=True))
+        self._await("send", self._post("send", messages.send, x, dest, tag, awaited=True))
 
     def recv(self, source: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Any:
         """Receive an array from one rank, which calls `send`.
@@ -727,7 +729,7 @@ class Communicator:
         CommTimeoutError
             Nothing came within the communicator's timeout.
         """
-        receiving = self._post("recv", _messages.recv, source, tag, like, out, awaited=True)
+        receiving = self._post("recv", messages.recv, source, tag, like, out, awaited=True)
         return self._await("recv", receiving)[0]
 
     def sendrecv(
@@ -741,9 +743,9 @@ class Communicator:
         out: Any = None,
     ) -> Any:
         """Send to one rank and receive from another at the same time; see `send` and `recv`."""
-        sending = self._post("send", _messages.send, x, dest, tag, awaited=True)
+        sending = self._post("send", messages.send, x, dest, tag, awaited=True)
         try:
-            receiving = self._post("recv", _messages.recv, source, tag, like, out, awaited=True)
+            receiving = self._post("recv", messages.recv, source, tag, like, out, awaited=True)
         except Exception:
             self._await("send", sending)
             raise
@@ -751,11 +753,11 @@ class Communicator:
 
     def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
         """Start `send`; leave `x` alone until the request is finished."""
-        return self._post("send", _messages.send, x, dest, tag)
+        return self._post("send", messages.send, x, dest, tag)
 
     def irecv(self, source: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Request:
         """Start `recv`; leave `out` alone until the request is finished."""
-        return self._post("recv", _messages.recv, source, tag, like, out)
+        return self._post("recv", messages.recv, source, tag, like, out)
 
     def barrier(self) -> None:
         """Wait until every rank has called."""
@@ -773,7 +775,7 @@ class Communicator:
         root : int
             The rank that sends.
         """
-        return self._call("bcast_object", _objects.bcast_object, obj, root)
+        return self._call("bcast_object", objects.bcast_object, obj, root)
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """Return the list of all ranks' Python objects, which travel as pickles.
@@ -783,7 +785,7 @@ class Communicator:
         obj : object
             Anything that pickles; it may differ between ranks in type and size.
         """
-        gathered: list[Any] = self._call("allgather_object", _objects.allgather_object, obj)
+        gathered: list[Any] = self._call("allgather_object", objects.allgather_object, obj)
         return gathered
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
@@ -797,46 +799,46 @@ class Communicator:
             The rank that gets the list.
         """
         gathered: list[Any] | None
-        gathered = self._call("gather_object", _objects.gather_object, obj, root)
+        gathered = self._call("gather_object", objects.gather_object, obj, root)
         return gathered
 
     # Nonblocking forms
 
     def iallreduce(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
         """Start `allreduce`; leave `x` and `out` alone until the request is finished."""
-        return self._start("allreduce", _reductions.allreduce, x, op, out)
+        return self._start("allreduce", reductions.allreduce, x, op, out)
 
     def ireduce(self, x: Any, op: str | Op = "sum", root: int = 0, *, out: Any = None) -> Request:
         """Start `reduce`; leave `x` and `out` alone until the request is finished."""
-        return self._start("reduce", _reductions.reduce, x, op, root, out)
+        return self._start("reduce", reductions.reduce, x, op, root, out)
 
     def ibcast(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Request:
         """Start `bcast`; leave `x` and `out` alone until the request is finished."""
-        return self._start("bcast", _movements.bcast, x, root, like, out)
+        return self._start("bcast", movements.bcast, x, root, like, out)
 
     def iallgather(self, x: Any, *, out: Any = None) -> Request:
         """Start `allgather`; leave `x` and `out` alone until the request is finished."""
-        return self._start("allgather", _movements.allgather, x, out)
+        return self._start("allgather", movements.allgather, x, out)
 
     def iallgatherv(self, x: Any, *, return_counts: bool = False, out: Any = None) -> Request:
         """Start `allgatherv`; leave `x` and `out` alone until the request is finished."""
-        return self._start("allgatherv", _movements.allgatherv, x, return_counts, out)
+        return self._start("allgatherv", movements.allgatherv, x, return_counts, out)
 
     def igather(self, x: Any, root: int = 0, *, out: Any = None) -> Request:
         """Start `gather`; leave `x` and `out` alone until the request is finished."""
-        return self._start("gather", _movements.gather, x, root, out)
+        return self._start("gather", movements.gather, x, root, out)
 
     def igatherv(
         self, x: Any, root: int = 0, *, return_counts: bool = False, out: Any = None
     ) -> Request:
         """Start `gatherv`; leave `x` and `out` alone until the request is finished."""
-        return self._start("gatherv", _movements.gatherv, x, root, return_counts, out)
+        return self._start("gatherv", movements.gatherv, x, root, return_counts, out)
 
     def iscatter(
         self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None
     ) -> Request:
         """Start `scatter`; leave `x` and `out` alone until the request is finished."""
-        return self._start("scatter", _movements.scatter, x, root, like, out)
+        return self._start("scatter", movements.scatter, x, root, like, out)
 
     def iscatterv(
         self,
@@ -848,29 +850,29 @@ class Communicator:
         out: Any = None,
     ) -> Request:
         """Start `scatterv`; leave `x` and `out` alone until the request is finished."""
-        return self._start("scatterv", _movements.scatterv, x, counts, root, like, out)
+        return self._start("scatterv", movements.scatterv, x, counts, root, like, out)
 
     def ireduce_scatter(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
         """Start `reduce_scatter`; leave `x` and `out` alone until the request is finished."""
-        return self._start("reduce_scatter", _reductions.reduce_scatter, x, op, out)
+        return self._start("reduce_scatter", reductions.reduce_scatter, x, op, out)
 
     def ialltoall(self, x: Any, *, out: Any = None) -> Request:
         """Start `alltoall`; leave `x` and `out` alone until the request is finished."""
-        return self._start("alltoall", _movements.alltoall, x, out)
+        return self._start("alltoall", movements.alltoall, x, out)
 
     def ialltoallv(
         self, x: Any, counts: Any, *, return_counts: bool = False, out: Any = None
     ) -> Request:
         """Start `alltoallv`; leave `x` and `out` alone until the request is finished."""
-        return self._start("alltoallv", _movements.alltoallv, x, counts, return_counts, out)
+        return self._start("alltoallv", movements.alltoallv, x, counts, return_counts, out)
 
     def iscan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
         """Start `scan`; leave `x` and `out` alone until the request is finished."""
-        return self._start("scan", _reductions.scan, x, op, out)
+        return self._start("scan", reductions.scan, x, op, out)
 
     def iexscan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
         """Start `exscan`; leave `x` and `out` alone until the request is finished."""
-        return self._start("exscan", _reductions.exscan, x, op, out)
+        return self._start("exscan", reductions.exscan, x, op, out)
 
     def ibarrier(self) -> Request:
         """Start `barrier`."""
@@ -903,7 +905,7 @@ class Communicator:
         -----
         Collective; one exchange of a header, after which no call compares more than its digest.
         """
-        from arraycomm._plans import prepare
+        from arraycomm._trees.plan import prepare
 
         made: Plan = self._call("plan", prepare, tree, op)
         return made
@@ -1007,14 +1009,14 @@ class Communicator:
 
     def _next_message(self) -> int:
         """Return a number for the further pieces of a message, which none under way has."""
-        self._sent = (self._sent + 1) % _messages.TAGS
+        self._sent = (self._sent + 1) % messages.TAGS
         return self._sent
 
     def _watch_message(self, message: Message, site: str, waited: float) -> None:
         """Raise where a message will not come any more, or not be taken."""
-        farewell = self._board.farewells().get(message.peer)
-        if farewell is not None and waited > _LAST_WORDS:
-            raise self._peer_error(message.peer, farewell)
+        exit_notice = self._control.exit_notices().get(message.peer)
+        if exit_notice is not None and waited > _LAST_WORDS:
+            raise self._peer_error(message.peer, exit_notice)
         if waited > _LONG_WAIT:
             self._watch_for_deaths()
         self._tell_or_ask(waited, message.doing, site, lambda: [message.peer])
@@ -1043,8 +1045,8 @@ class Communicator:
             refused(operation)
         try:
             allowed = self._join is None or operation in JOINABLE
-            way = self._devices.way(args)
-            call = self._prepared(prepare, args, way) if allowed else refused(operation)
+            placement = self._devices.placement(args)
+            call = self._prepared(prepare, args, placement) if allowed else refused(operation)
         except Exception as error:
             self._count(operation, None)
             if self._join is not None:
@@ -1056,13 +1058,15 @@ class Communicator:
         self._count(operation, call)
         return self._guarded(self._steps(call, site))
 
-    def _prepared(self, prepare: Callable[..., Call], args: tuple[Any, ...], way: HostWay) -> Call:
+    def _prepared(
+        self, prepare: Callable[..., Call], args: tuple[Any, ...], placement: HostPlacement
+    ) -> Call:
         """Look at the arguments, with arrays going this way."""
-        self._way = way
+        self._placement = placement
         try:
             call = prepare(self, *args)
         finally:
-            self._way = self._host_way
+            self._placement = self._host_placement
         call.again = lambda other: self._prepared(prepare, args, other)
         return call
 
@@ -1070,17 +1074,17 @@ class Communicator:
         if self._closed is not None:
             raise self._closed_error(call.signature.operation)
         self._doing = (call.signature.operation, site)
-        way = call.way or self._host_way
+        placement = call.placement or self._host_placement
         if call.blind and call.payload is None and not self._options.check:
-            # Counted as two steps, so that farewells tell before from after.
-            self._board.step += 2
-            return (yield from way.run(call.finish(None)))
-        ahead = way.ahead and (call.blind or call.ahead)
+            # Counted as two steps, so that exit notices tell before from after.
+            self._control.step += 2
+            return (yield from placement.run(call.finish(None)))
+        ahead = placement.ahead and (call.blind or call.ahead)
         if ahead:
             # The header is seen to later, in whichever thread.
             site = site or call_site()
         agreeing = agree(
-            self._board,
+            self._control,
             call.signature,
             self._prefix(call),
             call.payload,
@@ -1091,33 +1095,37 @@ class Communicator:
             # What the device is to do waits there for the other ranks.
             posted = next(agreeing)
             self._engine.follow(self._verified(posted, agreeing), str(site))
-            return (yield from way.run(call.finish(None)))
+            return (yield from placement.run(call.finish(None)))
         agreement = yield from agreeing
         return (yield from self._met(call, agreement, site))
 
     def _met(self, call: Call, agreement: Agreement, site: str | None) -> Steps:
         """Finish a call to which all ranks have come, wherever their arrays are."""
-        way, devices, again = call.way or self._host_way, self._devices, call.again
-        if again is not None and (agreement.mixed or way.place):
-            if not devices.decided:
-                yield from devices.decide()
-                return (yield from self._steps(again(devices.way_after(way)), site))
-            if way.tree and agreement.mixed:
-                other = devices.way_to_tree(agreement)
+        placement, devices, again = (
+            call.placement or self._host_placement,
+            self._devices,
+            call.again,
+        )
+        if again is not None and (agreement.mixed or placement.place):
+            if not devices.negotiated:
+                yield from devices.negotiate()
+                return (yield from self._steps(again(devices.placement_after(placement)), site))
+            if placement.tree and agreement.mixed:
+                other = devices.placement_to_tree(agreement)
                 call = again(other)
-                if isinstance(other, StagedTreeWay):
+                if isinstance(other, StagedTreePlacement):
                     # All ranks see that, and show their trees once more as host memory.
                     return (yield from self._steps(call, site))
-            elif way.host and not way.tree:
-                call = again(devices.way_of_host())
-        return (yield from (call.way or way).run(call.finish(agreement)))
+            elif placement.host and not placement.tree:
+                call = again(devices.placement_of_host())
+        return (yield from (call.placement or placement).run(call.finish(agreement)))
 
     def _met_after(self, settling: Steps, x: Any, op: Any) -> Steps:
         """Go on with a reduction whose header showed arrays in other places than this rank's."""
 
         def steps() -> Steps:
             agreement = yield from settling
-            call = self._prepared(_reductions.allreduce, (x, op, None), self._host_way)
+            call = self._prepared(reductions.allreduce, (x, op, None), self._host_placement)
             return (yield from self._met(call, agreement, None))
 
         return self._guarded(steps())
@@ -1144,7 +1152,7 @@ class Communicator:
         try:
             result = yield from steps
         except UndeliveredError as undelivered:
-            self._completed = self._board.step
+            self._completed = self._control.step
             raise undelivered.error from None
         except GeneratorExit:
             # Nobody is left who could have waited for it.
@@ -1157,7 +1165,7 @@ class Communicator:
             if not (isinstance(error, PeerError) and error.in_step):
                 self._close(error)
             raise
-        self._completed = self._board.step
+        self._completed = self._control.step
         return result
 
     def _refused(self, operation: str) -> Steps:
@@ -1173,11 +1181,11 @@ class Communicator:
             raise error
         try:
             together = len(self._together) if operation == "raise_together" else 0
-            in_step = yield from fail_in_step(self._board, operation, error, traceback, together)
+            in_step = yield from fail_in_step(self._control, operation, error, traceback, together)
         except BaseException as lost:
             self._close(lost)
             raise error from lost
-        self._completed = self._board.step
+        self._completed = self._control.step
         if not in_step:
             self._close(error)
         raise error
@@ -1186,7 +1194,7 @@ class Communicator:
         if call.prefix is not None:
             return call.prefix
         payload = -1 if call.payload is None else len(call.payload)
-        place = 0 if call.way is None else call.way.place
+        place = 0 if call.placement is None else call.placement.place
         key = (call.signature, payload, call.length, place)
         prefix = self._prefixes.get(key)
         if prefix is None:
@@ -1228,21 +1236,21 @@ class Communicator:
 
     def _slot_of(self, rank: int) -> int:
         """Where the words of a rank's slot begin."""
-        return rank * self._board.stride
+        return rank * self._control.stride
 
     # How calls end early
 
     def _push_others(self) -> None:
         """Push on what is outstanding on the other communicators of this rank."""
-        for comm in self._family:
+        for comm in self._related:
             if comm is not self and not comm._engine.idle:
                 comm._engine.advance()
 
     def _watch(self, waited: float) -> None:
         """Raise where waiting on makes no sense: a rank has left, or does not come."""
-        board = self._board
-        left = board.farewells()
-        gone = [rank for rank, farewell in left.items() if farewell.step < board.step]
+        control = self._control
+        left = control.exit_notices()
+        gone = [rank for rank, exit_notice in left.items() if exit_notice.step < control.step]
         if gone:
             # A rank that has a traceback of its own, or none because it finished, is the cause;
             # the others followed it. Their letters may come before the step that tells it.
@@ -1257,12 +1265,12 @@ class Communicator:
         if waited > _LONG_WAIT:
             self._watch_for_deaths()
         operation, site = self._doing
-        self._tell_or_ask(waited, operation, site, board.missing)
+        self._tell_or_ask(waited, operation, site, control.missing)
         timeout = self._options.timeout
         if timeout is not None and waited > timeout:
-            missing = board.missing()
+            missing = control.missing()
             raise CommTimeoutError(
-                f"waited {waited:.1f} s (timeout {timeout:g} s) in step {board.step} on rank "
+                f"waited {waited:.1f} s (timeout {timeout:g} s) in step {control.step} on rank "
                 f"{self.rank}; "
                 + ("; ".join(f"rank {r} is missing: it {self._last_seen(r)}" for r in missing))
                 + ("" if missing else "every rank had begun the call, but its data did not come")
@@ -1297,14 +1305,14 @@ class Communicator:
                 rank=dead[0],
             )
 
-    def _peer_error(self, rank: int, farewell: Farewell) -> PeerError:
-        finished = farewell.state == FINISHED
+    def _peer_error(self, rank: int, exit_notice: ExitNotice) -> PeerError:
+        finished = exit_notice.state == FINISHED
         how = "has reached the end of its program" if finished else "failed"
         return PeerError(
             f"rank {rank} {how} and takes part no more; it {self._last_seen(rank)}"
-            + (f"; its traceback:\n{farewell.text}" if farewell.text else ""),
+            + (f"; its traceback:\n{exit_notice.text}" if exit_notice.text else ""),
             rank=rank,
-            traceback=farewell.text,
+            traceback=exit_notice.text,
         )
 
     def _tell_or_ask(
@@ -1320,21 +1328,23 @@ class Communicator:
             return
         if self._engine.on_return is None:
             where = site or call_site()
-            self._waiting_in = f"in {operation} at {where}, step {self._board.step} of {self._name}"
+            self._waiting_in = (
+                f"in {operation} at {where}, step {self._control.step} of {self._name}"
+            )
             self._tell(f"is waiting {self._waiting_in}")
             self._engine.on_return = self._return
-        for member in self._family:
-            member._board.attend()
+        for member in self._related:
+            member._control.attend()
         timeout = self._options.timeout
         if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
             self._asked += 1
             if self._asked <= len(_ASK_AT):
-                self._board.ask(missing())
+                self._control.ask(missing())
 
     def _tell(self, doing: str) -> None:
         """Let the other ranks of this communicator and its relatives know what this one waits in."""
-        for member in self._family:
-            member._board.tell(doing)
+        for member in self._related:
+            member._control.tell(doing)
 
     def _return(self, doing: str = "") -> None:
         """Replace what was told of a wait: it is over."""
@@ -1342,16 +1352,16 @@ class Communicator:
         self._tell(doing)
 
     def _last_seen(self, rank: int) -> str:
-        doing = self._board.told(rank)
+        doing = self._control.told(rank)
         if doing:
             return doing
-        previous = self._board.words[(self._board.step - 1) & 1]
-        operation = operation_of(previous, self._slot_of(rank)) if self._board.step > 1 else ""
+        previous = self._control.words[(self._control.step - 1) & 1]
+        operation = operation_of(previous, self._slot_of(rank)) if self._control.step > 1 else ""
         return f"was last seen in {operation}" if operation else "was not seen in any call so far"
 
     def _at_rest(self) -> bool:
         """Tell whether this rank has nothing under way, so that the transport may be freed."""
-        return self._engine.idle and self._board.done() and not self._unfinished
+        return self._engine.idle and self._control.done() and not self._unfinished
 
     def _close(self, error: BaseException) -> None:
         """After this no call is made: the ranks may be out of step."""
@@ -1365,10 +1375,10 @@ class Communicator:
             self._return(f"has waited in vain {self._waiting_in}" if vain else "")
         if isinstance(error, MismatchError):
             # All ranks learn of it in the same steps, which this one has taken to the end.
-            self._completed = self._board.step
+            self._completed = self._control.step
         waiting = self._engine.interrupted
         self._unfinished = waiting is not None and not (
-            getattr(waiting, "board", waiting) is self._board and self._board.shared
+            getattr(waiting, "control", waiting) is self._control and self._control.shared
         )
         self._forget_short()
         if not isinstance(error, CommTimeoutError):
@@ -1377,7 +1387,7 @@ class Communicator:
                 isinstance(error, TransportError) and self._link.outlives
             )
             text = "" if followed else describe_exception(error)
-            self._board.leave(FAILED, self._completed, text)
+            self._control.leave(FAILED, self._completed, text)
 
     def _closed_error(self, operation: str) -> BaseException:
         if self._late is not None:

@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final
 
-from arraycomm._algorithms import choose
-from arraycomm._buffers import BufferView
+from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.views import view
+from arraycomm._collectives.algorithms import choose
+from arraycomm._collectives.custom_ops import Op
 from arraycomm._communicator import Communicator
 from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._dtypes import check_movable, check_op, check_reducible, name_of
-from arraycomm._ops import Op
-from arraycomm._runtime import world
+from arraycomm._session import world
 from arraycomm._transports.base import DeviceLink
-from arraycomm._views import view
 
 _WAYS: Final = {
     "local": "one rank alone: nothing is sent",
@@ -55,7 +55,7 @@ class Explanation:
     array: str
     op: str
     backend: str
-    way: str
+    algorithm: str
     copies: int
     sent: int
     notes: tuple[str, ...]
@@ -64,7 +64,7 @@ class Explanation:
         copies = {0: "no copy", 1: "1 copy"}.get(self.copies, f"{self.copies} copies")
         lines = [
             f"allreduce({self.op}) of {self.array} over {self.backend}",
-            f"  {_WAYS[self.way]}",
+            f"  {_WAYS[self.algorithm]}",
             f"  {copies} of the array before it is sent; {self.sent} bytes sent by this rank",
         ]
         return "\n".join(lines + [f"  {note}" for note in self.notes])
@@ -100,16 +100,16 @@ def explain(x: Any, op: str | Op = "sum", *, comm: Communicator | None = None) -
         check_op(op, "explain")
         check_reducible(source.dtype, op, "explain")
     nbytes = math.prod(source.shape) * source.dtype.itemsize
-    way = _way(nbytes, source, op, comm, link)
+    algorithm = _algorithm(nbytes, source, op, comm, link)
     strided = nbytes > 0 and link is None and not source.array.flags.c_contiguous
     return Explanation(
         array=f"{name_of(source.dtype)} {source.shape} ({type(x).__module__.partition('.')[0]})",
         op=op.name if isinstance(op, Op) else op,
         backend=comm.backend if link is None else link.name,
-        way=way,
+        algorithm=algorithm,
         copies=int(strided) + int(source.copied) + int(_staged(link)),
-        sent=_sent(way, nbytes, comm.size),
-        notes=tuple(_notes(comm, way, x, link)),
+        sent=_sent(algorithm, nbytes, comm.size),
+        notes=tuple(_notes(comm, algorithm, x, link)),
     )
 
 
@@ -121,29 +121,29 @@ def _on_device(x: Any, link: DeviceLink) -> BufferView:
     return device_view(x, "explain", "x", link.memory)
 
 
-def _way(
+def _algorithm(
     nbytes: int, source: BufferView, op: str | Op, comm: Communicator, link: DeviceLink | None
 ) -> str:
     if link is not None and isinstance(op, str) and comm.size > 1 and not _staged(link):
         if link.native(op, source.dtype):
             return "native"
         return choose(nbytes, comm.size, *link.slot)
-    way = choose(nbytes, comm.size, *comm._link.slot)
+    algorithm = choose(nbytes, comm.size, *comm._link.slot)
     if isinstance(op, Op) and comm.size > 1:
-        sliced = op.elementwise and way != "header"
-        way = "function by slices" if sliced else "function"
-    return way
+        sliced = op.elementwise and algorithm != "header"
+        algorithm = "function by slices" if sliced else "function"
+    return algorithm
 
 
-def _sent(way: str, nbytes: int, size: int) -> int:
-    if way == "local":
+def _sent(algorithm: str, nbytes: int, size: int) -> int:
+    if algorithm == "local":
         return 0
-    if way in ("slices", "function by slices", "native"):
+    if algorithm in ("slices", "function by slices", "native"):
         return 2 * nbytes * (size - 1) // size
     return nbytes
 
 
-def _notes(comm: Communicator, way: str, x: Any, link: DeviceLink | None) -> list[str]:
+def _notes(comm: Communicator, algorithm: str, x: Any, link: DeviceLink | None) -> list[str]:
     notes = []
     if on_cuda(x) and link is None:
         notes.append(f"by way of host memory, with a copy each way: {comm._devices.reason}")
@@ -154,9 +154,9 @@ def _notes(comm: Communicator, way: str, x: Any, link: DeviceLink | None) -> lis
             "requests progress only while this rank calls, tests or waits: the MPI was not started "
             "with MPI_THREAD_MULTIPLE"
         )
-    if not comm._options.check and way not in ("local", "header"):
+    if not comm._options.check and algorithm not in ("local", "header"):
         notes.append("check=False: what the ranks call is not compared")
     if not comm._options.reproducible:
-        own = "the transport's own" if way == "native" else "that of the ranks all the same"
+        own = "the transport's own" if algorithm == "native" else "that of the ranks all the same"
         notes.append(f"reproducible=False: the order is {own}")
     return notes

@@ -41,7 +41,7 @@ _BOOLEAN: dict[str, np.ufunc] = {
 
 
 @lru_cache(maxsize=1024)
-def folder(op: str, dtype: DType) -> Fold:
+def fold_function(op: str, dtype: DType) -> Fold:
     """Return `fold(rows, out)`: `out` becomes the rows reduced by `op` in their order.
 
     `rows` are arrays of one shape and of `dtype`, none of which overlaps `out`. Runs in the calling
@@ -60,7 +60,7 @@ def folder(op: str, dtype: DType) -> Fold:
 
 def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
     """Fold one-dimensional rows into `out`: silent, block by block, in IEEE default mode."""
-    step = folder(op, dtype)
+    step = fold_function(op, dtype)
     if in_ieee_mode():
         _quiet.run(_fold_blocks, step, rows, out)
     else:

@@ -6,10 +6,10 @@ import sys
 from datetime import datetime
 from typing import Any
 
-from arraycomm._calls import Call
+from arraycomm._collectives.objects import allgather_object
+from arraycomm._collectives.operation import Call
 from arraycomm._communicator import Communicator
-from arraycomm._objects import allgather_object
-from arraycomm._runtime import is_initialized, world
+from arraycomm._session import is_initialized, world
 
 
 def _line(comm: Communicator, values: tuple[Any, ...]) -> Call:

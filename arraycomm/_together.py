@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from arraycomm._calls import agreement_only
-from arraycomm._runtime import world
+from arraycomm._collectives.operation import agreement_only
+from arraycomm._session import world
 
 if TYPE_CHECKING:
-    from arraycomm._calls import Call
+    from arraycomm._collectives.operation import Call
     from arraycomm._communicator import Communicator
 
 _NAME = "raise_together"
@@ -49,7 +49,7 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
         self._comm = comm or world()
 
     def __enter__(self) -> None:
-        self._comm._together.append(self._comm._board.step)
+        self._comm._together.append(self._comm._control.step)
 
     def __exit__(
         self,
@@ -61,7 +61,7 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
         depth, began = len(comm._together), comm._together[-1]
         try:
             if isinstance(error, Exception):
-                step, told_depth = comm._board.left_together
+                step, told_depth = comm._control.left_together
                 # Where all were told while this rank was in a call of the block, they know.
                 if comm._closed is None and not (step > began and told_depth <= depth):
                     _tell(comm, error)

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from arraycomm._arrays.exchange import exchange
+from arraycomm._arrays.results import allocate, to_framework
+from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME, TABLE
-from arraycomm._exchange import exchange
-from arraycomm._results import allocate, give
-from arraycomm._views import view
 
 FRAMEWORKS = ("numpy", "torch", "jax", "array_api_strict")
 
@@ -187,7 +187,7 @@ def _result_row(framework: str) -> str:
         x = _make(framework, name)
         if x is not None:
             array = _sample(name)
-            same = _same_memory(give(array, view(x, "interop")), array)
+            same = _same_memory(to_framework(array, view(x, "interop")), array)
             (handed if same else copied).append(name)
     total = len(handed) + len(copied)
     return _row(framework, _names(handed, total), _names(copied, total))

@@ -21,8 +21,8 @@ from scaling_figure import Curve, Panel, figure
 from scaling_measure import PRETENDED, measure
 from scaling_model import Machine
 
-from arraycomm._algorithms import CHUNK_BYTES
-from arraycomm._transports.board import MESSAGE_SLOT
+from arraycomm._collectives.algorithms import CHUNK_BYTES
+from arraycomm._transports.control import MESSAGE_SLOT
 from arraycomm.cli.bench_tables import Table, as_markdown, number_text, ratio_text, size_text
 
 DOCS: Final = Path(__file__).resolve().parent

@@ -15,7 +15,7 @@ import scaling_model as model
 from scaling_measure import CASES, RANKS, SLICED, STEPPED
 from scaling_model import Machine
 
-from arraycomm._algorithms import CHUNK_BYTES
+from arraycomm._collectives.algorithms import CHUNK_BYTES
 
 # The least of all repetitions: other programs on the machine only ever add to a time.
 BEST: Final = "min"
@@ -73,7 +73,7 @@ def predictions(results: dict[str, Any]) -> Iterator[Prediction]:
         for kind, nbytes in CASES:
             times = results["ranks"][str(ranks)][f"{kind} {nbytes}"]
             yield Prediction(
-                *(ranks, kind, nbytes, _way(kind, ranks, nbytes)),
+                *(ranks, kind, nbytes, _placement(kind, ranks, nbytes)),
                 ranks == 2 and (kind, nbytes) in _FITTED,
                 predicted(here, kind, ranks, nbytes),
                 *(times["min"], times["median"]),
@@ -92,7 +92,7 @@ def waits(kind: str, ranks: int, nbytes: int) -> int:
     if kind == "mpi":
         return len(_mpi_rounds(ranks, nbytes))
     header = 1 if kind == "shared" else _rounds(ranks, 256 * ranks)
-    match _way(kind, ranks, nbytes):
+    match _placement(kind, ranks, nbytes):
         case "header":
             return header
         case "steps":
@@ -172,7 +172,7 @@ def _work(here: Here, kind: str, ranks: int, nbytes: int) -> float:
     return model.allreduce(ranks, nbytes, here.machine, shared=kind == "shared")
 
 
-def _way(kind: str, ranks: int, nbytes: int) -> str:
+def _placement(kind: str, ranks: int, nbytes: int) -> str:
     if kind == "mpi":
         return "recursive doubling" if _doubles(ranks, nbytes) else "Rabenseifner"
     return model.chosen(ranks, nbytes, kind == "shared")

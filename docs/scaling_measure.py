@@ -24,7 +24,7 @@ from arraycomm import Communicator
 from arraycomm._communicator import Options
 from arraycomm._folds import fold
 from arraycomm._transports.base import Bytes, Handle, Transport
-from arraycomm._transports.board import MESSAGE_SLOT, Board, SharedBoard
+from arraycomm._transports.control import MESSAGE_SLOT, ControlChannel, SharedControl
 from arraycomm.cli.bench_machine import machine, versions
 from arraycomm.cli.bench_timing import measure as timed
 from arraycomm.cli.demo_launch import find_launcher
@@ -86,19 +86,19 @@ class _Finished:
         return True
 
 
-def _answer(board: Board, mine: Bytes, rows: Bytes, seen: list[bytes | None]) -> None:
+def _answer(control: ControlChannel, mine: Bytes, rows: Bytes, seen: list[bytes | None]) -> None:
     """Let all pretended ranks show what this one shows, where that has changed."""
-    parity = board.step & 1
-    if seen[parity] is not board.shown[parity]:
+    parity = control.step & 1
+    if seen[parity] is not control.shown[parity]:
         rows[:, 8:] = mine[8:]
-        seen[parity] = board.shown[parity]
+        seen[parity] = control.shown[parity]
 
 
-class _PretendedShared(SharedBoard):
+class _PretendedShared(SharedControl):
     """A board in shared memory on which all others show what this rank shows."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(0, size, np.zeros(SharedBoard.nbytes(size), np.uint8))
+        super().__init__(0, size, np.zeros(SharedControl.nbytes(size), np.uint8))
         self._seen: list[bytes | None] = [None, None]
         self._stamps = [rows.view(np.int64)[:, 0] for rows in self.rows]
 
@@ -109,7 +109,7 @@ class _PretendedShared(SharedBoard):
         self._stamps[parity][...] = self.step
 
 
-class _PretendedMessages(Board):
+class _PretendedMessages(ControlChannel):
     """A board of messages that have always arrived."""
 
     def __init__(self, size: int) -> None:
@@ -134,7 +134,7 @@ class _PretendedMessages(Board):
     def leave(self, state: int, completed: int, text: str) -> None:
         """Nobody is told."""
 
-    def farewell(self, rank: int) -> None:
+    def exit_notice(self, rank: int) -> None:
         return None
 
 
@@ -146,7 +146,7 @@ class Pretended(Transport):
 
     def __init__(self, size: int, *, shared: bool) -> None:
         self.size = self.local_size = size
-        self.board = _PretendedShared(size) if shared else _PretendedMessages(size)
+        self.control = _PretendedShared(size) if shared else _PretendedMessages(size)
 
     def _nothing(self, *_: Any) -> Handle:
         return _Finished()
@@ -212,7 +212,7 @@ def run_ranks() -> Times:
         kind: Communicator(MPITransport(world.Dup(), share=kind == "shared"), Options())
         for kind in ("shared", "messages")
     }
-    assert all(comm._board.shared == (kind == "shared") for kind, comm in comms.items())
+    assert all(comm._control.shared == (kind == "shared") for kind, comm in comms.items())
     calls: Calls = {}
     for kind, nbytes in CASES:
         x, y = np.ones((2, nbytes // 4), np.float32)

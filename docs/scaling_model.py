@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final, NamedTuple
 
-from arraycomm._algorithms import CHUNK_BYTES, choose
-from arraycomm._transports.board import MESSAGE_SLOT, PAYLOAD, shared_slot
+from arraycomm._collectives.algorithms import CHUNK_BYTES, choose
+from arraycomm._transports.control import MESSAGE_SLOT, PAYLOAD, shared_slot
 
 DIGEST_BYTES: Final = 64
 ELEMENT: Final = 4  # float32
@@ -222,7 +222,7 @@ def payload(size: int, shared: bool) -> int:
 
 
 def chosen(size: int, nbytes: int, shared: bool) -> str:
-    """Return the way that arraycomm takes; see `arraycomm._algorithms.choose`."""
+    """Return the way that arraycomm takes; see `arraycomm._collectives.algorithms.choose`."""
     return choose(nbytes, size, payload(size, shared), shared)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import strategies as st
 
-from arraycomm import _algorithms
+from arraycomm._collectives import algorithms
 from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._law_values import (
@@ -33,7 +33,7 @@ _choice = _Choice()
 
 @pytest.fixture(scope="module", autouse=True)
 def _choices_are_made_here() -> Iterator[None]:
-    choose, chunks = _algorithms._choose, _algorithms._chunks
+    choose, chunks = algorithms._choose, algorithms._chunks
 
     def choose_here(link, source):
         return choose(link, source) if _choice.way is None or link.size == 1 else _choice.way
@@ -45,8 +45,8 @@ def _choices_are_made_here() -> Iterator[None]:
         return (range(start, min(start + starts.step, len(array))) for start in starts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_algorithms, "_choose", choose_here)
-        patch.setattr(_algorithms, "_chunks", chunks_here)
+        patch.setattr(algorithms, "_choose", choose_here)
+        patch.setattr(algorithms, "_chunks", chunks_here)
         yield
 
 

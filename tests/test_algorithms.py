@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from arraycomm._algorithms import GATHER_BYTES, MAX_STEPS, choose
+from arraycomm._collectives.algorithms import GATHER_BYTES, MAX_STEPS, choose
 
 SLOT = 32 << 10
 

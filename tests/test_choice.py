@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from arraycomm._cuda import choice, device, kernels, libnccl
-from arraycomm._devices import Wish
-from arraycomm._transports.addressed import AddressedLink
-from arraycomm._transports.staged import StagedLink
+from arraycomm._cuda import device, kernels, libnccl, selection
+from arraycomm._cuda.devices import DeviceRequest
+from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
+from arraycomm._cuda.staged_link import HostStagedLink
 
-AUTO = Wish()
+AUTO = DeviceRequest()
 
 
 def _comm(rank: int = 0, backend: str = "mpi") -> Any:
@@ -33,9 +33,9 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (device, "choose_device", lambda local_rank, wanted: local_rank),
         (libnccl, "missing", lambda: None),
         (libnccl, "load", lambda: library),
-        (choice, "_gpu_aware", lambda: True),
-        (choice, "_open_nccl", lambda comm, wish: _returning("the link of NCCL")),
-        (choice, "memory_of", lambda comm, wish: "memory"),
+        (selection, "_gpu_aware", lambda: True),
+        (selection, "_open_nccl", lambda comm, device_request: _returning("the link of NCCL")),
+        (selection, "memory_of", lambda comm, device_request: "memory"),
     ):
         monkeypatch.setattr(module, name, value)
     return monkeypatch
@@ -46,24 +46,24 @@ def _returning(value: Any) -> Any:
     return value
 
 
-def _choose(offers: list[choice.Offer], rank: int = 0) -> tuple[Any, str]:
-    steps = choice.choose(_comm(rank), AUTO, offers)
+def _choose(offers: list[selection.DeviceCapabilities], rank: int = 0) -> tuple[Any, str]:
+    steps = selection.choose(_comm(rank), AUTO, offers)
     with pytest.raises(StopIteration) as stop:
         next(steps)
     found: tuple[Any, str] = stop.value.value
     return found
 
 
-def _offers(**changes: Any) -> list[choice.Offer]:
+def _offers(**changes: Any) -> list[selection.DeviceCapabilities]:
     """What two ranks offer that have everything, where the second is told otherwise."""
-    first = choice.offer(_comm(0), AUTO)
-    second: Any = {**choice.offer(_comm(1), AUTO), **changes}
+    first = selection.offer(_comm(0), AUTO)
+    second: Any = {**selection.offer(_comm(1), AUTO), **changes}
     return [first, second]
 
 
 class TestOffer:
     def test_all_there_is(self, capable: pytest.MonkeyPatch) -> None:
-        assert choice.offer(_comm(1), AUTO) == {
+        assert selection.offer(_comm(1), AUTO) == {
             "device": "",
             "nccl": "",
             "uuid": "device 1",
@@ -76,22 +76,24 @@ class TestOffer:
         self, capable: pytest.MonkeyPatch, module: Any
     ) -> None:
         capable.setattr(module, "missing", lambda: "CuPy cannot be imported; install it")
-        offer = choice.offer(_comm(), AUTO)
+        offer = selection.offer(_comm(), AUTO)
         assert offer["device"] == offer["nccl"] == "CuPy cannot be imported; install it"
         assert (offer["uuid"], offer["version"], offer["aware"]) == ("", [], False)
 
     def test_without_nccl_there_is_a_device(self, capable: pytest.MonkeyPatch) -> None:
         capable.setattr(libnccl, "missing", lambda: "no libnccl.so.2")
-        offer = choice.offer(_comm(), AUTO)
+        offer = selection.offer(_comm(), AUTO)
         assert (offer["device"], offer["nccl"]) == ("", "no libnccl.so.2")
         assert (offer["uuid"], offer["aware"]) == ("device 0", True)
 
     def test_wish_for_mpi_is_one_against_nccl(self, capable: pytest.MonkeyPatch) -> None:
         capable.setattr(libnccl, "load", lambda: pytest.fail("NCCL was loaded"))
-        assert choice.offer(_comm(), Wish("mpi"))["nccl"] == 'backend="mpi" was asked for'
+        assert (
+            selection.offer(_comm(), DeviceRequest("mpi"))["nccl"] == 'backend="mpi" was asked for'
+        )
 
     def test_ranks_of_one_process_go_by_the_host(self, capable: pytest.MonkeyPatch) -> None:
-        offer = choice.offer(_comm(backend="threads"), AUTO)
+        offer = selection.offer(_comm(backend="threads"), AUTO)
         assert "ranks within one process" in offer["device"]
         assert offer["nccl"] == offer["device"]
 
@@ -102,12 +104,12 @@ class TestOffer:
             raise OSError("libcuda.so.1 is not there")
 
         capable.setattr(device, "uuid", broken)
-        offer = choice.offer(_comm(), AUTO)
+        offer = selection.offer(_comm(), AUTO)
         assert offer["device"] == offer["nccl"] == "OSError: libcuda.so.1 is not there"
 
     @pytest.mark.skipif(device.missing() is None, reason="there is a device")
     def test_without_cupy_nothing_is_raised(self) -> None:
-        offer = choice.offer(_comm(), AUTO)
+        offer = selection.offer(_comm(), AUTO)
         assert offer["device"]
         assert offer["nccl"] == offer["device"]
         if "cupy" not in sys.modules:
@@ -120,7 +122,7 @@ class TestChoice:
 
     def test_reason_names_a_rank_that_stands_in_the_way(self, capable: pytest.MonkeyPatch) -> None:
         link, reason = _choose(_offers(nccl="no libnccl.so.2"))
-        assert isinstance(link, AddressedLink)
+        assert isinstance(link, GpuAwareMpiLink)
         assert reason == "rank 1: no libnccl.so.2"
 
     def test_versions_of_nccl_must_be_one(self, capable: pytest.MonkeyPatch) -> None:
@@ -133,7 +135,7 @@ class TestChoice:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             link, reason = _choose(_offers(uuid="device 0"), rank)
-        assert isinstance(link, AddressedLink)
+        assert isinstance(link, GpuAwareMpiLink)
         assert "ranks 0, 1 share a CUDA device, and NCCL wants one for each" in reason
         warned = [str(warning.message) for warning in said]
         assert warned == ["ranks 0, 1 share a CUDA device: what they compute there takes turns"] * (
@@ -144,7 +146,7 @@ class TestChoice:
         self, capable: pytest.MonkeyPatch
     ) -> None:
         link, reason = _choose(_offers(nccl="no libnccl.so.2", aware=False))
-        assert isinstance(link, StagedLink)
+        assert isinstance(link, HostStagedLink)
         assert (link.memory, reason) == ("memory", "rank 1: no libnccl.so.2")
 
     def test_host_memory_where_a_rank_has_no_device(self, capable: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import DistributedDataContainer
-from arraycomm._order import order_of
+from arraycomm._training.order import order_of
 from arraycomm.testing import run
 from tests.launcher import needs_mpiexec, run_python
 
@@ -216,7 +216,7 @@ TREES = {
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    from arraycomm._pytrees import flatten
+    from arraycomm._trees.pytrees import flatten
 
     return flatten(tree).leaves
 

@@ -89,7 +89,7 @@ demo_data.batches = lambda part, count, comm: make(part, count - (comm.size > 1)
 BROKEN = """
 import sys
 import arraycomm as ac
-from arraycomm._gradients import Gradients
+from arraycomm._training.gradients import Gradients
 from arraycomm.cli import demo_data, main
 {fault}
 sys.exit(main(["demo", "--frameworks", "numpy", "--epochs", "{epochs}"]))

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda import device
 from arraycomm._cuda.device import CudaMemory
-from arraycomm._cuda.memory import Span
 from arraycomm._errors import TransportError
 
 NOT_READY, ILLEGAL_ADDRESS = 600, 700
@@ -153,8 +153,8 @@ def memory(cuda: FakeCuda) -> CudaMemory:
     return found
 
 
-def values(span: Span) -> list[int]:
-    return list(ctypes.string_at(span.address, span.nbytes))
+def values(device_buffer: DeviceBuffer) -> list[int]:
+    return list(ctypes.string_at(device_buffer.address, device_buffer.nbytes))
 
 
 def test_memory_is_of_the_device_and_in_the_order_of_the_stream(
@@ -195,11 +195,11 @@ def test_upload_is_done_with_the_array(cuda: FakeCuda, memory: CudaMemory) -> No
         array = np.arange(5, dtype=np.int32)
         if pinned:
             cuda.pinned.add(array.ctypes.data)
-        span = memory.upload(array)
+        device_buffer = memory.upload(array)
         array[...] = -1
-        memory.download(span, into := np.empty(5, np.int32))
+        memory.download(device_buffer, into := np.empty(5, np.int32))
         assert into.tolist() == [0, 1, 2, 3, 4]
-        assert span.dtype == np.int32
+        assert device_buffer.dtype == np.int32
 
 
 def test_upload_of_ordinary_memory_does_not_wait(cuda: FakeCuda, memory: CudaMemory) -> None:
@@ -219,11 +219,11 @@ def test_download_waits_for_what_is_on_the_stream_before_it(
 
 
 def test_what_is_empty_is_not_copied(cuda: FakeCuda, memory: CudaMemory) -> None:
-    span = memory.upload(np.empty(0, np.float32))
-    memory.download(span, np.empty(0, np.float32))
-    memory.fold("sum", span.dtype, [span], span)
-    memory.prefixes("sum", span.dtype, [span], [span])
-    memory.gather_pieces([(None, 0, 0)], span)
+    device_buffer = memory.upload(np.empty(0, np.float32))
+    memory.download(device_buffer, np.empty(0, np.float32))
+    memory.fold("sum", device_buffer.dtype, [device_buffer], device_buffer)
+    memory.prefixes("sum", device_buffer.dtype, [device_buffer], [device_buffer])
+    memory.gather_pieces([(None, 0, 0)], device_buffer)
 
 
 def test_an_error_of_the_device_is_not_taken_for_work_that_never_ends(

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arraycomm import _dlpack, _frameworks, _results, _views
-from arraycomm._buffers import BufferView
+from arraycomm._arrays import dlpack, results, views
+from arraycomm._arrays import frameworks as host_frameworks
+from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Piece
 from arraycomm._cuda import arrays, frameworks, layouts, streams
-from arraycomm._cuda.memory import Memory, Piece, Span
 from arraycomm._dtypes import TABLE, DType
 
 Array = np.ndarray[Any, Any]
@@ -49,7 +50,7 @@ class LoggedMark:
         self.memory.log.append((stream, "after", self.stream))
 
 
-class HostMemory(Memory):
+class HostMemory(DeviceMemory):
     """Does everything at once, on the host, and keeps a log of what waits for what."""
 
     def __init__(self, device: int = 0) -> None:
@@ -57,12 +58,12 @@ class HostMemory(Memory):
         self.log: list[Any] = []
         self.marks: list[LoggedMark] = []
 
-    def allocate(self, nbytes: int) -> Span:
+    def allocate(self, nbytes: int) -> DeviceBuffer:
         array = np.empty(nbytes + 256, np.uint8)
         start = -address_of(array) % 256
-        return Span(address_of(array) + start, nbytes, array.dtype, array, self)
+        return DeviceBuffer(address_of(array) + start, nbytes, array.dtype, array, self)
 
-    def copy(self, target: Span, source: Span) -> None:
+    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
         self.log.append("copy")
         ctypes.memmove(target.address, source.address, source.nbytes)
 
@@ -70,19 +71,21 @@ class HostMemory(Memory):
         self.marks.append(LoggedMark(self))
         return self.marks[-1]
 
-    def upload(self, array: Array) -> Span:
+    def upload(self, array: Array) -> DeviceBuffer:
         raise NotImplementedError
 
-    def download(self, span: Span, into: Array) -> None:
+    def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
         raise NotImplementedError
 
-    def fold(self, op: str, dtype: DType, rows: Sequence[Span], out: Span) -> None:
+    def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
         raise NotImplementedError
 
-    def prefixes(self, op: str, dtype: DType, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+    def prefixes(
+        self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
+    ) -> None:
         raise NotImplementedError
 
-    def gather_pieces(self, pieces: Sequence[Piece], target: Span) -> None:
+    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
         raise NotImplementedError
 
 
@@ -90,14 +93,22 @@ def address_of(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def elements(span: Span) -> Array:
+def elements(device_buffer: DeviceBuffer) -> Array:
     """What is in a span, without a copy."""
-    return _dlpack.array_at(span.address, (span.size,), None, span.dtype, False, span, "span")
+    return dlpack.array_at(
+        device_buffer.address,
+        (device_buffer.size,),
+        None,
+        device_buffer.dtype,
+        False,
+        device_buffer,
+        "device_buffer",
+    )
 
 
-def flat_of(array: Array, memory: Memory) -> Span:
+def flat_of(array: Array, memory: DeviceMemory) -> DeviceBuffer:
     array = np.ascontiguousarray(array).reshape(-1)
-    return Span(address_of(array), array.size, array.dtype, array, memory)
+    return DeviceBuffer(address_of(array), array.size, array.dtype, array, memory)
 
 
 def some(dtype: Any) -> Array:
@@ -134,7 +145,7 @@ class _NumPyAsCuPy(np.ndarray[Any, Any]):
 
 
 def _array_at(shape: Any, dtype: Any, pointer: Any, steps: Any = None) -> Any:
-    found = _dlpack.array_at(pointer.ptr, shape, steps, np.dtype(dtype), False, pointer, "fake")
+    found = dlpack.array_at(pointer.ptr, shape, steps, np.dtype(dtype), False, pointer, "fake")
     return found.view(_NumPyAsCuPy)
 
 
@@ -155,7 +166,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
         get_current_stream=lambda _: SimpleNamespace(ptr=CUPY),
     )
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setitem(_views._READERS, _NumPyAsCuPy, _frameworks.read_cupy)
+    monkeypatch.setitem(views._READERS, _NumPyAsCuPy, host_frameworks.read_cupy)
     return module
 
 
@@ -171,20 +182,20 @@ def test_cupy_is_read_where_it_is(cupy: Any, memory: HostMemory, dtype: DType, l
     found = arrays.device_view(x, "op", "x", memory)
     assert (found.framework, found.device, found.source is x) == ("cupy", ("cuda", 0), True)
     assert (found.shape, found.dtype, found.readonly) == (x.shape, dtype, False)
-    assert elements(found.span).tobytes() == np.asarray(x).tobytes()
+    assert elements(found.device_buffer).tobytes() == np.asarray(x).tobytes()
     assert found.copied == (not x.flags.c_contiguous)
     if x.size:
-        assert (found.span.address == x.data.ptr) == x.flags.c_contiguous
+        assert (found.device_buffer.address == x.data.ptr) == x.flags.c_contiguous
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_of_cupy_are_in_its_own_memory(cupy: Any, memory: HostMemory, dtype: DType) -> None:
     like = arrays.device_view(as_cupy(some(np.int8)), "op", "x", memory)
-    made, span = arrays.empty_like(like, (2, 3), dtype, memory)
-    elements(span)[...] = np.arange(6).astype(dtype)
+    made, device_buffer = arrays.empty_like(like, (2, 3), dtype, memory)
+    elements(device_buffer)[...] = np.arange(6).astype(dtype)
     result = arrays.finish(made, like)
     assert isinstance(result, _NumPyAsCuPy)
-    assert (result.data.ptr, result.shape, result.dtype) == (span.address, (2, 3), dtype)
+    assert (result.data.ptr, result.shape, result.dtype) == (device_buffer.address, (2, 3), dtype)
     assert np.asarray(result).tolist() == np.arange(6).astype(dtype).reshape(2, 3).tolist()
 
 
@@ -197,9 +208,9 @@ def test_cupy_out_is_written_in_place(
     out = as_cupy(LAYOUTS[layout](whole))
     values = (1 + np.arange(out.size)).astype(dtype)
     found = arrays.view_out(out, out.shape, dtype, "op", memory)
-    assert (found.span.address == out.data.ptr) == out.flags.c_contiguous
-    elements(found.span)[...] = values
-    assert arrays.written(found, found.span) is out
+    assert (found.device_buffer.address == out.data.ptr) == out.flags.c_contiguous
+    elements(found.device_buffer)[...] = values
+    assert arrays.commit_out(found, found.device_buffer) is out
     assert "copy" not in memory.log
     assert np.asarray(out).reshape(-1).tolist() == values.tolist()
     untouched = np.ones((3, 4), bool)
@@ -210,7 +221,7 @@ def test_cupy_out_is_written_in_place(
 def test_a_result_elsewhere_is_copied_into_out(cupy: Any, memory: HostMemory) -> None:
     out = as_cupy(np.zeros(4))
     found = arrays.view_out(out, (4,), np.dtype(float), "op", memory)
-    arrays.written(found, flat_of(np.arange(4.0), memory))
+    arrays.commit_out(found, flat_of(np.arange(4.0), memory))
     assert out.tolist() == [0, 1, 2, 3]
     assert memory.log.count("copy") == 1
 
@@ -239,7 +250,7 @@ def test_a_framework_may_go_on_in_another_stream(cupy: Any, memory: HostMemory) 
     for end in (
         lambda: arrays.finish(made, found),
         lambda: arrays.release(found),
-        lambda: arrays.written(out, out.span),
+        lambda: arrays.commit_out(out, out.device_buffer),
     ):
         memory.log.clear()
         end()
@@ -247,7 +258,7 @@ def test_a_framework_may_go_on_in_another_stream(cupy: Any, memory: HostMemory) 
 
 
 def test_what_is_only_like_the_result_orders_it(cupy: Any, memory: HostMemory) -> None:
-    like = BufferView(_views.NOTHING, "cupy", None, True, True, ("cuda", 0))
+    like = BufferView(views.NOTHING, "cupy", None, True, True, ("cuda", 0))
     made, _ = arrays.empty_like(like, (3,), np.dtype(float), memory)
     assert memory.log == [(OWN, "after", CUPY)]
     arrays.finish(made, like)
@@ -260,7 +271,7 @@ def test_one_stream_needs_no_events(cupy: Any, memory: HostMemory) -> None:
     found = arrays.device_view(x, "op", "x", memory)
     arrays.finish(arrays.empty_like(found, (3,), found.dtype, memory)[0], found)
     out = arrays.view_out(x, x.shape, x.dtype, "op", memory)
-    arrays.written(out, out.span)
+    arrays.commit_out(out, out.device_buffer)
     assert not memory.log
     assert not memory.marks
 
@@ -268,7 +279,7 @@ def test_one_stream_needs_no_events(cupy: Any, memory: HostMemory) -> None:
 def test_cupys_copies_are_between_the_memorys_work(cupy: Any, memory: HostMemory) -> None:
     out = arrays.view_out(as_cupy(some(float).T), (4, 3), np.dtype(float), "op", memory)
     memory.log.clear()
-    arrays.written(out, out.span)
+    arrays.commit_out(out, out.device_buffer)
     assert memory.log == [(CUPY, "after", OWN), (OWN, "after", CUPY), (CUPY, "after", OWN)]
 
 
@@ -320,7 +331,7 @@ class TestOut:
     def test_errors_are_the_hosts(
         self, cupy: Any, memory: HostMemory, kind: Any, make: Any, shape: Any, dtype: Any
     ) -> None:
-        wanted = self.message(kind, _views.view_out, make(), shape, np.dtype(dtype), "op")
+        wanted = self.message(kind, views.view_out, make(), shape, np.dtype(dtype), "op")
         out = as_cupy(make())
         assert wanted == self.message(
             kind, arrays.view_out, out, shape, np.dtype(dtype), "op", memory
@@ -329,7 +340,7 @@ class TestOut:
     def test_read_only_out_is_refused(self, cupy: Any, memory: HostMemory) -> None:
         array = some(float)
         array.flags.writeable = False
-        wanted = self.message(BufferError, _views.view_out, array, (3, 4), array.dtype, "op")
+        wanted = self.message(BufferError, views.view_out, array, (3, 4), array.dtype, "op")
         out = Producer(array)
         assert wanted == self.message(
             BufferError, arrays.view_out, out, (3, 4), array.dtype, "op", memory
@@ -373,7 +384,7 @@ class Producer:
 
 def on_cuda(capsule: Any, dtype: DType, place: tuple[int, int] = (2, 0)) -> Any:
     layouts.relabel(capsule, dtype)
-    tensor, _ = _dlpack.open_capsule(capsule, "test")
+    tensor, _ = dlpack.open_capsule(capsule, "test")
     tensor.device_type, tensor.device_id = place
     return capsule
 
@@ -389,9 +400,9 @@ def test_dlpack_is_read_where_it_is(
     found = arrays.device_view(x, "op", "x", memory)
     assert x.asked == [OWN]
     assert (found.framework, found.shape, found.dtype) == ("cupy", array.shape, dtype)
-    assert elements(found.span).tobytes() == array.tobytes()
+    assert elements(found.device_buffer).tobytes() == array.tobytes()
     if array.size and array.flags.c_contiguous:
-        assert found.span.address == address_of(array)
+        assert found.device_buffer.address == address_of(array)
 
 
 def test_dlpack_without_a_version_is_read_only(cupy: Any, memory: HostMemory) -> None:
@@ -455,10 +466,10 @@ def test_an_error_of_the_producer_is_told(cupy: Any, memory: HostMemory) -> None
 def test_the_producer_lives_as_long_as_the_span(cupy: Any, memory: HostMemory) -> None:
     array = some(float)
     before = sys.getrefcount(array)
-    span = arrays.device_view(Producer(array), "op", "x", memory).span[2:5]
+    device_buffer = arrays.device_view(Producer(array), "op", "x", memory).device_buffer[2:5]
     assert sys.getrefcount(array) > before
-    assert elements(span).tolist() == [2, 3, 4]
-    del span
+    assert elements(device_buffer).tolist() == [2, 3, 4]
+    del device_buffer
     assert sys.getrefcount(array) == before
 
 
@@ -491,7 +502,7 @@ def test_the_array_interface_is_read_where_it_is(
     array = np.asarray(LAYOUTS[layout](some(np.float32)))
     found = arrays.device_view(Interface(array), "op", "x", memory)
     assert (found.framework, found.shape, found.dtype) == ("cupy", array.shape, array.dtype)
-    assert elements(found.span).tobytes() == array.tobytes()
+    assert elements(found.device_buffer).tobytes() == array.tobytes()
     assert found.copied != array.flags.c_contiguous
 
 
@@ -500,7 +511,7 @@ def test_the_array_interfaces_stream_waits_both_ways(placed: Any, memory: HostMe
     found = arrays.view_out(out, (3, 4), np.dtype(float), "op", memory)
     assert memory.log == [(OWN, "after", CUPY), (OWN, "after", PRODUCER)]
     memory.log.clear()
-    arrays.written(found, found.span)
+    arrays.commit_out(found, found.device_buffer)
     assert memory.log == [(CUPY, "after", OWN), (PRODUCER, "after", OWN)]
 
 
@@ -519,7 +530,7 @@ def test_elements_are_copied_by_what_their_places_allow(
     array = np.zeros(5, np.dtype(fields))["x"]
     array[...] = np.arange(5) / 3
     found = arrays.device_view(Interface(array), "op", "x", memory)
-    assert elements(found.span).tolist() == array.tolist()
+    assert elements(found.device_buffer).tolist() == array.tolist()
     assert min(units) == unit
 
 
@@ -601,10 +612,10 @@ def test_torch_is_read_where_it_is(
     x = LAYOUTS[layout](tensor_of(torch, dtype))
     found = arrays.device_view(x, "op", "x", memory)
     assert (found.framework, found.shape, found.dtype) == ("torch", tuple(x.shape), dtype)
-    assert elements(found.span).tobytes() == bits(x)
+    assert elements(found.device_buffer).tobytes() == bits(x)
     assert found.copied != x.is_contiguous()
     if x.numel():
-        assert (found.span.address == x.data_ptr()) == x.is_contiguous()
+        assert (found.device_buffer.address == x.data_ptr()) == x.is_contiguous()
     assert memory.log[0] == (OWN, "after", TORCH)
     assert (OWN, "after", CUPY) not in memory.log  # torch gathers by itself
 
@@ -615,7 +626,7 @@ def test_torchs_copies_are_between_the_memorys_work(torch: Any, memory: HostMemo
     assert memory.log == [(OWN, "after", TORCH)] * 2  # the elements, and then their copy
     out = arrays.view_out(x, (4, 3), np.dtype("float32"), "op", memory)
     memory.log.clear()
-    arrays.written(out, out.span)
+    arrays.commit_out(out, out.device_buffer)
     assert memory.log == [(TORCH, "after", OWN)] * 2  # before torch copies, and when all is done
 
 
@@ -625,13 +636,13 @@ def test_results_of_torch_are_in_its_own_memory(
 ) -> None:
     like = arrays.device_view(torch.ones(3), "op", "x", memory)
     memory.log.clear()
-    made, span = arrays.empty_like(like, (2, 3), dtype, memory)
+    made, device_buffer = arrays.empty_like(like, (2, 3), dtype, memory)
     assert memory.log == [(OWN, "after", TORCH)]
-    elements(span)[...] = np.arange(6).astype(dtype)
+    elements(device_buffer)[...] = np.arange(6).astype(dtype)
     memory.log.clear()
     result = arrays.finish(made, like)
     assert set(memory.log) == {(TORCH, "after", OWN)}
-    assert (result.data_ptr(), tuple(result.shape)) == (span.address, (2, 3))
+    assert (result.data_ptr(), tuple(result.shape)) == (device_buffer.address, (2, 3))
     assert bits(result) == np.arange(6).astype(dtype).tobytes()
 
 
@@ -651,9 +662,9 @@ def test_torch_out_is_written_in_place(
     version = whole._version
     values = (1 + np.arange(out.numel())).astype(dtype)
     found = arrays.view_out(out, tuple(out.shape), dtype, "op", memory)
-    elements(found.span)[...] = values
+    elements(found.device_buffer)[...] = values
     memory.log.clear()
-    assert arrays.written(found, found.span) is out
+    assert arrays.commit_out(found, found.device_buffer) is out
     assert memory.log[0] == (TORCH, "after", OWN)
     assert bits(out) == values.tobytes()
     assert whole._version > version
@@ -664,7 +675,7 @@ def test_autograd_notices_a_write(torch: Any, memory: HostMemory) -> None:
     x = torch.ones(3)
     loss = (w * x).sum()
     out = arrays.view_out(x, (3,), np.dtype("float32"), "op", memory)
-    arrays.written(out, out.span)
+    arrays.commit_out(out, out.device_buffer)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -672,11 +683,11 @@ def test_autograd_notices_a_write(torch: Any, memory: HostMemory) -> None:
 def test_conjugates_are_resolved(torch: Any, memory: HostMemory) -> None:
     x = torch.tensor([1 + 2j, 3 - 4j])
     found = arrays.device_view(x.conj(), "op", "x", memory)
-    assert elements(found.span).tolist() == [1 - 2j, 3 + 4j]
+    assert elements(found.device_buffer).tolist() == [1 - 2j, 3 + 4j]
     assert found.copied
     out = arrays.view_out(x.conj(), (2,), np.dtype("complex64"), "op", memory)
-    elements(out.span)[...] = [5 + 6j, 7]
-    arrays.written(out, out.span)
+    elements(out.device_buffer)[...] = [5 + 6j, 7]
+    arrays.commit_out(out, out.device_buffer)
     assert x.tolist() == [5 - 6j, 7]
 
 
@@ -684,20 +695,20 @@ def test_negatives_are_resolved(torch: Any, memory: HostMemory) -> None:
     x = torch._neg_view(torch.tensor([1.0, 2.0]))
     assert x.is_neg()
     found = arrays.device_view(x, "op", "x", memory)
-    assert elements(found.span).tolist() == [-1, -2]
+    assert elements(found.device_buffer).tolist() == [-1, -2]
     assert found.copied
     out = arrays.view_out(x, (2,), np.dtype("float32"), "op", memory)
-    elements(out.span)[...] = [5, 6]
-    arrays.written(out, out.span)
+    elements(out.device_buffer)[...] = [5, 6]
+    arrays.commit_out(out, out.device_buffer)
     assert x.tolist() == [5, 6]
 
 
 class TestRefusals:
     """What the host's door refuses, in its words."""
 
-    def check(self, x: Any, memory: Memory) -> None:
+    def check(self, x: Any, memory: DeviceMemory) -> None:
         with pytest.raises((TypeError, BufferError)) as wanted:
-            _views.view(x, "op")
+            views.view(x, "op")
         with pytest.raises(wanted.type) as caught:
             arrays.device_view(x, "op", "x", memory)
         assert str(caught.value) == str(wanted.value)
@@ -708,7 +719,7 @@ class TestRefusals:
         self.check(x * 2, memory)
         with torch.no_grad():
             found = arrays.device_view(x, "op", "x", memory)
-        assert found.span.address == x.data_ptr()
+        assert found.device_buffer.address == x.data_ptr()
 
     def test_tensors_without_memory(self, torch: Any, memory: HostMemory) -> None:
         self.check(torch.eye(3).to_sparse(), memory)
@@ -735,18 +746,18 @@ def jax(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Any:
     module = pytest.importorskip("jax")
     asked: list[int] = []
 
-    def request(x: Any, ladder: Any, _label: str) -> Any:
-        asked.append(ladder[0]["stream"])
+    def request(x: Any, keyword_fallbacks: Any, _label: str) -> Any:
+        asked.append(keyword_fallbacks[0]["stream"])
         return on_cuda(x.__dlpack__(), np.dtype(x.dtype))
 
-    monkeypatch.setattr(_dlpack, "request", request)
-    monkeypatch.setattr(_frameworks, "jax_device", lambda _: ("cuda", 0))
+    monkeypatch.setattr(dlpack, "request", request)
+    monkeypatch.setattr(host_frameworks, "jax_device", lambda _: ("cuda", 0))
     monkeypatch.setattr(frameworks, "_local_id", lambda _: 0)
     monkeypatch.setattr(frameworks._Handover, "__dlpack_device__", lambda _: (1, 0))
     return SimpleNamespace(numpy=module.numpy, asked=asked, module=module)
 
 
-JAX_DTYPES = [d for d in DTYPES if d not in _results._WIDE]
+JAX_DTYPES = [d for d in DTYPES if d not in results._WIDE]
 
 
 @pytest.mark.parametrize("dtype", JAX_DTYPES, ids=str)
@@ -755,8 +766,8 @@ def test_jax_is_read_where_it_is(jax: Any, memory: HostMemory, dtype: DType) -> 
     assert arrays.stream_of(x) is None
     found = arrays.device_view(x, "op", "x", memory)
     assert (found.framework, found.shape, found.dtype) == ("jax", (3, 4), dtype)
-    assert (found.span.address, found.copied) == (x.unsafe_buffer_pointer(), False)
-    assert elements(found.span).tobytes() == np.asarray(x).tobytes()
+    assert (found.device_buffer.address, found.copied) == (x.unsafe_buffer_pointer(), False)
+    assert elements(found.device_buffer).tobytes() == np.asarray(x).tobytes()
     assert found.readonly
     assert jax.asked == [OWN]
 
@@ -774,22 +785,22 @@ def test_jaxs_memory_is_read_only_whatever_its_capsule_says(
 @pytest.mark.parametrize("dtype", JAX_DTYPES, ids=str)
 def test_results_of_jax_are_handed_over(jax: Any, memory: HostMemory, dtype: DType) -> None:
     like = arrays.device_view(jax.numpy.ones(3), "op", "x", memory)
-    made, span = arrays.empty_like(like, (2, 3), dtype, memory)
-    elements(span)[...] = np.arange(6).astype(dtype)
+    made, device_buffer = arrays.empty_like(like, (2, 3), dtype, memory)
+    elements(device_buffer)[...] = np.arange(6).astype(dtype)
     assert not memory.log
     result = arrays.finish(made, like)
     assert memory.log == [(0, "after", OWN)]  # the stream that JAX named; none on the host
     assert isinstance(result, jax.module.Array)
     assert (result.shape, result.dtype) == ((2, 3), dtype)
-    assert result.unsafe_buffer_pointer() == span.address
+    assert result.unsafe_buffer_pointer() == device_buffer.address
     assert np.asarray(result).tobytes() == np.arange(6).astype(dtype).tobytes()
 
 
 @pytest.mark.parametrize("shape", [(0, 3), ()])
 def test_results_of_jax_have_any_shape(jax: Any, memory: HostMemory, shape: Any) -> None:
     like = arrays.device_view(jax.numpy.ones(3), "op", "x", memory)
-    made, span = arrays.empty_like(like, shape, np.dtype("float32"), memory)
-    elements(span)[...] = 2
+    made, device_buffer = arrays.empty_like(like, shape, np.dtype("float32"), memory)
+    elements(device_buffer)[...] = 2
     result = arrays.finish(made, like)
     assert result.shape == shape
     assert (result == 2).all()
@@ -798,11 +809,11 @@ def test_results_of_jax_have_any_shape(jax: Any, memory: HostMemory, shape: Any)
 
 def test_jax_keeps_the_memory_of_its_results(jax: Any, memory: HostMemory) -> None:
     like = arrays.device_view(jax.numpy.ones(3), "op", "x", memory)
-    made, span = arrays.empty_like(like, (3,), np.dtype("float32"), memory)
-    elements(span)[...] = 2
-    before = sys.getrefcount(span)
+    made, device_buffer = arrays.empty_like(like, (3,), np.dtype("float32"), memory)
+    elements(device_buffer)[...] = 2
+    before = sys.getrefcount(device_buffer)
     result = arrays.finish(made, like)
-    assert sys.getrefcount(span) > before
+    assert sys.getrefcount(device_buffer) > before
     assert result.tolist() == [2, 2, 2]
 
 
@@ -812,8 +823,8 @@ def test_jax_keeps_64_bits_only_where_it_may(jax: Any, memory: HostMemory) -> No
     with pytest.raises(TypeError, match="64-bit mode is off"):
         arrays.finish(made, like)
     with jax.module.enable_x64(True):
-        made, span = arrays.empty_like(like, (3,), np.dtype("float64"), memory)
-        elements(span)[...] = 1 / 3
+        made, device_buffer = arrays.empty_like(like, (3,), np.dtype("float64"), memory)
+        elements(device_buffer)[...] = 1 / 3
         assert arrays.finish(made, like).tolist() == [1 / 3] * 3
 
 
@@ -833,7 +844,7 @@ def test_jaxs_memory_is_held_until_the_device_is_done(jax: Any, memory: HostMemo
 def test_a_jax_array_is_no_out(jax: Any, memory: HostMemory) -> None:
     x = jax.numpy.ones(3)
     with pytest.raises(BufferError) as wanted:
-        _views.view_out(x, (3,), np.dtype("float32"), "op")
+        views.view_out(x, (3,), np.dtype("float32"), "op")
     with pytest.raises(BufferError) as caught:
         arrays.view_out(x, (3,), np.dtype("float32"), "op", memory)
     assert str(caught.value) == str(wanted.value)
@@ -844,7 +855,7 @@ def test_keys_and_deleted_arrays_are_refused(jax: Any, memory: HostMemory) -> No
     deleted.delete()
     for x in (jax.module.random.key(0), deleted):
         with pytest.raises((TypeError, ValueError)) as wanted:
-            _views.view(x, "op")
+            views.view(x, "op")
         with pytest.raises(wanted.type) as caught:
             arrays.device_view(x, "op", "x", memory)
         assert str(caught.value) == str(wanted.value)
@@ -875,7 +886,8 @@ def test_a_view_of_the_host_has_nothing_to_release() -> None:
 def test_the_question_imports_nothing() -> None:
     program = """
 import sys, numpy
-from arraycomm._cuda import arrays, staging
+from arraycomm._cuda import arrays
+from arraycomm._arrays import pinned
 class Array:
     __cuda_array_interface__ = {"shape": (3,), "typestr": "<f4", "data": (16, False), "version": 3}
 assert not any(map(arrays.on_cuda, (numpy.ones(3), 1, Array())))

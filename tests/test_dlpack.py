@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arraycomm._dlpack import _DLTensor, _Versioned
+from arraycomm._arrays.dlpack import _DLTensor, _Versioned
+from arraycomm._arrays.views import view, view_out
 from arraycomm._dtypes import BY_NAME
-from arraycomm._views import view, view_out
 
 CPU_DEVICE = (1, 0)
 

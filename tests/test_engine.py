@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from arraycomm._communicator import Communicator, Options
-from arraycomm._engine import wait_for
+from arraycomm._protocol.engine import wait_for
 from arraycomm._transports.threads import ThreadsTransport, make_group
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from arraycomm._arrays.exchange import exchange
+from arraycomm._arrays.results import allocate
 from arraycomm._dtypes import BY_NAME
-from arraycomm._exchange import exchange
-from arraycomm._results import allocate
 from tests.test_dlpack import Producer
 from tests.test_views import (
     FRAMEWORKS,

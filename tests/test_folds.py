@@ -6,7 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._folds import _round_to_half, _widen_half, fold, folder, ieee_mode, in_ieee_mode
+from arraycomm._folds import (
+    _round_to_half,
+    _widen_half,
+    fold,
+    fold_function,
+    ieee_mode,
+    in_ieee_mode,
+)
 from tests.collectives.oracle import CASES, IDS, expected, same_result, sample
 
 
@@ -62,7 +69,7 @@ def test_float32_is_rounded_to_float16_as_numpy_does_it(extreme) -> None:
 def test_arrays_without_dimensions_are_folded(dtype) -> None:
     rows = [np.array(value).astype(dtype) for value in (1, 2, 3)]
     out = np.empty((), dtype)
-    folder("sum", out.dtype)(rows, out)
+    fold_function("sum", out.dtype)(rows, out)
     assert float(out) == 6
 
 

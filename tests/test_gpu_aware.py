@@ -10,8 +10,8 @@ import textwrap
 
 import pytest
 
-from arraycomm._transports import gpu_aware as subject
-from arraycomm._transports.gpu_aware import VARIABLE, gpu_aware
+from arraycomm._cuda.gpu_aware import VARIABLE, gpu_aware
+from arraycomm._cuda import gpu_aware as subject
 
 needs_mpi = pytest.mark.skipif(
     subprocess.run(
@@ -23,7 +23,7 @@ needs_mpi = pytest.mark.skipif(
 
 
 def _run(program: str) -> subprocess.CompletedProcess[str]:
-    head = "import sys\nfrom arraycomm._transports import gpu_aware as g\n"
+    head = "import sys\nfrom arraycomm._cuda import gpu_aware as g\n"
     launched = ("PMI", "OMPI_COMM", "ARRAYCOMM")
     return subprocess.run(
         [sys.executable, "-c", head + textwrap.dedent(program)],

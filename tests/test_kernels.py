@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from arraycomm import _folds
+from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda import kernels
 from arraycomm._cuda.kernels import CHUNK_BYTES, MAX_PIECES, MAX_ROWS, Kernels
-from arraycomm._cuda.memory import Span
 from tests.collectives.oracle import CASES, COMPLEX, FLOAT, IDS, INTEGER, NARROW, same_result
 
 Array = np.ndarray[Any, Any]
@@ -70,8 +70,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++, to compile the kernels for the host")
-    folder = tmp_path_factory.mktemp("kernels")
-    source, library = folder / "host.cpp", folder / "host.so"
+    fold_function = tmp_path_factory.mktemp("kernels")
+    source, library = fold_function / "host.cpp", fold_function / "host.so"
     lines = [f'#include "{kernels.SOURCE}"', _SAME, _HOST]
     lines += [f"REDUCTION({op}, {dtype.name})" for dtype, op in CASES]
     lines += [f"CONVERSIONS({dtype.name})" for dtype in NARROW]
@@ -92,9 +92,9 @@ class HostKernels(Kernels):
         self._threads = threads
         self.launches = 0
 
-    def _on_host(self, nbytes: int) -> Span:
+    def _on_host(self, nbytes: int) -> DeviceBuffer:
         memory = np.full(nbytes, _GUARD, np.uint8)
-        return Span(memory.ctypes.data, nbytes, memory.dtype, memory, memory=None)
+        return DeviceBuffer(memory.ctypes.data, nbytes, memory.dtype, memory, memory=None)
 
     def _launch(
         self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: Array, stream: int

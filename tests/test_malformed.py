@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arraycomm._views import view
+from arraycomm._arrays.views import view
 from tests.test_dlpack import Producer
 
 _CASES: dict[str, tuple[Callable[[], Any], str]] = {}

@@ -23,17 +23,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arraycomm import _algorithms, _folds
+from arraycomm import _folds
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Piece
+from arraycomm._collectives import algorithms
 from arraycomm._cuda import device, libnccl
+from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
 from arraycomm._cuda.libnccl import Comm, Library
-from arraycomm._cuda.memory import Memory, Piece, Span
+from arraycomm._cuda.nccl_link import NcclLink, refuse_sharing
+from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._dtypes import BY_NAME, OPS, TABLE
-from arraycomm._engine import wait_for
 from arraycomm._errors import TransportError
-from arraycomm._transports.addressed import AddressedLink
+from arraycomm._protocol.engine import wait_for
 from arraycomm._transports.base import Blocks, Handle
-from arraycomm._transports.nccl import NcclLink, refuse_sharing
-from arraycomm._transports.staged import StagedLink
 
 OK, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7
 UINT8 = np.dtype(np.uint8)
@@ -53,40 +54,42 @@ NCCL_OPS = {0: "sum", 1: "prod", 2: "max", 3: "min"}
 # The stand-in --------------------------------------------------------------------------------------
 
 
-class HostMemory(Memory):
+class HostMemory(DeviceMemory):
     """Host memory in the place of a device's."""
 
     def __init__(self) -> None:
         self.device = 0
         self.stream = 77
 
-    def allocate(self, nbytes: int) -> Span:
-        return span(np.full(nbytes, 255, np.uint8), self)
+    def allocate(self, nbytes: int) -> DeviceBuffer:
+        return device_buffer(np.full(nbytes, 255, np.uint8), self)
 
-    def copy(self, target: Span, source: Span) -> None:
+    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
         ctypes.memmove(target.address, source.address, source.nbytes)
 
-    def upload(self, array: np.ndarray) -> Span:
-        return span(array.copy(), self)
+    def upload(self, array: np.ndarray) -> DeviceBuffer:
+        return device_buffer(array.copy(), self)
 
-    def download(self, span: Span, into: np.ndarray) -> None:
-        into[...] = values(span)
+    def download(self, device_buffer: DeviceBuffer, into: np.ndarray) -> None:
+        into[...] = values(device_buffer)
 
-    def fold(self, op: str, dtype: Any, rows: Sequence[Span], out: Span) -> None:
+    def fold(self, op: str, dtype: Any, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
         _folds.fold(op, dtype, [values(row) for row in rows], values(out))
 
-    def prefixes(self, op: str, dtype: Any, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+    def prefixes(
+        self, op: str, dtype: Any, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
+    ) -> None:
         raise NotImplementedError
 
-    def gather_pieces(self, pieces: Sequence[Piece], target: Span) -> None:
+    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
         raise NotImplementedError
 
     def record(self) -> Any:
         raise NotImplementedError
 
 
-def span(array: np.ndarray, memory: Memory) -> Span:
-    return Span(array.ctypes.data, array.size, array.dtype, array, memory)
+def device_buffer(array: np.ndarray, memory: DeviceMemory) -> DeviceBuffer:
+    return DeviceBuffer(array.ctypes.data, array.size, array.dtype, array, memory)
 
 
 def at(address: int, count: int, dtype: Any) -> np.ndarray:
@@ -96,7 +99,7 @@ def at(address: int, count: int, dtype: Any) -> np.ndarray:
     return np.frombuffer(memory, dtype)
 
 
-def values(part: Span) -> np.ndarray:
+def values(part: DeviceBuffer) -> np.ndarray:
     return at(part.address, part.size, part.dtype)
 
 
@@ -447,7 +450,7 @@ def blocks(link: NcclLink, counts: list[int], fill: int = 0) -> Blocks:
     return Blocks(buffer, counts, offsets)
 
 
-def bytes_of(part: Span) -> np.ndarray:
+def bytes_of(part: DeviceBuffer) -> np.ndarray:
     return values(part.view(np.uint8))
 
 
@@ -618,7 +621,7 @@ def test_allreduce_names_type_and_operation_rightly(op: str, name: str) -> None:
         rows = [(np.arange(7) * 3 + r + 1).astype(dtype) * dtype.type(1 + r) for r in range(3)]
         want = np.empty(7, dtype)
         _folds.fold(op, dtype, rows, want)
-        source, target = span(rows[link.rank], link.memory), link.empty(7, dtype)
+        source, target = device_buffer(rows[link.rank], link.memory), link.empty(7, dtype)
         finish(link.allreduce(source, target, op))
         assert values(target).tobytes() == want.tobytes()
         finish(link.allreduce(source, source, op))
@@ -638,8 +641,8 @@ def test_algorithms_reduce_over_the_link_in_rank_order(op: str, name: str) -> No
         rows = [(rng.standard_normal(9001) * 1000).astype(dtype) for _ in range(3)]
         want = np.empty(9001, dtype)
         _folds.fold(op, dtype, rows, want)
-        source, target = span(rows[link.rank], link.memory), link.empty(9001, dtype)
-        drive(_algorithms.allreduce(link, source, target, op))
+        source, target = device_buffer(rows[link.rank], link.memory), link.empty(9001, dtype)
+        drive(algorithms.allreduce(link, source, target, op))
         assert values(target).tobytes() == want.tobytes()
         assert ("ncclAllReduce" in fake.calls) == (name == "int32")
 
@@ -696,8 +699,8 @@ def test_after_a_failed_call_no_more_of_the_group_is_issued() -> None:
 def test_only_nccl_takes_calls_ahead_of_their_headers() -> None:
     """What NCCL holds up can be aborted; MPI is never handed what differs between ranks."""
     assert NcclLink.ahead
-    assert not StagedLink.ahead
-    assert not AddressedLink.ahead
+    assert not HostStagedLink.ahead
+    assert not GpuAwareMpiLink.ahead
 
 
 def test_an_error_while_in_progress_is_raised_by_the_handle() -> None:

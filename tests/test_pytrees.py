@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from arraycomm._pytrees import flatten
+from arraycomm._trees.pytrees import flatten
 
 
 class Point(NamedTuple):

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from arraycomm._arrays.results import allocate, takes_over, to_framework
+from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME
-from arraycomm._results import allocate, give, takes_over
-from arraycomm._views import view
 from tests.test_views import PAIRS, Named, content, make, need, pointer, sample
 
 SHARING = [(framework, name) for framework, name in PAIRS if framework != "mlx"]
@@ -56,7 +56,7 @@ def test_result_is_the_callers_framework_and_bits(
     like = view(make(framework, sample(name)), "op")
     array = fresh(name, shape)
     expected = content(array.copy())
-    result = give(array, like)
+    result = to_framework(array, like)
     assert type(result) is type(like.source)
     assert content(result) == expected
 
@@ -68,7 +68,7 @@ def test_result_is_handed_over_without_a_copy(framework: str, name: str) -> None
     for shape in [(), (3,), (3, 5)]:
         array = fresh(name, shape)
         address = pointer(array)
-        assert pointer(give(array, like)) == address
+        assert pointer(to_framework(array, like)) == address
 
 
 @pytest.mark.parametrize("framework", ["mlx", "cupy"])
@@ -78,7 +78,7 @@ def test_other_frameworks_copy(framework: str) -> None:
 
 def test_mlx_copies() -> None:
     array = fresh("float32")
-    result = give(array, view(make("mlx", sample("float32")), "op"))
+    result = to_framework(array, view(make("mlx", sample("float32")), "op"))
     before = content(result)
     array[...] = 0
     assert content(result) == before
@@ -87,7 +87,7 @@ def test_mlx_copies() -> None:
 @pytest.mark.parametrize("dtype", ["S3", "M8[s]", [("a", "i4")]])
 def test_dtypes_without_arithmetic_stay_numpys(dtype: Any) -> None:
     array = np.zeros(2, dtype)
-    assert give(array, view(array, "op")) is array
+    assert to_framework(array, view(array, "op")) is array
     for framework in ("torch", "jax", "array_api_strict"):
         assert not takes_over(framework, array.dtype)
 
@@ -103,7 +103,7 @@ def test_dtypes_without_arithmetic_stay_numpys(dtype: Any) -> None:
 def test_dtypes_that_a_framework_lacks(framework: str, dtype: Any) -> None:
     like = view(make(framework, sample("float32")), "op")
     with pytest.raises(TypeError, match=rf"^bcast: {framework} has no dtype .*; cast first"):
-        give(np.zeros(2, dtype), like, "bcast")
+        to_framework(np.zeros(2, dtype), like, "bcast")
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "array_api_strict"])
@@ -111,7 +111,7 @@ def test_writing_to_a_result_changes_nothing_else(framework: str) -> None:
     x = make(framework, sample("int64"))
     like = view(x, "op")
     before = content(x)
-    results = [give(fresh("int64"), like) for _ in range(10)]
+    results = [to_framework(fresh("int64"), like) for _ in range(10)]
     for number, result in enumerate(results):
         result[...] = number
     assert all(int(result[0, 0]) == number for number, result in enumerate(results))
@@ -122,7 +122,7 @@ def test_writing_to_a_result_changes_nothing_else(framework: str) -> None:
 def test_memory_is_freed_with_the_result(framework: str) -> None:
     array = fresh("float32", (1000,))
     memory = weakref.ref(array.base)
-    result = give(array, view(make(framework, sample("float32")), "op"))
+    result = to_framework(array, view(make(framework, sample("float32")), "op"))
     del array
     gc.collect()
     assert memory() is not None
@@ -135,33 +135,33 @@ def test_memory_is_freed_with_the_result(framework: str) -> None:
 @pytest.mark.parametrize("number", [True, 7, 2.5, 1 - 2j])
 def test_python_numbers_come_back_as_themselves(number: Any) -> None:
     like = view(number, "op")
-    result = give(like.array.copy(), like)
+    result = to_framework(like.array.copy(), like)
     assert type(result) is type(number)
     assert result == number
-    assert type(give(np.ones(3), like)) is np.ndarray
+    assert type(to_framework(np.ones(3), like)) is np.ndarray
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_numpy_scalars_come_back_as_themselves(name: str) -> None:
     scalar = sample(name)[1, 2, 3]
     like = view(scalar, "op")
-    result = give(like.array.copy(), like)
+    result = to_framework(like.array.copy(), like)
     assert type(result) is type(scalar)
     assert result.tobytes() == scalar.tobytes()
 
 
 def test_numpy_arrays_of_no_dimension_stay_arrays() -> None:
     x = np.array(3.0)
-    assert type(give(x.copy(), view(x, "op"))) is np.ndarray
+    assert type(to_framework(x.copy(), view(x, "op"))) is np.ndarray
 
 
 def test_subclasses_of_numpy_get_plain_arrays() -> None:
     x = np.ones(3).view(np.recarray)
-    assert type(give(np.ones(3), view(x, "op"))) is np.ndarray
+    assert type(to_framework(np.ones(3), view(x, "op"))) is np.ndarray
 
 
 def test_unknown_namespaces_get_their_own() -> None:
-    result = give(np.ones(3), view(Named(np.ones(3)), "op"))
+    result = to_framework(np.ones(3), view(Named(np.ones(3)), "op"))
     assert type(result) is np.ndarray
 
 
@@ -169,7 +169,7 @@ def test_torch_results_have_no_history() -> None:
     torch = need("torch")
     with torch.no_grad():
         like = view(torch.nn.Parameter(torch.ones(3)), "op")
-    result = give(np.ones(3, np.float32), like)
+    result = to_framework(np.ones(3, np.float32), like)
     assert type(result) is torch.Tensor
     assert not result.requires_grad
 
@@ -184,14 +184,14 @@ class TestJax:
     def test_64_bits_are_never_cut(self, name: str) -> None:
         like = view(self.jax.numpy.ones(3), "op")
         with pytest.raises(TypeError, match=rf"^bcast: JAX would cut {name}.*jax_enable_x64"):
-            give(fresh(name), like, "bcast")
+            to_framework(fresh(name), like, "bcast")
         with self.jax.enable_x64(True):
-            assert give(fresh(name), like).dtype == name
+            assert to_framework(fresh(name), like).dtype == name
 
     def test_64_bits_stay_where_the_source_has_them(self) -> None:
         with self.jax.enable_x64(True):
             x = self.jax.numpy.ones(3, "float64")
-        assert give(fresh("float64"), view(x, "op")).dtype == np.float64
+        assert to_framework(fresh("float64"), view(x, "op")).dtype == np.float64
         assert not self.jax.config.jax_enable_x64
 
     @pytest.mark.parametrize("committed", [True, False])
@@ -199,10 +199,10 @@ class TestJax:
         x = self.jax.numpy.ones(3)
         if committed:
             x = self.jax.device_put(x, self.jax.devices()[0])
-        assert give(fresh("float32"), view(x, "op")).committed is committed
+        assert to_framework(fresh("float32"), view(x, "op")).committed is committed
 
     def test_results_work_under_jit_and_donation(self) -> None:
-        result = give(fresh("int32"), view(self.jax.numpy.ones(3, "int32"), "op"))
+        result = to_framework(fresh("int32"), view(self.jax.numpy.ones(3, "int32"), "op"))
         expected = np.asarray(result) + 1
         added = self.jax.jit(lambda a: a + 1, donate_argnums=0)(result)
         assert (np.asarray(added) == expected).all()

@@ -118,9 +118,9 @@ class TestAlone:
         done = _alone("""
             import os
             comm = ac.init()
-            from arraycomm import _runtime
-            _runtime._state.roots.append(comm)
-            _runtime._watch_exit()
+            from arraycomm import _session
+            _session._state.roots.append(comm)
+            _session._watch_exit()
             child = os.fork()
             if child == 0:
                 try:
@@ -197,9 +197,9 @@ class TestUnderMpiexec:
         """)
         assert done.returncode == 0, done.stderr
 
-    @pytest.mark.parametrize("board", ["shared", "messages"])
+    @pytest.mark.parametrize("control", ["shared", "messages"])
     @pytest.mark.parametrize("before", ["", "comm.allreduce(np.ones(10**6))"])
-    def test_rank_that_raises_is_told_to_all(self, board: str, before: str) -> None:
+    def test_rank_that_raises_is_told_to_all(self, control: str, before: str) -> None:
         program = f"""
             comm = ac.init()
             {before}
@@ -207,14 +207,14 @@ class TestUnderMpiexec:
                 raise ValueError("on purpose")
             comm.allreduce(np.ones(3))
         """
-        done = _on_three(_messages(program) if board == "messages" else program)
+        done = _on_three(_messages(program) if control == "messages" else program)
         assert done.returncode != 0
         assert done.stderr.count("PeerError: rank 1 failed") == 2
         assert "ValueError: on purpose" in done.stderr
 
-    @pytest.mark.parametrize("board", ["shared", "messages"])
+    @pytest.mark.parametrize("control", ["shared", "messages"])
     @pytest.mark.parametrize("leave", ["sys.exit(0)", "pass"])
-    def test_rank_that_leaves_early_is_told_to_all(self, board: str, leave: str) -> None:
+    def test_rank_that_leaves_early_is_told_to_all(self, control: str, leave: str) -> None:
         program = f"""
             comm = ac.init()
             comm.barrier()
@@ -223,17 +223,17 @@ class TestUnderMpiexec:
             else:
                 comm.allreduce(np.ones(3))
         """
-        done = _on_three(_messages(program) if board == "messages" else program)
+        done = _on_three(_messages(program) if control == "messages" else program)
         assert done.returncode != 0
         assert done.stderr.count("PeerError: rank 1 has reached the end of its program") == 2
 
-    @pytest.mark.parametrize("board", ["shared", "messages"])
-    def test_uncaught_mismatch_is_printed_by_every_rank(self, board: str) -> None:
+    @pytest.mark.parametrize("control", ["shared", "messages"])
+    def test_uncaught_mismatch_is_printed_by_every_rank(self, control: str) -> None:
         program = """
             comm = ac.init()
             comm.allreduce(np.ones(3 + (comm.rank == 2)))
         """
-        done = _on_three(_messages(program) if board == "messages" else program)
+        done = _on_three(_messages(program) if control == "messages" else program)
         assert done.returncode != 0
         assert done.stderr.count("MismatchError: ranks of one communicator called") == 3
 
@@ -253,8 +253,8 @@ class TestUnderMpiexec:
         assert done.returncode != 0
         assert done.stdout.count("a piece of") == 3, done.stdout
 
-    @pytest.mark.parametrize("board", ["shared", "messages"])
-    def test_handled_mismatch_ends_well(self, board: str) -> None:
+    @pytest.mark.parametrize("control", ["shared", "messages"])
+    def test_handled_mismatch_ends_well(self, control: str) -> None:
         program = """
             comm = ac.init()
             for broken in (comm.dup(), comm):
@@ -263,12 +263,12 @@ class TestUnderMpiexec:
                 except ac.MismatchError:
                     print("handled")
         """
-        done = _on_three(_messages(program) if board == "messages" else program)
+        done = _on_three(_messages(program) if control == "messages" else program)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("handled") == 6
 
-    @pytest.mark.parametrize("board", ["shared", "messages"])
-    def test_last_rank_may_take_its_time(self, board: str) -> None:
+    @pytest.mark.parametrize("control", ["shared", "messages"])
+    def test_last_rank_may_take_its_time(self, control: str) -> None:
         program = """
             comm = ac.init()
             comm.barrier()
@@ -276,7 +276,7 @@ class TestUnderMpiexec:
                 time.sleep(2)
             print("end")
         """
-        done = _on_three(_messages(program) if board == "messages" else program)
+        done = _on_three(_messages(program) if control == "messages" else program)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("end") == 3
 
@@ -294,17 +294,17 @@ class TestUnderMpiexec:
         assert done.returncode != 0
         assert done.stderr.count("PeerError: rank 1 failed") == 2
 
-    @pytest.mark.parametrize("board", ["shared", "messages"])
+    @pytest.mark.parametrize("control", ["shared", "messages"])
     @pytest.mark.parametrize("count", [10, 1_000_000])
     def test_request_that_nobody_waited_for_is_completed_at_the_end(
-        self, board: str, count: int
+        self, control: str, count: int
     ) -> None:
         program = f"""
             comm = ac.init()
             comm.dup().iallreduce(np.ones({count}))
             comm.iallreduce(np.ones({count}))
         """
-        done = _on_three(_messages(program) if board == "messages" else program)
+        done = _on_three(_messages(program) if control == "messages" else program)
         assert done.returncode == 0, done.stderr
         assert "never waited for" in done.stderr or count == 10
 
@@ -366,8 +366,8 @@ class TestUnderMpiexec:
         assert done.returncode != 0
         assert "Error: " in done.stderr
 
-    @pytest.mark.parametrize("board", ["shared", "messages"])
-    def test_handled_error_within_a_duplicate_ends_well(self, board: str) -> None:
+    @pytest.mark.parametrize("control", ["shared", "messages"])
+    def test_handled_error_within_a_duplicate_ends_well(self, control: str) -> None:
         program = """
             comm = ac.init()
             try:
@@ -377,7 +377,7 @@ class TestUnderMpiexec:
                 pass
             assert comm.allreduce(1) == 3
         """
-        done = _on_three(_messages(program) if board == "messages" else program)
+        done = _on_three(_messages(program) if control == "messages" else program)
         assert done.returncode == 0, done.stderr
 
     def test_exit_status_of_the_program_is_kept(self) -> None:
@@ -417,9 +417,9 @@ class TestUnderMpiexec:
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("free() those that are no longer used") == 3
 
-    @pytest.mark.parametrize("board", ["shared", "messages"])
+    @pytest.mark.parametrize("control", ["shared", "messages"])
     def test_rank_that_closed_a_communicator_alone_and_went_on_ends_with_the_others(
-        self, board: str
+        self, control: str
     ) -> None:
         """It is interrupted before it takes part in anything, so that nobody learns of it in a step."""
         program = """
@@ -436,7 +436,7 @@ class TestUnderMpiexec:
                     print(repr(part))
             ac.world().barrier()
         """
-        done = _on_three(_messages(program) if board == "messages" else program)
+        done = _on_three(_messages(program) if control == "messages" else program)
         assert done.returncode == 0, done.stderr
         assert "rank 1 of 3, closed>" in done.stdout
 
@@ -464,8 +464,8 @@ class TestUnderMpiexec:
             done.stderr
         )
 
-    @pytest.mark.parametrize("board", ["shared", "messages"])
-    def test_program_may_finalize_mpi_itself(self, board: str) -> None:
+    @pytest.mark.parametrize("control", ["shared", "messages"])
+    def test_program_may_finalize_mpi_itself(self, control: str) -> None:
         program = """
             from mpi4py import MPI
             comm = ac.init()
@@ -483,7 +483,7 @@ class TestUnderMpiexec:
                 print(error)
             assert request.wait()[0] == 3
         """
-        done = _on_three(_messages(program) if board == "messages" else program)
+        done = _on_three(_messages(program) if control == "messages" else program)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("the program has finalized MPI") == 9
 

@@ -11,8 +11,8 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from arraycomm import _algorithms
-from arraycomm._transports.board import MESSAGE_SLOT, PAYLOAD, SharedBoard
+from arraycomm._collectives import algorithms
+from arraycomm._transports.control import MESSAGE_SLOT, PAYLOAD, SharedControl
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -134,7 +134,7 @@ def test_the_header_becomes_a_ring_where_mpich_does_so(size, ring) -> None:
 
 
 def test_slices_are_paid_chunk_by_chunk() -> None:
-    chunk, on = _algorithms.CHUNK_BYTES, machine(part=1e-6, begin=1e-5)
+    chunk, on = algorithms.CHUNK_BYTES, machine(part=1e-6, begin=1e-5)
     one = model.in_slices(16, chunk, on)
     share = 15 / 16 * chunk
     local = 2e-5 + 16e-6 + share * GAMMA
@@ -212,14 +212,14 @@ def test_a_rank_that_waits_for_a_late_one_is_late() -> None:
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 1024, 131072])
 def test_the_model_chooses_what_the_library_chooses(size, shared) -> None:
     slot = (
-        SharedBoard(0, size, np.zeros(SharedBoard.nbytes(size), np.uint8)).slot
+        SharedControl(0, size, np.zeros(SharedControl.nbytes(size), np.uint8)).slot
         if (shared and size <= 1024)
         else None
     )
     for nbytes in (8, 128, 129, 4096, 64 << 10, 1 << 20, 100_000_000):
         payload = model.payload(size, shared)
         assert slot is None or payload == slot - PAYLOAD
-        chosen = _algorithms.choose(nbytes, size, payload, shared)
+        chosen = algorithms.choose(nbytes, size, payload, shared)
         assert model.chosen(size, nbytes, shared) == chosen
         assert chosen in model.WAYS
 

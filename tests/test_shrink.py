@@ -20,10 +20,10 @@ def _is_open_mpi() -> bool:
 pytestmark = [needs_mpiexec, pytest.mark.skipif(not _is_open_mpi(), reason="needs Open MPI")]
 
 
-@pytest.mark.parametrize("board", ["shared", "messages"])
-def test_training_goes_on_with_those_that_live(board) -> None:
+@pytest.mark.parametrize("control", ["shared", "messages"])
+def test_training_goes_on_with_those_that_live(control) -> None:
     done = run_python(
-        "-m", "tests.shrinking", board, ranks=3, options=("--with-ft", "ulfm"), timeout=90
+        "-m", "tests.shrinking", control, ranks=3, options=("--with-ft", "ulfm"), timeout=90
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished") == 2, done.stdout

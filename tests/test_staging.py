@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arraycomm._cuda.memory import Memory, Piece, Span
-from arraycomm._cuda.staging import Staging, staged_chunks, unstaged_chunks
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Piece
+from arraycomm._arrays.pinned import Staging, staged_chunks, unstaged_chunks
 from arraycomm._dtypes import DType
 
 Array = np.ndarray[Any, Any]
@@ -33,7 +33,7 @@ class LateMark:
         self.memory.run_until(self.place)
 
 
-class LateMemory(Memory):
+class LateMemory(DeviceMemory):
     """A device of host memory that does nothing before it must."""
 
     device = 0
@@ -48,7 +48,7 @@ class LateMemory(Memory):
             self.work[self.ran]()
             self.ran += 1
 
-    def copy(self, target: Span, source: Span) -> None:
+    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
         assert target.nbytes == source.nbytes
         places = target.address, source.address, target.nbytes
         self.work.append(lambda: ctypes.memmove(*places))
@@ -57,22 +57,24 @@ class LateMemory(Memory):
     def record(self) -> LateMark:
         return LateMark(self, len(self.work))
 
-    def allocate(self, nbytes: int) -> Span:
+    def allocate(self, nbytes: int) -> DeviceBuffer:
         raise NotImplementedError
 
-    def upload(self, array: Array) -> Span:
+    def upload(self, array: Array) -> DeviceBuffer:
         raise NotImplementedError
 
-    def download(self, span: Span, into: Array) -> None:
+    def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
         raise NotImplementedError
 
-    def fold(self, op: str, dtype: DType, rows: Sequence[Span], out: Span) -> None:
+    def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
         raise NotImplementedError
 
-    def prefixes(self, op: str, dtype: DType, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+    def prefixes(
+        self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
+    ) -> None:
         raise NotImplementedError
 
-    def gather_pieces(self, pieces: Sequence[Piece], target: Span) -> None:
+    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
         raise NotImplementedError
 
 
@@ -87,8 +89,8 @@ class Pins:
         return np.zeros(nbytes, np.uint8)
 
 
-def on_device(array: Array, memory: Memory) -> Span:
-    return Span(address_of(array), array.size, array.dtype, array, memory)
+def on_device(array: Array, memory: DeviceMemory) -> DeviceBuffer:
+    return DeviceBuffer(address_of(array), array.size, array.dtype, array, memory)
 
 
 def address_of(array: Array) -> int:
@@ -184,16 +186,16 @@ class TestPool:
         assert staging.empty(5000).size == 5000
 
 
-def lifted(span: Span, chunk_bytes: int, staging: Staging) -> Iterator[Array]:
+def lifted(device_buffer: DeviceBuffer, chunk_bytes: int, staging: Staging) -> Iterator[Array]:
     """Each chunk, once its mark has come."""
-    for mark, chunk in staged_chunks(span, chunk_bytes, staging):
+    for mark, chunk in staged_chunks(device_buffer, chunk_bytes, staging):
         waits(mark)
         yield chunk
 
 
-def filled(span: Span, chunk_bytes: int, staging: Staging) -> Iterator[Array]:
+def filled(device_buffer: DeviceBuffer, chunk_bytes: int, staging: Staging) -> Iterator[Array]:
     """Each chunk, once it may be filled."""
-    for mark, chunk in unstaged_chunks(span, chunk_bytes, staging):
+    for mark, chunk in unstaged_chunks(device_buffer, chunk_bytes, staging):
         if mark is not None:
             waits(mark)
         yield chunk
@@ -269,8 +271,8 @@ def test_a_caller_that_stops_leaves_no_buffer_to_the_device(chunks: Any) -> None
 def test_copies_stay_in_the_stream_of_the_first_step(chunks: Any) -> None:
     memory = LateMemory()
     memory.stream = 5
-    span = on_device(np.zeros(50, np.uint8), memory)
-    for _ in chunks(span, 10, Staging(Pins())):
+    device_buffer = on_device(np.zeros(50, np.uint8), memory)
+    for _ in chunks(device_buffer, 10, Staging(Pins())):
         memory.at(9)
     assert set(memory.streams) == {5}
     assert len(memory.streams) == 5

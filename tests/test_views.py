@@ -18,10 +18,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._buffers import CPU
+from arraycomm._arrays.buffer import CPU
+from arraycomm._arrays.results import commit_out
+from arraycomm._arrays.views import result_prototype, view, view_out
 from arraycomm._dtypes import BY_NAME
-from arraycomm._results import written
-from arraycomm._views import likeness, view, view_out
 
 FRAMEWORKS = ("numpy", "torch", "jax", "array_api_strict", "mlx")
 _NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -508,17 +508,17 @@ class TestJax:
         script = """
             import jax, numpy as np
             from jax.sharding import NamedSharding, PartitionSpec as P
-            from arraycomm._results import allocate, give
-            from arraycomm._views import view
+            from arraycomm._arrays.results import allocate, to_framework
+            from arraycomm._arrays.views import view
             mesh = jax.make_mesh((2,), ("d",))
             x = jax.numpy.arange(6.0).reshape(2, 3)
             replicated = view(jax.device_put(x, NamedSharding(mesh, P())), "op")
             assert replicated.array.tolist() == x.tolist()
-            result = give(np.ones(4, np.float32), replicated)
+            result = to_framework(np.ones(4, np.float32), replicated)
             assert len(result.sharding.device_set) == 2, result.sharding
             assert result.tolist() == [1] * 4
             second = jax.device_put(x, jax.devices()[1])
-            assert give(np.ones(4, np.float32), view(second, "op")).device == jax.devices()[1]
+            assert to_framework(np.ones(4, np.float32), view(second, "op")).device == jax.devices()[1]
             try:
                 view(jax.device_put(x, NamedSharding(mesh, P("d"))), "op")
             except TypeError as error:
@@ -545,10 +545,10 @@ def _run(script: str, environment: dict[str, str] | None = None) -> str:
 def test_no_framework_is_imported() -> None:
     script = """
         import sys
-        import arraycomm._exchange, arraycomm._results, arraycomm._views
+        import arraycomm._arrays.exchange, arraycomm._arrays.results, arraycomm._arrays.views
         import numpy as np
-        arraycomm._views.view(np.ones(3), "op")
-        arraycomm._views.view(memoryview(b"abc"), "op")
+        arraycomm._arrays.views.view(np.ones(3), "op")
+        arraycomm._arrays.views.view(memoryview(b"abc"), "op")
         print({"torch", "jax", "cupy", "mlx", "array_api_strict", "mpi4py.MPI"} & set(sys.modules))
     """
     assert _run(script).strip() == "set()"
@@ -577,7 +577,7 @@ def test_out_receives_what_is_written(framework: str, name: str, layout: str) ->
     value = sample(name, tuple(out.shape), seed=1)
     found = view_out(out, tuple(out.shape), value.dtype, "op")
     found.array[...] = value
-    assert written(found) is out
+    assert commit_out(found) is out
     assert content(out) == content(value)
 
 
@@ -585,7 +585,7 @@ def test_out_of_other_byte_order() -> None:
     out = np.zeros(3, ">i4")
     found = view_out(out, (3,), np.dtype("i4"), "op")
     found.array[...] = [1, 2, 3]
-    written(found)
+    commit_out(found)
     assert out.tolist() == [1, 2, 3]
 
 
@@ -594,7 +594,7 @@ def test_out_with_lazy_conjugation() -> None:
     out = torch.zeros(2, dtype=torch.complex64).conj()
     found = view_out(out, (2,), np.dtype("c8"), "op")
     found.array[...] = [1 + 2j, 3 - 4j]
-    assert written(found).tolist() == [1 + 2j, 3 - 4j]
+    assert commit_out(found).tolist() == [1 + 2j, 3 - 4j]
 
 
 def test_autograd_notices_a_written_out() -> None:
@@ -602,7 +602,7 @@ def test_autograd_notices_a_written_out() -> None:
     w = torch.ones(3, requires_grad=True)
     out = torch.ones(3)
     loss = (w * out).sum()
-    written(view_out(out, (3,), np.dtype("f4"), "op"))
+    commit_out(view_out(out, (3,), np.dtype("f4"), "op"))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -651,7 +651,7 @@ def test_out_that_requires_gradients() -> None:
     with torch.no_grad():
         found = view_out(out, (3,), np.dtype("f4"), "op")
         found.array[...] = 5
-        assert written(found).tolist() == [5, 5, 5]
+        assert commit_out(found).tolist() == [5, 5, 5]
 
 
 def test_out_of_jax_is_immutable() -> None:
@@ -671,7 +671,7 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 def test_likeness_tells_framework_and_device(framework: str) -> None:
     x = make(framework, sample("float32"))
-    like = likeness(x, "op", "like")
+    like = result_prototype(x, "op", "like")
     assert like.source is x
     assert (like.framework, like.device) == (framework, CPU)
 
@@ -680,5 +680,5 @@ def test_likeness_tells_framework_and_device(framework: str) -> None:
 def test_likeness_takes_tensors_with_gradients(grad: bool) -> None:
     torch = need("torch")
     with nullcontext() if grad else torch.no_grad():
-        like = likeness(torch.ones(3, requires_grad=True), "op", "like")
+        like = result_prototype(torch.ones(3, requires_grad=True), "op", "like")
     assert like.framework == "torch"

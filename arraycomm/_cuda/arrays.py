@@ -11,13 +11,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from arraycomm._buffers import BufferView, check_dtype
+from arraycomm._arrays.buffer import BufferView, check_dtype
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
+from arraycomm._arrays.views import NOTHING, check_out
 from arraycomm._cuda.frameworks import ANY, Framework, framework_named, framework_of
-from arraycomm._cuda.layouts import Layout, Shown
-from arraycomm._cuda.memory import Memory, Span
+from arraycomm._cuda.layouts import DeviceExport, Layout
 from arraycomm._cuda.streams import LOANS, order
 from arraycomm._dtypes import DType
-from arraycomm._views import NOTHING, check_out
 
 _OF_HOST: Final = frozenset(
     (np.ndarray, type(None), bool, int, float, complex, str, tuple, list, dict)
@@ -37,9 +37,11 @@ class DeviceView(BufferView):
         Those in which the caller's framework uses the array.
     """
 
-    span: Span
+    device_buffer: DeviceBuffer
 
-    def __init__(self, framework: Framework, source: Any, shown: Shown, memory: Memory) -> None:
+    def __init__(
+        self, framework: Framework, source: Any, shown: DeviceExport, memory: DeviceMemory
+    ) -> None:
         super().__init__(
             NOTHING, framework.name, source, shown.readonly, shown.copied, ("cuda", memory.device)
         )
@@ -48,7 +50,7 @@ class DeviceView(BufferView):
         if shown.stream is not None:
             self.streams += (shown.stream,)
         address, _, _, dtype = shown.layout
-        self.span = Span(address, shown.layout.size, dtype, shown.owner, memory)
+        self.device_buffer = DeviceBuffer(address, shown.layout.size, dtype, shown.owner, memory)
 
     @property
     def address(self) -> int:
@@ -74,7 +76,7 @@ class DeviceView(BufferView):
 class Result(NamedTuple):
     """Memory that becomes an array of this shape."""
 
-    span: Span
+    device_buffer: DeviceBuffer
     shape: tuple[int, ...]
 
 
@@ -107,7 +109,7 @@ def stream_of(x: Any) -> int | None:
     return streams[0] if streams else None
 
 
-def device_view(x: Any, operation: str, name: str, memory: Memory) -> DeviceView:
+def device_view(x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceView:
     """Return an array on the memory's device as a span, to be read in the memory's stream.
 
     Elements that do not lie side by side, or not aligned, are copied, on the device. Raises what `_views.view` does,
@@ -116,7 +118,7 @@ def device_view(x: Any, operation: str, name: str, memory: Memory) -> DeviceView
     LOANS.sweep()
     framework, shown, found = _look(x, operation, name, memory)
     if not shown.layout.fit:
-        found.span, found.copied = framework.gather(shown, x, memory), True
+        found.device_buffer, found.copied = framework.gather(shown, x, memory), True
     return found
 
 
@@ -127,21 +129,21 @@ def release(view: BufferView) -> None:
     to this point.
     """
     if isinstance(view, DeviceView):
-        _let_go(view, view.span.memory)
+        _let_go(view, view.device_buffer.memory)
 
 
 def empty_like(
-    like: BufferView, shape: tuple[int, ...], dtype: DType, memory: Memory
-) -> tuple[Result, Span]:
+    like: BufferView, shape: tuple[int, ...], dtype: DType, memory: DeviceMemory
+) -> tuple[Result, DeviceBuffer]:
     """Return memory for a result on the memory's device, free for use in the memory's stream.
 
     `finish` makes an array of the framework of `like` of it. Wherever the framework can have its own
     memory filled by others, it is that.
     """
     framework = framework_named(like.framework)
-    span = framework.empty(shape, dtype, like.source, memory)
+    device_buffer = framework.empty(shape, dtype, like.source, memory)
     order(memory, framework.streams(memory.device), (memory.stream,))
-    return Result(span, shape), span
+    return Result(device_buffer, shape), device_buffer
 
 
 def finish(result: Result, like: BufferView) -> Any:
@@ -149,12 +151,12 @@ def finish(result: Result, like: BufferView) -> Any:
 
     Releases `like` as well. The span must not be written any more.
     """
-    _let_go(like, result.span.memory)
-    return framework_named(like.framework).finish(result.span, result.shape, like)
+    _let_go(like, result.device_buffer.memory)
+    return framework_named(like.framework).finish(result.device_buffer, result.shape, like)
 
 
 def view_out(
-    out: Any, shape: tuple[int, ...], dtype: DType, operation: str, memory: Memory
+    out: Any, shape: tuple[int, ...], dtype: DType, operation: str, memory: DeviceMemory
 ) -> DeviceView:
     """Return a device array `out` as a span to write a result of this shape and dtype into.
 
@@ -169,25 +171,27 @@ def view_out(
     check_out(found, shape, dtype, operation)
     _check_writable(found, operation)
     if not shown.layout.contiguous:
-        found.span, found.copied = empty_like(found, shape, dtype, memory)[1], True
+        found.device_buffer, found.copied = empty_like(found, shape, dtype, memory)[1], True
     return found
 
 
-def written(out: DeviceView, flat: Span) -> Any:
+def commit_out(out: DeviceView, flat: DeviceBuffer) -> Any:
     """Finish a write into `out`, whose elements are now those of `flat`; return the caller's `out`.
 
     Its framework goes on after the write, and torch is told that the tensor has changed.
     """
     framework = framework_named(out.framework)
-    out.span[...] = flat
+    out.device_buffer[...] = flat
     if out.copied:
-        framework.put_back(out.span, out.layout, out.source)
+        framework.put_back(out.device_buffer, out.layout, out.source)
     release(out)
     framework.changed(out.source)
     return out.source
 
 
-def _look(x: Any, operation: str, name: str, memory: Memory) -> tuple[Framework, Shown, DeviceView]:
+def _look(
+    x: Any, operation: str, name: str, memory: DeviceMemory
+) -> tuple[Framework, DeviceExport, DeviceView]:
     """Look at an array wherever its elements lie; they are there for the memory's stream."""
     framework = framework_of(x)
     assert framework is not None, "on_cuda is asked before"
@@ -204,7 +208,7 @@ def _look(x: Any, operation: str, name: str, memory: Memory) -> tuple[Framework,
     return framework, shown, found
 
 
-def _let_go(view: BufferView, memory: Memory) -> None:
+def _let_go(view: BufferView, memory: DeviceMemory) -> None:
     """Have the view's framework go on after the memory's stream, in whatever stream it is by now."""
     before = view.streams if isinstance(view, DeviceView) else ()
     now = framework_named(view.framework).streams(memory.device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from arraycomm._cuda.memory import Array, Mark, Memory, Piece, Span
+from arraycomm._arrays.device_memory import Array, DeviceBuffer, DeviceMemory, Event, Piece
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 
@@ -176,7 +176,7 @@ def _cupy_stream(stream: int, device: int) -> Any:
     return cupy.cuda.ExternalStream(stream, device)
 
 
-class CudaMemory(Memory):
+class CudaMemory(DeviceMemory):
     """The memory of one CUDA device, from CuPy's pool.
 
     The pool keeps for each stream what was allocated for it: memory whose span has gone is given out
@@ -198,16 +198,16 @@ class CudaMemory(Memory):
     def __copy__(self) -> CudaMemory:
         return CudaMemory(self.device)
 
-    def allocate(self, nbytes: int) -> Span:
+    def allocate(self, nbytes: int) -> DeviceBuffer:
         with current(self.device), _cupy_stream(self.stream, self.device):
             # Multiples of 512 bytes, at addresses that are multiples as well.
             found = self._cupy.cuda.alloc(nbytes)
-        return Span(found.ptr, nbytes, _BYTE, found, self)
+        return DeviceBuffer(found.ptr, nbytes, _BYTE, found, self)
 
-    def copy(self, target: Span, source: Span) -> None:
+    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
         self._copy(target.address, source.address, source.nbytes)
 
-    def upload(self, array: Array) -> Span:
+    def upload(self, array: Array) -> DeviceBuffer:
         made = self.allocate(array.nbytes).view(array.dtype)
         if array.nbytes:
             self._copy(made.address, array.ctypes.data, array.nbytes)
@@ -216,36 +216,43 @@ class CudaMemory(Memory):
                 _Event(self.device, self.stream).synchronize()
         return made
 
-    def download(self, span: Span, into: Array) -> None:
-        if into.nbytes != span.nbytes:
-            raise ValueError(f"{span.nbytes} bytes do not fit in an array of {into.nbytes}")
-        if span.nbytes:
-            self._copy(into.ctypes.data, span.address, span.nbytes)
+    def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
+        if into.nbytes != device_buffer.nbytes:
+            raise ValueError(
+                f"{device_buffer.nbytes} bytes do not fit in an array of {into.nbytes}"
+            )
+        if device_buffer.nbytes:
+            self._copy(into.ctypes.data, device_buffer.address, device_buffer.nbytes)
         _Event(self.device, self.stream).synchronize()
 
-    def fold(self, op: str, dtype: DType, rows: Sequence[Span], out: Span) -> None:
+    def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
         if not len(out):
             return
         addresses = [row.address for row in rows]
         with current(self.device):
             self._kernels.fold(op, dtype, addresses, out.address, len(out), self.stream)
 
-    def prefixes(self, op: str, dtype: DType, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+    def prefixes(
+        self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
+    ) -> None:
         if not len(outs[0]):
             return
         addresses, into = [row.address for row in rows], [out.address for out in outs]
         with current(self.device):
             self._kernels.prefixes(op, dtype, addresses, into, len(outs[0]), self.stream)
 
-    def gather_pieces(self, pieces: Sequence[Piece], target: Span) -> None:
+    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
         filled = [piece for piece in pieces if piece[2]]
         if not filled:
             return
-        plain = [(0 if span is None else span.address, at, size) for span, at, size in filled]
+        plain = [
+            (0 if device_buffer is None else device_buffer.address, at, size)
+            for device_buffer, at, size in filled
+        ]
         with current(self.device):
             self._kernels.gather_pieces(plain, target.address, self.stream)
 
-    def record(self) -> Mark:
+    def record(self) -> Event:
         return _Event(self.device, self.stream)
 
     @cached_property

@@ -10,24 +10,24 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm import _dlpack, _frameworks
-from arraycomm._buffers import BufferView
+from arraycomm._arrays import dlpack, frameworks
+from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
+from arraycomm._arrays.protocols import read_foreign
+from arraycomm._arrays.results import allocate, jax_place, keeping_bits, no_such_dtype, to_framework
+from arraycomm._arrays.views import reader_of
 from arraycomm._cuda.layouts import (
     DEVICE,
     MANAGED,
+    DeviceExport,
     Layout,
-    Shown,
     by_cuda_interface,
     by_dlpack,
     packed,
     relabel,
 )
-from arraycomm._cuda.memory import Memory, Span
 from arraycomm._cuda.streams import order
 from arraycomm._dtypes import BY_NAME, DType, name_of
-from arraycomm._protocols import read_foreign
-from arraycomm._results import allocate, give, jax_place, keeping_bits, no_such_dtype
-from arraycomm._views import reader_of
 
 Shape = tuple[int, ...]
 
@@ -49,27 +49,29 @@ class Framework(abc.ABC):
         """Return the streams in which arrays are used now."""
 
     @abc.abstractmethod
-    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
+    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
         """Check an array, and tell where its elements are."""
 
     @abc.abstractmethod
-    def empty(self, shape: Shape, dtype: DType, source: Any, memory: Memory) -> Span:
+    def empty(self, shape: Shape, dtype: DType, source: Any, memory: DeviceMemory) -> DeviceBuffer:
         """Return memory for a result like `source`, owned by the framework's array if it has one."""
 
-    def finish(self, span: Span, shape: Shape, like: BufferView) -> Any:
+    def finish(self, device_buffer: DeviceBuffer, shape: Shape, like: BufferView) -> Any:
         """Return the array over memory that `empty` made."""
-        return span.owner
+        return device_buffer.owner
 
-    def gather(self, shown: Shown, source: Any, memory: Memory) -> Span:
+    def gather(self, shown: DeviceExport, source: Any, memory: DeviceMemory) -> DeviceBuffer:
         """Return a copy of the elements side by side, ready in the memory's stream."""
         _, shape, _, dtype = shown.layout
-        span = self.empty(shape, dtype, source, memory)
-        _copy_elements(packed(span.address, shape, dtype), shown.layout, memory)
-        return span
+        device_buffer = self.empty(shape, dtype, source, memory)
+        _copy_elements(packed(device_buffer.address, shape, dtype), shown.layout, memory)
+        return device_buffer
 
-    def put_back(self, span: Span, layout: Layout, out: Any) -> None:
+    def put_back(self, device_buffer: DeviceBuffer, layout: Layout, out: Any) -> None:
         """Copy the elements of a span to where those of `out` are."""
-        _copy_elements(layout, packed(span.address, layout.shape, layout.dtype), span.memory)
+        _copy_elements(
+            layout, packed(device_buffer.address, layout.shape, layout.dtype), device_buffer.memory
+        )
 
     def changed(self, out: Any) -> None:
         """Learn that the elements of `out` were overwritten."""
@@ -92,31 +94,35 @@ class _Torch(Framework):
     def streams(self, device: int) -> tuple[int, ...]:
         return (int(sys.modules["torch"].cuda.current_stream(device).cuda_stream),)
 
-    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
+    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
         _check_tensor(x, operation, name)
         tensor = x.detach().resolve_conj().resolve_neg()
         dtype = BY_NAME[str(x.dtype).removeprefix("torch.")].dtype
         strides = tuple(step * dtype.itemsize for step in tensor.stride())
         layout = Layout(tensor.data_ptr(), tuple(tensor.shape), strides, dtype)
-        return Shown(layout, False, tensor, copied=x.is_conj() or x.is_neg())
+        return DeviceExport(layout, False, tensor, copied=x.is_conj() or x.is_neg())
 
-    def empty(self, shape: Shape, dtype: DType, source: Any, memory: Memory) -> Span:
+    def empty(self, shape: Shape, dtype: DType, source: Any, memory: DeviceMemory) -> DeviceBuffer:
         torch = sys.modules["torch"]
         wanted = getattr(torch, name_of(dtype), None)
         if not isinstance(wanted, torch.dtype):
             raise no_such_dtype("torch", dtype, "result")
         return _tensor_span(torch.empty(shape, dtype=wanted, device=source.device), dtype, memory)
 
-    def gather(self, shown: Shown, source: Any, memory: Memory) -> Span:
+    def gather(self, shown: DeviceExport, source: Any, memory: DeviceMemory) -> DeviceBuffer:
         tensor: Any = shown.owner
-        span = _tensor_span(tensor.contiguous(), shown.layout.dtype, memory)
+        device_buffer = _tensor_span(tensor.contiguous(), shown.layout.dtype, memory)
         order(memory, self.streams(memory.device), (memory.stream,))
-        return span
+        return device_buffer
 
-    def put_back(self, span: Span, layout: Layout, out: Any) -> None:
-        order(span.memory, (span.memory.stream,), self.streams(span.memory.device))
+    def put_back(self, device_buffer: DeviceBuffer, layout: Layout, out: Any) -> None:
+        order(
+            device_buffer.memory,
+            (device_buffer.memory.stream,),
+            self.streams(device_buffer.memory.device),
+        )
         with sys.modules["torch"].no_grad():
-            out.copy_(span.owner)
+            out.copy_(device_buffer.owner)
 
     def changed(self, out: Any) -> None:
         sys.modules["torch"].autograd.graph.increment_version(out)
@@ -124,15 +130,15 @@ class _Torch(Framework):
 
 def _check_tensor(x: Any, operation: str, name: str) -> None:
     if x.requires_grad:
-        _frameworks.without_history(x, operation, name)
-    reason = _frameworks.torch_refusal(x)
+        frameworks.without_history(x, operation, name)
+    reason = frameworks.torch_refusal(x)
     if reason is not None:
         raise TypeError(f"{operation}: {name} is {reason}")
-    _frameworks.check_storage(x, operation, name)
+    frameworks.check_storage(x, operation, name)
 
 
-def _tensor_span(tensor: Any, dtype: DType, memory: Memory) -> Span:
-    return Span(tensor.data_ptr(), tensor.numel(), dtype, tensor, memory)
+def _tensor_span(tensor: Any, dtype: DType, memory: DeviceMemory) -> DeviceBuffer:
+    return DeviceBuffer(tensor.data_ptr(), tensor.numel(), dtype, tensor, memory)
 
 
 # CuPy, and the protocols that it reads ----------------------------------------------------------
@@ -149,17 +155,17 @@ class _CuPy(Framework):
 
         return (int(cupy.cuda.get_current_stream(device).ptr),)
 
-    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
-        return Shown(Layout(int(x.data.ptr), x.shape, x.strides, x.dtype), False, x)
+    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
+        return DeviceExport(Layout(int(x.data.ptr), x.shape, x.strides, x.dtype), False, x)
 
-    def empty(self, shape: Shape, dtype: DType, source: Any, memory: Memory) -> Span:
+    def empty(self, shape: Shape, dtype: DType, source: Any, memory: DeviceMemory) -> DeviceBuffer:
         import cupy
 
         count = math.prod(shape)
         with cupy.cuda.Device(memory.device):
             space = cupy.cuda.alloc(count * dtype.itemsize)
         # Around memory that is there, CuPy takes also the dtypes that it has no kernels for.
-        return Span(int(space.ptr), count, dtype, cupy.ndarray(shape, dtype, space), memory)
+        return DeviceBuffer(int(space.ptr), count, dtype, cupy.ndarray(shape, dtype, space), memory)
 
 
 class _Protocols(_CuPy):
@@ -168,13 +174,13 @@ class _Protocols(_CuPy):
     def device(self, x: Any) -> int | None:
         with suppress(BufferError):  # who reads the array tells of it
             if _speaks_dlpack(x):
-                kind, device = _dlpack.device_of(x, "x")
+                kind, device = dlpack.device_of(x, "x")
                 return {DEVICE: device, MANAGED: ANY}.get(kind)
             if hasattr(x, "__cuda_array_interface__"):
                 return _device_at(by_cuda_interface(x, "x").layout.address)
         return None
 
-    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
+    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
         label = f"{operation}: {name}"
         if _speaks_dlpack(x):
             return by_dlpack(x, memory.stream, label)
@@ -196,7 +202,7 @@ def _device_at(address: int) -> int | None:
     return places.get(found.type)
 
 
-def _copy_elements(target: Layout, source: Layout, memory: Memory) -> None:
+def _copy_elements(target: Layout, source: Layout, memory: DeviceMemory) -> None:
     """Copy elements of any dtype by CuPy, in the order of the memory's stream."""
     import cupy
 
@@ -212,7 +218,7 @@ def _copy_elements(target: Layout, source: Layout, memory: Memory) -> None:
     order(memory, current, (memory.stream,))
 
 
-def _units(layout: Layout, unit: int, memory: Memory) -> Any:
+def _units(layout: Layout, unit: int, memory: DeviceMemory) -> Any:
     """Return memory as CuPy's array of integers, with a last axis for those of an element."""
     address, shape, strides, dtype = layout
     units = Layout(
@@ -241,7 +247,7 @@ class _JAX(Framework):
     name = "jax"
 
     def device(self, x: Any) -> int | None:
-        if _frameworks.jax_device(x)[0] != "cuda" or x.sharding.memory_kind == "pinned_host":
+        if frameworks.jax_device(x)[0] != "cuda" or x.sharding.memory_kind == "pinned_host":
             return None
         devices = x.sharding.device_set
         return _local_id(next(iter(devices))) if len(devices) == 1 else ANY
@@ -249,24 +255,24 @@ class _JAX(Framework):
     def streams(self, device: int) -> tuple[int, ...]:
         return ()
 
-    def show(self, x: Any, operation: str, name: str, memory: Memory) -> Shown:
-        _frameworks.check_jax(x, operation, name)
+    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
+        frameworks.check_jax(x, operation, name)
         for shard in x.addressable_shards:
             if _local_id(shard.device) == memory.device:
                 shown = by_dlpack(shard.data, memory.stream, f"{operation}: {name}")
                 return shown._replace(readonly=True)
         raise ValueError(f"{operation}: {name} has no replica on cuda:{memory.device}")
 
-    def empty(self, shape: Shape, dtype: DType, source: Any, memory: Memory) -> Span:
+    def empty(self, shape: Shape, dtype: DType, source: Any, memory: DeviceMemory) -> DeviceBuffer:
         return memory.allocate(math.prod(shape) * dtype.itemsize).view(dtype)
 
-    def finish(self, span: Span, shape: Shape, like: BufferView) -> Any:
+    def finish(self, device_buffer: DeviceBuffer, shape: Shape, like: BufferView) -> Any:
         import jax
 
-        if not span.size:
-            return give(allocate(shape, span.dtype), like)
-        with keeping_bits(span.dtype, like.source, "result"):
-            array = jax.dlpack.from_dlpack(_Handover(span, shape))
+        if not device_buffer.size:
+            return to_framework(allocate(shape, device_buffer.dtype), like)
+        with keeping_bits(device_buffer.dtype, like.source, "result"):
+            array = jax.dlpack.from_dlpack(_Handover(device_buffer, shape))
         place = jax_place(like.source)
         return array if place is None else jax.device_put(array, place)
 
@@ -279,28 +285,32 @@ def _local_id(device: Any) -> int:
 class _Handover:
     """A span that JAX takes over, after having a stream of its own wait for the memory's."""
 
-    def __init__(self, span: Span, shape: Shape) -> None:
-        self._span = span
+    def __init__(self, device_buffer: DeviceBuffer, shape: Shape) -> None:
+        self._span = device_buffer
         self._shape = shape
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return DEVICE, self._span.memory.device
 
     def __dlpack__(self, *, stream: int | None = None) -> Any:
-        span = self._span
-        span.memory.record().wait_on(stream or 0)
+        device_buffer = self._span
+        device_buffer.memory.record().wait_on(stream or 0)
         # CuPy exports every integer, and no float8.
-        carrier = np.dtype(f"u{span.itemsize}") if span.itemsize <= 8 else span.dtype
-        layout = packed(span.address, self._shape, carrier)
-        array = _cupy_over(layout, span.memory.device, span)
-        return relabel(array.__dlpack__(stream=-1), span.dtype)
+        carrier = (
+            np.dtype(f"u{device_buffer.itemsize}")
+            if device_buffer.itemsize <= 8
+            else device_buffer.dtype
+        )
+        layout = packed(device_buffer.address, self._shape, carrier)
+        array = _cupy_over(layout, device_buffer.memory.device, device_buffer)
+        return relabel(array.__dlpack__(stream=-1), device_buffer.dtype)
 
 
 _BY_NAME: Final[dict[str, Framework]] = {row.name: row for row in (_Torch(), _CuPy(), _JAX())}
 _BY_READER: Final[dict[Any, Framework]] = {
-    _frameworks.read_torch: _BY_NAME["torch"],
-    _frameworks.read_cupy: _BY_NAME["cupy"],
-    _frameworks.read_jax: _BY_NAME["jax"],
+    frameworks.read_torch: _BY_NAME["torch"],
+    frameworks.read_cupy: _BY_NAME["cupy"],
+    frameworks.read_jax: _BY_NAME["jax"],
     read_foreign: _Protocols(),
 }
 

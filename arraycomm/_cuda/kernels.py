@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._cuda.memory import Span
+from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._dtypes import DType, Kind, kind_of, name_of
 from arraycomm._errors import BackendUnavailableError
 
@@ -67,7 +67,7 @@ class Kernels:
         the kernel at the time. Called only for more than `MAX_ROWS` rows.
     """
 
-    def __init__(self, device: int, allocate: Callable[[int], Span]) -> None:
+    def __init__(self, device: int, allocate: Callable[[int], DeviceBuffer]) -> None:
         self._device = device
         self._allocate = allocate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final, NamedTuple
 
-from arraycomm import _dlpack
+from arraycomm._arrays import dlpack
 from arraycomm._dtypes import BY_DTYPE, DType
 
 # kDLCUDA and kDLCUDAManaged. Pinned memory, kDLCUDAHost, counts as the host's.
@@ -61,7 +61,7 @@ def packed(address: int, shape: tuple[int, ...], dtype: DType) -> Layout:
     return Layout(address, shape, tuple(n * dtype.itemsize for n in lengths), dtype)
 
 
-class Shown(NamedTuple):
+class DeviceExport(NamedTuple):
     """What an array shows: where its elements lie, and what keeps them there.
 
     `copied` says that these stand in for elements that no layout tells. `stream` is one that it is
@@ -75,66 +75,66 @@ class Shown(NamedTuple):
     stream: int | None = None
 
 
-def by_dlpack(x: Any, stream: int, label: str) -> Shown:
+def by_dlpack(x: Any, stream: int, label: str) -> DeviceExport:
     """Read `x.__dlpack__`, whose producer has `stream` wait for what it has under way."""
     number = stream or _LEGACY
-    ladder = ({"stream": number, "max_version": (1, 0)}, {"stream": number})
-    capsule = _dlpack.request(x, ladder, label)
-    tensor, flags = _dlpack.open_capsule(capsule, label)
+    keyword_fallbacks = ({"stream": number, "max_version": (1, 0)}, {"stream": number})
+    capsule = dlpack.request(x, keyword_fallbacks, label)
+    tensor, flags = dlpack.open_capsule(capsule, label)
     if tensor.device_type not in {DEVICE, MANAGED}:
         raise BufferError(
             f"{label}.__dlpack__() returned memory of device type {tensor.device_type}, which is "
             "not CUDA's, as __dlpack_device__ says"
         )
     # Unconsumed, the capsule itself calls the producer's deleter when it is no longer needed.
-    return Shown(_layout_of(tensor, label), bool(flags & _dlpack.READ_ONLY), (capsule, x))
+    return DeviceExport(_layout_of(tensor, label), bool(flags & dlpack.READ_ONLY), (capsule, x))
 
 
 def _layout_of(tensor: Any, label: str) -> Layout:
     call = f"{label}.__dlpack__()"
-    shape = _dlpack.integers(tensor.shape, tensor.ndim, call, "shape")
-    dtype = _dlpack.dtype_of(tensor, label)
+    shape = dlpack.integers(tensor.shape, tensor.ndim, call, "shape")
+    dtype = dlpack.dtype_of(tensor, label)
     address = (tensor.data or 0) + tensor.byte_offset if tensor.data else 0
     if not tensor.strides:
         return _checked(packed(address, shape, dtype), label)
-    counts = _dlpack.integers(tensor.strides, tensor.ndim, call, "strides")
+    counts = dlpack.integers(tensor.strides, tensor.ndim, call, "strides")
     strides = tuple(count * dtype.itemsize for count in counts)
     return _checked(Layout(address, shape, strides, dtype), label)
 
 
-def by_cuda_interface(x: Any, label: str) -> Shown:
+def by_cuda_interface(x: Any, label: str) -> DeviceExport:
     """Read `x.__cuda_array_interface__`; its `stream` is one that the reader must wait for."""
     interface = x.__cuda_array_interface__
     label = f"{label}.__cuda_array_interface__"
     if not isinstance(interface, dict):
         raise BufferError(f"{label} must be a dict; got {type(interface).__name__}")
-    _dlpack.check_unmasked(interface, label)
-    dtype = _dlpack.parse_dtype(interface.get("typestr"), interface.get("descr"), label)
-    shape = _dlpack.tuple_of_integers(interface.get("shape"), f"{label}['shape']")
+    dlpack.check_unmasked(interface, label)
+    dtype = dlpack.parse_dtype(interface.get("typestr"), interface.get("descr"), label)
+    shape = dlpack.tuple_of_integers(interface.get("shape"), f"{label}['shape']")
     data = interface.get("data")
     if not isinstance(data, tuple):
         raise BufferError(f"{label}['data'] must be (address, read-only); got {data!r}")
-    address, readonly = _dlpack.address_of(data, label)
+    address, readonly = dlpack.address_of(data, label)
     layout = packed(address, shape, dtype)
     if interface.get("strides") is not None:
-        strides = _dlpack.tuple_of_integers(interface["strides"], f"{label}['strides']")
+        strides = dlpack.tuple_of_integers(interface["strides"], f"{label}['strides']")
         if len(strides) != len(shape):
             raise BufferError(f"{label} has shape {shape} but strides {strides}")
         layout = layout._replace(strides=strides)
     stream = interface.get("stream")
     if stream is not None and (not isinstance(stream, int) or stream < 1):
         raise BufferError(f"{label}['stream'] must be None or a stream, not 0; got {stream!r}")
-    return Shown(_checked(layout, label), readonly, x, stream=stream)
+    return DeviceExport(_checked(layout, label), readonly, x, stream=stream)
 
 
 def _checked(layout: Layout, label: str) -> Layout:
-    _dlpack.check_extent(*layout[:3], layout.dtype.itemsize, label)
+    dlpack.check_extent(*layout[:3], layout.dtype.itemsize, label)
     return layout
 
 
 def relabel(capsule: Any, dtype: DType) -> Any:
     """Return a fresh capsule of integers as one of elements of `dtype`, which has their size."""
-    tensor, _ = _dlpack.open_capsule(capsule, "result")
+    tensor, _ = dlpack.open_capsule(capsule, "result")
     tensor.code = BY_DTYPE[dtype].dlpack
     tensor.bits = dtype.itemsize * 8
     return capsule

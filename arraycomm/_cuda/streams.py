@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
-from arraycomm._cuda.memory import Mark, Memory
+from arraycomm._arrays.device_memory import DeviceMemory, Event
 
 
-def order(memory: Memory, first: Iterable[int], then: Iterable[int]) -> None:
+def order(memory: DeviceMemory, first: Iterable[int], then: Iterable[int]) -> None:
     """Have the streams `then` wait for what was put on the streams `first`."""
     here = memory.stream
     for before in first:
@@ -18,11 +18,11 @@ def order(memory: Memory, first: Iterable[int], then: Iterable[int]) -> None:
         if not later:
             continue
         try:
-            mark = memory.at(before).record()
+            event = memory.at(before).record()
         finally:
             memory.at(here)
         for stream in later:
-            mark.wait_on(stream)
+            event.wait_on(stream)
 
 
 def _same(stream: int, other: int) -> bool:
@@ -34,20 +34,20 @@ class Loans:
     """What the device still uses, and would be used anew if nobody held on to it."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[Mark, object]] = deque()
+        self._kept: deque[tuple[Event, object]] = deque()
 
-    def add(self, mark: Mark, thing: object) -> None:
+    def add(self, event: Event, thing: object) -> None:
         """Hold on to `thing` until the device has come to `mark`."""
         self.sweep()
-        self._kept.append((mark, thing))
+        self._kept.append((event, thing))
 
     def sweep(self) -> None:
         """Let go of what the device is done with."""
         with suppress(IndexError):  # another thread sweeps as well
             for _ in range(len(self._kept)):
-                mark, thing = self._kept.popleft()
-                if not mark.done():
-                    self._kept.append((mark, thing))
+                event, thing = self._kept.popleft()
+                if not event.done():
+                    self._kept.append((event, thing))
 
 
 # Of arrays whose framework shows no stream that could wait.

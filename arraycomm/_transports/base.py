@@ -1,4 +1,4 @@
-"""What a transport gives: a board for small steps, and a few movements of bytes for large ones.
+"""What a transport gives: a control channel for small steps, and a few movements of bytes for large ones.
 
 A movement returns a `Handle` at once and is finished when `done()` says so; the buffers stay
 untouched by the caller until then. All ranks of a group issue the same movements in the same order,
@@ -6,7 +6,7 @@ each after the one before has finished.
 Buffers are one-dimensional, contiguous arrays of bytes; no single movement exceeds `MAX_BYTES`.
 
 A `Link` is the movements alone, and the folding of what they move: over a device's memory, which has
-no board. A `Transport` is a link over the host's memory, and the group.
+no control channel. A `Transport` is a link over the host's memory, and the group.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from arraycomm._cuda.memory import Memory, Span
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
+from arraycomm._arrays.results import allocate
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 from arraycomm._folds import fold, prefixes
-from arraycomm._results import allocate
-from arraycomm._transports.board import Board
+from arraycomm._transports.control import ControlChannel
 
 Bytes = np.ndarray[Any, Any]
 # One-dimensional, contiguous memory of a link: a NumPy array, or a `Span` on a device.
@@ -34,7 +34,7 @@ MAX_BYTES: Final = 2**31 - 4096
 
 
 class Handle(Protocol):
-    """A movement under way, or a step of the board."""
+    """A movement under way, or a step of the control channel."""
 
     def done(self) -> bool:
         """Push the movement on and tell whether it is finished; never waits."""
@@ -68,7 +68,7 @@ class Link(abc.ABC):
 
     @property
     def slot(self) -> tuple[int, bool]:
-        """How many bytes one step of the group's board takes, and whether that is shared memory."""
+        """How many bytes one step of the group's control channel takes, and whether that is shared memory."""
         return -1, False
 
     @abc.abstractmethod
@@ -139,25 +139,27 @@ class DeviceLink(Link):
     """
 
     name: str
-    memory: Memory
+    memory: DeviceMemory
     ahead: bool = False
 
-    def take(self, count: int, dtype: DType) -> Span:
+    def take(self, count: int, dtype: DType) -> DeviceBuffer:
         return self.empty(count, dtype)
 
-    def empty(self, count: int, dtype: DType) -> Span:
+    def empty(self, count: int, dtype: DType) -> DeviceBuffer:
         return self.memory.allocate(count * dtype.itemsize).view(dtype)
 
-    def fold(self, op: str, dtype: DType, rows: Sequence[Span], out: Span) -> None:
+    def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
         self.memory.fold(op, dtype, rows, out)
 
-    def prefixes(self, op: str, dtype: DType, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+    def prefixes(
+        self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
+    ) -> None:
         self.memory.prefixes(op, dtype, rows, outs)
 
-    def send(self, buffer: Span, dest: int, tag: int) -> Handle:
+    def send(self, buffer: DeviceBuffer, dest: int, tag: int) -> Handle:
         raise NotImplementedError
 
-    def recv(self, buffer: Span, source: int, tag: int) -> Handle:
+    def recv(self, buffer: DeviceBuffer, source: int, tag: int) -> Handle:
         raise NotImplementedError
 
     def split(self, color: int | None, key: int) -> Steps:
@@ -182,7 +184,7 @@ class Transport(Link):
     name: str
     local_rank: int
     local_size: int
-    board: Board
+    control: ControlChannel
     mpi_comm: Any = None
     # Polls before the first one that gives up the core.
     spins: int = 0
@@ -194,7 +196,7 @@ class Transport(Link):
 
     @property
     def slot(self) -> tuple[int, bool]:
-        return self.board.payload, self.board.shared
+        return self.control.payload, self.control.shared
 
     def take(self, count: int, dtype: DType) -> Bytes:
         nbytes = count * dtype.itemsize

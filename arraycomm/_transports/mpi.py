@@ -1,6 +1,6 @@
 """Ranks as MPI processes, through mpi4py.
 
-On one node the board is a file mapped by all ranks; across nodes it is a persistent allgather.
+On one node the control channel is a file mapped by all ranks; across nodes it is a persistent allgather.
 Large movements are nonblocking collectives of bytes: MPI never sees a dtype, and never reduces.
 """
 
@@ -19,9 +19,9 @@ from mpi4py import MPI
 
 from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
-from arraycomm._transports.board import Board, SharedBoard
-from arraycomm._transports.letters import Mailbox
-from arraycomm._transports.travelling import TravellingBoard, translated
+from arraycomm._transports.control import ControlChannel, SharedControl
+from arraycomm._transports.mailbox import Mailbox
+from arraycomm._transports.mpi_control import MpiControl, translated
 
 _SPINS = 64
 
@@ -80,9 +80,9 @@ class MPITransport(Transport):
         local.Free()
         memory = None
         if share and self.local_size == self.size:
-            memory = _shared_memory(comm, SharedBoard.nbytes(self.size))
-        self.board: Board = (
-            TravellingBoard(comm) if memory is None else SharedBoard(self.rank, self.size, memory)
+            memory = _shared_memory(comm, SharedControl.nbytes(self.size))
+        self.control: ControlChannel = (
+            MpiControl(comm) if memory is None else SharedControl(self.rank, self.size, memory)
         )
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
@@ -176,7 +176,7 @@ class MPITransport(Transport):
         os.unlink(name)
 
     def free(self) -> None:
-        self.board.close()
+        self.control.close()
         self.mpi_comm.Free()
 
     def nodes(self) -> Sequence[int]:

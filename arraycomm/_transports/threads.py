@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from arraycomm._results import allocate
+from arraycomm._arrays.results import allocate
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
-from arraycomm._transports.board import SharedBoard
-from arraycomm._transports.letters import Mailbox
+from arraycomm._transports.control import SharedControl
+from arraycomm._transports.mailbox import Mailbox
 
 _Parts = Sequence[Bytes | None]
 
@@ -21,7 +21,7 @@ class Group:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.memory = np.zeros(SharedBoard.nbytes(size), np.uint8)
+        self.memory = np.zeros(SharedControl.nbytes(size), np.uint8)
         # For each rank: movements offered and movements read so far, and the parts it offers
         # to every rank in the last two.
         self.offered = [0] * size
@@ -86,7 +86,7 @@ class ThreadsTransport(Transport):
         self._group = group
         self.rank = self.local_rank = rank
         self.size = self.local_size = group.size
-        self.board = SharedBoard(rank, group.size, group.memory)
+        self.control = SharedControl(rank, group.size, group.memory)
         self._splits = 0
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
@@ -147,7 +147,7 @@ class ThreadsTransport(Transport):
         del self._group.offers[name]
 
     def free(self) -> None:
-        self.board.close()
+        self.control.close()
         # The group's memory goes with its last rank: Python would collect the communicators late.
         del self._group
 

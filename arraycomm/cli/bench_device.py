@@ -99,7 +99,7 @@ class DeviceField(Field):
     def check_sharing(self) -> None:
         """Raise where NCCL would refuse these ranks, or wait for ever for some of them."""
         from arraycomm._cuda import libnccl
-        from arraycomm._transports.nccl import refuse_sharing
+        from arraycomm._cuda.nccl_link import refuse_sharing
 
         missing = max(self.mpi.allgather(libnccl.missing() or ""))
         reason = missing or refuse_sharing(self._uuids(), libnccl.load().version())

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from arraycomm._calls import Call
+from arraycomm._collectives.objects import bcast_object
+from arraycomm._collectives.operation import Call
 from arraycomm._communicator import Communicator
-from arraycomm._objects import bcast_object
 from arraycomm.testing._hypothesis import Record, recording
 from arraycomm.testing._values import load, set_rank_count
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 import hypothesis
 from hypothesis import strategies as st
 
-from arraycomm import _launch, _runtime
+from arraycomm import _launch, _session
 from arraycomm._communicator import Communicator, Options
 from arraycomm._errors import CommTimeoutError
 from arraycomm._transports.base import Transport
@@ -363,9 +363,9 @@ def _group_of(args: tuple[Any, ...]) -> Group:
     if chosen is not None:
         group: Group = chosen()
         return group
-    if _launch.detect(os.environ) is None and not _runtime.is_initialized():
+    if _launch.detect(os.environ) is None and not _session.is_initialized():
         return Threads()
-    world = _runtime.init()
+    world = _session.init()
     if world.backend == "self":
         return Threads()
     return lockstep_over(world)

@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from arraycomm._arrays.frameworks import torch_carriers
 from arraycomm._dtypes import OPS as ALL_OPS
-from arraycomm._frameworks import torch_carriers
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._oracle import OPS, Array, expected, family, same_result
 from arraycomm.testing._values import (

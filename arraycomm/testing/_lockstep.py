@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator, Options
-from arraycomm._engine import give_up_core
 from arraycomm._errors import CommTimeoutError, MismatchError
-from arraycomm._header import Steps, all_left_well, leave_in_step
+from arraycomm._protocol.engine import give_up_core
+from arraycomm._protocol.header import Steps, all_left_well, leave_in_step
 from arraycomm._transports.base import Transport
 from arraycomm.testing import _failures
 from arraycomm.testing._example import Draw, Example, Part, play
@@ -142,7 +142,7 @@ class Lockstep:
             time.sleep(min(example.timeout, _TOGETHER))
         in_step, clean = _end(comm, part.error)
         error = None if part.error is None else _failures.pack(part.error)
-        unmatched = sum(member._unmatched for member in comm._family)
+        unmatched = sum(member._unmatched for member in comm._related)
         mine = _Ended(part.record, error, part.step, in_step, clean, unmatched)
         ended = self._control.allgather_object(mine)
         self._let_go(comm, example.size, ended)
@@ -163,7 +163,7 @@ class Lockstep:
             del self._links[size]
         if comm is None or not matched or not all(other.clean for other in ended):
             return
-        for member in comm._family[1:] if in_step else comm._family:
+        for member in comm._related[1:] if in_step else comm._related:
             member._forget_short()
             member._link.free()
 
@@ -210,22 +210,22 @@ def _end(comm: Communicator, error: BaseException | None) -> tuple[bool, bool]:
     """
     text = "" if error is None else describe_exception(error)
     last = []
-    for member in comm._family:
+    for member in comm._related:
         member._engine._threaded = False
         if member._closed is None:
             last.append(member._engine.submit(member._guarded(_leave(member, text))))
     deadline = time.monotonic() + _ENDING
-    while not all(member._engine.idle for member in comm._family):
-        for member in comm._family:
+    while not all(member._engine.idle for member in comm._related):
+        for member in comm._related:
             member._engine.advance()
         if time.monotonic() > deadline:
             break
         give_up_core()
-    in_step = len(last) == len(comm._family) and all(task.result is True for task in last)
-    clean = all(member._at_rest() for member in comm._family)
+    in_step = len(last) == len(comm._related) and all(task.result is True for task in last)
+    clean = all(member._at_rest() for member in comm._related)
     return in_step and clean, clean
 
 
 def _leave(comm: Communicator, text: str) -> Steps:
-    yield from leave_in_step(comm._board, text)
-    return all_left_well(comm._board)
+    yield from leave_in_step(comm._control, text)
+    return all_left_well(comm._control)

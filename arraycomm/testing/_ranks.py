@@ -12,7 +12,7 @@ from typing import Any, Final
 from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError
-from arraycomm._transports.board import FAILED, FINISHED
+from arraycomm._transports.control import FAILED, FINISHED
 from arraycomm.testing._interrupt import Interruptible, Interruption
 from arraycomm.testing._schedule import Baton
 
@@ -87,9 +87,9 @@ class RankThread:
 
     def leave(self, state: int, text: str) -> None:
         """Tell the other ranks, on every communicator, that this one takes part no more."""
-        for comm in self.comm._family:
+        for comm in self.comm._related:
             if comm._closed is None:
-                comm._board.leave(state, comm._completed, text)
+                comm._control.leave(state, comm._completed, text)
 
     @property
     def alive(self) -> bool:
@@ -100,7 +100,7 @@ class RankThread:
         """Wait for the thread, and for those that push on requests which nobody waits for."""
         self._thread.join(seconds)
         if not self.alive:
-            for comm in self.comm._family:
+            for comm in self.comm._related:
                 if self.error is not None:
                     comm._engine.give_up_all(CommunicatorClosedError("the rank has failed"))
                 if (progress := comm._engine._progress) is not None:

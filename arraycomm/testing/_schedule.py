@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
-from arraycomm._transports.board import Board, Farewell
+from arraycomm._transports.control import ControlChannel, ExitNotice
 
 # Seconds that the holder of the baton may stay away from switch points while others want to go on.
 _PATIENCE: Final = 0.5
@@ -266,54 +266,54 @@ class _ScheduledHandle:
         return True
 
 
-class _ScheduledBoard(Board):
+class _ScheduledBoard(ControlChannel):
     """A board with switch points; all that it does not name is the other board's own."""
 
-    def __init__(self, board: Board, baton: Baton, player: int) -> None:
-        self._board, self._baton, self._player = board, baton, player
-        self._step = _ScheduledHandle(board, baton, player, "step")
-        self.shared = board.shared
+    def __init__(self, control: ControlChannel, baton: Baton, player: int) -> None:
+        self._control, self._baton, self._player = control, baton, player
+        self._step = _ScheduledHandle(control, baton, player, "step")
+        self.shared = control.shared
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._board, name)
+        return getattr(self._control, name)
 
     @property
     def step(self) -> int:
-        return self._board.step
+        return self._control.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._board.step = step
+        self._control.step = step
 
     def post(self) -> None:
         self._baton.switch(self._player, "post")
         self._baton.fail_by_chance(self._player, "post")
-        self._board.post()
+        self._control.post()
 
     def done(self) -> bool:
         return self._step.done()
 
     def missing(self) -> list[int]:
-        return self._board.missing()
+        return self._control.missing()
 
     def leave(self, state: int, completed: int, text: str) -> None:
         try:
             self._baton.switch(self._player, "leave")
         finally:
             # Said whatever ends the wait: the others wait for this word.
-            self._board.leave(state, completed, text)
+            self._control.leave(state, completed, text)
 
-    def farewells(self) -> dict[int, Farewell]:
-        return self._board.farewells()
+    def exit_notices(self) -> dict[int, ExitNotice]:
+        return self._control.exit_notices()
 
     def tell(self, doing: str) -> None:
-        self._board.tell(doing)
+        self._control.tell(doing)
 
     def told(self, rank: int) -> str:
-        return self._board.told(rank)
+        return self._control.told(rank)
 
     def close(self) -> None:
-        self._board.close()
+        self._control.close()
 
 
 class _ScheduledLink(Transport):
@@ -326,7 +326,7 @@ class _ScheduledLink(Transport):
         self.name, self.rank, self.size = link.name, link.rank, link.size
         self.local_rank, self.local_size = link.local_rank, link.local_size
         self.mpi_comm, self.spins = link.mpi_comm, link.spins
-        self.board = _ScheduledBoard(link.board, baton, player)
+        self.control = _ScheduledBoard(link.control, baton, player)
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         return self._start("alltoall", lambda: self._link.alltoall(send, recv))

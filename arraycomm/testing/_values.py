@@ -22,10 +22,10 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, overload
 import ml_dtypes
 import numpy as np
 
-from arraycomm._buffers import Array
+from arraycomm._arrays.buffer import Array
+from arraycomm._arrays.frameworks import torch_carriers
+from arraycomm._arrays.results import allocate
 from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType, name_of
-from arraycomm._frameworks import torch_carriers
-from arraycomm._results import allocate
 
 T_co = TypeVar("T_co", covariant=True)
 Shape = tuple[int, ...]

@@ -19,15 +19,15 @@ import numpy as np
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
-from arraycomm import _ops
+from arraycomm._collectives import custom_ops
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
-from arraycomm._join import join
-from arraycomm._metrics import mean_metrics
-from arraycomm._synchronize import synchronize
+from arraycomm._training.join import join
+from arraycomm._training.metrics import mean_metrics
 from arraycomm._transports.base import Transport
 from arraycomm._transports.threads import make_group
-from arraycomm._trees import allreduce_gradients, allreduce_tree
+from arraycomm._trees.reduce import allreduce_gradients, allreduce_tree
+from arraycomm._trees.synchronize import synchronize
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._given import Group, Threads, given, lockstep_over
 from arraycomm.testing._law_values import (
@@ -214,7 +214,7 @@ class ReductionLaws:
         self, comm: Communicator, given_arrays: Arrays, elementwise: bool, root: int
     ) -> None:
         """A reduction of one's own need neither commute nor associate."""
-        x, own = given_arrays.build(comm.rank), _ops.op(_lopsided, elementwise=elementwise)
+        x, own = given_arrays.build(comm.rank), custom_ops.op(_lopsided, elementwise=elementwise)
         whole = functools.reduce(_lopsided, given_arrays.elements())
         for _ in range(2):
             check_elements(check_like(comm.allreduce(x, own), x), whole)
@@ -518,10 +518,10 @@ class MovementLaws:
             call()
             first = call()
             values = [elements_of(result).copy() for result in first]
-            written = [scribble(result, comm.rank + 1) for result in first]
+            commit_out = [scribble(result, comm.rank + 1) for result in first]
             second = call()
             comm.barrier()
-            for result, again, value, own in zip(first, second, values, written, strict=True):
+            for result, again, value, own in zip(first, second, values, commit_out, strict=True):
                 assert same_bits(elements_of(again), value), f"{name} gave something else"
                 _check_apart(name, x, result, again)
                 if own:
@@ -1016,8 +1016,8 @@ def _check_ties(got: Any, before: Any) -> None:
             if like is other_like:
                 assert leaf is other, "an array that was found twice became two"
             else:
-                apart = not np.shares_memory(elements_of(leaf), elements_of(other))
-                assert apart, "two arrays share memory"
+                must_not_alias = not np.shares_memory(elements_of(leaf), elements_of(other))
+                assert must_not_alias, "two arrays share memory"
 
 
 def _lopsided(a: Any, b: Any) -> Any:

@@ -19,7 +19,7 @@ import pytest
 from arraycomm import _launch
 from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator, Options
-from arraycomm._transports.board import FAILED, FINISHED
+from arraycomm._transports.control import FAILED, FINISHED
 from arraycomm.testing import run
 
 TIMEOUT = 20.0
@@ -102,15 +102,15 @@ def _run_over_mpi(share: bool, size: int, fn: Callable[..., Any], *args: Any) ->
             result = fn(comm, *args)
         except BaseException as raised:
             error = raised
-        for member in comm._family:
+        for member in comm._related:
             if error is None and member._closed is None:
                 member._devices.close()
             state = FINISHED if error is None else FAILED
-            member._board.leave(
+            member._control.leave(
                 state, member._completed, describe_exception(error) if error else ""
             )
     said = describe_exception(error) if error else ""
-    family = [] if group == MPI.COMM_NULL else comm._family
+    family = [] if group == MPI.COMM_NULL else comm._related
     # MPI gives a freed communicator's place to a new one, which would receive what is still on its way.
     clean = all(member._at_rest() for member in family)
     unmatched = sum(member._unmatched for member in family)

@@ -16,25 +16,25 @@ from unittest import mock
 import numpy as np
 
 from arraycomm import _communicator, _explain, _folds
-from arraycomm._buffers import BufferView
-from arraycomm._cuda import arrays, choice
-from arraycomm._cuda.memory import Mark, Memory, Piece, Span
-from arraycomm._cuda.staging import Staging
-from arraycomm._header import Steps
-from arraycomm._transports.addressed import AddressedLink
+from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event, Piece
+from arraycomm._arrays.pinned import Staging
+from arraycomm._arrays.views import NOTHING
+from arraycomm._cuda import arrays, selection
+from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
+from arraycomm._cuda.staged_link import HostStagedLink
+from arraycomm._protocol.header import Steps
 from arraycomm._transports.base import DeviceLink
-from arraycomm._transports.staged import StagedLink
-from arraycomm._views import NOTHING
 
 Array = np.ndarray[Any, Any]
 
 
-def peek(span: Span) -> Array:
+def peek(device_buffer: DeviceBuffer) -> Array:
     """Return the elements where they are."""
-    if not span.nbytes:
-        return np.empty(0, span.dtype)
-    raw: Any = (ctypes.c_ubyte * span.nbytes).from_address(span.address)
-    return np.frombuffer(raw, np.uint8).view(span.dtype)
+    if not device_buffer.nbytes:
+        return np.empty(0, device_buffer.dtype)
+    raw: Any = (ctypes.c_ubyte * device_buffer.nbytes).from_address(device_buffer.address)
+    return np.frombuffer(raw, np.uint8).view(device_buffer.dtype)
 
 
 class _Mark:
@@ -63,7 +63,7 @@ class Never:
         """What is to come after it does not matter."""
 
 
-class LateMemory(Memory):
+class LateMemory(DeviceMemory):
     """Does nothing before somebody waits for it."""
 
     def __init__(self) -> None:
@@ -83,33 +83,35 @@ class LateMemory(Memory):
             self._work.popleft()()
             self.finished += 1
 
-    def allocate(self, nbytes: int) -> Span:
+    def allocate(self, nbytes: int) -> DeviceBuffer:
         made = np.full(nbytes + 256, 0xA5, np.uint8)
         skip = -made.ctypes.data % 256
-        return Span(made.ctypes.data + skip, nbytes, np.dtype(np.uint8), made, self)
+        return DeviceBuffer(made.ctypes.data + skip, nbytes, np.dtype(np.uint8), made, self)
 
-    def copy(self, target: Span, source: Span) -> None:
+    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
         self.put(lambda: np.copyto(peek(target.view("u1")), peek(source.view("u1")).copy()))
 
-    def upload(self, array: Array) -> Span:
+    def upload(self, array: Array) -> DeviceBuffer:
         made = self.allocate(array.nbytes).view(array.dtype)
         copied = array.copy()
         self.put(lambda: np.copyto(peek(made), copied))
         return made
 
-    def download(self, span: Span, into: Array) -> None:
+    def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
         self.catch_up()
-        into[...] = peek(span)
+        into[...] = peek(device_buffer)
 
-    def fold(self, op: str, dtype: Any, rows: Sequence[Span], out: Span) -> None:
+    def fold(self, op: str, dtype: Any, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
         self.put(lambda: _folds.fold(op, dtype, [peek(row).copy() for row in rows], peek(out)))
 
-    def prefixes(self, op: str, dtype: Any, rows: Sequence[Span], outs: Sequence[Span]) -> None:
+    def prefixes(
+        self, op: str, dtype: Any, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
+    ) -> None:
         self.put(
             lambda: _folds.prefixes(op, dtype, [peek(row) for row in rows], [peek(o) for o in outs])
         )
 
-    def gather_pieces(self, pieces: Sequence[Piece], target: Span) -> None:
+    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
         def gather() -> None:
             for source, offset, nbytes in pieces:
                 part = peek(target.view("u1"))[offset : offset + nbytes]
@@ -117,7 +119,7 @@ class LateMemory(Memory):
 
         self.put(gather)
 
-    def record(self) -> Mark:
+    def record(self) -> Event:
         return _Mark(self, self._begun)
 
 
@@ -158,10 +160,10 @@ class DeviceArray:
 
 
 class _View(BufferView):
-    def __init__(self, x: DeviceArray, memory: Memory) -> None:
+    def __init__(self, x: DeviceArray, memory: DeviceMemory) -> None:
         super().__init__(NOTHING, x.framework, x, not x.array.flags.writeable, False, ("cuda", 0))
         flat = np.ascontiguousarray(x.array).reshape(-1)
-        self.span = Span(flat.ctypes.data, flat.size, flat.dtype, flat, memory)
+        self.device_buffer = DeviceBuffer(flat.ctypes.data, flat.size, flat.dtype, flat, memory)
         self.copied = flat.size > 0 and not np.may_share_memory(flat, x.array)
 
     @property
@@ -177,47 +179,47 @@ def _on_device(x: Any) -> bool:
     return isinstance(x, DeviceArray)
 
 
-def _view(x: Any, operation: str, name: str, memory: Memory) -> _View:
+def _view(x: Any, operation: str, name: str, memory: DeviceMemory) -> _View:
     if x.memory is not None:
         x.memory.catch_up()
     return _View(x, memory)
 
 
-def _view_out(out: Any, shape: Any, dtype: Any, operation: str, memory: Memory) -> _View:
+def _view_out(out: Any, shape: Any, dtype: Any, operation: str, memory: DeviceMemory) -> _View:
     if out.shape != shape:
         raise ValueError(f"{operation}: out must have the shape {shape}; got {out.shape}")
     out.memory = memory
     return _View(out, memory)
 
 
-def _written(out: _View, flat: Span) -> Any:
-    memory = out.span.memory
+def _written(out: _View, flat: DeviceBuffer) -> Any:
+    memory = out.device_buffer.memory
     assert isinstance(memory, LateMemory)
     memory.put(lambda: np.copyto(out.source.array, peek(flat).reshape(out.shape)))
     return out.source
 
 
-def _empty_like(like: Any, shape: Any, dtype: Any, memory: LateMemory) -> tuple[Any, Span]:
+def _empty_like(like: Any, shape: Any, dtype: Any, memory: LateMemory) -> tuple[Any, DeviceBuffer]:
     array = np.full(int(np.prod(shape)) * dtype.itemsize, 0xA5, np.uint8).view(dtype)
     made = DeviceArray(array.reshape(shape), memory, like.source.framework)
-    return made, Span(array.ctypes.data, array.size, dtype, array, memory)
+    return made, DeviceBuffer(array.ctypes.data, array.size, dtype, array, memory)
 
 
-class AheadLink(AddressedLink):
+class AheadLink(GpuAwareMpiLink):
     """Goes ahead of headers, as NCCL does."""
 
     name = "ahead"
     ahead = True
 
 
-def staged(transport: Any, memory: Memory) -> StagedLink:
+def staged(transport: Any, memory: DeviceMemory) -> HostStagedLink:
     """A link with memory of the host for pinned memory, and chunks of which a test has several."""
-    return StagedLink(transport, memory, Staging(lambda n: np.full(n, 0xA5, np.uint8)), 1 << 14)
+    return HostStagedLink(transport, memory, Staging(lambda n: np.full(n, 0xA5, np.uint8)), 1 << 14)
 
 
-LINKS: dict[str, Callable[[Any, Memory], DeviceLink]] = {
+LINKS: dict[str, Callable[[Any, DeviceMemory], DeviceLink]] = {
     "ahead": AheadLink,
-    "addressed": AddressedLink,
+    "addressed": GpuAwareMpiLink,
     "staged": staged,
 }
 
@@ -237,7 +239,7 @@ def devices(link: str = "ahead") -> Iterator[Standin]:
     """Have `DeviceArray`s taken for arrays on a device, for a while, and go over a link."""
     standin = Standin(link)
 
-    def choose(comm: Any, wish: Any, offers: Any) -> Steps:
+    def choose(comm: Any, device_request: Any, offers: Any) -> Steps:
         yield from ()
         if not all(offer["there"] for offer in offers):
             return None, "a rank has no device"
@@ -254,12 +256,12 @@ def devices(link: str = "ahead") -> Iterator[Standin]:
             (arrays, "stream_of", lambda x: 0),
             (arrays, "device_view", _view),
             (arrays, "view_out", _view_out),
-            (arrays, "written", _written),
+            (arrays, "commit_out", _written),
             (arrays, "empty_like", _empty_like),
             (arrays, "finish", lambda made, like: made),
             (arrays, "release", lambda view: None),
-            (choice, "offer", lambda comm, wish: {"there": standin.available}),
-            (choice, "choose", choose),
+            (selection, "offer", lambda comm, device_request: {"there": standin.available}),
+            (selection, "choose", choose),
         ):
             patches.enter_context(mock.patch.object(module, name, value))
         yield standin

@@ -853,14 +853,14 @@ def test_without_the_check_there_is_one_exchange_fewer(on_ranks, several) -> Non
         for checked in (True, False):
             other = comm.dup(check=checked)
             posts = 0
-            post = other._board.post
+            post = other._control.post
 
             def counted(post: Callable[[], None] = post) -> None:
                 nonlocal posts
                 posts += 1
                 post()
 
-            other._board.post = counted
+            other._control.post = counted
             x = np.full(100_000, comm.rank + 1.0)
             for count in (3, len(x)):
                 posts = 0

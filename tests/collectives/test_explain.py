@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm import _algorithms
+from arraycomm._collectives import algorithms
 from arraycomm._communicator import Communicator
 from tests.collectives.standin import DeviceArray, devices
 
@@ -12,7 +12,7 @@ from tests.collectives.standin import DeviceArray, devices
 @pytest.mark.parametrize("count", [0, 1, 16, 17, 100, 4096, 4097, 65_536, 65_537, 200_000])
 def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> None:
     taken: set[str] = set()
-    choose = _algorithms.choose
+    choose = algorithms.choose
 
     def spy(*args) -> str:
         taken.add(choose(*args))
@@ -20,7 +20,7 @@ def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> Non
 
     def check(comm: Communicator) -> None:
         x = np.ones(count)
-        way = ac.explain(x, comm=comm).way
+        way = ac.explain(x, comm=comm).algorithm
         comm.barrier()
         taken.clear()
         comm.barrier()
@@ -31,7 +31,7 @@ def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> Non
         assert way == ("local" if comm.size == 1 else way)
         assert (way == "header") == (inline and comm.size > 1)
 
-    monkeypatch.setattr(_algorithms, "choose", spy)
+    monkeypatch.setattr(algorithms, "choose", spy)
     on_ranks(size, check)
 
 
@@ -93,7 +93,7 @@ def test_arrays_on_devices(on_ranks, several, name, backend, copies, note) -> No
     def check(comm: Communicator) -> None:
         x = np.ones(200_000)
         before = ac.explain(DeviceArray(x), comm=comm)
-        assert (before.backend, before.way) == (comm.backend, "slices")
+        assert (before.backend, before.algorithm) == (comm.backend, "slices")
         (note_before,) = before.notes
         assert note_before == (
             "by way of host memory, with a copy each way: "
@@ -101,12 +101,12 @@ def test_arrays_on_devices(on_ranks, several, name, backend, copies, note) -> No
         )
         comm.allreduce(DeviceArray(x))
         said = ac.explain(DeviceArray(x), comm=comm)
-        assert (said.backend, said.way, said.copies) == (backend, "slices", copies)
+        assert (said.backend, said.algorithm, said.copies) == (backend, "slices", copies)
         assert said.notes == ((note,) if note else ())
         assert ac.explain(DeviceArray(x[::2]), comm=comm).copies == copies + 1
         by_function = ac.explain(DeviceArray(x), ac.op(np.multiply), comm=comm)
         assert by_function.backend == comm.backend
-        small = ac.explain(DeviceArray(x[:2]), comm=comm).way
+        small = ac.explain(DeviceArray(x[:2]), comm=comm).algorithm
         assert small == ("header" if name == "staged" else "gather")
 
     with devices(name):

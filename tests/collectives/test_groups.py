@@ -74,7 +74,7 @@ def test_many_communicators_can_be_made_and_freed(on_ranks, size) -> None:
         for number in range(200):
             with comm.dup() as inner:
                 assert inner.allreduce(number) == number * comm.size
-        assert comm._family == [comm]
+        assert comm._related == [comm]
 
     on_ranks(size, check)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm import _messages
+from arraycomm._collectives import messages
 from arraycomm._communicator import Communicator, Options
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
@@ -27,7 +27,7 @@ from tests.launcher import needs_mpiexec, run_python
 Array = np.ndarray[Any, Any]
 
 # The bytes that travel with an envelope, at most.
-ROOM = _messages._ROOM
+ROOM = messages._ROOM
 # Elements of float64 that travel with the envelope, and that follow it.
 SHORT, LONG = 5, 20_000
 LENGTHS = [SHORT, LONG]
@@ -145,7 +145,7 @@ def test_what_is_said_of_a_structure_takes_room_in_the_envelope(on_ranks) -> Non
 def test_messages_beyond_the_largest_movement_go_in_pieces(
     on_ranks, size, monkeypatch, count
 ) -> None:
-    monkeypatch.setattr(_messages, "MAX_BYTES", 1_000)
+    monkeypatch.setattr(messages, "MAX_BYTES", 1_000)
 
     def check(comm: Communicator) -> None:
         right, left = _ring(comm)
@@ -315,7 +315,7 @@ def test_short_messages_do_not_overtake_long_ones_of_their_tag(on_ranks) -> None
 @pytest.mark.parametrize("count", LENGTHS)
 def test_messages_of_different_tags_go_past_one_another(on_ranks, count) -> None:
     def check(comm: Communicator) -> None:
-        tags = [0, 3, 1, _messages.TAGS - 1]
+        tags = [0, 3, 1, messages.TAGS - 1]
         if comm.rank == 0:
             ac.waitall([comm.isend(_numbered(count, tag), 1, tag) for tag in tags])
         elif comm.rank == 1:

@@ -59,10 +59,10 @@ def test_means_are_weighted_and_keep_their_kind(on_ranks, size) -> None:
 def test_a_mean_is_one_message_whatever_it_holds(on_ranks, size, count) -> None:
     def check(comm: Communicator) -> None:
         tree = [np.full(count, comm.rank + 1, np.float32), 1.0, comm.rank]
-        before = comm._board.step
+        before = comm._control.step
         got = ac.mean_metrics(tree, 2.0 - comm.rank % 2, comm=comm)
         if 8 * count < comm._inline:
-            assert comm._board.step == before + 1
+            assert comm._control.step == before + 1
         weights = [2 - rank % 2 for rank in range(comm.size)]
         want = Fraction(sum(w * (r + 1) for r, w in enumerate(weights)), sum(weights))
         assert (got[0] == np.float32(float(want))).all()

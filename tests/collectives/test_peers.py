@@ -11,7 +11,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from arraycomm._data import DistributedDataContainer
+from arraycomm._training.data import DistributedDataContainer
 
 SIZES = [3, 20_000]
 
@@ -231,7 +231,7 @@ def test_rank_that_fails_alone_ends_the_wait_of_the_others(
         if comm.rank == 0:
             with pytest.raises((ZeroDivisionError, IndexError)), inner:
                 fails()
-        elif inner._board.shared:
+        elif inner._control.shared:
             with pytest.raises(ac.PeerError, match="rank 0 failed"):
                 inner.alltoall(np.ones((comm.size, 9_000)))
         comm.barrier()

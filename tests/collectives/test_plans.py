@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm import _fusion
 from arraycomm._communicator import Communicator
+from arraycomm._trees import fusion
 
 # Trees that travel with the header, in steps of the board, and through the window.
 SCALES = [1, 400, 40_000]
@@ -137,9 +137,9 @@ def test_a_small_tree_costs_one_header(on_ranks, size) -> None:
     def check(comm: Communicator) -> int:
         tree = {"a": np.ones(4), "b": 1.0}
         plan = comm.plan(tree)
-        before = comm._board.step
+        before = comm._control.step
         plan(tree)
-        return comm._board.step - before
+        return comm._control.step - before
 
     assert on_ranks(size, check) == [1] * size
 
@@ -215,7 +215,7 @@ def test_plans_of_the_same_shapes_share_their_memory(on_ranks, size) -> None:
 def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) -> None:
     """By whichever way it goes in: leaf by leaf, or chunk by chunk."""
     copied: list[int] = []
-    pack, fill = _fusion.Packed.pack, _fusion.ChunkWay.fill
+    pack, fill = fusion.Packed.pack, fusion.ChunkLayout.fill
 
     def counting_pack(packed: Any, sources: Any) -> None:
         copied.extend(source.array.nbytes for source in sources)
@@ -226,8 +226,8 @@ def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) 
         copied.extend(into.nbytes for *_, into in way.ends)
         fill(way, arrays, flats)
 
-    monkeypatch.setattr(_fusion.Packed, "pack", counting_pack)
-    monkeypatch.setattr(_fusion.ChunkWay, "fill", counting_fill)
+    monkeypatch.setattr(fusion.Packed, "pack", counting_pack)
+    monkeypatch.setattr(fusion.ChunkLayout, "fill", counting_fill)
 
     def check(comm: Communicator) -> list[int]:
         tree = [np.ones(400_000, np.float32), np.ones((40, 700)), np.ones(3, np.float32)]
@@ -371,10 +371,10 @@ def test_without_memory_to_share_the_result_is_the_same(on_ranks, several) -> No
         mine = _tree(comm.rank, SCALES[-1])
         plan = comm.plan(mine)
         _assert_same(plan(mine), ac.allreduce_tree(mine, comm=comm))
-        assert not comm._window
+        assert not comm._segment
         with comm.dup() as other:
             _assert_same(plan(mine), other.plan(mine)(mine))
-            assert bool(other._window) is comm._board.shared
+            assert bool(other._segment) is comm._control.shared
 
     on_ranks(several, check)
 

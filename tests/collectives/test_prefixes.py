@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm import _algorithms
+from arraycomm._collectives import algorithms
 from arraycomm._communicator import Communicator
 from tests.collectives.oracle import DTYPES, OPS, expected, family, same_bits, same_result, sample
 from tests.collectives.test_movements import spans
@@ -62,7 +62,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_part_is_the_fold_in_rank_order(on_ranks, size, dtype, monkeypatch) -> None:
     """With the check and without, whether it fits in the header or takes several chunks."""
-    monkeypatch.setattr(_algorithms, "CHUNK_BYTES", 2_000)
+    monkeypatch.setattr(algorithms, "CHUNK_BYTES", 2_000)
 
     def check(comm: Communicator) -> None:
         unchecked = comm.dup(check=False)
@@ -94,7 +94,7 @@ def test_result_does_not_depend_on_the_chunk_size(on_ranks, name, chunk, monkeyp
         return [None if result is None else result.tobytes() for result in results]
 
     whole = on_ranks(3, check)
-    monkeypatch.setattr(_algorithms, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(algorithms, "CHUNK_BYTES", chunk)
     assert on_ranks(3, check) == whole
 
 
@@ -109,8 +109,8 @@ def test_more_elements_than_are_folded_at_a_time(on_ranks, size, name) -> None:
 
 def test_more_bytes_than_one_movement_takes(on_ranks, size, name, monkeypatch) -> None:
     limit = 4096
-    monkeypatch.setattr(_algorithms, "MAX_BYTES", limit)
-    monkeypatch.setattr(_algorithms, "CHUNK_BYTES", 3_000)
+    monkeypatch.setattr(algorithms, "MAX_BYTES", limit)
+    monkeypatch.setattr(algorithms, "CHUNK_BYTES", 3_000)
 
     def check(comm: Communicator) -> None:
         largest = spans(comm._link)
@@ -285,7 +285,7 @@ def test_out_of_any_layout(on_ranks, size, name, kind) -> None:
 
 @pytest.mark.parametrize("count", [3, 9_000])
 def test_out_may_be_the_input_or_overlap_it(on_ranks, size, name, count, monkeypatch) -> None:
-    monkeypatch.setattr(_algorithms, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(algorithms, "CHUNK_BYTES", 20_000)
 
     def check(comm: Communicator) -> None:
         total = comm.size * count

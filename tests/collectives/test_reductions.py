@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm import _algorithms
+from arraycomm._collectives import algorithms
 from arraycomm._communicator import Communicator
 from tests.collectives import oracle
 from tests.collectives.oracle import CASES, expected, same_bits, same_result, sample
@@ -27,7 +27,7 @@ def way(request: pytest.FixtureRequest, transport: str, monkeypatch: pytest.Monk
     if request.param == "slices":
         if transport == "mpi-messages":
             pytest.skip("no memory is shared: these go one way only")
-        monkeypatch.setattr(_algorithms, "MAX_STEPS", 0)
+        monkeypatch.setattr(algorithms, "MAX_STEPS", 0)
     way: str = request.param
     return way
 
@@ -144,9 +144,9 @@ def test_result_does_not_depend_on_the_chunk_size(on_ranks, size, chunk, monkeyp
         return comm.allreduce(x).tobytes()
 
     whole = on_ranks(size, check)
-    monkeypatch.setattr(_algorithms, "MAX_STEPS", 0)
+    monkeypatch.setattr(algorithms, "MAX_STEPS", 0)
     assert on_ranks(size, check) == whole
-    monkeypatch.setattr(_algorithms, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(algorithms, "CHUNK_BYTES", chunk)
     assert on_ranks(size, check) == whole
 
 

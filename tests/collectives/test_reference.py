@@ -10,7 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from arraycomm._data import DistributedDataContainer
+from arraycomm._training.data import DistributedDataContainer
 from tests.collectives.oracle import DTYPES, FLOAT, expected, same_bits, sample
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm import _algorithms
+from arraycomm._collectives import algorithms
 from arraycomm._communicator import Communicator
 from tests.collectives.oracle import CASES, expected
 
@@ -59,7 +59,7 @@ def _oracle(size: int) -> str:
 
 @pytest.mark.parametrize("chunk", [1 << 12, 1 << 22])
 def test_same_bits_on_every_transport_and_by_every_way(on_ranks, size, chunk, monkeypatch) -> None:
-    monkeypatch.setattr(_algorithms, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(algorithms, "CHUNK_BYTES", chunk)
 
     def check(comm: Communicator) -> list[str]:
         inputs = _inputs(comm.rank)

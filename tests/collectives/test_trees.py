@@ -9,7 +9,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from arraycomm._trees import describe, parse
+from arraycomm._trees.reduce import describe, parse
 
 
 class Color(enum.Enum):
@@ -70,9 +70,9 @@ def test_bucket_size_does_not_change_a_bit(on_ranks, size) -> None:
 
 def test_a_tree_costs_one_header(on_ranks, size) -> None:
     def check(comm: Communicator) -> int:
-        before = comm._board.step
+        before = comm._control.step
         ac.allreduce_tree([np.ones(1000, dtype) for dtype in ("f2", "f4", "f8")] * 20, comm=comm)
-        return comm._board.step - before
+        return comm._control.step - before
 
     assert on_ranks(size, check) == [1] * size
 
@@ -81,13 +81,13 @@ def test_few_leaves_of_a_dtype_cost_a_step_between_nodes(on_ranks, several) -> N
     """What fits into a slot of the board goes by it, and not by two calls of MPI's."""
 
     def check(comm: Communicator) -> None:
-        before = comm._board.step
+        before = comm._control.step
         tree = [np.ones(1000, "f4"), np.full(3, 1.0 * comm.rank)]
         got = ac.allreduce_tree(tree, "sum", comm=comm)
         assert (got[0] == several).all()
         assert got[1].tolist() == [sum(range(several))] * 3
         # Within a node all of it travels with the header.
-        assert comm._board.step - before == (1 if comm._board.shared else 2)
+        assert comm._control.step - before == (1 if comm._control.shared else 2)
 
     on_ranks(several, check)
 

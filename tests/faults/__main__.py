@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at once, for threads")
     parser.add_argument("--show", action="store_true", help="print the programs that failed")
     arguments = parser.parse_args()
-    again = f" --transport {arguments.transport} --board {arguments.board}"
+    again = f" --transport {arguments.transport} --board {arguments.control}"
     summary = Summary(again + (f" --kinds {' '.join(arguments.kinds)}" if arguments.kinds else ""))
     for verdict in _verdicts(arguments):
         summary.add(verdict)
@@ -102,7 +102,7 @@ def _verdicts(arguments: argparse.Namespace) -> Iterator[Verdict]:
     from tests.faults import on_mpi
 
     return on_mpi.run_programs(
-        seeds, arguments.transport, arguments.board, arguments.kinds, arguments.part
+        seeds, arguments.transport, arguments.control, arguments.kinds, arguments.part
     )
 
 

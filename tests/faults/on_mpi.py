@@ -51,7 +51,7 @@ class Job:
 def run_programs(
     seeds: Sequence[int],
     transport: str,
-    board: str = "shared",
+    control: str = "shared",
     kinds: Sequence[str] | None = None,
     part: str = "",
 ) -> Iterator[Verdict]:
@@ -61,17 +61,17 @@ def run_programs(
     alone = tuple(k for k in ALONE if part != "together" and (not kinds or k in kinds))
     cut = 0 if not together else round(len(seeds) * (1 - ALONE_SHARE * bool(alone)))
     for start in range(0, cut, BATCH):
-        yield from play_together(seeds[start : min(start + BATCH, cut)], together, python, board)
+        yield from play_together(seeds[start : min(start + BATCH, cut)], together, python, control)
     for seed in seeds[cut:] if alone else ():
-        yield play_alone(seed, alone, python, board)
+        yield play_alone(seed, alone, python, control)
 
 
 def play_together(
-    seeds: Sequence[int], kinds: tuple[str, ...], python: Path, board: str = "shared"
+    seeds: Sequence[int], kinds: tuple[str, ...], python: Path, control: str = "shared"
 ) -> Iterator[Verdict]:
     """Run programs one after the other in one job of five ranks."""
     limit = JOB_LIMIT + 3 * len(seeds)
-    job = _launch(python, 5, limit, seeds, kinds, "--board", board)
+    job = _launch(python, 5, limit, seeds, kinds, "--board", control)
     lines = [json.loads(line) for line in job.out.splitlines() if line.startswith("{")]
     told = [line for line in lines if "program" in line]
     verdicts = [
@@ -95,15 +95,15 @@ def play_together(
     yield last
 
 
-def play_alone(seed: int, kinds: tuple[str, ...], python: Path, board: str = "shared") -> Verdict:
+def play_alone(seed: int, kinds: tuple[str, ...], python: Path, control: str = "shared") -> Verdict:
     """Run a program in a job of its own, in which nobody handles an error."""
     program = draw(seed, kinds)
     with tempfile.TemporaryDirectory() as name:
-        folder, began = Path(name), time.monotonic()
+        fold_function, began = Path(name), time.monotonic()
         job = _launch(
-            python, program.size, JOB_LIMIT, [seed], kinds, "--board", board, "--alone", name
+            python, program.size, JOB_LIMIT, [seed], kinds, "--board", control, "--alone", name
         )
-        told = [_told(folder / str(rank)) for rank in range(program.size)]
+        told = [_told(fold_function / str(rank)) for rank in range(program.size)]
     traces = [_trace(lines) for lines in told]
     verdict = judge(program, traces, stuck(program), own_job=True)
     verdict.part = "alone"

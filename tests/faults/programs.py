@@ -137,7 +137,7 @@ class Program:
         """Tell how many messages of the same kind and way are begun before the one at `place`."""
         wanted = self.actions[rank][place]
         return sum(
-            action.kind in kinds and _way(action) == _way(wanted)
+            action.kind in kinds and _placement(action) == _placement(wanted)
             for action in self.actions[rank][:place]
         )
 
@@ -148,7 +148,7 @@ class Program:
         places = [
             place
             for place, action in enumerate(self.actions[rank])
-            if action.kind in kinds and _way(action) == (like.comm, peer, like.tag)
+            if action.kind in kinds and _placement(action) == (like.comm, peer, like.tag)
         ]
         return places[number] if number < len(places) else None
 
@@ -160,7 +160,7 @@ class Program:
         return "\n".join(lines)
 
 
-def _way(action: Action) -> tuple[int, int, int]:
+def _placement(action: Action) -> tuple[int, int, int]:
     return action.comm, action.peer, action.tag
 
 

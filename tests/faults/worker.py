@@ -33,7 +33,7 @@ def main() -> None:
         "--alone", type=Path, help="where each rank writes what came of its actions"
     )
     arguments = parser.parse_args()
-    if arguments.board == "messages":
+    if arguments.control == "messages":
         # As between nodes, which share no memory.
         from arraycomm._transports import mpi
 
@@ -44,10 +44,10 @@ def main() -> None:
         _play_together(arguments.seeds, tuple(arguments.kinds))
 
 
-def _play_alone(program: Program, folder: Path) -> None:
+def _play_alone(program: Program, fold_function: Path) -> None:
     """Play the only program of a job; what is raised is not handled."""
     world = ac.init(timeout=SHORT if stuck(program) else LONG)
-    with (folder / str(world.rank)).open("w") as lines:
+    with (fold_function / str(world.rank)).open("w") as lines:
 
         def tell(said: dict[str, Any]) -> None:
             lines.write(json.dumps(said) + "\n")
@@ -82,7 +82,7 @@ def _play_together(seeds: list[int], kinds: tuple[str, ...]) -> None:
                 verdict.wrong.append(f"it took {seconds:.1f} s")
             said = asdict(verdict) | {"program": seed, "seconds": seconds}
             print(json.dumps(said), flush=True)
-    unfinished = any(comm._unfinished for comm in world._family)
+    unfinished = any(comm._unfinished for comm in world._related)
     everyone = control.gather(unfinished)
     if everyone is not None:
         print(json.dumps({"unfinished": any(everyone)}), flush=True)
@@ -101,7 +101,7 @@ def _take_part(
     timeout: float,
 ) -> None:
     tag = program.seed % 10_000
-    made_before = len(world._family)
+    made_before = len(world._related)
     comm = group.dup(timeout=timeout)
     _meet_few(control, program.size)
 
@@ -119,7 +119,7 @@ def _take_part(
         error = raised
     if program.kind == "sleep" and comm.rank != program.rank:
         control.send(None, program.rank, tag)
-    made = world._family[made_before:]
+    made = world._related[made_before:]
     if error is not None:
         for member in made:
             member.__exit__(type(error), error, error.__traceback__)

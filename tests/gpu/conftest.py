@@ -26,7 +26,7 @@ from arraycomm import _launch
 from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator, Options
 from arraycomm._cuda import device
-from arraycomm._devices import Wish
+from arraycomm._cuda.devices import DeviceRequest
 from arraycomm._errors import BackendUnavailableError
 from arraycomm.testing import run
 from arraycomm.testing._oracle import NARROW
@@ -248,7 +248,7 @@ class Job:
         from arraycomm._transports.mpi import MPITransport
 
         comm = Communicator(MPITransport(MPI.COMM_WORLD.Dup()), Options(timeout=TIMEOUT))
-        comm._devices.wish = Wish(self._backend, None)
+        comm._devices.device_request = DeviceRequest(self._backend, None)
         if self._backend == "nccl":
             comm._devices.require()
             comm.backend = "nccl"

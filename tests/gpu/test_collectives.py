@@ -9,7 +9,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
-from arraycomm._transports.gpu_aware import gpu_aware
+from arraycomm._cuda.gpu_aware import gpu_aware
 from tests.collectives.oracle import expected, same_bits, sample
 from tests.collectives.test_devices import COLLECTIVES
 from tests.gpu.conftest import Framework, Job, OnRanks

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arraycomm._cuda import arrays, staging
+from arraycomm._arrays import pinned
+from arraycomm._arrays.exchange import exchange
+from arraycomm._arrays.results import commit_out, to_framework
+from arraycomm._arrays.views import view, view_out
+from arraycomm._cuda import arrays
 from arraycomm._dtypes import BY_NAME
-from arraycomm._exchange import exchange
-from arraycomm._results import give, written
-from arraycomm._views import view, view_out
 
 cupy = pytest.importorskip("cupy")
 try:
@@ -51,7 +52,7 @@ def test_cupy_is_staged_by_bits(dtype: str, layout: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cupy_results_are_on_the_device(dtype: str) -> None:
     x = cupy.arange(12).astype(dtype)
-    result = give(np.arange(5).astype(dtype), view(x, "op"))
+    result = to_framework(np.arange(5).astype(dtype), view(x, "op"))
     assert isinstance(result, cupy.ndarray)
     assert (result.device.id, result.dtype) == (x.device.id, x.dtype)
     assert result.tolist() == np.arange(5).astype(dtype).tolist()
@@ -63,7 +64,7 @@ def test_cupy_out_receives_what_is_written(layout: str) -> None:
     out = LAYOUTS[layout](whole)
     found = view_out(out, out.shape, np.dtype("float32"), "op")
     found.array[...] = 5
-    assert written(found) is out
+    assert commit_out(found) is out
     assert (out == 5).all()
     assert int(whole.sum()) == 5 * out.size
 
@@ -88,10 +89,10 @@ def test_cuda_array_interface_gives_cupy() -> None:
     x = Interface(cupy.arange(3))
     found = view(x, "op")
     assert found.array.tolist() == [0, 1, 2]
-    assert isinstance(give(np.ones(3), found), cupy.ndarray)
+    assert isinstance(to_framework(np.ones(3), found), cupy.ndarray)
     out = view_out(x, (3,), np.dtype("int64"), "op")
     out.array[...] = 7
-    assert written(out) is x
+    assert commit_out(out) is x
     assert x.x.tolist() == [7, 7, 7]
 
 
@@ -118,13 +119,13 @@ def test_torch_on_a_device(dtype: str) -> None:
     x = torch.arange(6, device="cuda").to(getattr(torch, dtype)).reshape(2, 3).T
     found = view(x, "op")
     assert (found.framework, found.device, found.copied) == ("torch", ("cuda", 0), True)
-    result = give(found.array.copy(), found)
+    result = to_framework(found.array.copy(), found)
     assert result.device == x.device
     assert torch.equal(result.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
     out = torch.zeros_like(x)
     target = view_out(out, tuple(out.shape), found.dtype, "op")
     target.array[...] = found.array
-    assert torch.equal(written(target).view(torch.uint8), x.view(torch.uint8))
+    assert torch.equal(commit_out(target).view(torch.uint8), x.view(torch.uint8))
 
 
 def test_exchange_stays_on_the_device() -> None:
@@ -156,7 +157,7 @@ def test_exchange_to_the_device_copies() -> None:
 def test_results_go_to_the_sources_device() -> None:
     with cupy.cuda.Device(1):
         x = cupy.arange(3)
-    assert give(view(x, "op").array.copy(), view(x, "op")).device.id == 1
+    assert to_framework(view(x, "op").array.copy(), view(x, "op")).device.id == 1
 
 
 # Where they are: spans, in the order of streams, and no way over the host -------------------------
@@ -188,10 +189,10 @@ def memory() -> Any:
     stream.synchronize()
 
 
-def on_host(span: Any) -> Any:
+def on_host(device_buffer: Any) -> Any:
     """The elements of a span, once its memory's stream has come so far."""
-    array = np.empty(span.size, span.dtype)
-    span.memory.download(span, array)
+    array = np.empty(device_buffer.size, device_buffer.dtype)
+    device_buffer.memory.download(device_buffer, array)
     return array
 
 
@@ -234,7 +235,7 @@ def test_a_span_is_read_after_its_framework_wrote(worker: Any, memory: Any) -> N
         spin(worker.stream)
         x += 1
         found = arrays.device_view(x, "op", "x", memory)
-    assert (on_host(found.span.copy()) == 1).all()
+    assert (on_host(found.device_buffer.copy()) == 1).all()
 
 
 def test_a_frameworks_copy_is_read_after_it_was_made(worker: Any, memory: Any) -> None:
@@ -244,7 +245,7 @@ def test_a_frameworks_copy_is_read_after_it_was_made(worker: Any, memory: Any) -
         x += 1
         found = arrays.device_view(x[::2], "op", "x", memory)
     assert found.copied
-    assert (on_host(found.span.copy()) == 1).all()
+    assert (on_host(found.device_buffer.copy()) == 1).all()
 
 
 def test_a_framework_writes_after_a_span_was_read(worker: Any, memory: Any) -> None:
@@ -252,7 +253,7 @@ def test_a_framework_writes_after_a_span_was_read(worker: Any, memory: Any) -> N
         x = worker.full(1)
         found = arrays.device_view(x, "op", "x", memory)
         spin(memory.stream)
-        copy = found.span.copy()
+        copy = found.device_buffer.copy()
         arrays.release(found)
         x += 1
     assert (on_host(copy) == 1).all()
@@ -262,9 +263,9 @@ def test_a_framework_reads_a_result_after_it_was_written(worker: Any, memory: An
     source = filled(3, memory)
     with worker.context:
         like = arrays.device_view(worker.full(0), "op", "x", memory)
-        made, span = arrays.empty_like(like, (LENGTH,), like.dtype, memory)
+        made, device_buffer = arrays.empty_like(like, (LENGTH,), like.dtype, memory)
         spin(memory.stream)
-        span[...] = source
+        device_buffer[...] = source
         under_way = memory.record()
         result = arrays.finish(made, like)
         waited = under_way.done()
@@ -281,8 +282,8 @@ def test_results_are_written_after_their_memory_was_used_before(worker: Any, mem
         old = worker.full(5)
         old += 1  # under way when its memory is free again, for arrays of this stream
         del old
-        made, span = arrays.empty_like(like, (LENGTH,), like.dtype, memory)
-        span[...] = source
+        made, device_buffer = arrays.empty_like(like, (LENGTH,), like.dtype, memory)
+        device_buffer[...] = source
         assert float(arrays.finish(made, like).max()) == 3
 
 
@@ -294,7 +295,7 @@ def test_a_framework_reads_out_after_it_was_written(worker: Any, memory: Any, st
         out = whole[::step]
         found = arrays.view_out(out, (LENGTH // step,), np.dtype("float32"), "op", memory)
         spin(memory.stream)
-        assert arrays.written(found, source) is out
+        assert arrays.commit_out(found, source) is out
         assert float(whole.sum()) == 3 * (LENGTH // step)
 
 
@@ -303,9 +304,9 @@ def test_a_framework_reads_out_after_it_was_written(worker: Any, memory: Any, st
 def test_cupy_is_read_where_it_is(dtype: str, layout: str, memory: Any) -> None:
     x = LAYOUTS[layout](cupy.arange(12).reshape(3, 4).astype(dtype))
     found = arrays.device_view(x, "op", "x", memory)
-    assert on_host(found.span).tobytes() == cupy.asnumpy(x).tobytes()
+    assert on_host(found.device_buffer).tobytes() == cupy.asnumpy(x).tobytes()
     assert found.copied == (not x.flags.c_contiguous)
-    assert (found.span.address == x.data.ptr) == x.flags.c_contiguous or not x.size
+    assert (found.device_buffer.address == x.data.ptr) == x.flags.c_contiguous or not x.size
 
 
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n not in {"0-d", "empty"}])
@@ -317,11 +318,11 @@ def test_cupy_holds_narrow_floats(dtype: str, layout: str, memory: Any) -> None:
     x = LAYOUTS[layout](cupy.ndarray((3, 4), kind, pieces.data))
     found = arrays.device_view(x, "op", "x", memory)
     assert (found.dtype, found.shape) == (kind, wanted.shape)
-    assert on_host(found.span).tobytes() == cupy.asnumpy(wanted).tobytes()
-    made, span = arrays.empty_like(found, wanted.shape, kind, memory)
-    span[...] = found.span
+    assert on_host(found.device_buffer).tobytes() == cupy.asnumpy(wanted).tobytes()
+    made, device_buffer = arrays.empty_like(found, wanted.shape, kind, memory)
+    device_buffer[...] = found.device_buffer
     result = arrays.finish(made, found)
-    assert (result.dtype, result.data.ptr) == (kind, span.address)
+    assert (result.dtype, result.data.ptr) == (kind, device_buffer.address)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -334,13 +335,13 @@ def test_torch_is_read_where_it_is(dtype: str, layout: str, memory: Any) -> None
     found = arrays.device_view(x, "op", "x", memory)
     wanted = x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
     assert (found.dtype, found.shape) == (BY_NAME[dtype].dtype, tuple(x.shape))
-    assert on_host(found.span).tobytes() == wanted
-    assert (found.span.address == x.data_ptr()) == x.is_contiguous() or not x.numel()
-    made, span = arrays.empty_like(found, found.shape, found.dtype, memory)
-    span[...] = found.span
+    assert on_host(found.device_buffer).tobytes() == wanted
+    assert (found.device_buffer.address == x.data_ptr()) == x.is_contiguous() or not x.numel()
+    made, device_buffer = arrays.empty_like(found, found.shape, found.dtype, memory)
+    device_buffer[...] = found.device_buffer
     result = arrays.finish(made, found)
     assert (result.dtype, result.device, tuple(result.shape)) == (x.dtype, x.device, found.shape)
-    assert result.data_ptr() == span.address or not x.numel()
+    assert result.data_ptr() == device_buffer.address or not x.numel()
     assert result.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes() == wanted
 
 
@@ -356,11 +357,14 @@ def test_jax_is_read_and_made_where_it_is(dtype: str, memory: Any) -> None:
     jax = jax_on_device()
     x = jax.numpy.arange(12).reshape(3, 4).astype(BY_NAME[dtype].dtype)
     found = arrays.device_view(x, "op", "x", memory)
-    assert found.span.address == x.unsafe_buffer_pointer()
-    made, span = arrays.empty_like(found, (3, 4), found.dtype, memory)
-    span[...] = found.span
+    assert found.device_buffer.address == x.unsafe_buffer_pointer()
+    made, device_buffer = arrays.empty_like(found, (3, 4), found.dtype, memory)
+    device_buffer[...] = found.device_buffer
     result = arrays.finish(made, found)
-    assert (result.unsafe_buffer_pointer(), result.devices()) == (span.address, x.devices())
+    assert (result.unsafe_buffer_pointer(), result.devices()) == (
+        device_buffer.address,
+        x.devices(),
+    )
     assert np.asarray(result).tobytes() == np.asarray(x).tobytes()
 
 
@@ -369,9 +373,9 @@ def test_jaxs_work_comes_before_and_after(memory: Any) -> None:
     work = jax.jit(lambda a: jax.lax.fori_loop(0, 200, lambda _, b: b @ b / 2000, a))
     x = work(jax.numpy.ones((2000, 2000)))
     found = arrays.device_view(x, "op", "x", memory)
-    made, span = arrays.empty_like(found, x.shape, found.dtype, memory)
+    made, device_buffer = arrays.empty_like(found, x.shape, found.dtype, memory)
     spin(memory.stream)
-    span[...] = found.span
+    device_buffer[...] = found.device_buffer
     result = arrays.finish(made, found)
     del x, found
     assert abs(float((result + 1).max()) - 2) < 1e-2
@@ -393,7 +397,7 @@ def test_managed_memory_is_the_devices_and_pinned_memory_the_hosts() -> None:
 def test_an_interface_is_read_where_it_is(memory: Any) -> None:
     x = cupy.arange(6, dtype="float32")
     assert arrays.device_of(Interface(x)) == x.device.id
-    assert arrays.device_view(Interface(x), "op", "x", memory).span.address == x.data.ptr
+    assert arrays.device_view(Interface(x), "op", "x", memory).device_buffer.address == x.data.ptr
 
 
 @pytest.mark.skipif(_DEVICES < 2, reason="needs two devices")
@@ -411,8 +415,8 @@ def test_an_array_of_another_device_is_refused(memory: Any) -> None:
 def test_chunks_go_through_pinned_memory_and_back(memory: Any, count: int) -> None:
     source = memory.upload(np.arange(count, dtype=np.int64))
     target = memory.allocate(8 * count)
-    chunks = staging.staged_chunks(source, 65536, staging.pinned())
-    places = staging.unstaged_chunks(target, 65536, staging.pinned())
+    chunks = pinned.staged_chunks(source, 65536, pinned.pinned())
+    places = pinned.unstaged_chunks(target, 65536, pinned.pinned())
     spin(memory.stream)
     for (here, chunk), (free, place) in zip(chunks, places, strict=True):
         for mark in (here, free):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from arraycomm import _folds
+from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda.kernels import CHUNK_BYTES, MAX_PIECES, MAX_ROWS, compiled
-from arraycomm._cuda.memory import Span
 from tests.collectives.oracle import CASES, IDS, same_result
 from tests.test_kernels import _CARRIED as CARRIED
 from tests.test_kernels import _values as values_of
@@ -38,16 +38,16 @@ class Guarded:
         whole[self.start : self.start + array.nbytes] = array.reshape(-1).view(np.uint8)
         self.whole = memory.upload(whole)
         part = self.whole[self.start : self.start + array.nbytes]
-        self.span: Span = part.view(array.dtype)
+        self.device_buffer: DeviceBuffer = part.view(array.dtype)
 
     def read(self) -> Array:
         """Return the elements, and fail where something beside them was written."""
         found = np.empty(self.whole.size, np.uint8)
         self.memory.download(self.whole, found)
-        end = self.start + self.span.nbytes
+        end = self.start + self.device_buffer.nbytes
         assert (found[: self.start] == GUARD).all()
         assert (found[end:] == GUARD).all()
-        return found[self.start : end].copy().view(self.span.dtype)
+        return found[self.start : end].copy().view(self.device_buffer.dtype)
 
 
 def check_fold(
@@ -57,10 +57,10 @@ def check_fold(
     _folds.fold(op, dtype, rows, want)
     there = [Guarded(memory, row, at) for row, at in zip(rows, offsets, strict=True)]
     out = Guarded(memory, np.full(want.nbytes, GUARD, np.uint8).view(dtype), offsets[-1])
-    memory.fold(op, dtype, [row.span for row in there], out.span)
+    memory.fold(op, dtype, [row.device_buffer for row in there], out.device_buffer)
     assert same_result(out.read(), want, op)
     assert [row.read().tobytes() for row in there] == [row.tobytes() for row in rows]
-    memory.fold(op, dtype, [row.span for row in there], there[0].span)
+    memory.fold(op, dtype, [row.device_buffer for row in there], there[0].device_buffer)
     assert same_result(there[0].read(), want, op)
 
 
@@ -71,7 +71,9 @@ def check_prefixes(
     _folds.prefixes(op, dtype, rows, wanted)
     there = [Guarded(memory, row, at) for row, at in zip(rows, offsets, strict=True)]
     outs = [Guarded(memory, np.zeros_like(row), at) for row, at in zip(rows, offsets, strict=True)]
-    memory.prefixes(op, dtype, [row.span for row in there], [out.span for out in outs])
+    memory.prefixes(
+        op, dtype, [row.device_buffer for row in there], [out.device_buffer for out in outs]
+    )
     for out, want in zip(outs, wanted, strict=True):
         assert same_result(out.read(), want, op)
 
@@ -111,7 +113,9 @@ def test_subnormal_numbers_are_kept(memory: Any, dtype: str) -> None:
     tiny = np.finfo(np.empty(0, dtype).real.dtype).smallest_subnormal
     row = np.full(1000, tiny, dtype)
     out = Guarded(memory, np.zeros_like(row))
-    memory.fold("sum", row.dtype, [Guarded(memory, row).span for _ in range(3)], out.span)
+    memory.fold(
+        "sum", row.dtype, [Guarded(memory, row).device_buffer for _ in range(3)], out.device_buffer
+    )
     assert (out.read() == 3 * tiny).all()
 
 
@@ -125,7 +129,9 @@ def test_nan_of_any_row_is_kept(memory: Any, dtype: str, op: str) -> None:
         rows = [np.arange(50).astype(kind) for _ in range(3)]
         rows[culprit][::2] = np.nan
         out = Guarded(memory, np.zeros_like(rows[0]))
-        memory.fold(op, kind, [Guarded(memory, row).span for row in rows], out.span)
+        memory.fold(
+            op, kind, [Guarded(memory, row).device_buffer for row in rows], out.device_buffer
+        )
         found = out.read().astype(np.float32)
         assert np.isnan(found[::2]).all()
         assert not np.isnan(found[1::2]).any()
@@ -142,7 +148,9 @@ def test_there_may_be_more_than_two_to_the_31_elements(memory: Any) -> None:
         memory.at(0)
         x, y = cupy.full(count, 100, "int8"), cupy.empty(count, "int8")
         x[-1] = 27
-        source, target = (Span(a.data.ptr, count, np.dtype("int8"), a, memory) for a in (x, y))
+        source, target = (
+            DeviceBuffer(a.data.ptr, count, np.dtype("int8"), a, memory) for a in (x, y)
+        )
         memory.fold("sum", source.dtype, [source, source], target)
         assert int(y[-1]) == 54
         assert bool((y[:-1] == -56).all())
@@ -163,19 +171,19 @@ def test_pieces_are_gathered(memory: Any, offset: int) -> None:
     target, pieces, end = Guarded(memory, want, offset), [], 0
     for place, source in enumerate(sources):
         zeros = place in (2, 6)
-        there = None if zeros else Guarded(memory, source, offset * (place % 2)).span
+        there = None if zeros else Guarded(memory, source, offset * (place % 2)).device_buffer
         pieces.append((there, end, source.size))
         want[end : end + source.size] = 0 if zeros else source
         end += source.size + 8
-    memory.gather_pieces(pieces, target.span)
+    memory.gather_pieces(pieces, target.device_buffer)
     assert np.array_equal(target.read(), want)
 
 
 def test_pieces_of_several_launches_are_gathered(memory: Any) -> None:
     values = np.arange(5 * MAX_PIECES + 1, dtype=np.int64)
     source, target = Guarded(memory, values), Guarded(memory, np.zeros_like(values))
-    pieces = [(source.span[k : k + 1].view("u1"), 8 * k, 8) for k in range(len(values))]
-    memory.gather_pieces(pieces, target.span.view("u1"))
+    pieces = [(source.device_buffer[k : k + 1].view("u1"), 8 * k, 8) for k in range(len(values))]
+    memory.gather_pieces(pieces, target.device_buffer.view("u1"))
     assert np.array_equal(target.read(), values)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
-from arraycomm._cuda import staging
+from arraycomm._arrays import pinned
 from tests.gpu.conftest import Framework, Job, OnRanks
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def held(comm: Communicator) -> Held:
     free, total = cupy.cuda.runtime.memGetInfo()
     files = len(os.listdir("/proc/self/fd"))
     pool = cupy.get_default_memory_pool().total_bytes()
-    found = Held(total - free, pool, staging.pinned()._kept, files)
+    found = Held(total - free, pool, pinned.pinned()._kept, files)
     comm.barrier()
     return found
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._engine import Engine
+from arraycomm._protocol.engine import Engine
 from arraycomm.testing import Schedule, run
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm import _algorithms
 from arraycomm._callsite import describe_exception
+from arraycomm._collectives import algorithms
 from arraycomm._communicator import Communicator, Options
-from arraycomm._transports.board import FAILED, FINISHED, SharedBoard
+from arraycomm._transports.control import FAILED, FINISHED, SharedControl
 from arraycomm._transports.threads import make_group
 from arraycomm.testing import _schedule
 from arraycomm.testing._schedule import Baton, Schedule, scheduled
@@ -69,14 +69,14 @@ def start(
         try:
             baton.enter(rank)
             outcome.results[rank] = program(comm)
-            farewell = FINISHED, ""
+            exit_notice = FINISHED, ""
         except BaseException as error:
             outcome.errors[rank] = error
-            farewell = FAILED, describe_exception(error)
+            exit_notice = FAILED, describe_exception(error)
         try:
-            for member in comm._family:
+            for member in comm._related:
                 if member._closed is None:
-                    member._board.leave(farewell[0], member._completed, farewell[1])
+                    member._control.leave(exit_notice[0], member._completed, exit_notice[1])
         finally:
             baton.leave(rank)
 
@@ -114,9 +114,9 @@ def usual_patience(patience: float, monkeypatch: pytest.MonkeyPatch) -> float:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every way of a large reduction be taken by arrays that are quick to fold."""
-    monkeypatch.setattr(_algorithms, "MAX_STEPS", 3)
-    monkeypatch.setattr(_algorithms, "GATHER_BYTES", 600_000)
-    monkeypatch.setattr(_algorithms, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(algorithms, "MAX_STEPS", 3)
+    monkeypatch.setattr(algorithms, "GATHER_BYTES", 600_000)
+    monkeypatch.setattr(algorithms, "CHUNK_BYTES", 1 << 18)
 
 
 def small(comm: Communicator) -> None:
@@ -127,9 +127,9 @@ def small(comm: Communicator) -> None:
 
 
 def large(comm: Communicator) -> None:
-    payload = comm._board.payload
+    payload = comm._control.payload
     limits = [payload + 8, 3 * payload, 3 * payload + 8, 600_000 // comm.size + 8]
-    ways = [_algorithms.choose(nbytes, comm.size, payload, True) for nbytes in limits]
+    ways = [algorithms.choose(nbytes, comm.size, payload, True) for nbytes in limits]
     assert ways == ["steps", "steps", "gather", "slices"]
     for call, nbytes in enumerate([*limits, *limits]):
         x = np.arange(nbytes // 8) * (comm.rank + 1) + call
@@ -258,7 +258,7 @@ def test_others_may_go_on_before_a_rank_reads_what_has_come() -> None:
     assert "post" in found
 
 
-class OneParity(SharedBoard):
+class OneParity(SharedControl):
     """Wrong on purpose: a rank's next step overwrites one that others have yet to read."""
 
     def __init__(self, rank: int, size: int, memory: np.ndarray[Any, Any]) -> None:
@@ -274,7 +274,7 @@ class OneParity(SharedBoard):
 def without_parities(size: int) -> list[Any]:
     links = make_group(size)
     for link in links:
-        link.board = OneParity(link.rank, size, link._group.memory)
+        link.control = OneParity(link.rank, size, link._group.memory)
     return links
 
 

@@ -20,8 +20,8 @@ import hypothesis
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
+from arraycomm._arrays.views import view
 from arraycomm._dtypes import OPS, TABLE, check_reducible
-from arraycomm._views import view
 from arraycomm.testing import _values
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._values import (

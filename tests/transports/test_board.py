@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from arraycomm._transports import board
-from arraycomm._transports.board import SharedBoard
+from arraycomm._transports import control
+from arraycomm._transports.control import SharedControl
 
 
 @pytest.fixture
-def boards() -> list[SharedBoard]:
+def controls() -> list[SharedControl]:
     """The boards of two ranks in one memory."""
-    memory = np.zeros(SharedBoard.nbytes(2), np.uint8)
-    return [SharedBoard(rank, 2, memory) for rank in range(2)]
+    memory = np.zeros(SharedControl.nbytes(2), np.uint8)
+    return [SharedControl(rank, 2, memory) for rank in range(2)]
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def hurried() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-def test_the_last_text_told_is_read(boards: list[SharedBoard]) -> None:
-    teller, reader = boards
+def test_the_last_text_told_is_read(controls: list[SharedControl]) -> None:
+    teller, reader = controls
     assert reader.told(0) == ""
     for text in ("in bcast", "", "in a longer text, with ü", "x" * 10_000, "in recv"):
         teller.tell(text)
@@ -39,8 +39,8 @@ def test_the_last_text_told_is_read(boards: list[SharedBoard]) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_text_is_read_whole_while_another_is_told(boards: list[SharedBoard]) -> None:
-    teller, reader = boards
+def test_a_text_is_read_whole_while_another_is_told(controls: list[SharedControl]) -> None:
+    teller, reader = controls
     texts = ["is waiting " + "a" * 400, "has waited in vain " + "b" * 30]
     teller.tell(texts[0])
     told = threading.Event()
@@ -60,10 +60,10 @@ def test_a_text_is_read_whole_while_another_is_told(boards: list[SharedBoard]) -
 
 
 def test_a_text_that_is_told_over_while_it_is_read_is_read_again(
-    boards: list[SharedBoard], monkeypatch: pytest.MonkeyPatch
+    controls: list[SharedControl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two texts come between the look at which one holds and the look at what it says."""
-    teller, reader = boards
+    teller, reader = controls
     teller.tell("a text that is not read")
     coming = ["another", "the last"]
 
@@ -72,5 +72,5 @@ def test_a_text_that_is_told_over_while_it_is_read_is_read_again(
         for text in texts:
             teller.tell(text)
 
-    monkeypatch.setattr(board, "fence", tell_meanwhile)
+    monkeypatch.setattr(control, "fence", tell_meanwhile)
     assert reader.told(0) == "the last"

@@ -11,9 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from arraycomm._engine import wait_for
+from arraycomm._protocol.engine import wait_for
 from arraycomm._transports.base import Blocks, Handle, Transport
-from arraycomm._transports.board import FAILED, PAYLOAD
+from arraycomm._transports.control import FAILED, PAYLOAD
 from tests.collectives.conftest import LAUNCH, OnRanks, on_ranks, several, size, transport
 
 __all__ = ["on_ranks", "several", "size", "transport"]
@@ -40,14 +40,14 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            board = comm._link.board
+            control = comm._link.control
             for number in range(20):
-                payload = np.full(board.payload, number * 7 + comm.rank, np.uint8)
-                board.mine[(board.step + 1) & 1][PAYLOAD:] = payload
-                board.post()
-                wait_for(board.done, 0, lambda waited: None)
-                assert board.missing() == []
-                rows = board.rows[board.step & 1]
+                payload = np.full(control.payload, number * 7 + comm.rank, np.uint8)
+                control.mine[(control.step + 1) & 1][PAYLOAD:] = payload
+                control.post()
+                wait_for(control.done, 0, lambda waited: None)
+                assert control.missing() == []
+                rows = control.rows[control.step & 1]
                 for rank in range(comm.size):
                     assert (rows[rank, PAYLOAD:] == number * 7 + rank).all()
 
@@ -65,7 +65,7 @@ class TransportContract:
             if comm.rank == 0 and offered:
                 link.close_memory(offered)
             comm.barrier()
-            if comm._board.shared:
+            if comm._control.shared:
                 assert len(memory) == nbytes
                 memory[comm.rank] = comm.rank + 1
                 comm.barrier()
@@ -276,16 +276,16 @@ class TransportContract:
     def test_farewell_is_seen(self, on_ranks: OnRanks, several: int) -> None:
         def check(comm) -> None:
             other = comm.dup()
-            board = other._board
-            assert not board.farewells()
+            control = other._control
+            assert not control.exit_notices()
             comm.barrier()
-            board.leave(FAILED, 7, f"bye from {comm.rank}")
+            control.leave(FAILED, 7, f"bye from {comm.rank}")
             comm.barrier()
-            said = {peer: (FAILED, 7, f"bye from {peer}") for peer in board.peers}
+            said = {peer: (FAILED, 7, f"bye from {peer}") for peer in control.peers}
             deadline = time.monotonic() + 10
-            while board.farewells() != said and time.monotonic() < deadline:
+            while control.exit_notices() != said and time.monotonic() < deadline:
                 comm._link.progress()
-            assert board.farewells() == said
+            assert control.exit_notices() == said
             comm.barrier()
 
         on_ranks(several, check)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from arraycomm import Communicator
-from arraycomm._cuda.memory import Mark, Span
-from arraycomm._cuda.staging import Staging
-from arraycomm._engine import wait_for
+from arraycomm._arrays.device_memory import DeviceBuffer, Event
+from arraycomm._arrays.pinned import Staging
+from arraycomm._cuda.staged_link import HostStagedLink
+from arraycomm._protocol.engine import wait_for
 from arraycomm._transports.base import Blocks, Handle
-from arraycomm._transports.staged import StagedLink
 from tests.collectives.conftest import OnRanks, on_ranks, several, size, transport
 from tests.collectives.standin import LateMemory, Never, peek
 
@@ -41,29 +41,29 @@ class Told(LateMemory):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
-        self.spans: list[Span] = []
+        self.spans: list[DeviceBuffer] = []
 
-    def on_device(self, array: Array) -> Span:
-        span = self.allocate(array.nbytes).view(array.dtype)
-        self.put(lambda: np.copyto(peek(span), array))
-        self.spans.append(span)
-        return span
+    def on_device(self, array: Array) -> DeviceBuffer:
+        device_buffer = self.allocate(array.nbytes).view(array.dtype)
+        self.put(lambda: np.copyto(peek(device_buffer), array))
+        self.spans.append(device_buffer)
+        return device_buffer
 
-    def copy(self, target: Span, source: Span) -> None:
-        there = any(source.shares(span.view("u1")) for span in self.spans)
+    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
+        there = any(source.shares(device_buffer.view("u1")) for device_buffer in self.spans)
         self.log.append("out" if there else "back")
         super().copy(target, source)
 
-    def elements(self, span: Span) -> Array:
+    def elements(self, device_buffer: DeviceBuffer) -> Array:
         self.catch_up()
-        return peek(span)
+        return peek(device_buffer)
 
 
 def _link(
     comm: Communicator, pins: Pins | None = None, chunk: int = CHUNK
-) -> tuple[StagedLink, Told]:
+) -> tuple[HostStagedLink, Told]:
     memory = Told()
-    return StagedLink(comm._link, memory, Staging(pins or Pins()), chunk), memory
+    return HostStagedLink(comm._link, memory, Staging(pins or Pins()), chunk), memory
 
 
 def _finish(handle: Handle) -> None:
@@ -111,17 +111,17 @@ def test_copies_go_on_while_mpi_has_a_chunk(on_ranks: OnRanks, several: int, nam
             pins = Pins()
             link, memory = _link(apart, pins, chunk)
             x = np.arange(9 * chunk // 4, dtype="float32") + comm.rank
-            span = memory.on_device(x).view("u1")
+            device_buffer = memory.on_device(x).view("u1")
             chunks = 9
             _logging(apart, memory, "alltoall" if name == "allreduce" else name)
             if name == "allreduce":
-                _finish(link.allreduce(span.view("f4"), span.view("f4"), "max"))
+                _finish(link.allreduce(device_buffer.view("f4"), device_buffer.view("f4"), "max"))
             elif name == "bcast":
-                _finish(link.bcast(span, 0))
+                _finish(link.bcast(device_buffer, 0))
             else:
-                counts = [len(span) // apart.size // 4 * 4] * apart.size
+                counts = [len(device_buffer) // apart.size // 4 * 4] * apart.size
                 offsets = [counts[0] * rank for rank in range(apart.size)]
-                _finish(link.allgather(Blocks(span[: sum(counts)], counts, offsets)))
+                _finish(link.allgather(Blocks(device_buffer[: sum(counts)], counts, offsets)))
                 chunks = -(-counts[0] // (chunk // apart.size))
             log = memory.log
             if name == "bcast" and comm.rank:
@@ -131,7 +131,7 @@ def test_copies_go_on_while_mpi_has_a_chunk(on_ranks: OnRanks, several: int, nam
                 places = [place for place, what in enumerate(log) if what == "mpi"]
                 outs = [log[:place].count("out") for place in places]
                 assert outs == [min(number + 2, chunks) for number in range(chunks)]
-            got = memory.elements(span.view("f4"))
+            got = memory.elements(device_buffer.view("f4"))
             first = x - comm.rank
             if name == "allgather":
                 count = counts[0] // 4
@@ -213,9 +213,9 @@ def test_movement_keeps_to_the_stream_in_which_it_began(on_ranks: OnRanks, sever
 
     def check(comm: Communicator) -> None:
         memory = Streams()
-        link = StagedLink(comm._link, memory, Staging(Pins()), CHUNK)
-        span = memory.at(7).on_device(np.ones(5000, np.uint8))
-        handle = link.bcast(span, 0)
+        link = HostStagedLink(comm._link, memory, Staging(Pins()), CHUNK)
+        device_buffer = memory.at(7).on_device(np.ones(5000, np.uint8))
+        handle = link.bcast(device_buffer, 0)
         memory.at(9)
         _finish(handle)
         assert ({*memory.log} - {"out", "back"}, memory.stream) == ({"7"}, 9)
@@ -229,15 +229,15 @@ def test_pinned_memory_is_kept_while_the_device_copies_from_it(
     class Later(Told):
         """Comes to nothing before it is made to, once MPI is done."""
 
-        def record(self) -> Mark:
+        def record(self) -> Event:
             return super().record() if len(self.log) < 2 else Never()
 
     def check(comm: Communicator) -> None:
         memory, staging = Later(), Staging(Pins())
-        link = StagedLink(comm._link, memory, staging, CHUNK)
-        span = memory.on_device(np.full(700, comm.rank + 1, np.uint8))
+        link = HostStagedLink(comm._link, memory, staging, CHUNK)
+        device_buffer = memory.on_device(np.full(700, comm.rank + 1, np.uint8))
         target = memory.allocate(700)
-        _finish(link.allreduce(span, target, "max"))
+        _finish(link.allreduce(device_buffer, target, "max"))
         for _ in range(4):
             staging.empty(4096)[...] = 0
         assert (memory.elements(target) == comm.size).all()

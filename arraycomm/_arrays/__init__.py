@@ -1,0 +1,1 @@
+"""Any array in, and one like it out."""

@@ -1,0 +1,108 @@
+"""`BufferView`: one array as host memory, and what all readers of arrays share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from arraycomm._arrays.device_memory import DeviceBuffer
+from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType, check_movable
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Device: TypeAlias = tuple[str, int]
+
+CPU: Final[Device] = ("cpu", 0)
+
+
+class BufferView:
+    """One array as host memory, with what its result must be like.
+
+    Attributes
+    ----------
+    array : numpy.ndarray
+        The elements, in native byte order, in the caller's own memory where `copied` is false.
+    framework : str
+        Whose array `source` is; "python" and "numpy_scalar" are numbers, "namespace" is an unknown
+        type with an array API namespace, other objects count as "numpy".
+    source : object
+        The caller's object.
+    readonly : bool
+        The caller's memory must not be written.
+    copied : bool
+        `array` is not the caller's memory.
+    device : tuple of str and int
+        Where the caller's memory is.
+    span : Span or None
+        The elements in C order on a device, where they are communicated from there.
+    """
+
+    __slots__ = ("array", "copied", "device", "device_buffer", "framework", "readonly", "source")
+
+    def __init__(
+        self,
+        array: Array,
+        framework: str,
+        source: Any,
+        readonly: bool,
+        copied: bool = False,
+        device: Device = CPU,
+    ) -> None:
+        self.array = array
+        self.framework = framework
+        self.source = source
+        self.readonly = readonly
+        self.copied = copied
+        self.device = device
+        self.device_buffer: DeviceBuffer | None = None
+
+    @property
+    def address(self) -> int:
+        """Address of the first element."""
+        return int(self.array.__array_interface__["data"][0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the dimensions."""
+        shape: tuple[int, ...] = self.array.shape
+        return shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Distances between neighbours in each dimension, in bytes."""
+        return self.array.strides
+
+    @property
+    def dtype(self) -> DType:
+        """NumPy's dtype of the elements, in native byte order."""
+        dtype: DType = self.array.dtype
+        return dtype
+
+
+# Reads x as a view. Gets x, the operation, and what the operation calls x.
+Reader: TypeAlias = Callable[[Any, str, str], BufferView]
+
+
+def to_native(array: Array, operation: str) -> Array:
+    """Return the array in native byte order, the same object if it is so already."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    check_dtype(array.dtype, operation)
+    return array
+
+
+def check_dtype(dtype: DType, operation: str) -> None:
+    """Raise `TypeError` for what the table lacks, also where NumPy takes it for plain bytes."""
+    if dtype.kind == "V" and dtype.type is not np.void and dtype not in BY_DTYPE:
+        raise TypeError(
+            f"{operation}: dtype {dtype} is not supported; cast to one of {', '.join(BY_NAME)}"
+        )
+    check_movable(dtype, operation)
+
+
+def type_name(x: Any) -> str:
+    if isinstance(x, type):
+        return f"the class {x.__qualname__}"
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -1,0 +1,164 @@
+"""Memory on a device, as the algorithms handle it: one-dimensional, contiguous, by address.
+
+A span does arithmetic on addresses and nothing else, so that dtypes which CuPy lacks are no matter.
+What has to be done on the device is done by a `Memory`, in the order of its current stream.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from arraycomm._dtypes import DType
+
+Array = np.ndarray[Any, Any]
+# A piece of what is packed: its source (None for zeros), where it goes, and how many bytes it has.
+Piece = tuple["DeviceBuffer | None", int, int]
+
+
+class DeviceBuffer:
+    """One-dimensional, contiguous memory on a device.
+
+    Parameters
+    ----------
+    address : int
+        Of the first byte.
+    count : int
+        How many elements there are.
+    dtype : dtype
+        NumPy's or ml_dtypes'.
+    owner : object
+        Kept alive as long as the span, and what is sliced from it.
+    memory : Memory
+        Copies, when the span is assigned to.
+    """
+
+    __slots__ = ("address", "dtype", "memory", "owner", "size")
+
+    def __init__(
+        self, address: int, count: int, dtype: DType, owner: object, memory: DeviceMemory
+    ) -> None:
+        self.address = address
+        self.size = count
+        self.dtype = dtype
+        self.owner = owner
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return f"<Span of {self.size} {self.dtype} at {self.address:#x}>"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> DeviceBuffer:
+        start, stop, step = part.indices(self.size)
+        if step != 1:
+            raise ValueError(f"a span is contiguous; got a step of {step}")
+        address = self.address + start * self.dtype.itemsize
+        return DeviceBuffer(address, max(stop - start, 0), self.dtype, self.owner, self.memory)
+
+    def __setitem__(self, part: Any, source: DeviceBuffer) -> None:
+        target = self if part is Ellipsis else self[part]
+        if target.nbytes != source.nbytes:
+            raise ValueError(f"{source.nbytes} bytes do not fit in a span of {target.nbytes}")
+        if target.nbytes and target.address != source.address:
+            self.memory.copy(target, source)
+
+    def view(self, dtype: Any) -> DeviceBuffer:
+        """Return the same bytes as elements of another dtype."""
+        wanted = np.dtype(dtype)
+        if self.nbytes % wanted.itemsize:
+            raise ValueError(f"{self.nbytes} bytes are no whole number of {wanted}")
+        count = self.nbytes // wanted.itemsize
+        return DeviceBuffer(self.address, count, wanted, self.owner, self.memory)
+
+    def copy(self) -> DeviceBuffer:
+        """Return a copy, in memory of its own."""
+        made = self.memory.allocate(self.nbytes).view(self.dtype)
+        made[...] = self
+        return made
+
+    def shares(self, other: DeviceBuffer) -> bool:
+        """Tell whether the two have a byte in common."""
+        first, last = sorted((self, other), key=lambda device_buffer: device_buffer.address)
+        return bool(first.nbytes and last.nbytes) and first.address + first.nbytes > last.address
+
+
+class Event(Protocol):
+    """A place in the order of a stream."""
+
+    def done(self) -> bool:
+        """Tell whether the device has come there; raises `TransportError` for an error of CUDA's."""
+
+    def wait_on(self, stream: int) -> None:
+        """Have another stream wait for it, and not the host."""
+
+
+class DeviceMemory(abc.ABC):
+    """What one device does with its memory, in the order of the stream of the call under way.
+
+    Attributes
+    ----------
+    device : int
+        The device's number.
+    stream : int
+        A `cudaStream_t`; 0 is the legacy default stream.
+    own_stream : int
+        A stream that only this memory uses, for arrays whose framework has none to tell of.
+    """
+
+    device: int
+    stream: int = 0
+    own_stream: int = 0
+
+    @abc.abstractmethod
+    def allocate(self, nbytes: int) -> DeviceBuffer:
+        """Return uninitialised bytes, aligned to 256, for use in the order of the stream."""
+
+    @abc.abstractmethod
+    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
+        """Copy the bytes of `source`."""
+
+    @abc.abstractmethod
+    def upload(self, array: Array) -> DeviceBuffer:
+        """Return contiguous host memory as memory of the device; done with `array` on return."""
+
+    @abc.abstractmethod
+    def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
+        """Copy to contiguous host memory, and wait for that."""
+
+    @abc.abstractmethod
+    def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
+        """Do what `arraycomm._folds.fold` does; `out` may be the first row, and overlaps no other."""
+
+    @abc.abstractmethod
+    def prefixes(
+        self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
+    ) -> None:
+        """Do what `arraycomm._folds.prefixes` does."""
+
+    @abc.abstractmethod
+    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
+        """Copy each piece's bytes to its offset in `target`, in one launch or nearly so."""
+
+    @abc.abstractmethod
+    def record(self) -> Event:
+        """Return the present end of the stream."""
+
+    def at(self, stream: int) -> Self:
+        """Go on in the order of another stream."""
+        self.stream = stream
+        return self

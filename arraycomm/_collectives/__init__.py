@@ -1,0 +1,1 @@
+"""The collectives: one operation a call, over any link."""

@@ -1,0 +1,43 @@
+"""Python objects as bytes."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from typing import Any, Final
+
+import numpy as np
+
+from arraycomm._arrays.exchange import exchange
+from arraycomm._transports.base import Bytes
+
+# Dtypes that torch pickles in a way that it cannot read itself.
+_UNREADABLE: Final = frozenset(
+    f"torch.{name}" for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
+)
+
+
+def dumps(obj: Any) -> Bytes:
+    """Return the pickle of an object, as an array of bytes."""
+    stream = io.BytesIO()
+    _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(obj)
+    return np.frombuffer(stream.getbuffer(), np.uint8)
+
+
+def loads(data: Bytes) -> Any:
+    """Return the object of a pickle."""
+    return pickle.loads(data.data)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        kind = getattr(torch, "Tensor", None)
+        if kind is not None and type(obj) is kind and str(obj.dtype) in _UNREADABLE:
+            return _tensor, (exchange(obj, "numpy"), str(obj.device))
+        return NotImplemented
+
+
+def _tensor(array: Any, device: str) -> Any:
+    return exchange(array, "torch", copy=True).to(device)

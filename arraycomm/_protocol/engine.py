@@ -1,0 +1,315 @@
+"""Drives the programs of one communicator, first in, first out, and does all the waiting.
+
+A program is a generator that yields what it waits for. With nothing outstanding a blocking call is
+driven by its own thread; requests are driven by whoever tests or waits, and meanwhile by a thread
+that lives only while there are any.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from arraycomm._errors import ConcurrentUseError
+from arraycomm._protocol.header import Steps
+from arraycomm._transports.base import Handle
+from arraycomm._transports.control import ControlChannel
+
+# Seconds after which a wait sleeps between polls, instead of only giving up the core.
+_PATIENCE: Final = 0.02
+_NAP: Final = 5e-5
+# Seconds in which ranks that call at about the same time have all called.
+_GLANCE: Final = 2e-4
+# Polls of the progress thread between two times that it gives up the core.
+_POLLS: Final = 32
+# Polls between two looks at the clock and at the peers.
+_LOOK_EVERY: Final = 32
+
+Watch = Callable[[float], None]
+
+
+def give_up_core() -> None:
+    """Let another process or thread run."""
+    os.sched_yield()
+
+
+def wait_for(done: Callable[[], bool], spins: int, watch: Watch) -> None:
+    """Poll until `done`; `watch(seconds waited)` now and then, which may raise."""
+    for _ in range(spins):
+        if done():
+            return
+    started = time.monotonic()
+    waited, polls = 0.0, 0
+    while not done():
+        if waited < _PATIENCE:
+            give_up_core()
+        else:
+            time.sleep(_NAP)
+        polls += 1
+        if polls % _LOOK_EVERY == 0:
+            waited = time.monotonic() - started
+            if _done_after_all(done, watch, waited):
+                return
+
+
+def _done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> bool:
+    """Call `watch`; what it raises counts only if nothing came between the last poll and its look.
+
+    What came says better why others have left since.
+    """
+    try:
+        watch(waited)
+    except Exception:
+        if not done():
+            raise
+        return True
+    return False
+
+
+class Task:
+    """One program under way, and in the end its result or its error."""
+
+    def __init__(
+        self,
+        program: Steps,
+        site: str = "unknown",
+        watch: Watch | None = None,
+        *,
+        wanted: bool = True,
+    ) -> None:
+        self._program = program
+        self.site = site
+        # Whether somebody is to wait for it.
+        self.wanted = wanted
+        # Called while waiting, in place of the engine's own.
+        self.watch = watch
+        self.waiting: Handle | None = None
+        self.since = 0.0
+        self.finished = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def step(self) -> None:
+        """Run the program up to the next thing it waits for."""
+        try:
+            self.waiting = next(self._program)
+            self.since = time.monotonic()
+        except StopIteration as stop:
+            self.finish(stop.value, None)
+        except BaseException as error:
+            self.finish(None, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def finish(self, result: Any, error: BaseException | None) -> None:
+        """Record how the program ended."""
+        self.result, self.error, self.waiting = result, error, None
+        self.finished = True
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` inside the program, so that it can clean up."""
+        try:
+            self._program.throw(error)
+        except BaseException as raised:
+            self.finish(None, raised)
+        else:
+            self.finish(None, error)
+
+
+class Engine:
+    """The queue of one communicator, and its messages, which wait for nobody in the queue.
+
+    `watch(seconds waited)` is called while waiting, and raises where waiting makes no sense any more.
+    `push_others` is called while waiting where no thread pushes on the requests of other queues.
+    """
+
+    def __init__(
+        self, spins: int, threaded: bool, watch: Watch, push_others: Callable[[], None]
+    ) -> None:
+        self._spins = spins
+        self._threaded = threaded
+        self._watch = watch
+        self._push_others = push_others
+        self._queue: deque[Task] = deque()
+        self._messages: list[Task] = []
+        self._driving = threading.Lock()
+        self._progress: threading.Thread | None = None
+        self._starting = threading.Lock()
+        # What a call was waiting for when it was given up.
+        self.interrupted: Handle | None = None
+        # Called once when a wait is over, where the watch has asked for it.
+        self.on_return: Callable[[], None] | None = None
+        # Held by the thread that is calling; the short way of small reductions takes it too.
+        self.turn = threading.Lock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is outstanding."""
+        return not self._queue and not self._messages
+
+    def take_turn(self) -> None:
+        """Begin a call of the user's; `self.turn.release()` ends it."""
+        if not self.turn.acquire(blocking=False):
+            raise ConcurrentUseError(
+                "two threads called one communicator at the same time; "
+                "give each thread a communicator of its own with dup()"
+            )
+
+    def run(self, program: Steps) -> Any:
+        """Drive a program to its end in this thread, behind what is outstanding."""
+        if self._queue:
+            return self.finish(self.submit(program))
+        try:
+            while True:
+                waiting = next(program)
+                try:
+                    if not waiting.done():
+                        self.wait_for(waiting.done)
+                except BaseException as error:
+                    self.interrupted = waiting
+                    # The program raises it, after what it has to tidy up.
+                    program.throw(error)
+        except StopIteration as stop:
+            return stop.value
+
+    def submit(self, program: Steps, site: str = "unknown") -> Task:
+        """Put a program at the end of the queue, and start it if it is alone there."""
+        task = Task(program, site)
+        self._queue.append(task)
+        return self._begin(task)
+
+    def follow(self, program: Steps, site: str) -> None:
+        """Put a program right behind the one that is running: what comes next waits for it."""
+        self._queue.insert(1 if self._queue else 0, Task(program, site, wanted=False))
+
+    def submit_message(
+        self, program: Steps, site: str, watch: Watch, *, awaited: bool = False
+    ) -> Task:
+        """Start a program that goes its own way, beside the queue.
+
+        One that is `awaited` is driven by the wait that follows, and needs no thread.
+        """
+        task = Task(program, site, watch)
+        # Begun here, so that messages begin in the order of the calls.
+        task.step()
+        self._messages.append(task)
+        return task if awaited else self._begin(task)
+
+    def give_up(self, task: Task, error: BaseException) -> None:
+        """End a program whose caller was interrupted: nobody is left who could wait for it."""
+        with self._driving:
+            if not task.finished:
+                self.interrupted = task.waiting
+                task.fail(error)
+
+    def give_up_all(self, error: BaseException) -> None:
+        """End everything outstanding: the program that could have waited for it has failed."""
+        for task in [*self._queue, *self._messages]:
+            self.give_up(task, error)
+
+    def _begin(self, task: Task) -> Task:
+        self.advance()
+        if self._threaded and not self.idle:
+            self._start_progress()
+        return task
+
+    def advance(self, polls: int = 1) -> None:
+        """Push the programs on as far as they go without waiting; poll each so often."""
+        if self._driving.locked():
+            return
+        # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
+        with self._driving:
+            for message in [task for task in self._messages if self._advance(task, polls)]:
+                self._messages.remove(message)
+            while self._queue and self._advance(self._queue[0], polls):
+                self._queue.popleft()
+
+    def drain(self) -> list[Task]:
+        """Wait for everything outstanding; return the tasks that somebody should have waited for."""
+        dropped = [*self._queue, *self._messages]
+        for task in dropped:
+            self.wait_for(lambda task=task: self._pushed(task), lambda waited: None)  # type: ignore[misc]
+        return [task for task in dropped if task.wanted]
+
+    def wait_for(self, done: Callable[[], bool], watch: Watch | None = None) -> None:
+        """Poll until `done`, and push on what else this rank has outstanding if nobody does."""
+
+        def done_or_pushed() -> bool:
+            if done():
+                return True
+            self.advance()
+            self._push_others()
+            return False
+
+        wait_for(done if self._threaded else done_or_pushed, self._spins, watch or self._watch)
+        if self.on_return is not None:
+            self.on_return()
+
+    def _pushed(self, task: Task) -> bool:
+        self.advance()
+        return task.finished
+
+    def finish(self, task: Task, timeout: float | None = None) -> Any:
+        """Wait for a task, and return its result or raise its error."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def watch(waited: float) -> None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError
+
+        self.wait_for(lambda: self._pushed(task), watch)
+        if task.error is not None:
+            raise task.error
+        return task.result
+
+    def _advance(self, task: Task, polls: int) -> bool:
+        """Push one task on; tell whether it is finished."""
+        while not task.finished:
+            try:
+                waiting, watch = task.waiting, task.watch or self._watch
+                if waiting is not None and not any(waiting.done() for _ in range(polls)):
+                    waited = time.monotonic() - task.since
+                    if not _done_after_all(waiting.done, watch, waited):
+                        return False
+                if self.on_return is not None:
+                    self.on_return()
+            except Exception as error:
+                self.interrupted = task.waiting
+                task.fail(error)
+                return True
+            task.step()
+        return True
+
+    def _start_progress(self) -> None:
+        with self._starting:
+            if self._progress is None:
+                self._progress = threading.Thread(
+                    target=self._run_progress, name="arraycomm-progress", daemon=True
+                )
+                self._progress.start()
+
+    def _run_progress(self) -> None:
+        while True:
+            # Some MPI move a piece of the data with each poll.
+            self.advance(_POLLS)
+            with self._starting:
+                if self.idle:
+                    self._progress = None
+                    return
+            # Data moves only while somebody polls; ranks that are late come without that.
+            if self._moves():
+                give_up_core()
+            else:
+                time.sleep(_NAP)
+
+    def _moves(self) -> bool:
+        """Tell whether data is under way, or has been until a moment ago."""
+        now = time.monotonic()
+        return any(
+            now - task.since < (_GLANCE if isinstance(task.waiting, ControlChannel) else _PATIENCE)
+            for task in [*list(self._queue)[:1], *self._messages]
+        )

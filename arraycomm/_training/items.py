@@ -1,0 +1,153 @@
+"""What a data set is made of: its items one by one, and many at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from arraycomm._arrays.exchange import exchange
+from arraycomm._training.order import Integers
+from arraycomm._trees.pytrees import flatten
+
+_NAME: Final = "DistributedDataContainer"
+
+
+class Items(Protocol):
+    """The items of a data set."""
+
+    def __len__(self) -> int: ...
+
+    def one(self, item: int) -> Any:
+        """Return one item."""
+
+    def many(self, index: Integers) -> Any:
+        """Return the items that `index` names, in its order."""
+
+
+def items_of(data: Any) -> Items:
+    """Return the items of any data set, or raise `TypeError` or `ValueError`."""
+    if _is_tree(data):
+        return _Rows(data)
+    return _Sequence(data)
+
+
+class _Sequence:
+    """Anything with a length and integer indices; many items are a list."""
+
+    def __init__(self, data: Any) -> None:
+        if hasattr(data, "iloc"):
+            raise TypeError(
+                f"{_NAME}: data is a {type(data).__name__}, which is indexed by its labels; pass "
+                "data.to_numpy(), or a dict of its columns as arrays"
+            )
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise TypeError(
+                f"{_NAME}: data must have a length and take integer indices, as lists, arrays and "
+                f"map-style data sets do, or be a tree of arrays; got {type(data).__name__}"
+            )
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def one(self, item: int) -> Any:
+        return self._data[item]
+
+    def many(self, index: Integers) -> list[Any]:
+        return [self._data[item] for item in index.tolist()]
+
+
+class _Rows:
+    """Arrays that share their axis 0; many items are a tree of arrays of the same kinds."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._flat = flatten(data, "data")
+        lengths = {
+            path: _length_of(leaf, path)
+            for leaf, path in zip(self._flat.leaves, self._flat.paths, strict=True)
+            if leaf is not None
+        }
+        if not lengths:
+            raise TypeError(f"{_NAME}: data is a {type(data).__name__} without any array in it")
+        self._length = next(iter(lengths.values()))
+        if set(lengths.values()) != {self._length}:
+            raise ValueError(_unequal(lengths))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # How to rebuild the tree cannot be pickled; the tree can.
+        return _Rows, (self._data,)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def one(self, item: int) -> Any:
+        leaves = [None if leaf is None else _row(leaf, item) for leaf in self._flat.leaves]
+        return self._flat.rebuild(leaves)
+
+    def many(self, index: Integers) -> Any:
+        leaves = [None if leaf is None else _take(leaf, index) for leaf in self._flat.leaves]
+        return self._flat.rebuild(leaves)
+
+
+def _is_tree(data: Any) -> bool:
+    """Tell a tree of arrays from a sequence of items.
+
+    A tuple may be either, and is a tree where it holds arrays; a list is always a sequence.
+    """
+    if _is_array(data) or isinstance(data, Mapping):
+        return True
+    if isinstance(data, tuple):
+        return any(map(_is_array, flatten(data, "data").leaves))
+    if hasattr(data, "__getitem__") or hasattr(data, "__iter__"):
+        return False
+    leaves = flatten(data, "data").leaves
+    return dataclasses.is_dataclass(data) or not (len(leaves) == 1 and leaves[0] is data)
+
+
+def _is_array(x: Any) -> bool:
+    if isinstance(x, np.ndarray) or hasattr(x, "__dlpack__"):
+        return True
+    # JAX's random keys have a namespace, but no memory to show; so have NumPy's numbers.
+    return hasattr(x, "__array_namespace__") and not isinstance(x, np.generic)
+
+
+def _length_of(leaf: Any, path: str) -> int:
+    if not _is_array(leaf):
+        raise TypeError(
+            f"{_NAME}: {path} is a {type(leaf).__name__}; the leaves of a tree must be arrays with "
+            "one item for each index of axis 0. Pass a list for a sequence of items"
+        )
+    if not leaf.shape:
+        raise ValueError(
+            f"{_NAME}: {path} has no axis 0, along which its items would be; got a 0-d array"
+        )
+    return int(leaf.shape[0])
+
+
+def _unequal(lengths: Mapping[str, int]) -> str:
+    said = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+    return (
+        f"{_NAME}: the arrays of data must be of one length along axis 0; {said}. Pass a list for "
+        "a sequence of items"
+    )
+
+
+def _row(array: Any, item: int) -> Any:
+    # NumPy's rows are numbers where there is no other axis; the standard asks for the ellipsis.
+    return array[item] if isinstance(array, np.ndarray) else array[item, ...]
+
+
+def _take(array: Any, index: Integers) -> Any:
+    """Return rows of an array as one of the same kind; only these rows are read."""
+    if isinstance(array, np.ndarray) or type(array).__module__.startswith("jax"):
+        return array[index]
+    places = exchange(index, array)
+    namespace = getattr(array, "__array_namespace__", None)
+    if namespace is None:
+        return array[places]
+    # The standard lets an array alone be an index only where there is no other axis.
+    return namespace().take(array, places, axis=0)

@@ -1,0 +1,1 @@
+"""Pytrees: fused, reduced and synchronized in few messages."""

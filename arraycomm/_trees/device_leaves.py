@@ -1,0 +1,83 @@
+"""Leaves of trees that are on a device: packed there, reduced there, and handed back from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.device_memory import DeviceBuffer
+from arraycomm._arrays.results import to_framework
+from arraycomm._collectives import algorithms
+from arraycomm._collectives.placement import DevicePlacement
+from arraycomm._cuda import arrays
+from arraycomm._dtypes import DType
+from arraycomm._protocol.header import Steps
+from arraycomm._trees.fusion import Bucket, lay_out
+
+
+def reduce(
+    placement: DevicePlacement, views: Sequence[BufferView], op: str, bucket_bytes: int
+) -> Steps:
+    """Reduce leaves that are on a device; return what makes each an array again, in their order.
+
+    Leaves of one dtype travel together. Each byte is copied once on the way in, by one launch for
+    thousands of leaves; results are parts of one array where a bucket's leaves are of one framework,
+    and copied once more where they are not. Leaves of the host come back there.
+    """
+    made: list[Any] = [None] * len(views)
+    for bucket in lay_out(tuple((leaf.dtype, leaf.shape) for leaf in views), bucket_bytes):
+        block = _Block(placement, bucket, views)
+        flat = block.device_buffer
+        yield from algorithms.allreduce(placement.link, flat, flat, op)
+        for leaf, result in block.results():
+            made[leaf] = result
+    return made
+
+
+class _Block:
+    """The memory of one bucket, and its leaves' places in it."""
+
+    def __init__(
+        self, placement: DevicePlacement, bucket: Bucket, views: Sequence[BufferView]
+    ) -> None:
+        self._placement, self._bucket, self._views = placement, bucket, views
+        self._first = views[bucket.pieces[0].leaf]
+        count = bucket.nbytes // bucket.dtype.itemsize
+        kinds = {(views[piece.leaf].framework, views[piece.leaf].device) for piece in bucket.pieces}
+        self._whole: Any = None
+        if len(kinds) == 1 and self._first.device[0] == "cuda":
+            self._whole, self.device_buffer = self._empty(self._first, (count,), bucket.dtype)
+        else:
+            self.device_buffer = placement.memory.allocate(bucket.nbytes).view(bucket.dtype)
+        pieces = [
+            (views[leaf].device_buffer, offset, nbytes) for leaf, offset, nbytes in bucket.pieces
+        ]
+        placement.memory.gather_pieces(pieces, self.device_buffer.view("u1"))
+
+    def _empty(
+        self, like: BufferView, shape: tuple[int, ...], dtype: DType
+    ) -> tuple[Any, DeviceBuffer]:
+        return arrays.empty_like(like, shape, dtype, self._placement.memory)
+
+    def results(self) -> Iterator[tuple[int, Any]]:
+        """Yield each leaf's number and its result."""
+        itemsize = self._bucket.dtype.itemsize
+        if self._whole is not None:
+            whole = arrays.finish(self._whole, self._first)
+        for leaf, offset, nbytes in self._bucket.pieces:
+            view, part = self._views[leaf], slice(offset // itemsize, (offset + nbytes) // itemsize)
+            if self._whole is not None:
+                yield leaf, whole[part].reshape(view.shape)
+                continue
+            if view.device[0] != "cuda":
+                yield (
+                    leaf,
+                    to_framework(
+                        self._placement.download(self.device_buffer[part], view.shape), view
+                    ),
+                )
+                continue
+            made, device_buffer = self._empty(view, view.shape, view.dtype)
+            device_buffer[...] = self.device_buffer[part]
+            yield leaf, arrays.finish(made, view)
