@@ -10,8 +10,8 @@ import textwrap
 
 import pytest
 
-from arraycomm._cuda.gpu_aware import VARIABLE, gpu_aware
 from arraycomm._cuda import gpu_aware as subject
+from arraycomm._cuda.gpu_aware import VARIABLE, gpu_aware
 
 needs_mpi = pytest.mark.skipif(
     subprocess.run(
