@@ -1,23 +1,25 @@
-"""Where in the user's code a call was made."""
+"""Which code is the library's, and where in the user's code a call was made."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
+from opcode import opmap
 from types import FrameType
 
 _OURS = (
     os.path.dirname(__file__) + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "adapters") + os.sep,
 )
-# A suite of tests that comes with the library, and calls it as a user does.
-_LAWS = os.path.join("testing", "conformance.py")
+# The conformance suite is part of the library, but calls it as a user does.
+_LAWS = os.path.join(os.path.dirname(__file__), "testing", "conformance") + os.sep
+_RAISE = opmap["RAISE_VARARGS"]
 
 
 def is_ours(filename: str) -> bool:
-    """Tell whether a file of Python code belongs to the library, and not to a caller of it."""
-    return filename.startswith(_OURS) and not filename.endswith(_LAWS)
+    """Tell whether a file of Python code belongs to the library."""
+    return filename.startswith(_OURS) and not filename.startswith(_LAWS)
 
 
 def call_site() -> str:
@@ -30,8 +32,22 @@ def call_site() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def raised_by_us(error: BaseException) -> bool:
+    """Tell whether a `raise` statement of the library raised an error, with only its code between.
+
+    An error of a function that the library was given is not the library's. Neither is an error of a
+    C function: the traceback ends in library code, but at a call.
+    """
+    step = error.__traceback__
+    while step is not None and is_ours(step.tb_frame.f_code.co_filename):
+        if step.tb_next is None:
+            return step.tb_frame.f_code.co_code[step.tb_lasti] == _RAISE
+        step = step.tb_next
+    return False
+
+
 def describe_raise(error: BaseException) -> str:
-    """Return the traceback as text, with the user's frames that led to where it was caught."""
+    """Return the traceback as text, with the user's frames that led to the call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The dtypes that are communicated, and which reductions each of them has: one table."""
+"""The dtypes that can be sent, and the reductions that each of them has: one table."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Kind(Enum):
 class DTypeInfo:
     """One row of the table.
 
-    `code` travels in headers, `dlpack` is the type code of DLPack's ABI, `nccl` NCCL's
-    `ncclDataType_t` (None where NCCL has none, or none with the same semantics).
+    `code` is sent in headers. `dlpack` is the type code of DLPack's ABI. `nccl` is NCCL's
+    `ncclDataType_t`, None if NCCL has none with the same semantics.
     """
 
     name: str
@@ -92,7 +92,7 @@ _REMEDIES: Final[dict[tuple[Kind, str], str]] = {
 
 
 def kind_of(dtype: DType) -> Kind:
-    """Return the arithmetic of a native dtype; `OPAQUE` for dtypes that are only moved."""
+    """Return the arithmetic of a native dtype: `OPAQUE` if it is only moved."""
     info = BY_DTYPE.get(dtype)
     return Kind.OPAQUE if info is None else info.kind
 
@@ -104,38 +104,37 @@ def name_of(dtype: DType) -> str:
 
 
 @lru_cache(maxsize=1024)
-def check_movable(dtype: DType, operation: str) -> None:
+def check_movable(dtype: DType) -> None:
     """Raise `TypeError` unless elements of `dtype` can be sent as plain bytes."""
     if dtype in BY_DTYPE:
         return
-    # ml_dtypes' integers of 4 bits are of kind V as well, but are no structures.
+    # ml_dtypes' 4-bit integers have the kind V too, but are not structures.
     plain = dtype.kind in "mMSU" or issubclass(dtype.type, np.void)
     if plain and not dtype.hasobject and dtype.itemsize:
         return
     if dtype.hasobject:
         raise TypeError(
-            f"{operation}: dtype {dtype} holds Python objects, which have no bytes to send; "
+            f"dtype {dtype} holds Python objects, which have no bytes to send; "
             "use bcast_object or allgather_object"
         )
     raise TypeError(
-        f"{operation}: dtype {dtype} is not supported; cast to one of "
-        + ", ".join(row.name for row in TABLE)
+        f"dtype {dtype} is not supported; cast to one of " + ", ".join(row.name for row in TABLE)
     )
 
 
-def check_op(op: object, operation: str) -> None:
+def check_op(op: object) -> None:
     """Raise unless `op` is the name of a reduction."""
     if not isinstance(op, str):
         raise TypeError(
-            f"{operation}: op must be the name of a reduction, or made by arraycomm.op where a "
+            f"op must be the name of a reduction, or made by arraycomm.op if a "
             f"single array is reduced; got {op!r}"
         )
     if op not in OPS:
-        raise ValueError(f"{operation}: op must be one of {', '.join(OPS)}; got {op!r}")
+        raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
 
 
 @lru_cache(maxsize=1024)
-def check_reducible(dtype: DType, op: str, operation: str) -> None:
+def check_reducible(dtype: DType, op: str) -> None:
     """Raise `TypeError` for a reduction that the dtype does not have."""
     kind = kind_of(dtype)
     if op in _REDUCTIONS[kind]:
@@ -144,4 +143,4 @@ def check_reducible(dtype: DType, op: str, operation: str) -> None:
     if remedy is None:
         allowed = ", ".join(o for o in OPS if o in _REDUCTIONS[kind])
         remedy = f"{name_of(dtype)} has {allowed}" if allowed else "it can only be moved"
-    raise TypeError(f"{operation}: op {op!r} is not defined for {name_of(dtype)}; {remedy}")
+    raise TypeError(f"op {op!r} is not defined for {name_of(dtype)}; {remedy}")

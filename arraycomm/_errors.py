@@ -1,15 +1,15 @@
-"""What can go wrong between ranks, as one tree of exceptions.
+"""The library's exceptions, as one tree, and the operation's name in argument errors.
 
 ::
 
     ArrayCommError
-    ├── NotInitializedError       the world was asked for before `init`
-    ├── BackendUnavailableError   the transport asked for cannot run here
-    ├── MismatchError             ranks called different things
+    ├── NotInitializedError       `world` was called before `init`
+    ├── BackendUnavailableError   the backend that was asked for cannot run here
+    ├── MismatchError             ranks made different calls
     ├── PeerError                 another rank failed or left
-    ├── CommTimeoutError          another rank did not come in time
+    ├── CommTimeoutError          another rank did not make the call in time
     ├── CommunicatorClosedError   the communicator was freed, or an earlier failure ended it
-    ├── ConcurrentUseError        two threads called one communicator at once
+    ├── ConcurrentUseError        two threads called one communicator at the same time
     └── TransportError            MPI or NCCL reported an error
 
 A wrong argument is not in this tree: it is the built-in `TypeError`, `ValueError` or `BufferError`
@@ -17,6 +17,11 @@ on the rank that passed it, and a `PeerError` on the others.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from arraycomm._callsite import raised_by_us
 
 
 class ArrayCommError(Exception):
@@ -28,24 +33,24 @@ class NotInitializedError(ArrayCommError):
 
 
 class BackendUnavailableError(ArrayCommError):
-    """The backend cannot run here; the message says what is missing and how to mend it."""
+    """The backend cannot run here; the message says what is missing and what to do."""
 
 
 class MismatchError(ArrayCommError):
-    """Ranks of one communicator called different things; raised on every rank."""
+    """Ranks of one communicator made different calls; raised on every rank."""
 
 
 class PeerError(ArrayCommError):
-    """Another rank raised or left.
+    """Another rank raised an error or left.
 
     Attributes
     ----------
     rank : int
         The rank that failed, in the communicator of the call.
     traceback : str
-        That rank's traceback, or an empty string where it left without one.
+        That rank's traceback, or an empty string if it left without one.
     in_step : bool
-        Whether the communicator can still be used: the rank had only passed a wrong argument.
+        Whether the communicator can still be used, because the rank only passed a wrong argument.
     """
 
     def __init__(self, message: str, *, rank: int = -1, traceback: str = "") -> None:
@@ -70,5 +75,32 @@ class ConcurrentUseError(ArrayCommError):
 class TransportError(ArrayCommError):
     """The library underneath (MPI or NCCL) reported an error."""
 
-    # Whether it is that another rank has called `shrink`.
+    # Whether the cause is that another rank called `shrink`.
     revoked = False
+
+
+_ARGUMENT_ERRORS = (TypeError, ValueError, BufferError, OverflowError)
+
+
+def name_operation(error: Exception, operation: str) -> None:
+    """Begin the message of an argument error with the operation's name, in place and only once.
+
+    Only errors that the library's own code raised are changed, not those of a user's function.
+    """
+    if not isinstance(error, _ARGUMENT_ERRORS) or "operation" in vars(error):
+        return
+    if len(error.args) != 1 or not isinstance(error.args[0], str) or not raised_by_us(error):
+        return
+    vars(error)["operation"] = operation
+    if not error.args[0].startswith(f"{operation}: "):
+        error.args = (f"{operation}: {error.args[0]}",)
+
+
+@contextmanager
+def naming(operation: str) -> Iterator[None]:
+    """Begin the messages of a block's argument errors with the operation's name."""
+    try:
+        yield
+    except Exception as error:
+        name_operation(error, operation)
+        raise

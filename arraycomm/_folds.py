@@ -1,4 +1,4 @@
-"""The reductions, in rank order: ((x0 ∘ x1) ∘ x2) ∘ …, with one rounding for narrow floats."""
+"""The reductions of rows, in rank order: ((x0 ∘ x1) ∘ x2) ∘ …; narrow floats are rounded once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from arraycomm._dtypes import DType, Kind, kind_of
 Array = np.ndarray[Any, Any]
 Fold = Callable[[Sequence[Array], Array], None]
 
-# Bytes folded at a time, so that accumulator and scratch stay in the second-level cache.
+# Bytes folded at a time, so that the accumulator and scratch memory stay in the level-2 cache.
 _BLOCK_BYTES = 512 << 10
 
 _UFUNCS: dict[str, np.ufunc] = {
@@ -42,24 +42,21 @@ _BOOLEAN: dict[str, np.ufunc] = {
 
 @lru_cache(maxsize=1024)
 def fold_function(op: str, dtype: DType) -> Fold:
-    """Return `fold(rows, out)`: `out` becomes the rows reduced by `op` in their order.
+    """Return `fold(rows, out)`, which writes the rows reduced by `op`, in their order, to `out`.
 
-    `rows` are arrays of one shape and of `dtype`, none of which overlaps `out`. Runs in the calling
-    thread's floating-point mode and error state: see `fold`.
+    `rows` are arrays of one shape and of `dtype`, none of which overlaps `out`. The function runs in
+    the calling thread's floating-point mode and error state; `fold` sets both.
     """
     kind = kind_of(dtype)
     if kind is Kind.NARROW:
         return _narrow(op, dtype)
     if kind is Kind.COMPLEX and op == "prod":
         return _complex_product
-    chain = _chain(_BOOLEAN[op] if kind is Kind.BOOL else _UFUNCS[op])
-    if op != "mean":
-        return chain
-    return _complex_mean(chain) if kind is Kind.COMPLEX else _mean(chain)
+    return _chain(_BOOLEAN[op] if kind is Kind.BOOL else _UFUNCS[op], mean=op == "mean")
 
 
 def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
-    """Fold one-dimensional rows into `out`: silent, block by block, in IEEE default mode."""
+    """Fold one-dimensional rows into `out`, block by block, in IEEE default mode, with no warnings."""
     step = fold_function(op, dtype)
     if in_ieee_mode():
         _quiet.run(_fold_blocks, step, rows, out)
@@ -69,7 +66,7 @@ def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
 
 
 class _Quiet(threading.local):
-    """Each thread's context in which NumPy says nothing; to enter it costs less than to make one."""
+    """One context for each thread in which NumPy does not warn: entering costs less than making one."""
 
     def __init__(self) -> None:
         self.run = Context().run
@@ -91,12 +88,12 @@ def _fold_blocks(step: Fold, rows: Sequence[Array], out: Array) -> None:
 
 @lru_cache(maxsize=64)
 def _block(dtype: DType) -> int:
-    """Return how many elements are folded at a time; narrow floats have two more rows of float32."""
+    """Return how many elements are folded at a time; narrow floats need two rows of float32 as well."""
     return _BLOCK_BYTES // (16 if kind_of(dtype) is Kind.NARROW else dtype.itemsize)
 
 
 def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
-    """`outs[k]` becomes the fold of the rows up to and with k; none of them overlaps a row."""
+    """Write the fold of the rows up to and including k to `outs[k]`; no row overlaps any of `outs`."""
     kind = kind_of(dtype)
     ufunc = _BOOLEAN[op] if kind is Kind.BOOL else _UFUNCS[op]
     wide = np.dtype(np.float32) if kind is Kind.NARROW else dtype
@@ -111,51 +108,38 @@ def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]
                     _complex_product([total, row[block]], total)
                 else:
                     ufunc(total, row[block].astype(wide, copy=False), out=total)
-                out[block] = _over(total, count) if op == "mean" else total
+                out[block] = _mean_of(total, count) if op == "mean" else total
 
 
-def _over(total: Array, count: int) -> Array:
-    """Return a sum divided as the mean is: complex numbers part by part."""
+def _mean_of(total: Array, count: int) -> Array:
+    """Return the mean of `count` rows whose sum is `total`."""
     mean = total.copy()
-    parts = [mean.real, mean.imag] if np.iscomplexobj(mean) else [mean]
-    for part in parts:
-        np.divide(part, part.dtype.type(count), out=part)
+    _divide(mean, count)
     return mean
 
 
-def _chain(ufunc: np.ufunc) -> Fold:
+def _divide(total: Array, count: int) -> None:
+    """Divide in place, the parts of complex numbers as reals: else (inf + 0j) / n would be NaN."""
+    for part in (total.real, total.imag) if total.dtype.kind == "c" else (total,):
+        np.divide(part, part.dtype.type(count), out=part)
+
+
+def _chain(ufunc: np.ufunc, *, mean: bool) -> Fold:
     def chain(rows: Sequence[Array], out: Array) -> None:
         if len(rows) == 1:
             np.copyto(out, rows[0])
-            return
-        ufunc(rows[0], rows[1], out=out)
+        else:
+            ufunc(rows[0], rows[1], out=out)
         for row in rows[2:]:
             ufunc(out, row, out=out)
+        if mean:
+            _divide(out, len(rows))
 
     return chain
 
 
-def _mean(chain: Fold) -> Fold:
-    def mean(rows: Sequence[Array], out: Array) -> None:
-        chain(rows, out)
-        np.divide(out, out.dtype.type(len(rows)), out=out)
-
-    return mean
-
-
-def _complex_mean(chain: Fold) -> Fold:
-    """Divide the parts as reals: complex division would make a NaN of (inf + 0j) / n."""
-
-    def mean(rows: Sequence[Array], out: Array) -> None:
-        chain(rows, out)
-        for part in (out.real, out.imag):
-            np.divide(part, part.dtype.type(len(rows)), out=part)
-
-    return mean
-
-
 def _complex_product(rows: Sequence[Array], out: Array) -> None:
-    """(ac − bd) + (ad + bc)i, each operation rounded: NumPy's own product may fuse them."""
+    """(ac − bd) + (ad + bc)i, each operation rounded: NumPy's own product may fuse some."""
     real, imag = rows[0].real.copy(), rows[0].imag.copy()
     for row in rows[1:]:
         ac, bd = real * row.real, imag * row.imag
@@ -186,7 +170,7 @@ def _narrow(op: str, dtype: DType) -> Fold:
     return narrow
 
 
-# The sign and the lower 28 bits: a float16 moved up by 13 bits, without copies of its sign.
+# Keeps the sign and the lower 28 bits: of a float16 moved up by 13 bits, not the copies of its sign.
 _HALF_BITS = np.int32(-0x70000001)
 _HALF_SCALE = np.float32(2.0**112)
 _HALF_MAGNITUDE = np.int16(0x7FFF)
@@ -194,10 +178,10 @@ _HALF_INFINITY = 0x7C00
 
 
 def _widen_half(wide: Array, half: Array) -> None:
-    """Convert float16 to float32 by its bits, some four times as fast as NumPy does.
+    """Convert float16 to float32 by its bits, about four times as fast as NumPy.
 
-    The exponent's bits mean 2¹¹² times less in float32. Infinities and NaN become numbers beyond
-    the largest float16 by that; then NumPy converts them all.
+    The same exponent bits mean a number 2¹¹² times smaller in float32. If the row has an infinity
+    or NaN, which this does not convert, NumPy converts the whole row.
     """
     words, bits = half.view(np.int16), wide.view(np.int32)
     np.copyto(bits, words)
@@ -210,18 +194,19 @@ def _widen_half(wide: Array, half: Array) -> None:
 
 _SIGN = np.int32(-(1 << 31))
 _EXPONENT = np.int32(0x7F800000)
-# Of the least normal float16, and of the first power of two beyond all, in a float32.
+# The exponents, in a float32, of the least normal float16 and of the first power of two above all.
 _LEAST_EXPONENT = np.int32((127 - 14) << 23)
 _END_EXPONENT = (127 + 16) << 23
-# Added to a power of two, as bits: 1.5 · 2¹³ times it.
+# Added to the bits of a power of two, makes 1.5 · 2¹³ times it.
 _TO_ROUNDER = np.int32((13 << 23) + (1 << 22))
 
 
 def _round_to_half(half: Array, wide: Array) -> None:
-    """Round float32 to float16 by its bits, to nearest even; `wide` is used up.
+    """Round float32 to float16 by its bits, to nearest even; overwrites `wide`.
 
-    A number to which 1.5 · 2¹³ times its own power of two is added, or that of the least normal
-    float16, loses the bits that float16 does not have. NumPy converts where one is beyond those.
+    To each number, 1.5 · 2¹³ times its power of two is added and subtracted again, which rounds away
+    the bits that float16 does not have. For a subnormal float16, the power is that of the least
+    normal one. If a number is too large for float16, NumPy converts the whole row.
     """
     bits, rounder = wide.view(np.int32), np.empty_like(wide)
     as_bits = rounder.view(np.int32)
@@ -260,7 +245,7 @@ def in_ieee_mode() -> bool:
 
 @contextmanager
 def ieee_mode() -> Iterator[None]:
-    """Run a block in the IEEE default mode, and restore the thread's own mode after it."""
+    """Run a block in the IEEE default mode, then restore the thread's own mode."""
     if in_ieee_mode():
         yield
         return

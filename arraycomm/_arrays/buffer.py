@@ -1,4 +1,4 @@
-"""`BufferView`: one array as host memory, and what all readers of arrays share."""
+"""`BufferView`: one array as host memory, and what every reader of arrays uses."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ CPU: Final[Device] = ("cpu", 0)
 
 
 class BufferView:
-    """One array as host memory, with what its result must be like.
+    """One array as host memory, and what a result like it needs.
 
     Attributes
     ----------
     array : numpy.ndarray
-        The elements, in native byte order, in the caller's own memory where `copied` is false.
+        The elements in native byte order. They are the caller's own memory unless `copied`.
     framework : str
-        Whose array `source` is; "python" and "numpy_scalar" are numbers, "namespace" is an unknown
-        type with an array API namespace, other objects count as "numpy".
+        The name of the framework of `source`. "python" and "numpy_scalar" are numbers, and
+        "namespace" is an unknown type with an array API namespace. Other objects count as "numpy".
     source : object
         The caller's object.
     readonly : bool
@@ -34,8 +34,8 @@ class BufferView:
         `array` is not the caller's memory.
     device : tuple of str and int
         Where the caller's memory is.
-    span : Span or None
-        The elements in C order on a device, where they are communicated from there.
+    device_buffer : DeviceBuffer or None
+        The elements in C order on a device, if they are communicated from there.
     """
 
     __slots__ = ("array", "copied", "device", "device_buffer", "framework", "readonly", "source")
@@ -70,7 +70,7 @@ class BufferView:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Distances between neighbours in each dimension, in bytes."""
+        """Distances between neighbours along each dimension, in bytes."""
         return self.array.strides
 
     @property
@@ -80,28 +80,27 @@ class BufferView:
         return dtype
 
 
-# Reads x as a view. Gets x, the operation, and what the operation calls x.
-Reader: TypeAlias = Callable[[Any, str, str], BufferView]
+# Reads an array as a view. Gets the array and what messages call it.
+Reader: TypeAlias = Callable[[Any, str], BufferView]
 
 
-def to_native(array: Array, operation: str) -> Array:
-    """Return the array in native byte order, the same object if it is so already."""
+def to_native(array: Array) -> Array:
+    """Return the array in native byte order: the same object if it has that already."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    check_dtype(array.dtype, operation)
+    check_dtype(array.dtype)
     return array
 
 
-def check_dtype(dtype: DType, operation: str) -> None:
-    """Raise `TypeError` for what the table lacks, also where NumPy takes it for plain bytes."""
+def check_dtype(dtype: DType) -> None:
+    """Raise `TypeError` for a dtype that cannot be sent, also if NumPy takes it for plain bytes."""
     if dtype.kind == "V" and dtype.type is not np.void and dtype not in BY_DTYPE:
-        raise TypeError(
-            f"{operation}: dtype {dtype} is not supported; cast to one of {', '.join(BY_NAME)}"
-        )
-    check_movable(dtype, operation)
+        raise TypeError(f"dtype {dtype} is not supported; cast to one of {', '.join(BY_NAME)}")
+    check_movable(dtype)
 
 
 def type_name(x: Any) -> str:
+    """Return what messages call the type of an object."""
     if isinstance(x, type):
         return f"the class {x.__qualname__}"
     kind = type(x)

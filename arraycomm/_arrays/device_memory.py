@@ -1,7 +1,7 @@
-"""Memory on a device, as the algorithms handle it: one-dimensional, contiguous, by address.
+"""Memory on a device, as the algorithms use it: one-dimensional and contiguous, by address.
 
-A span does arithmetic on addresses and nothing else, so that dtypes which CuPy lacks are no matter.
-What has to be done on the device is done by a `Memory`, in the order of its current stream.
+A `DeviceBuffer` only does arithmetic on addresses, so it can have dtypes that CuPy lacks. A
+`DeviceMemory` does the work on the device, in the order of its current stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from arraycomm._dtypes import DType
 
 Array = np.ndarray[Any, Any]
-# A piece of what is packed: its source (None for zeros), where it goes, and how many bytes it has.
+# One piece to pack: its source (None for zeros), its offset in the target, and its bytes.
 Piece = tuple["DeviceBuffer | None", int, int]
 
 
@@ -25,15 +25,15 @@ class DeviceBuffer:
     Parameters
     ----------
     address : int
-        Of the first byte.
+        The address of the first byte.
     count : int
-        How many elements there are.
+        The number of elements.
     dtype : dtype
         NumPy's or ml_dtypes'.
     owner : object
-        Kept alive as long as the span, and what is sliced from it.
-    memory : Memory
-        Copies, when the span is assigned to.
+        Kept alive as long as this buffer and every slice of it.
+    memory : DeviceMemory
+        Copies elements that are assigned to a slice.
     """
 
     __slots__ = ("address", "dtype", "memory", "owner", "size")
@@ -51,7 +51,7 @@ class DeviceBuffer:
         return self.size
 
     def __repr__(self) -> str:
-        return f"<Span of {self.size} {self.dtype} at {self.address:#x}>"
+        return f"<DeviceBuffer of {self.size} {self.dtype} at {self.address:#x}>"
 
     @property
     def itemsize(self) -> int:
@@ -66,14 +66,14 @@ class DeviceBuffer:
     def __getitem__(self, part: slice) -> DeviceBuffer:
         start, stop, step = part.indices(self.size)
         if step != 1:
-            raise ValueError(f"a span is contiguous; got a step of {step}")
+            raise ValueError(f"a device buffer is contiguous; got a step of {step}")
         address = self.address + start * self.dtype.itemsize
         return DeviceBuffer(address, max(stop - start, 0), self.dtype, self.owner, self.memory)
 
     def __setitem__(self, part: Any, source: DeviceBuffer) -> None:
         target = self if part is Ellipsis else self[part]
         if target.nbytes != source.nbytes:
-            raise ValueError(f"{source.nbytes} bytes do not fit in a span of {target.nbytes}")
+            raise ValueError(f"{source.nbytes} bytes do not fit in {target.nbytes}")
         if target.nbytes and target.address != source.address:
             self.memory.copy(target, source)
 
@@ -81,34 +81,34 @@ class DeviceBuffer:
         """Return the same bytes as elements of another dtype."""
         wanted = np.dtype(dtype)
         if self.nbytes % wanted.itemsize:
-            raise ValueError(f"{self.nbytes} bytes are no whole number of {wanted}")
+            raise ValueError(f"{self.nbytes} bytes are not a whole number of {wanted}")
         count = self.nbytes // wanted.itemsize
         return DeviceBuffer(self.address, count, wanted, self.owner, self.memory)
 
     def copy(self) -> DeviceBuffer:
-        """Return a copy, in memory of its own."""
+        """Return a copy in new memory."""
         made = self.memory.allocate(self.nbytes).view(self.dtype)
         made[...] = self
         return made
 
     def shares(self, other: DeviceBuffer) -> bool:
-        """Tell whether the two have a byte in common."""
-        first, last = sorted((self, other), key=lambda device_buffer: device_buffer.address)
+        """Tell whether the two buffers overlap."""
+        first, last = sorted((self, other), key=lambda buffer: buffer.address)
         return bool(first.nbytes and last.nbytes) and first.address + first.nbytes > last.address
 
 
 class Event(Protocol):
-    """A place in the order of a stream."""
+    """A point in the order of a stream."""
 
     def done(self) -> bool:
-        """Tell whether the device has come there; raises `TransportError` for an error of CUDA's."""
+        """Tell whether the device has reached it. Raises `TransportError` if CUDA reports an error."""
 
     def wait_on(self, stream: int) -> None:
-        """Have another stream wait for it, and not the host."""
+        """Have another stream wait for it; the host does not wait."""
 
 
 class DeviceMemory(abc.ABC):
-    """What one device does with its memory, in the order of the stream of the call under way.
+    """The memory of one device, and the work on it, in the order of the current call's stream.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ class DeviceMemory(abc.ABC):
     stream : int
         A `cudaStream_t`; 0 is the legacy default stream.
     own_stream : int
-        A stream that only this memory uses, for arrays whose framework has none to tell of.
+        A stream that only this memory uses, for arrays whose framework does not tell its stream.
     """
 
     device: int
@@ -126,7 +126,7 @@ class DeviceMemory(abc.ABC):
 
     @abc.abstractmethod
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """Return uninitialised bytes, aligned to 256, for use in the order of the stream."""
+        """Return uninitialised bytes, aligned to 256 bytes, for use in the order of the stream."""
 
     @abc.abstractmethod
     def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
@@ -134,15 +134,15 @@ class DeviceMemory(abc.ABC):
 
     @abc.abstractmethod
     def upload(self, array: Array) -> DeviceBuffer:
-        """Return contiguous host memory as memory of the device; done with `array` on return."""
+        """Return a copy of contiguous host memory on the device; `array` is free on return."""
 
     @abc.abstractmethod
     def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
-        """Copy to contiguous host memory, and wait for that."""
+        """Copy to contiguous host memory, and wait for the copy."""
 
     @abc.abstractmethod
     def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
-        """Do what `arraycomm._folds.fold` does; `out` may be the first row, and overlaps no other."""
+        """Do what `arraycomm._folds.fold` does. `out` may be the first row, but overlaps no other."""
 
     @abc.abstractmethod
     def prefixes(
@@ -152,13 +152,13 @@ class DeviceMemory(abc.ABC):
 
     @abc.abstractmethod
     def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
-        """Copy each piece's bytes to its offset in `target`, in one launch or nearly so."""
+        """Copy each piece's bytes to its offset in `target`, in as few kernel launches as possible."""
 
     @abc.abstractmethod
     def record(self) -> Event:
-        """Return the present end of the stream."""
+        """Return an event for the work that is on the stream now."""
 
     def at(self, stream: int) -> Self:
-        """Go on in the order of another stream."""
+        """Use another stream from now on."""
         self.stream = stream
         return self

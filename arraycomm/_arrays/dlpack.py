@@ -1,8 +1,8 @@
-"""The capsules that arrays exchange, read by ctypes: their memory as NumPy arrays, after checks.
+"""DLPack capsules and NumPy's array interfaces, read by ctypes as NumPy arrays.
 
-DLPack is read here rather than by `numpy.from_dlpack` because NumPy has no bfloat16 and float8,
-drops the IS_COPIED flag, and trusts what a producer claims. Every claim that can be checked without
-touching the memory is checked, so that a malformed producer ends in an exception.
+`numpy.from_dlpack` does not do: it has no bfloat16 and float8, drops the IS_COPIED flag, and trusts
+the producer. Here, everything that can be checked without touching the memory is checked, so that a
+malformed array raises an exception.
 
 Sources: the DLPack header, https://github.com/dmlc/dlpack/blob/main/include/dlpack/dlpack.h, and
 NumPy's array interface, https://numpy.org/doc/stable/reference/arrays.interface.html.
@@ -20,17 +20,17 @@ import numpy as np
 
 from arraycomm._dtypes import BY_DLPACK, TABLE, DType
 
-HOST: Final = frozenset((1, 3, 11))  # kDLCPU, and the pinned host memory of CUDA and ROCm
+HOST: Final = frozenset((1, 3, 11))  # kDLCPU and the pinned host memory of CUDA and ROCm
 CUDA: Final = frozenset((2, 10, 13))  # kDLCUDA, kDLROCM, kDLCUDAManaged: CuPy's devices
 CPU_DEVICE: Final = (1, 0)  # what DLPack calls the host
 _MAJOR: Final = 1
 READ_ONLY: Final = 1
 _IS_COPIED: Final = 2
 _MAX_NDIM: Final = 64  # NumPy's own limit
-_MAX_BYTES: Final = 1 << 57  # no processor maps more
+_MAX_BYTES: Final = 1 << 57  # no processor maps more than this
 _MAX_ADDRESS: Final = (1 << 63) - 1
 
-# Old producers know fewer keywords, and answer one that they do not know with a TypeError.
+# Keywords to try in turn: an old producer raises TypeError for a keyword that it does not know.
 _AS_IS: Final[tuple[dict[str, Any], ...]] = ({"max_version": (_MAJOR, 0)}, {})
 _TO_HOST: Final[tuple[dict[str, Any], ...]] = (
     {"max_version": (_MAJOR, 0), "dl_device": CPU_DEVICE, "copy": True},
@@ -78,8 +78,8 @@ class _ArrayInterface(ctypes.Structure):
     )
 
 
-# Taken by index, these are function objects of our own; as attributes they would be shared with
-# every other user of ctypes.pythonapi, and so would their prototypes.
+# An index makes function objects of our own. An attribute would share them, and their prototypes,
+# with every other user of ctypes.pythonapi.
 _is_valid = ctypes.pythonapi["PyCapsule_IsValid"]
 _is_valid.restype = ctypes.c_int
 _is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
@@ -89,14 +89,14 @@ _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 class Foreign(NamedTuple):
-    """Host memory that a producer showed, and whether it is a copy of the producer's own."""
+    """A producer's memory on the host, and whether it is a copy."""
 
     array: np.ndarray[Any, Any]
     copied: bool
 
 
 class _Memory:
-    """What `np.asarray` makes an array of; that array keeps the owner of the memory alive."""
+    """Memory for `np.asarray`, whose array keeps the memory's owner alive."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -106,7 +106,7 @@ class _Memory:
 
 
 def device_of(x: Any, label: str) -> tuple[int, int]:
-    """Return what `x.__dlpack_device__()` says, checked to be a pair of integers."""
+    """Return `x.__dlpack_device__()`, checked to be a pair of integers."""
     try:
         kind, index = x.__dlpack_device__()
         return operator.index(kind), operator.index(index)
@@ -122,18 +122,18 @@ def device_of(x: Any, label: str) -> tuple[int, int]:
 def read(x: Any, device: tuple[int, int], label: str) -> Foreign:
     """Return the elements of `x` as host memory, by its `__dlpack__`.
 
-    Memory of another device than the host is asked for as a copy on the host.
+    If `x` is not on the host, its `__dlpack__` is asked for a copy there.
     """
     capsule = request(x, _AS_IS if device[0] in HOST else _TO_HOST, label)
-    # The capsule is kept unconsumed: its own destructor then calls the producer's deleter, when
-    # the last array over the memory is gone. The producer is kept as well, since one that hands
-    # out the same capsule twice could see it consumed elsewhere.
+    # The capsule is not marked as used: its own destructor calls the producer's deleter, when the
+    # last array over the memory is deleted. The producer is kept alive too, because another
+    # consumer may use the capsule if the producer returns the same one twice.
     tensor, flags = open_capsule(capsule, label)
     return _from_tensor(tensor, flags, (capsule, x), label)
 
 
 def request(x: Any, keyword_fallbacks: tuple[dict[str, Any], ...], label: str) -> Any:
-    """Call `x.__dlpack__` with what it understands of these keywords, best first."""
+    """Call `x.__dlpack__` with the first of these sets of keywords that it accepts."""
     failure: Exception = TypeError("no call was made")
     for keywords in keyword_fallbacks:
         try:
@@ -159,7 +159,7 @@ def open_capsule(capsule: Any, label: str) -> tuple[Any, int]:
             )
         return managed.tensor, managed.flags
     if _is_valid(capsule, b"dltensor"):
-        # Without a version there is no flag to tell; NumPy also takes such memory as read-only.
+        # An unversioned capsule has no read-only flag; NumPy takes such memory as read-only too.
         return _DLTensor.from_address(_get_pointer(capsule, b"dltensor")), READ_ONLY
     raise _not_a_capsule(capsule, label)
 
@@ -199,7 +199,7 @@ def _from_tensor(tensor: Any, flags: int, owner: object, label: str) -> Foreign:
 
 
 def integers(pointer: Any, ndim: int, label: str, what: str) -> tuple[int, ...]:
-    """Return what a shape or the strides of a tensor point to."""
+    """Return the integers of a tensor's shape or strides."""
     if not 0 <= ndim <= _MAX_NDIM:
         raise BufferError(f"{label} has {ndim} dimensions; 0 to {_MAX_NDIM} are possible")
     if ndim and not pointer:
@@ -233,7 +233,7 @@ def array_at(
 ) -> np.ndarray[Any, Any]:
     """Return the memory at `address` as an array that keeps `owner` alive.
 
-    `BufferError` where shape, strides (in bytes) or address cannot be those of an array.
+    Raises `BufferError` if no array can have this shape, address or these strides (in bytes).
     """
     shape = tuple(shape)
     check_extent(address, shape, strides, dtype.itemsize, label)
@@ -241,7 +241,7 @@ def array_at(
         empty = np.empty(shape, dtype)
         empty.flags.writeable = not readonly
         return empty
-    # As untyped bytes first: bfloat16 and float8 have no type string.
+    # Untyped bytes, because bfloat16 and float8 have no type string.
     interface = {
         "version": 3,
         "shape": shape,
@@ -255,10 +255,10 @@ def array_at(
 def check_extent(
     address: int, shape: tuple[int, ...], strides: Sequence[int] | None, itemsize: int, label: str
 ) -> None:
-    """Raise where the elements cannot all have addresses."""
+    """Raise unless every element has an address."""
     if len(shape) > _MAX_NDIM or any(length < 0 for length in shape):
         raise BufferError(f"{label} has the shape {shape}, which no array can have")
-    # Lengths of 0 are left out, as NumPy does when it looks for overflow.
+    # Like NumPy, ignore lengths of 0 in the check for overflow.
     if math.prod(length or 1 for length in shape) * max(itemsize, 1) > _MAX_BYTES:
         raise BufferError(f"{label} has the shape {shape}, which overflows the address space")
     if not math.prod(shape):
@@ -276,7 +276,7 @@ def check_extent(
 
 
 def from_array_struct(capsule: Any, owner: object, label: str) -> np.ndarray[Any, Any]:
-    """Return the memory that an `__array_struct__` capsule describes."""
+    """Return the memory that an `__array_struct__` capsule describes as an array."""
     label = f"{label}.__array_struct__"
     if not _is_valid(capsule, None):
         raise BufferError(f"{label} must be an unnamed capsule; got {type(capsule).__name__}")
@@ -293,7 +293,7 @@ def from_array_struct(capsule: Any, owner: object, label: str) -> np.ndarray[Any
 
 
 def from_array_interface(interface: Any, owner: Any, label: str) -> np.ndarray[Any, Any]:
-    """Return the memory that an `__array_interface__` dict describes."""
+    """Return the memory that an `__array_interface__` dict describes as an array."""
     label = f"{label}.__array_interface__"
     if not isinstance(interface, dict):
         raise BufferError(f"{label} must be a dict; got {type(interface).__name__}")
@@ -316,13 +316,13 @@ def from_array_interface(interface: Any, owner: Any, label: str) -> np.ndarray[A
 
 
 def check_unmasked(interface: dict[str, Any], label: str) -> None:
-    """Raise `TypeError` for an array interface with a mask, which no result could carry."""
+    """Raise `TypeError` for an array interface with a mask, because results have no masks."""
     if interface.get("mask") is not None:
         raise TypeError(f"{label} has a mask, which would be lost; fill the masked elements first")
 
 
 def parse_dtype(typestr: Any, descr: Any, label: str) -> DType:
-    """Return the dtype of an array interface's type string and field list."""
+    """Return the dtype that an array interface's type string and field list describe."""
     try:
         dtype = np.dtype(typestr) if isinstance(typestr, str) else None
         if dtype is not None and dtype.kind == "V" and descr and descr != [("", typestr)]:
@@ -338,7 +338,7 @@ def parse_dtype(typestr: Any, descr: Any, label: str) -> DType:
 
 
 def tuple_of_integers(value: Any, label: str) -> tuple[int, ...]:
-    """Return `value` where it is one, else raise."""
+    """Return `value` if it is a tuple of integers, else raise."""
     if not isinstance(value, tuple):
         raise BufferError(f"{label} must be a tuple of integers; got {type(value).__name__}")
     try:
@@ -371,7 +371,7 @@ def _over_buffer(
     check_extent(1, shape, None, dtype.itemsize, label)
     if not isinstance(offset, int) or offset < 0:
         raise BufferError(f"{label}['offset'] must be a number of bytes; got {offset!r}")
-    try:  # NumPy checks that shape and strides end inside the buffer
+    try:  # NumPy checks that shape and strides stay inside the buffer
         return np.ndarray(shape, dtype, memoryview(buffer), offset, strides)
     except (TypeError, ValueError, OverflowError) as error:
         raise BufferError(f"{label} does not fit its buffer: {error}") from error

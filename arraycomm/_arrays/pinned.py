@@ -1,8 +1,8 @@
-"""Pinned host memory between a device and MPI: kept for the next call, and filled while MPI sends.
+"""Pinned host memory between a device and MPI: a pool of it, and copies in chunks.
 
-Pinning costs far more than a small copy, and a copy from or to pinned memory goes on by itself while
-the host does other things. Both are made use of here, and both need care for the same reason: the
-device may still be at work in memory that Python has let go of.
+Pinning costs far more than a small copy, so blocks are kept for later calls. A copy from or to
+pinned memory runs while the host does other things, so one chunk is copied while MPI sends another.
+For both reasons the device may still use memory that Python has deleted: the pool waits for it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from arraycomm._arrays.dlpack import array_at
 
 Array = np.ndarray[Any, Any]
 
-# Bytes that are kept at most while nobody uses them; what is pinned is lost to the rest of the system.
+# At most so many unused bytes are kept: other processes cannot use pinned memory.
 KEPT: Final = 1 << 28
 _SMALLEST: Final = 1 << 12
 _BYTE: Final = np.dtype(np.uint8)
 
 
 class Staging:
-    """Blocks of pinned memory, lent out as arrays that come back by themselves.
+    """A pool of pinned memory. A block returns to it when the array over the block is deleted.
 
     Parameters
     ----------
     pin : callable
         Returns new pinned memory of so many bytes, as an array of uint8.
     kept : int
-        How many bytes are kept for later use; more of them are unpinned.
+        How many unused bytes are kept; blocks beyond that are unpinned.
     """
 
     def __init__(self, pin: Callable[[int], Array], kept: int = KEPT) -> None:
@@ -43,15 +43,15 @@ class Staging:
         self._kept = 0
         self._free: dict[int, list[Array]] = {}
         self._lock = Lock()
-        # Filled where an array is deleted, which may be anywhere, also under the lock: no more is
-        # done there than to append.
+        # Arrays may be deleted at any point, also while this thread holds the lock. So a deletion
+        # only appends here.
         self._back: deque[tuple[Array, Event | None]] = deque()
 
     def empty(self, nbytes: int) -> Array:
-        """Return so many bytes of pinned memory, of which nothing is set.
+        """Return so many bytes of uninitialised pinned memory.
 
-        It is free for others once the array and all that is sliced from it are deleted, and the
-        device has passed what `until` was told.
+        The memory is used again once the array and all slices of it are deleted, and the device has
+        reached the event that `until` was given.
         """
         if not nbytes:
             return np.empty(0, _BYTE)
@@ -64,15 +64,17 @@ class Staging:
         if block is None:
             block = self._pin(length)
         address = block.__array_interface__["data"][0]
-        return array_at(address, (nbytes,), None, _BYTE, False, _Loan(block, self._back), "staging")
+        return array_at(
+            address, (nbytes,), None, _BYTE, False, _Lease(block, self._back), "staging"
+        )
 
     def until(self, array: Array, event: Event) -> None:
-        """Keep the memory of an array of `empty` back until the device has come to `mark`.
+        """Do not use the memory of an array of `empty` again before the device reaches `event`.
 
-        Only the last mark counts: marks of one array are of one stream, where they come in order.
+        Only the last event counts: all events of one array are of one stream, so they are in order.
         """
         if array.size:
-            _loan_of(array).event = event
+            _lease_of(array).event = event
 
     def _take_back(self) -> None:
         for _ in range(len(self._back)):
@@ -84,8 +86,8 @@ class Staging:
                 self._kept += block.size
 
 
-class _Loan:
-    """Gives a block back when nothing refers to it any more."""
+class _Lease:
+    """Owns the block of an array of `Staging.empty`, and returns it to the pool when deleted."""
 
     __slots__ = ("_back", "_block", "event")
 
@@ -98,22 +100,22 @@ class _Loan:
         self._back.append((self._block, self.event))
 
 
-def _loan_of(array: Any) -> _Loan:
-    """Return the loan behind an array of `Staging.empty`."""
+def _lease_of(array: Any) -> _Lease:
+    """Return the lease of an array of `Staging.empty`."""
     while isinstance(array, np.ndarray):
         array = array.base
-    loan: _Loan = array.owner
-    return loan
+    lease: _Lease = array.owner
+    return lease
 
 
 @cache
 def pinned() -> Staging:
-    """Return this process's own staging memory."""
+    """Return this process's pool."""
     return Staging(_pin)
 
 
 def _pin(nbytes: int) -> Array:
-    """Pin memory outside of CuPy's pool, which keeps all that it ever had."""
+    """Pin memory outside of CuPy's pool, which never frees any."""
     from cupy.cuda import PinnedMemory, PinnedMemoryPointer, runtime
 
     space = PinnedMemory(nbytes, runtime.hostAllocPortable)
@@ -123,60 +125,60 @@ def _pin(nbytes: int) -> Array:
 def staged_chunks(
     device_buffer: DeviceBuffer, chunk_bytes: int, staging: Staging
 ) -> Iterator[tuple[Event, Array]]:
-    """Yield the bytes of a span as pinned memory, in chunks; the next one is copied meanwhile.
+    """Yield the bytes of a device buffer in chunks of pinned memory, copying one chunk ahead.
 
-    Each chunk comes with a mark, from which on it is there; it is good until the next one is asked
-    for. The memory's stream is that of the first step, and may change between steps.
+    Each chunk comes with the event after which it is complete, and is valid until the next one is
+    asked for. All copies are on the stream that the memory has at the first step.
 
     Parameters
     ----------
-    span : Span
+    device_buffer : DeviceBuffer
         What to read.
     chunk_bytes : int
-        The size of all chunks but the last.
+        The size of each chunk but the last.
     staging : Staging
-        Where the two buffers come from.
+        The pool of the two chunks' memory.
     """
     chunks, buffers = _halves(device_buffer, chunk_bytes, staging)
     copy = Copy(device_buffer.memory, staging)
-    marks = [copy.out(chunks[0], buffers[0])] if chunks else []
+    events = [copy.out(chunks[0], buffers[0])] if chunks else []
     for number, chunk in enumerate(chunks):
         if number + 1 < len(chunks):
-            marks.append(copy.out(chunks[number + 1], buffers[(number + 1) % 2]))
-        yield marks[number], buffers[number % 2][: chunk.size]
+            events.append(copy.out(chunks[number + 1], buffers[(number + 1) % 2]))
+        yield events[number], buffers[number % 2][: chunk.size]
 
 
 def unstaged_chunks(
     device_buffer: DeviceBuffer, chunk_bytes: int, staging: Staging
 ) -> Iterator[tuple[Event | None, Array]]:
-    """Yield pinned memory to be filled with the bytes of a span, in chunks, as `staged_chunks` does.
+    """Yield chunks of pinned memory for the caller to fill with the bytes of a device buffer.
 
-    A chunk may be filled from its mark on, where it has one, and must be full when the next one is
-    asked for. It is copied while that is being filled; after the last one, the span is complete in
-    the order of the stream.
+    If a chunk comes with an event, it may be filled only after that. It must be full when the next
+    one is asked for, and is copied while the caller fills that one. After the last chunk, the device
+    buffer is complete in the order of the stream.
     """
     chunks, buffers = _halves(device_buffer, chunk_bytes, staging)
     copy = Copy(device_buffer.memory, staging)
-    marks: list[Event] = []
+    events: list[Event] = []
     for number, chunk in enumerate(chunks):
         buffer = buffers[number % 2]
-        yield marks[number - 2] if number >= 2 else None, buffer[: chunk.size]
-        marks.append(copy.back(chunk, buffer))
+        yield events[number - 2] if number >= 2 else None, buffer[: chunk.size]
+        events.append(copy.back(chunk, buffer))
 
 
 def _halves(
     device_buffer: DeviceBuffer, chunk_bytes: int, staging: Staging
 ) -> tuple[list[DeviceBuffer], list[Array]]:
-    """Return the chunks of a span, and memory for two of them."""
+    """Return the chunks of a device buffer, and pinned memory for two of them."""
     flat = device_buffer.view(np.uint8)
     chunks = [flat[start : start + chunk_bytes] for start in range(0, flat.size, chunk_bytes)]
     return chunks, [staging.empty(chunk.size) for chunk in chunks[:2]]
 
 
 class Copy:
-    """Copies between a device and pinned memory, which the pool gets back only after them.
+    """Copies between a device and pinned memory, which the pool uses again only after them.
 
-    They keep to the stream that is the memory's now.
+    All are on the stream that the memory has when this is made.
     """
 
     def __init__(self, memory: DeviceMemory, staging: Staging) -> None:
@@ -186,14 +188,14 @@ class Copy:
 
     def out(self, chunk: DeviceBuffer, buffer: Array) -> Event:
         """Copy bytes from the device to the beginning of a buffer."""
-        return self._copy(self._as_span(chunk, buffer), chunk, buffer)
+        return self._copy(self._as_device_buffer(chunk, buffer), chunk, buffer)
 
     def back(self, chunk: DeviceBuffer, buffer: Array) -> Event:
         """Copy as many bytes from the beginning of a buffer to the device."""
-        return self._copy(chunk, self._as_span(chunk, buffer), buffer)
+        return self._copy(chunk, self._as_device_buffer(chunk, buffer), buffer)
 
-    def _as_span(self, chunk: DeviceBuffer, buffer: Array) -> DeviceBuffer:
-        """Show pinned memory as the device's, whose copies take both."""
+    def _as_device_buffer(self, chunk: DeviceBuffer, buffer: Array) -> DeviceBuffer:
+        """Return pinned memory as a device buffer, since the device's copies take both."""
         address = int(buffer.__array_interface__["data"][0])
         return DeviceBuffer(address, chunk.size, _BYTE, buffer, self._memory)
 

@@ -1,4 +1,4 @@
-"""Readers of what no framework claims: DLPack, the array interfaces, the buffer protocol."""
+"""Reads the arrays of unknown types by DLPack, the array interfaces and the buffer protocol."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import numpy as np
 
 from arraycomm._arrays import dlpack
 from arraycomm._arrays.buffer import Array, BufferView, to_native, type_name
-from arraycomm._arrays.frameworks import read_cupy
+from arraycomm._arrays.frameworks.cupy import as_cupy, read_cupy
 
 
-def read_foreign(x: Any, operation: str, name: str) -> BufferView:
-    """Try the protocols in turn; the first refusal is told when none of them works."""
-    label = f"{operation}: {name}"
+def read_foreign(x: Any, name: str) -> BufferView:
+    """Read `x` by the first protocol that works. If none does, raise the first refusal."""
     refusal: BufferError | None = None
     for protocol in _PROTOCOLS:
         try:
-            found = protocol(x, operation, label)
+            found = protocol(x, name)
         except BufferError as error:
             refusal = refusal or error
             continue
@@ -26,20 +25,20 @@ def read_foreign(x: Any, operation: str, name: str) -> BufferView:
     if refusal is not None:
         raise refusal
     raise TypeError(
-        f"{label} must be an array or a number; got {type_name(x)}, which has none of "
+        f"{name} must be an array or a number; got {type_name(x)}, which has none of "
         "__dlpack__, __array_interface__, __cuda_array_interface__ and the buffer protocol; "
         "convert it with numpy.asarray, or use bcast_object or allreduce_tree"
     )
 
 
-def _by_dlpack(x: Any, operation: str, label: str) -> BufferView | None:
+def _by_dlpack(x: Any, label: str) -> BufferView | None:
     if _attribute(x, "__dlpack__", label) is None:
         return None
     device = dlpack.CPU_DEVICE
     if _attribute(x, "__dlpack_device__", label) is not None:
         device = dlpack.device_of(x, label)
     if device[0] in dlpack.CUDA:
-        return _through_cupy(x, operation, label)
+        return _through_cupy(x, label)
     array, copied = dlpack.read(x, device, label)
     off_host = device[0] not in dlpack.HOST
     return _foreign_view(array, x, copied or off_host, label)
@@ -51,28 +50,19 @@ def _foreign_view(array: Array, x: Any, copied: bool, label: str) -> BufferView:
     return BufferView(array, framework, x, not array.flags.writeable, copied)
 
 
-def _by_cuda_interface(x: Any, operation: str, label: str) -> BufferView | None:
+def _by_cuda_interface(x: Any, label: str) -> BufferView | None:
     interface = _attribute(x, "__cuda_array_interface__", label)
     if interface is None:
         return None
     if not isinstance(interface, dict):
         raise BufferError(f"{label}.__cuda_array_interface__ must be a dict")
     dlpack.check_unmasked(interface, label)
-    found = _through_cupy(x, operation, label)
+    found = _through_cupy(x, label)
     found.readonly = bool(interface["data"][1])
     return found
 
 
-def as_cupy(x: Any) -> Any:
-    """Return the device memory of any object as CuPy's array, ordered after its producer."""
-    import cupy
-
-    if hasattr(x, "__cuda_array_interface__"):
-        return cupy.asarray(x)
-    return cupy.from_dlpack(x)
-
-
-def _through_cupy(x: Any, operation: str, label: str) -> BufferView:
+def _through_cupy(x: Any, label: str) -> BufferView:
     try:
         import cupy  # noqa: F401
     except ImportError as error:
@@ -81,7 +71,7 @@ def _through_cupy(x: Any, operation: str, label: str) -> BufferView:
             f"imported ({error}); install it, or pass a copy on the host"
         ) from error
     try:
-        found = read_cupy(as_cupy(x), operation, label)
+        found = read_cupy(as_cupy(x), label)
     except (BufferError, MemoryError):
         raise
     except Exception as error:
@@ -90,21 +80,21 @@ def _through_cupy(x: Any, operation: str, label: str) -> BufferView:
     return found
 
 
-def _by_array_interface(x: Any, operation: str, label: str) -> BufferView | None:
+def _by_array_interface(x: Any, label: str) -> BufferView | None:
     interface = _attribute(x, "__array_interface__", label)
     if interface is None:
         return None
-    return _described(dlpack.from_array_interface(interface, x, label), x, operation, label)
+    return _described(dlpack.from_array_interface(interface, x, label), x, label)
 
 
-def _by_array_struct(x: Any, operation: str, label: str) -> BufferView | None:
+def _by_array_struct(x: Any, label: str) -> BufferView | None:
     capsule = _attribute(x, "__array_struct__", label)
     if capsule is None:
         return None
-    return _described(dlpack.from_array_struct(capsule, x, label), x, operation, label)
+    return _described(dlpack.from_array_struct(capsule, x, label), x, label)
 
 
-def _by_buffer(x: Any, operation: str, label: str) -> BufferView | None:
+def _by_buffer(x: Any, label: str) -> BufferView | None:
     try:
         memory = memoryview(x)
     except TypeError:
@@ -117,11 +107,11 @@ def _by_buffer(x: Any, operation: str, label: str) -> BufferView | None:
         raise BufferError(
             f"{label} has elements of the format {memory.format!r}, which NumPy cannot read: {error}"
         ) from error
-    return _described(array, x, operation, label)
+    return _described(array, x, label)
 
 
-def _described(array: Array, x: Any, operation: str, label: str) -> BufferView:
-    native = to_native(array, operation)
+def _described(array: Array, x: Any, label: str) -> BufferView:
+    native = to_native(array)
     found = _foreign_view(native, x, native is not array, label)
     found.readonly = not array.flags.writeable
     return found

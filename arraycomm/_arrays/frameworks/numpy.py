@@ -1,0 +1,64 @@
+"""NumPy's arrays and scalars."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from arraycomm._arrays.buffer import Array, BufferView, Reader, to_native
+from arraycomm._arrays.frameworks.base import Framework, unconverted
+from arraycomm._dtypes import BY_DTYPE
+
+
+def find_reader(kind: type) -> Reader | None:
+    """Return the reader of arrays of this type, if it is NumPy's."""
+    if issubclass(kind, np.ma.MaskedArray):
+        return _refuse_masked
+    if kind is np.ndarray:
+        return _read_array
+    if issubclass(kind, np.ndarray):
+        return _read_subclass
+    return _read_scalar if issubclass(kind, np.generic) else None
+
+
+def _read_array(x: Any, name: str) -> BufferView:
+    if x.dtype in BY_DTYPE:
+        return BufferView(x, "numpy", x, not x.flags.writeable)
+    return _read_subclass(x, name)
+
+
+def _read_subclass(x: Any, _name: str) -> BufferView:
+    array = np.asarray(x)
+    native = to_native(array)
+    return BufferView(native, "numpy", x, not x.flags.writeable, native is not array)
+
+
+def _refuse_masked(_x: Any, name: str) -> BufferView:
+    raise TypeError(
+        f"{name} is a masked array, whose mask would be lost; "
+        f"pass {name}.filled(value), or {name}.data and the mask apart"
+    )
+
+
+def _read_scalar(x: Any, _name: str) -> BufferView:
+    return BufferView(to_native(np.array(x)), "numpy_scalar", x, True, True)
+
+
+def _to_array(array: Array, _like: BufferView) -> Any:
+    return array
+
+
+def _to_scalar(array: Array, _like: BufferView) -> Any:
+    return array[()] if array.ndim == 0 else array
+
+
+def _is_already(source: BufferView, like: BufferView) -> bool:
+    # Objects of no array namespace count as NumPy's, since their results are NumPy arrays.
+    return unconverted(source, like) and isinstance(source.source, np.ndarray)
+
+
+NUMPY: Final = Framework(
+    name="numpy", module="numpy", to_framework=_to_array, is_already=_is_already
+)
+NUMPY_SCALAR: Final = Framework(name="numpy_scalar", to_framework=_to_scalar, number=True)

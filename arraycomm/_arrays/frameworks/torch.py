@@ -1,0 +1,212 @@
+"""PyTorch's tensors."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, type_name
+from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
+from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType
+
+
+def find_reader(kind: type) -> Reader | None:
+    """Return the reader of tensors of this type."""
+    return read_torch if issubclass(kind, sys.modules["torch"].Tensor) else None
+
+
+# Reading ----------------------------------------------------------------------------------------
+
+
+def read_torch(x: Any, name: str) -> BufferView:
+    """Read a tensor: its own memory if that is plain host memory, else a copy."""
+    plain = without_history(x, name) if x.requires_grad else x
+    array: Array | None
+    try:
+        array = None if _wrapped(x) else _memory_of(plain)
+    except (RuntimeError, TypeError):
+        array = None
+    if array is None:
+        return _read_by_copy(x, name)
+    check_storage(x, name)
+    return BufferView(array, "torch", x, False)
+
+
+@cache
+def torch_carriers() -> dict[Any, tuple[Any, DType]]:
+    """Map the torch dtypes that NumPy lacks to an integer of their size and ml_dtypes' dtype."""
+    torch = sys.modules["torch"]
+    return {
+        torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
+        torch.float8_e4m3fn: (torch.int8, np.dtype(ml_dtypes.float8_e4m3fn)),
+        torch.float8_e5m2: (torch.int8, np.dtype(ml_dtypes.float8_e5m2)),
+    }
+
+
+def _memory_of(x: Any) -> Array:
+    carrier = torch_carriers().get(x.dtype)
+    array: Array
+    if carrier is None:
+        array = x.numpy()
+    else:
+        array = x.view(carrier[0]).numpy().view(carrier[1])
+    return array
+
+
+def without_history(x: Any, name: str) -> Any:
+    """Return a tensor without its autograd history; raise while that would be lost."""
+    if sys.modules["torch"].is_grad_enabled():
+        raise TypeError(
+            f"{name} requires gradients, and their history would be lost; use the "
+            "differentiable collectives of arraycomm.adapters.torch, or torch.no_grad()"
+        )
+    return x.detach()
+
+
+def _wrapped(x: Any) -> bool:
+    """Tell whether `x` lives inside a transform of torch.func."""
+    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def check_storage(x: Any, name: str) -> None:
+    """Raise if a tensor's elements have no memory, as those of a sharded parameter have none."""
+    if not _has_storage(x):
+        raise BufferError(
+            f"{name} has no memory behind its elements (its storage was resized); "
+            "gather the parameter before it is used"
+        )
+
+
+def _has_storage(x: Any) -> bool:
+    if x.is_contiguous():
+        reach = x.numel()
+    else:
+        reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return not x.numel() or (
+        (x.storage_offset() + reach) * x.itemsize <= x.untyped_storage().nbytes()
+    )
+
+
+def _read_by_copy(x: Any, name: str) -> BufferView:
+    reason = torch_refusal(x)
+    if reason is not None:
+        raise TypeError(f"{name} is {reason}")
+    try:
+        array = _memory_of(x.detach().resolve_conj().resolve_neg().cpu())
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"{name} is a {type_name(x)} whose memory cannot be read ({error}); "
+            "pass a plain, dense tensor"
+        ) from error
+    return BufferView(array, "torch", x, False, True, torch_device(x))
+
+
+def torch_refusal(x: Any) -> str | None:
+    """Say why this tensor has no dense memory of its own, and what to do about it."""
+    torch = sys.modules["torch"]
+    if _wrapped(x):
+        return "traced by torch.func or torch.vmap; call this outside of the transformed function"
+    if x.is_nested:
+        return "a nested tensor; pass its parts, or to_padded_tensor()"
+    if x.is_quantized:
+        return "quantized; pass dequantize(), or int_repr() and the scales"
+    if x.layout is not torch.strided:
+        return f"a tensor of layout {x.layout}; pass to_dense()"
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and (
+        type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    ):
+        return f"a {type_name(x)}, which has no memory of its own; pass a plain local tensor"
+    if x.is_meta:
+        return "on the meta device and has no elements; move it to a real device first"
+    if str(x.dtype).removeprefix("torch.") not in BY_NAME:
+        return f"of dtype {x.dtype}, which is not supported; cast to one of {', '.join(BY_NAME)}"
+    return None
+
+
+def torch_device(x: Any) -> Device:
+    """Return a tensor's device."""
+    return CPU if x.is_cpu else (x.device.type, x.device.index or 0)
+
+
+# Results ----------------------------------------------------------------------------------------
+
+
+def _to_torch(array: Array, like: BufferView) -> Any:
+    tensor = _to_tensor(array)
+    if like.device == CPU:
+        return tensor
+    # From pageable memory, the copy is in the order of the current stream and done on return.
+    return tensor.to(sys.modules["torch"].device(*like.device))
+
+
+def _to_tensor(array: Array) -> Any:
+    torch = sys.modules["torch"]
+    carried = _carried().get(array.dtype)
+    if carried is not None:
+        integers, dtype = carried
+        return torch.from_numpy(array.view(integers)).view(dtype)
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise no_such_dtype("torch", array.dtype) from None
+
+
+@cache
+def _carried() -> dict[DType, tuple[str, Any]]:
+    """Map ml_dtypes' dtypes to an integer of their size and torch's dtype."""
+    return {
+        numpy_dtype: (f"i{numpy_dtype.itemsize}", dtype)
+        for dtype, (_, numpy_dtype) in torch_carriers().items()
+    }
+
+
+def _commit_out(out: BufferView) -> Any:
+    """Copy a copy back, or record the write, so that autograd notices if it saved an older value."""
+    torch = sys.modules["torch"]
+    if out.copied:
+        with torch.no_grad():
+            out.source.copy_(_to_tensor(out.array))
+    else:
+        torch.autograd.graph.increment_version(out.source)
+    return out.source
+
+
+# Exchange ---------------------------------------------------------------------------------------
+
+
+def _reason_to_copy(array: Array) -> str | None:
+    if not array.flags.writeable:
+        return "x is read-only, which a torch tensor cannot be"
+    if any(step < 0 for step in array.strides):
+        return "torch has no negative strides"
+    if not array.flags.aligned or any(step % array.itemsize for step in array.strides):
+        return "the elements of x are not aligned for torch"
+    return None
+
+
+def _own(x: Any, name: str) -> Any:
+    if x.requires_grad:
+        without_history(x, name)
+    return x
+
+
+TORCH: Final = Framework(
+    name="torch",
+    module="torch",
+    read=read_torch,
+    device_of=torch_device,
+    to_framework=_to_torch,
+    takes_over=BY_DTYPE.__contains__,
+    commit_out=_commit_out,
+    copies_back=True,
+    reason_to_copy=_reason_to_copy,
+    on_device=OnDevice(
+        own=_own,
+        copy=lambda x: x.detach().clone(),
+        namespace="torch",
+    ),
+)
