@@ -19,7 +19,7 @@ synchronize = ac.synchronize
 
 
 class _Distributed(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """What `DistributedOptimizer` made."""
+    """A transformation that `DistributedOptimizer` made."""
 
 
 def check(optimizer: Any) -> None:
@@ -137,8 +137,8 @@ def all_reduce(
 
     Collective: it works on a duplicate of `comm`, since a program that JAX dispatched may still
     run while the next call is made. Eagerly, a gradient that is None on some ranks counts as zeros
-    there; under `jax.jit` the structure is the same on every rank, and what fails inside the
-    compiled program is raised by JAX, with the message of arraycomm's error.
+    on these ranks. Under `jax.jit` the structure must be the same on every rank, and JAX raises an
+    error inside the compiled program with the message of arraycomm's error.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def _reduce(group: ac.Communicator, updates: Any, op: str, options: dict[str, An
 
 
 def _reduce_traced(group: ac.Communicator, updates: Any, op: str, options: dict[str, Any]) -> Any:
-    """One call out of the compiled program for the whole tree, on the program's own buffers."""
+    """Reduce the whole tree in one callback of the compiled program, on the program's own buffers."""
     if group.backend == "threads":
         raise ac.BackendUnavailableError(
             "jitted JAX collectives need a process a rank; run the program under mpiexec"
@@ -175,20 +175,20 @@ def _reduce_traced(group: ac.Communicator, updates: Any, op: str, options: dict[
             "outside jax.jit"
         )
     leaves, structure = jax.tree.flatten(updates, is_leaf=lambda leaf: leaf is None)
-    places = [place for place, leaf in enumerate(leaves) if leaf is not None]
+    numbers = [number for number, leaf in enumerate(leaves) if leaf is not None]
 
     def reduce_buffers(_: Any, results: Any, *buffers: Any) -> None:
         gradients: list[Any] = [None] * len(leaves)
-        for place, buffer in zip(places, buffers, strict=True):
-            gradients[place] = np.asarray(buffer)
-        # The compiled program has no room for a gradient that only other ranks have.
+        for number, buffer in zip(numbers, buffers, strict=True):
+            gradients[number] = np.asarray(buffer)
+        # The compiled program has no buffer for a gradient that only other ranks have.
         reduced = ac.allreduce_gradients(gradients, op, missing="error", comm=group, **options)
-        for place, result in zip(places, results, strict=True):
-            np.asarray(result)[...] = reduced[place]
+        for number, result in zip(numbers, results, strict=True):
+            np.asarray(result)[...] = reduced[number]
 
-    present = [leaves[place] for place in places]
+    present = [leaves[number] for number in numbers]
     types = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in present]
     reduced = buffer_callback(reduce_buffers, types, has_side_effect=True)(*present)
-    for place, leaf in zip(places, reduced, strict=True):
-        leaves[place] = leaf
+    for number, leaf in zip(numbers, reduced, strict=True):
+        leaves[number] = leaf
     return jax.tree.unflatten(structure, leaves)

@@ -36,7 +36,7 @@ class Distributed:
     def update(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce `grads`, and update with the result; collective.
 
-        Where gradients are accumulated and more are to come, `params` is returned as it is.
+        If gradients are accumulated and this is not the last step, `params` is returned as it is.
 
         Parameters
         ----------

@@ -38,7 +38,7 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
         complete, reduced = gradients.add([p.grad for p in parameters])
         if not complete:
-            # Torch's optimizers leave a parameter without a gradient, and its state, as they are.
+            # Torch's optimizers do not change a parameter without a gradient, nor its state.
             for parameter in parameters:
                 held.append((parameter, parameter.grad))
                 parameter.grad = None
@@ -90,7 +90,7 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
         finally:
             following.clear()
 
-    # The optimizer keeps alive what ranks without data need of it.
+    # A rank without data applies gradients through this; the hooks keep it alive.
     gradients.follow = follow
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
@@ -102,7 +102,7 @@ def _set_gradient(parameter: torch.Tensor, gradient: Any) -> None:
     if gradient is None:
         return
     if not isinstance(gradient, torch.Tensor):
-        # From a rank that had no gradient at all, and so no tensor to make it like.
+        # This rank had no gradient at all, so the result is NumPy's.
         gradient = ac.exchange(gradient, "torch")
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.device)

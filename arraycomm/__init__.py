@@ -1,8 +1,14 @@
 """The communication layer under data-parallel Python."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from arraycomm._arrays.exchange import exchange
 from arraycomm._collectives.custom_ops import op
-from arraycomm._communicator import Communicator, Request, waitall
+from arraycomm._collectives.requests import Request, waitall
+from arraycomm._communicator import Communicator
 from arraycomm._errors import (
     ArrayCommError,
     BackendUnavailableError,
@@ -15,16 +21,26 @@ from arraycomm._errors import (
     TransportError,
 )
 from arraycomm._explain import explain
+from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
 from arraycomm._println import println
 from arraycomm._session import finalize, init, is_initialized, world
 from arraycomm._together import raise_together
-from arraycomm._training.data import DistributedDataContainer
-from arraycomm._training.join import Join, join
-from arraycomm._training.metrics import mean_metrics
-from arraycomm._training.optimizer import DistributedOptimizer
 from arraycomm._trees.plan import Plan
-from arraycomm._trees.reduce import allreduce_gradients, allreduce_tree
-from arraycomm._trees.synchronize import synchronize
+
+if TYPE_CHECKING:
+    from arraycomm._training.data import DistributedDataContainer
+    from arraycomm._training.join import Join, join
+    from arraycomm._training.metrics import mean_metrics
+    from arraycomm._training.optimizer import DistributedOptimizer
+
+# Imported on first use: programs that only communicate do not wait for what training needs.
+_ON_FIRST_USE = {
+    "DistributedDataContainer": "arraycomm._training.data",
+    "DistributedOptimizer": "arraycomm._training.optimizer",
+    "Join": "arraycomm._training.join",
+    "join": "arraycomm._training.join",
+    "mean_metrics": "arraycomm._training.metrics",
+}
 
 __all__ = [
     "ArrayCommError",
@@ -58,3 +74,14 @@ __all__ = [
     "waitall",
     "world",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module 'arraycomm' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-# The variable that holds the number of ranks, by launcher. Both mpiexecs that start through PMI
-# or PMIx set their own; Slurm's srun sets its variables also where it starts no MPI program.
+# The variable with the number of ranks, by launcher. Slurm's srun is not among them: it sets its
+# variables even if it starts no MPI program.
 _SIZES: Final = (
     ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpiexec"),
     ("PMI_SIZE", "an mpiexec of the MPICH family"),
@@ -22,7 +22,7 @@ class Launch(NamedTuple):
 
 
 def detect(environment: Mapping[str, str]) -> Launch | None:
-    """Return what an MPI launcher left in the environment, or None where there was none."""
+    """Return what an MPI launcher has set in the environment, or None if there was none."""
     for variable, launcher in _SIZES:
         if environment.get(variable, "").isdigit():
             return Launch(int(environment[variable]), launcher)

@@ -1,4 +1,4 @@
-"""Lines of all ranks in order."""
+"""`println`: lines of all ranks, in rank order."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import sys
 from datetime import datetime
 from typing import Any
 
-from arraycomm._collectives.objects import allgather_object
-from arraycomm._collectives.operation import Call
-from arraycomm._communicator import Communicator
+from arraycomm._collectives.objects import AllgatherObject
+from arraycomm._collectives.operation import Context
+from arraycomm._communicator import Communicator, runner_of
 from arraycomm._session import is_initialized, world
 
 
-def _line(comm: Communicator, values: tuple[Any, ...]) -> Call:
-    now = datetime.now().astimezone().isoformat(timespec="milliseconds")[:23]
-    line = f"{now} [{comm.rank}/{comm.size}] {' '.join(map(str, values))}\n"
-    return allgather_object(comm, line, "println")
+class Println(AllgatherObject):
+    """See `println`."""
+
+    name, code = "println", 16
+
+    def __init__(self, context: Context, values: tuple[Any, ...]) -> None:
+        now = datetime.now().astimezone().isoformat(timespec="milliseconds")[:23]
+        place = f"{context.group.rank}/{context.group.size}"
+        super().__init__(context, f"{now} [{place}] {' '.join(map(str, values))}\n")
 
 
 def println(*values: Any, comm: Communicator | None = None) -> None:
@@ -27,7 +32,7 @@ def println(*values: Any, comm: Communicator | None = None) -> None:
     Parameters
     ----------
     *values : object
-        What `print` would be given; may differ between ranks.
+        What would be passed to `print`; may differ between ranks.
     comm : Communicator, optional
         `world()` by default.
     """
@@ -35,7 +40,7 @@ def println(*values: Any, comm: Communicator | None = None) -> None:
         print(*values, flush=True)
         return
     comm = comm or world()
-    lines = comm._call("println", _line, values)
+    lines = runner_of(comm).call(Println, values)
     if comm.rank == 0:
         sys.stdout.write("".join(lines))
         sys.stdout.flush()

@@ -1,25 +1,25 @@
-"""An exception on some ranks becomes one on all of them."""
+"""`raise_together`: an exception on some ranks becomes an exception on all of them."""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from arraycomm._collectives.operation import agreement_only
+from arraycomm._collectives.operation import SmallExchange
+from arraycomm._communicator import Communicator, runner_of
 from arraycomm._session import world
 
-if TYPE_CHECKING:
-    from arraycomm._collectives.operation import Call
-    from arraycomm._communicator import Communicator
 
-_NAME = "raise_together"
+class RaiseTogether(SmallExchange):
+    """See `raise_together`."""
+
+    name, code = "raise_together", 37
 
 
 class raise_together:  # noqa: N801 - used as a function, like contextlib.suppress
     """Context manager: an exception in the block of one rank raises on every rank; collective.
 
-    For what a rank does alone and others rely on: reading its part of a file, say. Every rank enters
-    the block, and leaves it with an exception, or none does.
+    For work that a rank does alone and other ranks rely on, such as reading its part of a file.
+    Every rank enters the block. Either all ranks leave it with an exception, or none does.
 
     Parameters
     ----------
@@ -29,15 +29,15 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
     Raises
     ------
     Exception
-        Whatever was raised on this rank, also where others raised as well.
+        Whatever was raised on this rank, even if other ranks raised too.
     PeerError
-        On the ranks whose block went well, or whose call inside it met a rank that had left the
-        block: with the rank that raised, and its traceback. The communicator goes on.
+        On ranks that raised nothing, or whose call inside the block met a rank that had left it:
+        with the rank that raised, and its traceback. The communicator can still be used.
 
     Notes
     -----
-    The end of the block is one small exchange; its begin costs nothing. Blocks may contain
-    collectives, and other blocks. `SystemExit` and `KeyboardInterrupt` pass through.
+    The end of the block is one small exchange; its beginning costs nothing. Blocks may contain
+    collectives and other blocks. `SystemExit` and `KeyboardInterrupt` pass through.
 
     Examples
     --------
@@ -46,10 +46,11 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
     """
 
     def __init__(self, comm: Communicator | None = None) -> None:
-        self._comm = comm or world()
+        self._runner = runner_of(comm or world())
+        self._group = self._runner.group
 
     def __enter__(self) -> None:
-        self._comm._together.append(self._comm._control.step)
+        self._group.open_together.append(self._group.control.step)
 
     def __exit__(
         self,
@@ -57,28 +58,23 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        comm = self._comm
-        depth, began = len(comm._together), comm._together[-1]
+        group = self._group
+        depth, began = len(group.open_together), group.open_together[-1]
         try:
             if isinstance(error, Exception):
-                step, told_depth = comm._control.left_together
-                # Where all were told while this rank was in a call of the block, they know.
-                if comm._closed is None and not (step > began and told_depth <= depth):
-                    _tell(comm, error)
+                step, left_depth = group.control.left_together
+                # Otherwise all ranks heard of it while this rank was in a call of the block.
+                if group.closed is None and not (step > began and left_depth <= depth):
+                    self._report(error)
             elif error is None:
-                comm._call(_NAME, lambda _: agreement_only(_NAME))
+                self._runner.call(RaiseTogether)
         finally:
-            comm._together.pop()
+            group.open_together.pop()
 
-
-def _tell(comm: Communicator, error: Exception) -> None:
-    """Raise `error` in place of taking part in a call; the caller raises it here."""
-
-    def prepare(comm: Communicator) -> Call:
-        raise error
-
-    try:
-        comm._call(_NAME, prepare)
-    except Exception as raised:
-        if raised is not error:
-            raise
+    def _report(self, error: Exception) -> None:
+        """Raise `error` instead of taking part in a call; the block raises it here."""
+        try:
+            self._runner.fail(RaiseTogether.name, error)
+        except Exception as raised:
+            if raised is not error:
+                raise

@@ -8,52 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
-from typing import Final
 
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer
+from arraycomm._collectives import selection
+from arraycomm._collectives.selection import Algorithm, select
 from arraycomm._transports.base import MAX_BYTES, Blocks, Flat, Handle, Link, Transport
 from arraycomm._transports.control import PAYLOAD
 
 Moves = Generator[Handle, None, None]
 
-# A slot of the control channel at a time, and everyone folds it: up to this many steps.
-MAX_STEPS: Final = 16
-# Below this many bytes in all, every rank gathers everything and folds it by itself.
-GATHER_BYTES: Final = 64 << 10
-# Larger reductions go chunk by chunk, small enough for the cache that cores share.
-CHUNK_BYTES: Final = 4 << 20
-
-
-def choose(nbytes: int, size: int, payload: int, shared: bool) -> str:
-    """Name the algorithm of a reduction of `nbytes` on `size` ranks.
-
-    `payload` is what fits in a slot of the control channel, and `shared` tells whether that is shared memory.
-    The same arguments on every rank give the same answer on every rank.
-    """
-    if size == 1:
-        return "local"
-    if nbytes <= payload:
-        return "header"
-    if shared and nbytes <= MAX_STEPS * payload:
-        return "steps"
-    if nbytes * size <= GATHER_BYTES:
-        return "gather"
-    return "slices"
-
 
 def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
-    if link.size > 1 and link.native(op, source.dtype):
-        yield link.allreduce(source, target, op)
-        return
-    match _choose(link, source):
-        case "local":
-            link.fold(op, source.dtype, [_apart(source, target)], target)
-        case "header" | "steps":
+    match select(link, op, source.dtype, source.nbytes).algorithm:
+        case Algorithm.NATIVE:
+            yield link.allreduce(source, target, op)
+        case Algorithm.LOCAL:
+            link.fold(op, source.dtype, [_unaliased(source, target)], target)
+        case Algorithm.HEADER | Algorithm.STEPS:
             yield from _in_steps(link, source, target, op)
-        case "gather":
+        case Algorithm.GATHER:
             rows = yield from _gather_rows(link, source)
             link.fold(op, source.dtype, rows, target)
         case _:
@@ -66,13 +42,13 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
 
 def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) -> Moves:
     """Fold all ranks' `source` into the `target` of `root`; the others pass None."""
-    match _choose(link, source):
-        case "local":
+    match selection.choose(source.nbytes, link.size, *link.slot):
+        case Algorithm.LOCAL:
             assert target is not None
-            link.fold(op, source.dtype, [_apart(source, target)], target)
-        case "steps":
+            link.fold(op, source.dtype, [_unaliased(source, target)], target)
+        case Algorithm.HEADER | Algorithm.STEPS:
             yield from _in_steps(link, source, target, op)
-        case "gather":
+        case Algorithm.GATHER:
             into = None if target is None else link.take(link.size * len(source), source.dtype)
             counts = [len(source)] * link.size
             yield link.gather(_bytes(source), None if into is None else _even(into, counts), root)
@@ -91,7 +67,7 @@ def reduce_scatter(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     """Fold everyone's row r of `source`, which has one row a rank, into the `target` of rank r."""
     size, count = link.size, len(target)
     if size == 1:
-        link.fold(op, source.dtype, [_apart(source, target)], target)
+        link.fold(op, source.dtype, [_unaliased(source, target)], target)
         return
     for columns in _chunks(link, target, size):
         rows = link.take(size * len(columns), source.dtype)
@@ -200,10 +176,6 @@ def allgatherv(link: Link, target: Flat, bounds: Sequence[int]) -> Moves:
         yield from bcast(link, target[bounds[rank] : bounds[rank + 1]], rank)
 
 
-def _choose(link: Link, source: Flat) -> str:
-    return choose(source.nbytes, link.size, *link.slot)
-
-
 def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Moves:
     """Show a slot's worth to all ranks at a time; who has a target folds what all ranks show."""
     assert isinstance(link, Transport)
@@ -244,7 +216,7 @@ def _rows(array: Flat, count: int) -> list[Flat]:
 
 def _chunks(link: Link, array: Flat, rows: int = 1) -> Iterator[range]:
     """Cut `array`, of which `rows` are moved at once, into ranges that are small enough."""
-    step = max((link.chunk_bytes or CHUNK_BYTES) // (array.itemsize * rows), link.size)
+    step = max((link.chunk_bytes or selection.CHUNK_BYTES) // (array.itemsize * rows), link.size)
     for start in range(0, len(array), step):
         yield range(start, min(start + step, len(array)))
 
@@ -304,7 +276,7 @@ def _bytes(array: Flat) -> Flat:
     return array.view(np.uint8)
 
 
-def _apart(source: Flat, target: Flat) -> Flat:
+def _unaliased(source: Flat, target: Flat) -> Flat:
     return source.copy() if overlap(source, target) else source
 
 

@@ -1,26 +1,23 @@
-"""Reductions of the user's own: one rank folds, in the caller's framework, and the others get the bytes."""
+"""`arraycomm.op`: reductions by a function of the user's, in the framework of the caller's array."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._callsite import describe_raise
-from arraycomm._collectives import algorithms
-from arraycomm._collectives.operation import UndeliveredError
-from arraycomm._protocol.header import Agreement, Steps, exchange_details, peer_error
-
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator
-
-Array = np.ndarray[Any, Any]
+from arraycomm._errors import name_operation
+from arraycomm._protocol.details import Detail, Failure, Nothing, exchange_details
+from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.mismatch import peer_error
+from arraycomm._transports.base import Steps
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,10 @@ def op(fn: Callable[[Any, Any], Any], *, elementwise: bool = False) -> Op:
 
 
 class Folding:
-    """One rank's part in one reduction by a function: where rows are folded, and what of."""
+    """One rank's part in one reduction by a function: the fold, in the framework of its array."""
 
-    def __init__(self, comm: Communicator, made: Op, source: BufferView, operation: str) -> None:
-        self._comm, self._op, self._operation = comm, made, operation
+    def __init__(self, group: Group, operation: str, made: Op, source: BufferView) -> None:
+        self._group, self._operation, self._op = group, operation, made
         self._like, self._dtype = source, source.dtype
 
     def prefixes(self, rows: Sequence[Array], shape: tuple[int, ...]) -> Iterator[Array]:
@@ -112,53 +109,30 @@ class Folding:
 
     def _checked(self, result: Any, shape: tuple[int, ...]) -> Array:
         try:
-            found = view(result, self._operation)
+            found = view(result)
         except TypeError as error:
-            raise TypeError(
-                f"{self._operation}: {self._op.name} returned no array: {error}"
-            ) from error
+            raise TypeError(f"{self._op.name} returned no array: {error}") from error
         if found.shape != shape or found.dtype != self._dtype:
             raise TypeError(
-                f"{self._operation}: {self._op.name} must return shape {shape} and dtype {self._dtype}"
-                f", as it was given; got shape {found.shape} and dtype {found.dtype}"
+                f"{self._op.name} must return shape {shape} and dtype {self._dtype}, as it was given; "
+                f"got shape {found.shape} and dtype {found.dtype}"
             )
         return np.ascontiguousarray(found.array)
 
     def together(self, attempt: Callable[[], None] | None) -> Steps:
-        """Do what only some ranks do, and raise on all where it fails on one."""
+        """Do what only some ranks do, and raise on all if it fails on one."""
         error: Exception | None = None
         try:
             if attempt is not None:
                 attempt()
         except Exception as raised:
             error = raised
-        mine = {} if error is None else {"error": str(error), "traceback": describe_raise(error)}
-        details = yield from exchange_details(self._comm._control, mine)
+        local: Detail = Nothing()
+        if error is not None:
+            name_operation(error, self._operation)
+            local = Failure(str(error), describe_raise(error))
+        details = yield from exchange_details(self._group.control, local)
         if error is not None:
             raise UndeliveredError(error)
-        if any("error" in detail for detail in details):
+        if any(isinstance(detail, Failure) for detail in details):
             raise peer_error(self._operation, details)
-
-
-def rows_on(
-    comm: Communicator, agreement: Agreement | None, flat: Array, rank: int, *, inline: bool
-) -> Steps:
-    """Return everyone's elements on `rank`, None on the others."""
-    if inline and agreement is not None:
-        parts = [agreement.payload(r, flat.nbytes).view(flat.dtype) for r in range(comm.size)]
-        return [part.copy() for part in parts] if comm.rank == rank else None
-    into = np.empty(flat.size * comm.size, flat.dtype) if comm.rank == rank else None
-    bounds = [flat.size * r for r in range(comm.size + 1)]
-    yield from algorithms.gatherv(comm._link, flat, into, bounds, rank)
-    return None if into is None else list(into.reshape(comm.size, -1))
-
-
-def my_rows(
-    comm: Communicator, flat: Array, bounds: Sequence[int], lengths: Sequence[int]
-) -> Steps:
-    """Send rank r the elements from bounds[r]; return what everyone has for this rank."""
-    count = lengths[comm.rank]
-    into = np.empty(count * comm.size, flat.dtype)
-    ends = [count * r for r in range(comm.size + 1)]
-    yield from algorithms.alltoallv(comm._link, flat, bounds, into, ends, max(lengths))
-    return list(into.reshape(comm.size, count))

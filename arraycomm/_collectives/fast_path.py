@@ -1,51 +1,97 @@
-"""The short way of a small reduction that was called before.
+"""The fast path of a small reduction that was called before.
 
-It does what the long way does (view, header, fold, result), with everything that depends only on
-operation, dtype and shape worked out beforehand. When anything is unusual it hands over.
+It does what a call does otherwise (view, header, fold, result), with everything that depends only on
+operation, dtype and shape worked out beforehand. If anything is unusual it hands over.
 """
 
 from __future__ import annotations
 
 import contextvars
+from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
+from arraycomm._arrays.buffer import Array
 from arraycomm._arrays.results import allocate, commit_out, to_framework
 from arraycomm._arrays.views import view, view_out
+from arraycomm._collectives.reductions import Allreduce
+from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.statistics import Count
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 from arraycomm._folds import fold_function, ieee_mode, in_ieee_mode
-from arraycomm._protocol.header import Signature, encode, settle
+from arraycomm._protocol.agreement import settle
+from arraycomm._protocol.header import Headers, Signature, digest_of, encode
 from arraycomm._transports.control import PAYLOAD, PREFIX
 
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator
-
-Array = np.ndarray[Any, Any]
-
-_DOING: Final = ("allreduce", None)
+_CURRENT: Final = ("allreduce", None)
+_MAX_CACHED: Final = 1024
 
 
-class ShortReduction:
+class FastPaths:
+    """The fast paths of one communicator, by type, op, dtype and shape."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.paths: dict[tuple[Any, ...], FastAllreduce] = {}
+        runner.statistics.fast_paths = self._counts
+        runner.group.on_end.append(self.forget)
+        runner.on_guard.append(self.forget)
+
+    def remember(self, x: Any, op: str) -> None:
+        """Keep the fast path of a reduction that has just succeeded without it."""
+        group = self._runner.group
+        if getattr(x, "nbytes", 0) > group.inline_bytes:
+            return
+        # An array on a device would be copied from there to be looked at.
+        if self._runner.placements.on_device(x):
+            return
+        # An array that cannot be looked at a second time has no fast path.
+        with suppress(Exception):
+            key = (type(x), op, x.dtype, x.shape)
+            source = view(x)
+            if (
+                source.array.nbytes > group.inline_bytes
+                or source.copied
+                or group.closed is not None
+            ):
+                return
+            if len(self.paths) >= _MAX_CACHED:
+                self.forget()
+            self.paths[key] = FastAllreduce(
+                self._runner, op, source.dtype, source.shape, numpy=type(x) is np.ndarray
+            )
+
+    def forget(self) -> None:
+        """Give up all fast paths; their figures are kept."""
+        self._runner.statistics.absorb(self._counts())
+        self.paths.clear()
+
+    def _counts(self) -> list[Count]:
+        return [path.count() for path in self.paths.values()]
+
+
+class FastAllreduce:
     """`allreduce` of one op, dtype and shape, small enough to travel with the header.
 
-    Calling it returns the result, or None where the long way has to be taken.
+    Calling it returns the result, or None if the call has to be made in full.
     """
 
     def __init__(
-        self, comm: Communicator, op: str, dtype: DType, shape: tuple[int, ...], *, numpy: bool
+        self, runner: Runner, op: str, dtype: DType, shape: tuple[int, ...], *, numpy: bool
     ) -> None:
-        control = comm._control
-        self._comm, self._control, self._engine = comm, control, comm._engine
-        self._turn = comm._engine.turn
+        group, control = runner.group, runner.group.control
+        self._runner, self._group, self._control = runner, group, control
+        self._engine, self._turn = group.engine, group.engine.turn
+        self._watchdog = group.watchdog
         self._dtype, self._shape, self._numpy = dtype, shape, numpy
         self._signature = Signature("allreduce", op, None, dtype, shape)
         count = int(np.prod(shape, dtype=np.int64))
         self._nbytes = count * dtype.itemsize
         self._prefix = encode(self._signature, self._nbytes)
-        self._digest = memoryview(self._prefix)[:8].cast("q")[0]
+        self._digest = digest_of(self._prefix)
         self._fold = fold_function(op, dtype)
         self._quiet = contextvars.copy_context()
         self._quiet.run(np.seterr, all="ignore")
@@ -53,11 +99,11 @@ class ShortReduction:
         self._rows = [
             [row[PAYLOAD:end].view(dtype).reshape(shape) for row in rows] for rows in control.rows
         ]
-        self._mine = [
+        self._own = [
             np.frombuffer(slot, np.uint8)[PAYLOAD:end].view(dtype).reshape(shape)
             for slot in control.mine
         ]
-        self._digests = [peer * control.stride + 1 for peer in control.peers]
+        self._digests = Headers.digest_words(control)
         self._calls, self._seconds = 0, 0.0
 
     def __call__(self, x: Any, out: Any) -> Any:
@@ -73,11 +119,11 @@ class ShortReduction:
                 return None
             return out if self._reduce(x, out) else None
         try:
-            source = view(x, "allreduce")
-            into = None if out is None else view_out(out, self._shape, self._dtype, "allreduce")
+            source = view(x)
+            into = None if out is None else view_out(out, self._shape, self._dtype)
         except Exception:
             return None
-        # One that had to be copied may be on a device, where the long way leaves it.
+        # One that had to be copied may be on a device, where the full call leaves it.
         if source.copied or source.dtype != self._dtype or source.shape != self._shape:
             return None
         if into is not None and into.array.flags.carray:
@@ -91,53 +137,51 @@ class ShortReduction:
         return commit_out(into)
 
     def _reduce(self, x: Array, out: Array) -> bool:
-        """Reduce, unless somebody else is at it; tell whether that was done."""
+        """Reduce, unless another call is under way; tell whether that was done."""
         if not self._turn.acquire(False):
             return False
         try:
-            if self._engine._queue or self._comm._closed is not None:
+            if self._engine.queue or self._group.closed is not None:
                 return False
             started = perf_counter()
             control = self._control
             parity = (control.step + 1) & 1
             if control.shown[parity] is not self._prefix:
                 control.mine[parity][PREFIX] = control.shown[parity] = self._prefix
-            self._mine[parity][...] = x
+            self._own[parity][...] = x
             try:
                 control.post()
                 if not control.done():
-                    self._comm._doing = _DOING
+                    self._watchdog.current = _CURRENT
                     self._engine.wait_for(control.done)
             except BaseException as error:
                 # The other ranks may have gone on from here: no later call would fit theirs.
-                self._comm._close(error)
+                self._group.close(error)
                 if isinstance(error, TransportError):
-                    self._comm._tell_death(error)
+                    self._watchdog.explain_failure(error)
                 raise
             words, digest = control.words[parity], self._digest
             for place in self._digests:
                 if words[place] != digest:
-                    return self._meet(x, out)
+                    return self._settle(x, out)
             if in_ieee_mode():
                 self._quiet.run(self._fold, self._rows[parity], out)
             else:
                 with ieee_mode():
                     self._quiet.run(self._fold, self._rows[parity], out)
-            self._comm._completed = control.step
+            self._group.completed = control.step
             self._calls += 1
             self._seconds += perf_counter() - started
             return True
         finally:
             self._turn.release()
 
-    def _meet(self, x: Array, out: Array) -> bool:
-        """Raise on every rank where calls differ; go on with arrays that are on devices elsewhere."""
-        met = self._comm._met_after(settle(self._control, self._signature), x, self._signature.op)
-        out[...] = self._engine.run(met)
+    def _settle(self, x: Array, out: Array) -> bool:
+        """Raise on every rank if calls differ; go on if arrays are on devices elsewhere."""
+        settling = settle(self._control, self._signature)
+        out[...] = self._runner.settle(settling, Allreduce, x, self._signature.op or "", None)
         return True
 
-    def add_to(self, totals: list[float]) -> None:
-        """Add this way's figures to the communicator's: calls, bytes, copies, seconds."""
-        totals[0] += self._calls
-        totals[1] += self._calls * self._nbytes
-        totals[3] += self._seconds
+    def count(self) -> Count:
+        """Return what this path has done so far."""
+        return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)

@@ -1,112 +1,141 @@
-"""How communicators are made from others, and freed."""
+"""How groups are made from others, and freed."""
 
 from __future__ import annotations
 
 import operator
 import struct
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from arraycomm._collectives.operation import Call, agreement_only
+from arraycomm._collectives.operation import Context, SmallExchange
+from arraycomm._collectives.placement import Placements
+from arraycomm._collectives.runner import OperationClass, Runner
 from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
-
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator, Options
+from arraycomm._protocol.group import Group, Options
 
 _COLOR_AND_KEY: Final = struct.Struct("<?qq")
+# Said in place of a number of messages: one of the groups was closed by an error.
+ENDED_BY_ERROR: Final = -1 << 63
 
 
-def split(comm: Communicator, color: int | None, key: int) -> Communicator | None:
+class Split(SmallExchange):
     """See `Communicator.split`."""
 
-    def prepare(comm: Communicator) -> Call:
-        return agreement_only("split", data=_pack(color, key))
+    name, code = "split", 10
 
-    said = [_COLOR_AND_KEY.unpack(data) for data in comm._call("split", prepare)]
-    return _open(comm, "split", said, comm._options)
+    def __init__(self, context: Context, color: int | None, key: int) -> None:
+        super().__init__(context, data=_pack(color, key))
 
 
-def split_by_node(comm: Communicator) -> Communicator:
-    """See `Communicator.split_by_node`."""
-    made = split(comm, comm._link.nodes()[comm.rank], 0)
+class Dup(SmallExchange):
+    """See `Communicator.dup`; what the ranks compare are the new options, and `settings`."""
+
+    name, code = "dup", 11
+
+    def __init__(
+        self, context: Context, options: dict[str, Any], chosen: list[Options], settings: str = ""
+    ) -> None:
+        chosen.append(replace(context.group.options, **options))
+        super().__init__(context, f"{chosen[-1]!r}{settings}")
+
+
+class CountMessages(SmallExchange):
+    """Tells all ranks how many messages each has sent more than received."""
+
+    def __init__(self, context: Context, number: int) -> None:
+        super().__init__(context, data=number.to_bytes(8, "little", signed=True))
+
+    def result(self, agreement: Any) -> Any:
+        replies = super().result(agreement)
+        return [int.from_bytes(reply, "little", signed=True) for reply in replies]
+
+
+class Free(CountMessages):
+    """See `Communicator.free`."""
+
+    name, code = "free", 12
+
+
+class Finalize(CountMessages):
+    """See `arraycomm.finalize`."""
+
+    name, code = "finalize", 17
+
+
+def split(runner: Runner, color: int | None, key: int) -> Runner | None:
+    """Return the runner of this rank's new group, or None if it passes no color."""
+    replies = runner.call(Split, color, key)
+    members = [_COLOR_AND_KEY.unpack(reply) for reply in replies]
+    return _open(runner, "split", members, runner.group.options)
+
+
+def split_by_node(runner: Runner) -> Runner:
+    """Return the runner of the ranks on this rank's node."""
+    made = split(runner, runner.group.transport.nodes()[runner.group.rank], 0)
     assert made is not None
     return made
 
 
 def dup(
-    comm: Communicator, options: dict[str, Any], check: Callable[[], str] = lambda: ""
-) -> Communicator:
-    """Return a communicator of the same ranks, with these options where they are to differ.
+    runner: Runner,
+    options: dict[str, Any],
+    operation: OperationClass[..., Dup] = Dup,
+    *arguments: Any,
+) -> Runner:
+    """Return the runner of a group of the same ranks, with these options instead of the old ones.
 
-    Where `check` raises on one rank, it raises there and tells the other ranks; what it returns has
-    to be the same on all.
+    `operation` is how the ranks agree on that; it gets further `arguments`.
     """
     chosen: list[Options] = []
-
-    def prepare(comm: Communicator) -> Call:
-        settings = check()
-        chosen.append(replace(comm._options, **options))
-        return agreement_only("dup", f"{chosen[0]!r}{settings}")
-
-    comm._call("dup", prepare)
-    made = _open(comm, "dup", [(True, 0, 0)] * comm.size, chosen[0])
+    runner.call(operation, options, chosen, *arguments)
+    made = _open(runner, "dup", [(True, 0, 0)] * runner.group.size, chosen[0])
     assert made is not None
-    made._original = comm
-    comm._duplicates.append(made)
+    runner.statistics.include(made.statistics)
+    made.original = runner
     return made
 
 
-def free(comm: Communicator) -> None:
+def free(runner: Runner) -> None:
     """See `Communicator.free`."""
-    if comm._closed is not None:
+    group = runner.group
+    if group.closed is not None:
         # It was freed before, or an error ended it: then the end of the program takes care of it.
         return
-    lost = sum(tell_unmatched(comm, "free", comm._unmatched))
+    lost = sum(runner.call(Free, group.unmatched))
     # Every rank has started its messages by now, and the group is needed until they are there.
-    comm._engine.drain()
-    comm._devices.close()
-    comm._forget_short()
-    comm._closed = CommunicatorClosedError("it was freed")
-    comm._related.remove(comm)
+    group.engine.drain()
+    for hook in group.on_free:
+        hook()
+    group.end(CommunicatorClosedError("it was freed"))
+    group.related.remove(group)
     if lost > 0:
         warn_of_messages("free", lost)
     else:
-        comm._link.free()
-    if comm._original is not None:
-        comm._original._take_over_stats(comm)
+        group.transport.free()
+    if runner.original is not None:
+        runner.original.statistics.take_over(runner.statistics)
 
 
-def shrink(comm: Communicator) -> Communicator:
+def shrink(runner: Runner) -> Runner:
     """See `Communicator.shrink`."""
-    from arraycomm._session import replace_root
-
-    link = comm._link.shrink()
-    if link is None:
+    group = runner.group
+    transport = group.transport.shrink()
+    if transport is None:
         raise BackendUnavailableError(
-            f"shrink: the transport {comm.backend!r}, as it was started, does not outlive the death "
+            f"shrink: the transport {group.backend!r}, as it was started, does not outlive the death "
             "of a process; start the program with Open MPI's mpiexec --with-ft ulfm"
         )
-    made = type(comm)(link, comm._options, f"{comm._name}/shrunk")
-    made._devices.device_request = comm._devices.device_request
-    for member in list(comm._related):
-        member._close(CommunicatorClosedError("shrink() has replaced it"))
+    made = Group(transport, group.options, f"{group.name}/shrunk")
+    for member in list(group.related):
+        member.close(CommunicatorClosedError("shrink() has replaced it"))
         # Revoked: nothing of it is under way any more.
-        member._unfinished = False
-    replace_root(comm, made)
-    return made
-
-
-def tell_unmatched(comm: Communicator, operation: str, number: int) -> list[int]:
-    """Tell all ranks how many messages this one has sent more than received; return everyone's."""
-    data = number.to_bytes(8, "little", signed=True)
-    said = comm._call(operation, lambda _: agreement_only(operation, data=data))
-    return [int.from_bytes(other, "little", signed=True) for other in said]
+        member.unfinished = False
+    return Runner(made, runner.placements.for_survivors(made))
 
 
 def warn_of_messages(operation: str, lost: int) -> None:
-    """Warn of messages that wait where nobody receives them.
+    """Warn of messages that wait for a receive that nobody makes.
 
     Their transport is not freed: MPI could hand them to the receives of one made later in its place.
     """
@@ -123,31 +152,30 @@ def _pack(color: Any, key: Any) -> bytes:
         return _COLOR_AND_KEY.pack(color is not None, number, operator.index(key))
     except (TypeError, struct.error):
         raise TypeError(
-            f"split: color must be an integer or None, and key an integer; got {color!r}, {key!r}"
+            f"color must be an integer or None, and key an integer; got {color!r}, {key!r}"
         ) from None
 
 
 def _open(
-    comm: Communicator, kind: str, said: list[tuple[bool, int, int]], options: Options
-) -> Communicator | None:
-    """Make this rank's new communicator from what every rank said: (takes part, color, key)."""
-    takes_part, color, _ = said[comm.rank]
-    colors = sorted({color for taking, color, _ in said if taking})
-    members = [r for r, (taking, other, _) in enumerate(said) if taking and other == color]
-    members.sort(key=lambda rank: (said[rank][2], rank))
-    comm._made += 1
-    name = f"{comm._name}/{kind}-{comm._made}"
-    with comm._turn():
-        group = colors.index(color) if takes_part else None
-        link = comm._link.split(group, members)
-        key = members.index(comm.rank) if takes_part else 0
+    runner: Runner, kind: str, replies: list[tuple[bool, int, int]], options: Options
+) -> Runner | None:
+    """Make this rank's new group from what every rank said: (takes part, color, key)."""
+    group = runner.group
+    takes_part, color, _ = replies[group.rank]
+    colors = sorted({color for taking, color, _ in replies if taking})
+    members = [r for r, (taking, other, _) in enumerate(replies) if taking and other == color]
+    members.sort(key=lambda rank: (replies[rank][2], rank))
+    name = group.name_child(kind)
+    number = colors.index(color) if takes_part else None
+    key = members.index(group.rank) if takes_part else 0
+    with group.turn():
+        transport = group.transport.split(number, members)
         device_link = None
-        if options.reproducible == comm._options.reproducible:
-            device_link = comm._engine.run(comm._guarded(comm._devices.split(group, key)))
-    if link is None:
+        if options.reproducible == group.options.reproducible:
+            splitting = runner.placements.split(number, key)
+            device_link = group.engine.run(group.guarded(splitting))
+    if transport is None:
         return None
-    made = type(comm)(link, options, name)
-    made._devices.adopt(comm._devices, device_link)
-    made._related = comm._related
-    comm._related.append(made)
-    return made
+    made = group.child(transport, options, name)
+    placements: Placements = runner.placements.child(made, device_link)
+    return Runner(made, placements)

@@ -1,8 +1,8 @@
 """Messages from one rank to another: what travels ahead of the elements, and what follows.
 
-A message is an envelope (status, dtype, shape, and the elements where they are few), and further
-pieces where they are many. The pieces have a tag of their own, which the envelope names, so that
-receives under way at once never take one another's.
+A message is an envelope (status, dtype, shape, and the elements if they are few), and further pieces
+if they are many. The pieces have a tag of their own, which the envelope names, so that receives under
+way at the same time never take one another's.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+import time
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
-from arraycomm._collectives.movements import describe, parse, wanted_kind
-from arraycomm._collectives.operation import UndeliveredError, check_rank, flatten
-from arraycomm._collectives.placement import DeferredResultBuffer
+from arraycomm._callsite import call_site, describe_raise
+from arraycomm._collectives.arguments import check_rank
+from arraycomm._collectives.movements import wanted_kind
+from arraycomm._collectives.placement import DeferredResultBuffer, HostPlacement, flatten
+from arraycomm._collectives.requests import Request, waitall
+from arraycomm._collectives.statistics import Statistics
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
-from arraycomm._errors import PeerError, TransportError
-from arraycomm._protocol.header import MAX_DIMS, Steps, in_header
-from arraycomm._transports.base import MAX_BYTES, Bytes
-
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator
+from arraycomm._errors import PeerError, TransportError, name_operation
+from arraycomm._protocol.details import Description
+from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.header import MAX_DIMS, has_room_for
+from arraycomm._transports.base import MAX_BYTES, Bytes, Flat, Steps, Transport
 
 # Tags of the user's are below this, those of further pieces from it on.
 TAGS: Final = 1 << 20
@@ -41,102 +44,178 @@ class Message(NamedTuple):
     steps: Steps
     peer: int
     doing: str
-    nbytes: int
-    copies: int
+    nbytes: int = 0
+    copies: int = 0
 
 
-def send(comm: Communicator, x: Any, dest: int, tag: int) -> Message:
-    """See `Communicator.send`."""
-    dest, tag = check_rank(comm, dest, "send", "dest"), _check_tag(tag, "send")
-    doing = f"send to rank {dest} with tag {tag}"
-    try:
-        source = view(x, "send")
-        check_movable(source.dtype, "send")
-        flat, copies = flatten(source)
-        said = _description(source)
-    except Exception as error:
-        return Message(_send_error(comm, error, dest, tag), dest, doing, 0, 0)
-    return Message(_send(comm, source, flat, said, dest, tag), dest, doing, flat.nbytes, copies)
+class Messenger:
+    """Sends and receives the messages of one group."""
+
+    def __init__(self, group: Group, statistics: Statistics) -> None:
+        self._group = group
+        self._statistics = statistics
+        self._host = HostPlacement(group)
+        self._pieces = 0
+
+    def send(self, x: Any, dest: int, tag: int, *, awaited: bool = False) -> Request:
+        """Start to send an array; `awaited` if the caller waits for it at once."""
+        return self._post("send", self._sending, x, dest, tag, awaited=awaited)
+
+    def recv(self, source: int, tag: int, like: Any, out: Any, *, awaited: bool = False) -> Request:
+        """Start to receive an array; `awaited` if the caller waits for it at once."""
+        return self._post("recv", self._receiving, source, tag, like, out, awaited=awaited)
+
+    def sendrecv(self, x: Any, dest: int, source: int, tag: int, like: Any, out: Any) -> Any:
+        """Send and receive at the same time; return what was received."""
+        sending = self.send(x, dest, tag, awaited=True)
+        try:
+            receiving = self.recv(source, tag, like, out, awaited=True)
+        except Exception:
+            self.wait("send", sending)
+            raise
+        return self.wait("recv", receiving, sending)[0]
+
+    def wait(self, operation: str, *requests: Request) -> list[Any]:
+        """Wait for messages; what interrupts the wait ends them."""
+        started = time.perf_counter()
+        try:
+            return waitall(requests)
+        except Exception:
+            raise
+        except BaseException as error:
+            for request in requests:
+                request.give_up(error)
+            raise
+        finally:
+            self._statistics.add_seconds(operation, time.perf_counter() - started)
+
+    def _post(self, operation: str, prepare: Any, *args: Any, awaited: bool) -> Request:
+        group = self._group
+        if group.closed is not None:
+            raise group.closed_error(operation)
+        site = call_site()
+        with group.turn():
+            try:
+                message: Message = prepare(*args)
+            except Exception as error:
+                name_operation(error, operation)
+                raise
+            self._statistics.count(operation, message.nbytes, message.copies)
+
+            def watch(waited: float) -> None:
+                group.check_message(message.peer, message.doing, site, waited)
+
+            group.unmatched += 1 if operation == "send" else -1
+            steps = self._delivered(message.steps, operation)
+            task = group.engine.submit_message(steps, site, watch, awaited=awaited)
+        return Request(group, task, site)
+
+    def _delivered(self, steps: Steps, operation: str) -> Steps:
+        """Close the group if a message fails in the middle of its steps."""
+        try:
+            return (yield from steps)
+        except UndeliveredError as undelivered:
+            name_operation(undelivered.error, operation)
+            raise undelivered.error from None
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._group.close(error)
+            # Also if it was closed before: the transport may still hold this message's memory.
+            self._group.unfinished = True
+            raise
+
+    # Sending
+
+    def _sending(self, x: Any, dest: int, tag: int) -> Message:
+        transport = self._group.transport
+        dest, tag = check_rank(dest, self._group.size, "dest"), _check_tag(tag)
+        doing = f"send to rank {dest} with tag {tag}"
+        try:
+            source = view(x)
+            check_movable(source.dtype)
+            flat, copies = flatten(source)
+            described = _described(source)
+        except Exception as error:
+            name_operation(error, "send")
+            return Message(_send_error(transport, error, dest, tag), dest, doing)
+        steps = self._send(source, flat, described, dest, tag)
+        return Message(steps, dest, doing, flat.nbytes, copies)
+
+    def _send(self, source: BufferView, flat: Flat, described: bytes, dest: int, tag: int) -> Steps:
+        data, transport = flat.view(np.uint8), self._group.transport
+        inline = len(described) + len(data) <= _ROOM
+        # A number for the further pieces, which no message under way has.
+        self._pieces = pieces = (self._pieces + 1) % TAGS
+        head = _head(_ELEMENTS, pieces, len(data), source.dtype, source.shape, len(described))
+        envelope = head + described + (data.tobytes() if inline else b"")
+        handles = [transport.send(np.frombuffer(envelope, np.uint8), dest, tag)]
+        if not inline:
+            handles += [transport.send(piece, dest, TAGS + pieces) for piece in _cut(data)]
+        yield from handles
+
+    # Receiving
+
+    def _receiving(self, source: int, tag: int, like: Any, out: Any) -> Message:
+        source, tag = check_rank(source, self._group.size, "source"), _check_tag(tag)
+        doing = f"recv from rank {source} with tag {tag}"
+        return Message(self._recv(source, tag, like, out), source, doing)
+
+    def _recv(self, source: int, tag: int, like: Any, out: Any) -> Steps:
+        transport = self._group.transport
+        kind, wrong = _wanted(like, out)
+        envelope = np.empty(_ENVELOPE, np.uint8)
+        yield transport.recv(envelope, source, tag)
+        status, pieces, nbytes, code, ndim, length, *dims = _HEAD.unpack_from(envelope.data)
+        body = envelope[_HEAD.size :]
+        text = body[: min(max(length, 0), _ROOM)].tobytes().decode(errors="replace")
+        if status == _RAISED:
+            raise UndeliveredError(wrong or _sender_raised(source, text))
+        dtype, shape = _array(code, dims[: max(ndim, 0)], text)
+        if math.prod(shape) * dtype.itemsize != nbytes:
+            raise TransportError(f"recv: a malformed message came from rank {source}")
+        target = DeferredResultBuffer(self._host, kind, shape, dtype, None if wrong else out)
+        data = target.flat.view(np.uint8)
+        if length + nbytes <= _ROOM:
+            data[...] = body[length : length + nbytes]
+        else:
+            yield from [transport.recv(piece, source, TAGS + pieces) for piece in _cut(data)]
+        if wrong is not None:
+            raise UndeliveredError(wrong)
+        try:
+            return target.deliver()
+        except UndeliveredError:
+            raise
+        except Exception as error:
+            raise UndeliveredError(error) from error
 
 
-def _send(
-    comm: Communicator,
-    source: BufferView,
-    flat: np.ndarray[Any, Any],
-    said: bytes,
-    dest: int,
-    tag: int,
-) -> Steps:
-    data = flat.view(np.uint8)
-    inline = len(said) + len(data) <= _ROOM
-    pieces = comm._next_message()
-    head = _head(_ELEMENTS, pieces, len(data), source.dtype, source.shape, len(said))
-    envelope = head + said + (data.tobytes() if inline else b"")
-    handles = [comm._link.send(np.frombuffer(envelope, np.uint8), dest, tag)]
-    if not inline:
-        handles += [comm._link.send(piece, dest, TAGS + pieces) for piece in _cut(data)]
-    yield from handles
-
-
-def _description(source: BufferView) -> bytes:
-    """Return what is said of dtype and shape where the head has no room for them."""
-    said = (describe(source.dtype, source.shape, "send") or "").encode()
-    if len(said) > _ROOM:
+def _described(source: BufferView) -> bytes:
+    """Return what the receiver is told of dtype and shape if the head has no room for them."""
+    description = Description.if_needed(source.dtype, source.shape)
+    described = b"" if description is None else description.array.encode()
+    if len(described) > _ROOM:
         raise TypeError(
-            f"send: a dtype of {len(source.dtype.names or ())} fields and {source.array.ndim} dimensions "
-            f"take {len(said)} bytes to describe, more than {_ROOM}; send fields one by one"
+            f"a dtype of {len(source.dtype.names or ())} fields and {source.array.ndim} dimensions "
+            f"take {len(described)} bytes to describe, more than {_ROOM}; send fields one by one"
         )
-    return said
+    return described
 
 
-def _send_error(comm: Communicator, error: Exception, dest: int, tag: int) -> Steps:
+def _send_error(transport: Transport, error: Exception, dest: int, tag: int) -> Steps:
     """Tell the receiver why there is no message, and raise."""
-    from arraycomm._callsite import describe_raise
-
-    said = describe_raise(error).encode(errors="replace")[-_ROOM:]
-    head = _head(_RAISED, 0, 0, None, (), len(said))
-    yield comm._link.send(np.frombuffer(head + said, np.uint8), dest, tag)
+    text = describe_raise(error).encode(errors="replace")[-_ROOM:]
+    head = _head(_RAISED, 0, 0, None, (), len(text))
+    yield transport.send(np.frombuffer(head + text, np.uint8), dest, tag)
     raise UndeliveredError(error)
-
-
-def recv(comm: Communicator, source: int, tag: int, like: Any, out: Any) -> Message:
-    """See `Communicator.recv`."""
-    source, tag = check_rank(comm, source, "recv", "source"), _check_tag(tag, "recv")
-    doing = f"recv from rank {source} with tag {tag}"
-    return Message(_recv(comm, source, tag, like, out), source, doing, 0, 0)
-
-
-def _recv(comm: Communicator, source: int, tag: int, like: Any, out: Any) -> Steps:
-    kind, wrong = _wanted(like, out)
-    envelope = np.empty(_ENVELOPE, np.uint8)
-    yield comm._link.recv(envelope, source, tag)
-    status, pieces, nbytes, code, ndim, length, *dims = _HEAD.unpack_from(envelope.data)
-    body = envelope[_HEAD.size :]
-    said = body[: min(max(length, 0), _ROOM)].tobytes().decode(errors="replace")
-    if status == _RAISED:
-        raise UndeliveredError(wrong or _sender_raised(source, said))
-    dtype, shape = _array(code, dims[: max(ndim, 0)], said)
-    if math.prod(shape) * dtype.itemsize != nbytes:
-        raise TransportError(f"recv: a malformed message came from rank {source}")
-    target = DeferredResultBuffer(
-        comm._host_placement, kind, shape, dtype, None if wrong else out, "recv"
-    )
-    data = target.flat.view(np.uint8)
-    if length + nbytes <= _ROOM:
-        data[...] = body[length : length + nbytes]
-    else:
-        yield from [comm._link.recv(piece, source, TAGS + pieces) for piece in _cut(data)]
-    if wrong is not None:
-        raise UndeliveredError(wrong)
-    return target.deliver()
 
 
 def _wanted(like: Any, out: Any) -> tuple[BufferView, Exception | None]:
     """Tell what the result is like, or what is wrong with that: the message is taken all the same."""
     try:
-        return wanted_kind(None, like, out, "recv"), None
+        return wanted_kind(None, like, out), None
     except Exception as error:
-        return wanted_kind(None, None, None, "recv"), error
+        return wanted_kind(None, None, None), error
 
 
 def _sender_raised(source: int, traceback: str) -> PeerError:
@@ -157,7 +236,7 @@ def _head(
     shape: tuple[int, ...],
     length: int,
 ) -> bytes:
-    fits = dtype is not None and in_header(dtype, shape)
+    fits = dtype is not None and has_room_for(dtype, shape)
     code = BY_DTYPE[dtype].code if fits and dtype is not None else 0
     dims = shape if fits else ()
     return _HEAD.pack(
@@ -165,22 +244,22 @@ def _head(
     )
 
 
-def _array(code: int, dims: list[int], said: str) -> tuple[DType, tuple[int, ...]]:
+def _array(code: int, dims: list[int], described: str) -> tuple[DType, tuple[int, ...]]:
     """Return the dtype and shape that an envelope names."""
     if code in BY_CODE:
         return BY_CODE[code].dtype, tuple(dims)
-    return parse(said)
+    return Description(described).parse()
 
 
 def _cut(data: Bytes) -> list[Bytes]:
     return [data[start : start + MAX_BYTES] for start in range(0, len(data), MAX_BYTES)]
 
 
-def _check_tag(tag: Any, operation: str) -> int:
+def _check_tag(tag: Any) -> int:
     try:
         found = operator.index(tag)
     except TypeError:
-        raise TypeError(f"{operation}: tag must be an integer; got {tag!r}") from None
+        raise TypeError(f"tag must be an integer; got {tag!r}") from None
     if not 0 <= found < TAGS:
-        raise ValueError(f"{operation}: tag must be 0 to {TAGS - 1}; got {tag}")
+        raise ValueError(f"tag must be 0 to {TAGS - 1}; got {tag}")
     return found

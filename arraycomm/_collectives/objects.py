@@ -1,100 +1,104 @@
-"""The collectives of Python objects, which travel as pickles, as calls: see `_calls.py`."""
+"""The collectives of Python objects, which travel as pickles: see `operation.py`."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from arraycomm._collectives import algorithms
-from arraycomm._collectives.operation import (
-    Call,
-    bounds_of,
-    check_root,
-    deliver,
-    lengths_of,
-    payload_of,
-)
+from arraycomm._collectives.arguments import check_root
+from arraycomm._collectives.operation import Context, Operation, bounds_of
 from arraycomm._collectives.pickling import dumps, loads
-from arraycomm._protocol.header import Agreement, Signature, Steps
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.header import Signature
+from arraycomm._transports.base import Bytes, Steps
 
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator
+_NO_BYTES = np.empty(0, np.uint8)
 
 
-def allgather_object(comm: Communicator, obj: Any, operation: str = "allgather_object") -> Call:
+class ObjectOperation(Operation):
+    """An operation on one pickle a rank; `received` is each rank's, on a rank that gets them."""
+
+    def __init__(self, context: Context, data: Bytes, root: int | None = None) -> None:
+        super().__init__(context)
+        self.data, self.root = data, root
+        self.received: list[Bytes] = []
+        self.signature = Signature(self.name, None, root)
+        self.nbytes = self.length = len(data)
+
+    def pack(self, room: int) -> Bytes | None:
+        return self.data if len(self.data) <= room else None
+
+
+class AllgatherObject(ObjectOperation):
     """See `Communicator.allgather_object`."""
-    data = dumps(obj)
 
-    def finish(agreement: Agreement) -> Steps:
-        lengths = lengths_of(agreement, comm.size)
-        if max(lengths) <= comm._inline:
-            parts = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
-            return deliver(lambda: [loads(part) for part in parts])
+    name, code = "allgather_object", 9
+
+    def __init__(self, context: Context, obj: Any) -> None:
+        super().__init__(context, dumps(obj))
+
+    def steps(self, agreement: Agreement) -> Steps:
+        group, lengths = self.group, agreement.lengths()
+        if max(lengths) <= group.inline_bytes:
+            self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
+            return
         bounds = bounds_of(lengths)
         everything = np.empty(bounds[-1], np.uint8)
-        everything[bounds[comm.rank] : bounds[comm.rank + 1]] = data
-        yield from algorithms.allgatherv(comm._link, everything, bounds)
-        return deliver(lambda: [loads(everything[start:end]) for start, end in pairwise(bounds)])
+        everything[bounds[group.rank] : bounds[group.rank + 1]] = self.data
+        yield from algorithms.allgatherv(group.transport, everything, bounds)
+        self.received = [everything[start:end] for start, end in pairwise(bounds)]
 
-    return Call(
-        Signature(operation),
-        finish,
-        payload_of(data, len(data) <= comm._inline),
-        len(data),
-        nbytes=len(data),
-    )
+    def result(self, agreement: Agreement) -> list[Any]:
+        return [loads(part) for part in self.received]
 
 
-def gather_object(comm: Communicator, obj: Any, root: int) -> Call:
+class GatherObject(ObjectOperation):
     """See `Communicator.gather_object`."""
-    root = check_root(comm, root, "gather_object")
-    data = dumps(obj)
 
-    def finish(agreement: Agreement) -> Steps:
-        lengths = lengths_of(agreement, comm.size)
+    name, code = "gather_object", 28
+
+    def __init__(self, context: Context, obj: Any, root: int) -> None:
+        root = check_root(root, context.group.size)
+        super().__init__(context, dumps(obj), root)
+
+    def steps(self, agreement: Agreement) -> Steps:
+        group, lengths = self.group, agreement.lengths()
+        assert self.root is not None
+        if max(lengths) <= group.inline_bytes:
+            self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
+            return
         bounds = bounds_of(lengths)
-        parts: list[np.ndarray[Any, Any]] = []
-        if max(lengths) <= comm._inline:
-            parts = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
-        else:
-            everything = np.empty(bounds[-1] if comm.rank == root else 0, np.uint8)
-            into = everything if comm.rank == root else None
-            yield from algorithms.gatherv(comm._link, data, into, bounds, root)
-            parts = [everything[start:end] for start, end in pairwise(bounds)]
-        if comm.rank != root:
-            return None
-        return deliver(lambda: [loads(part) for part in parts])
+        into = np.empty(bounds[-1], np.uint8) if group.rank == self.root else None
+        yield from algorithms.gatherv(group.transport, self.data, into, bounds, self.root)
+        if into is not None:
+            self.received = [into[start:end] for start, end in pairwise(bounds)]
 
-    return Call(
-        Signature("gather_object", None, root),
-        finish,
-        payload_of(data, len(data) <= comm._inline),
-        len(data),
-        nbytes=len(data),
-    )
+    def result(self, agreement: Agreement) -> list[Any] | None:
+        return [loads(part) for part in self.received] if self.group.rank == self.root else None
 
 
-def bcast_object(comm: Communicator, obj: Any, root: int) -> Call:
+class BcastObject(ObjectOperation):
     """See `Communicator.bcast_object`."""
-    root = check_root(comm, root, "bcast_object")
-    data = np.empty(0, np.uint8)
-    if comm.rank == root:
-        data = dumps(obj)
 
-    def finish(agreement: Agreement) -> Steps:
-        length = lengths_of(agreement, comm.size)[root]
-        if length <= comm._inline:
-            return deliver(loads, agreement.payload(root, length))
-        received = data.copy() if comm.rank == root else np.empty(length, np.uint8)
-        yield from algorithms.bcast(comm._link, received, root)
-        return deliver(loads, received)
+    name, code = "bcast_object", 8
 
-    return Call(
-        Signature("bcast_object", None, root),
-        finish,
-        payload_of(data, len(data) <= comm._inline),
-        len(data),
-        nbytes=len(data),
-    )
+    def __init__(self, context: Context, obj: Any, root: int) -> None:
+        root = check_root(root, context.group.size)
+        super().__init__(context, dumps(obj) if context.group.rank == root else _NO_BYTES, root)
+
+    def steps(self, agreement: Agreement) -> Steps:
+        group = self.group
+        assert self.root is not None
+        length = agreement.lengths()[self.root]
+        if length <= group.inline_bytes:
+            self.received = [agreement.payload(self.root, length)]
+            return
+        received = self.data.copy() if group.rank == self.root else np.empty(length, np.uint8)
+        yield from algorithms.bcast(group.transport, received, self.root)
+        self.received = [received]
+
+    def result(self, agreement: Agreement) -> Any:
+        return loads(self.received[0])

@@ -1,226 +1,203 @@
-"""A collective as a call: what it shows the other ranks, what follows, and where its result goes."""
+"""An operation: one rank's part in one collective, whole in one class.
+
+Its constructor checks the arguments and raises what is wrong with them. The runner then shows its
+signature, with its payload if that is small enough; `steps` moves the rest over a link; `result` hands
+the result to the caller. Operations decide nothing about when and over what they run: the runner does.
+"""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from arraycomm._arrays.buffer import BufferView
-from arraycomm._arrays.results import allocate, commit_out, to_framework
-from arraycomm._arrays.views import view_out
-from arraycomm._dtypes import DType
-from arraycomm._errors import TransportError
-from arraycomm._protocol.header import Agreement, Signature, Steps
-from arraycomm._transports.base import Bytes, Flat
-
-if TYPE_CHECKING:
-    from arraycomm._collectives.placement import HostPlacement
-    from arraycomm._communicator import Communicator
+from arraycomm._collectives.placement import HostPlacement, Placements, ResultBuffer, flatten
+from arraycomm._dtypes import check_movable
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.header import Signature, register
+from arraycomm._transports.base import Bytes, Flat, Steps
 
 
-# A length from another rank beyond this is taken for a broken header, not for an order of memory.
-MAX_LENGTH: Final = 1 << 40
+class Context:
+    """What the runner gives every operation: the group, and where the call's arrays are.
 
-
-@dataclass(slots=True)
-class Call:
-    """One rank's part in one collective.
-
-    `blind` says that `finish` needs nothing from the header when the payload is too large for it, and
-    `ahead` that it does not where all is on a device.
-    `prefix` is the signature as a header carries it, where that was encoded beforehand. `way` is that
-    of its array, and `again` makes the call for another way.
+    A call that is prepared again, because arrays of other ranks are elsewhere, is given its placement.
     """
 
+    __slots__ = ("_given", "_placements", "group")
+
+    def __init__(
+        self, group: Group, placements: Placements, given: HostPlacement | None = None
+    ) -> None:
+        self.group = group
+        self._placements = placements
+        self._given = given
+
+    @property
+    def host(self) -> HostPlacement:
+        """The placement of arrays that are host memory."""
+        return self._given or self._placements.host
+
+    @property
+    def host_tree(self) -> HostPlacement:
+        """The placement of trees that are communicated as host memory."""
+        return self._placements.host_tree
+
+    def place(self, *arrays: Any) -> HostPlacement:
+        """Return where a call of these arrays is communicated from."""
+        return self._given or self._placements.of(*arrays)
+
+    def place_tree(self, leaves: Sequence[Any]) -> HostPlacement:
+        """Return where a tree of these leaves is communicated from."""
+        return self._given or self._placements.of_tree(leaves)
+
+
+class Operation:
+    """One rank's part in one collective.
+
+    Attributes
+    ----------
+    name, code : str, int
+        Of the operation, in errors and in headers.
+    header_independent : bool
+        Whether `steps` needs nothing from the header if the payload is too large for it.
+    independent_on_devices : bool
+        Whether it does not if all arrays are on devices.
+    negotiable : bool
+        Whether ranks whose trees differ get one another's details instead of an error.
+    signature : Signature
+        What the ranks compare.
+    prefix : bytes or None
+        The encoded header, if that was worked out beforehand.
+    payload : array of bytes, or None
+        What travels with the header; set by the runner from `pack`.
+    length : int
+        What the header announces, if the ranks may differ in it.
+    nbytes, copies : int
+        Bytes of the arrays passed, and copies made of them outside the transport.
+    """
+
+    name: ClassVar[str]
+    code: ClassVar[int]
+    header_independent: ClassVar[bool] = False
+    independent_on_devices: bool = False
+    negotiable: bool = False
     signature: Signature
-    finish: Callable[[Any], Steps]
+    prefix: bytes | None = None
     payload: Bytes | None = None
     length: int = 0
     nbytes: int = 0
     copies: int = 0
-    negotiable: bool = False
-    blind: bool = False
-    ahead: bool = False
-    prefix: bytes | None = None
-    placement: HostPlacement | None = None
-    again: Callable[[HostPlacement], Call] | None = None
+
+    def __init_subclass__(cls) -> None:
+        if "code" in cls.__dict__:
+            register(cls.name, cls.code)
+
+    def __init__(self, context: Context, placement: HostPlacement | None = None) -> None:
+        self.group = context.group
+        self.placement = context.host if placement is None else placement
+
+    def pack(self, room: int) -> Bytes | None:
+        """Return what travels with the header, if it is at most `room` bytes; -1 is no room at all."""
+        return None
+
+    def steps(self, agreement: Agreement) -> Steps:
+        """Move what has not come with the headers."""
+        yield from ()
+
+    def result(self, agreement: Agreement) -> Any:
+        """Hand the result to the caller, the last thing a call does."""
+        return None
 
 
-class UndeliveredError(Exception):
-    """The ranks are done with one another, but this one's framework does not take its result."""
+class ArrayOperation(Operation):
+    """An operation on one array a rank.
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def deliver(make: Callable[..., Any], *args: Any) -> Any:
-    """Return `make(*args)`, the last thing a call does; what it raises concerns this rank alone."""
-    try:
-        return make(*args)
-    except Exception as error:
-        raise UndeliveredError(error) from error
-
-
-class ResultBuffer:
-    """Where a result goes: a fresh array like the caller's, or the caller's `out`.
-
-    `flat` is contiguous memory of the result's elements in C order. It is the caller's own memory
-    where that is contiguous, and does not overlap `source` other than by being the same; where
-    `apart`, not even so.
+    Attributes
+    ----------
+    source : BufferView
+        The caller's array.
+    flat : Flat
+        Its elements in C order.
+    target : ResultBuffer or None
+        Where the result goes, on a rank that gets one.
     """
 
-    def __init__(
-        self,
-        like: BufferView,
-        shape: tuple[int, ...],
-        dtype: DType,
-        out: Any,
-        operation: str,
-        source: np.ndarray[Any, Any] | None = None,
-        *,
-        must_not_alias: bool = False,
-    ) -> None:
-        self._like = like
-        self._out = None if out is None else view_out(out, shape, dtype, operation)
-        direct = self._out is not None and _usable(self._out.array, source, must_not_alias)
-        self._array = self._out.array if direct and self._out else allocate(shape, dtype)
-        self._staged = self._out is not None and not direct
-        self.copies = int(self._staged)
-        self.flat = self._array.reshape(-1)
+    target: ResultBuffer | None = None
 
-    def deliver(self) -> Any:
-        """Hand the finished result to the caller."""
-        if self._out is None:
-            return deliver(to_framework, self._array, self._like)
-        if self._staged:
-            np.copyto(self._out.array, self._array)
-        return deliver(commit_out, self._out)
+    def __init__(self, context: Context, x: Any, op: Any = None) -> None:
+        super().__init__(context, context.place(x, op))
+        self.source = self.placement.view(x)
+        check_movable(self.source.dtype)
+        self.flat, self.copies = flatten(self.source)
+        self.nbytes = self.flat.nbytes
+
+    def make_target(
+        self, shape: tuple[int, ...], out: Any, *, must_not_alias: bool = False
+    ) -> ResultBuffer:
+        """Return where a result of this shape goes, like the caller's array."""
+        target = self.placement.result(
+            self.source, shape, self.source.dtype, out, self.flat, must_not_alias=must_not_alias
+        )
+        self.copies += target.copies
+        return target
+
+    def sign(
+        self, op: str | None, root: int | None, shape: tuple[int, ...] | None = None
+    ) -> Signature:
+        """Return the signature of a call with this array."""
+        shape = self.source.shape if shape is None else shape
+        return Signature(self.name, op, root, self.source.dtype, shape)
+
+    def pack(self, room: int) -> Bytes | None:
+        return self.flat.view(np.uint8) if self.flat.nbytes <= room else None
+
+    def result(self, agreement: Agreement) -> Any:
+        return None if self.target is None else self.target.deliver()
+
+    def rows(self, agreement: Agreement) -> list[Flat]:
+        """Return every rank's elements, which came with the headers."""
+        nbytes, dtype = self.flat.nbytes, self.flat.dtype
+        return [agreement.payload(rank, nbytes).view(dtype) for rank in range(self.group.size)]
+
+
+class SmallExchange(Operation):
+    """An operation that is finished with its header; it returns every rank's data, of one length."""
+
+    def __init__(self, context: Context, op: str | None = None, data: bytes = b"") -> None:
+        super().__init__(context)
+        self.signature = Signature(self.name, op)
+        self._data = np.frombuffer(data, np.uint8)
+
+    def pack(self, room: int) -> Bytes:
+        return self._data
+
+    def result(self, agreement: Agreement) -> list[bytes]:
+        count = len(self._data)
+        return [agreement.payload(rank, count).tobytes() for rank in range(self.group.size)]
+
+
+class Barrier(Operation):
+    """See `Communicator.barrier`."""
+
+    name, code = "barrier", 7
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.signature = Signature(self.name)
 
 
 def bounds_of(lengths: Iterable[int], elements: int = 1) -> list[int]:
-    """Where parts of so many rows of `elements` begin, and where the last one ends."""
+    """Return where parts of so many rows of `elements` begin, and where the last one ends."""
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length * elements)
     return bounds
 
 
-def lengths_of(agreement: Agreement, size: int) -> list[int]:
-    """Return the lengths that the ranks have announced."""
-    lengths = [agreement.word(rank, 14) for rank in range(size)]
-    for rank, length in enumerate(lengths):
-        if not 0 <= length <= MAX_LENGTH:
-            raise TransportError(f"rank {rank} announced a length of {length}")
-    return lengths
-
-
-def check_counts(counts: Any, size: int, rows: int, operation: str) -> list[int]:
-    """Return `counts` as one length for each rank, which make up the rows of an array."""
-    try:
-        found = [operator.index(count) for count in counts]
-    except TypeError:
-        raise TypeError(
-            f"{operation}: counts must be a sequence of integers, one for each rank; got {counts!r}"
-        ) from None
-    if len(found) != size or min(found) < 0 or sum(found) != rows:
-        raise ValueError(
-            f"{operation}: counts must be one length for each of the {size} ranks, {rows} in all, "
-            f"as x has rows; got {found}"
-        )
-    return found
-
-
-def check_rows(source: BufferView, size: int, operation: str) -> tuple[int, ...]:
-    """Return the shape of the rows of an array that has one for each rank."""
-    shape = source.shape
-    if not shape or shape[0] != size:
-        raise ValueError(
-            f"{operation}: x must have one row for each of the {size} ranks, shape ({size}, …); got "
-            f"shape {shape}"
-        )
-    return shape[1:]
-
-
-def check_axis(source: BufferView, operation: str, otherwise: str) -> tuple[int, ...]:
-    """Return the shape of the rows of an array that may have any number of them."""
-    if not source.shape:
-        raise ValueError(
-            f"{operation}: x must have an axis 0, whose length may differ between ranks; got a "
-            f"0-d array, for which there is {otherwise}"
-        )
-    return source.shape[1:]
-
-
-def barrier(comm: Communicator) -> Call:
-    """See `Communicator.barrier`."""
-
-    def finish(agreement: Agreement) -> Steps:
-        yield from ()
-
-    return Call(Signature("barrier"), finish)
-
-
-def agreement_only(operation: str, op: str | None = None, data: bytes = b"") -> Call:
-    """A call that is finished with its header; it returns every rank's `data`, of one length."""
-
-    def finish(agreement: Agreement) -> Steps:
-        yield from ()
-        return [agreement.payload(rank, len(data)).tobytes() for rank in range(len(agreement.rows))]
-
-    return Call(Signature(operation, op), finish, np.frombuffer(data, np.uint8))
-
-
-def check_root(comm: Communicator, root: Any, operation: str) -> int:
-    """Return `root` as a rank of the communicator, or raise."""
-    return check_rank(comm, root, operation, "root", "an integer")
-
-
-def check_rank(
-    comm: Communicator, rank: Any, operation: str, name: str, wanted: str = "a rank"
-) -> int:
-    """Return an argument that names a rank of the communicator, or raise."""
-    try:
-        found = operator.index(rank)
-    except TypeError:
-        raise TypeError(f"{operation}: {name} must be {wanted}; got {rank!r}") from None
-    if not 0 <= found < comm.size:
-        raise ValueError(
-            f"{operation}: {name} must be a rank of the communicator, 0 to {comm.size - 1}; got {rank}"
-        )
-    return found
-
-
-def flatten(source: BufferView) -> tuple[Flat, int]:
-    """Return the elements in C order as one-dimensional memory, and the copies that took."""
-    if source.device_buffer is not None:
-        return source.device_buffer, int(source.copied)
-    flat = source.array.reshape(-1)
-    if not flat.flags.c_contiguous:
-        flat = np.ascontiguousarray(flat)
-    copied = flat.size > 0 and not np.may_share_memory(flat, source.array)
-    return flat, int(copied) + int(source.copied)
-
-
-def payload_of(flat: Flat, inline: bool) -> Bytes | None:
-    """Return what travels with the header, where it fits."""
-    return flat.view(np.uint8) if inline else None
-
-
-def _usable(
-    out: np.ndarray[Any, Any], source: np.ndarray[Any, Any] | None, must_not_alias: bool
-) -> bool:
-    """Tell whether a result can be written straight into `out` while `source` is being read."""
-    if not (out.flags.c_contiguous and out.flags.aligned):
-        return False
-    if source is None or not np.may_share_memory(out, source):
-        return True
-    return not must_not_alias and out.nbytes == source.nbytes and _address(out) == _address(source)
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])
+def elements_of(row: tuple[int, ...]) -> int:
+    """Return how many elements a row of this shape has."""
+    return math.prod(row)

@@ -1,41 +1,26 @@
-"""The ways of an array through a collective: as host memory, or on the device where it is.
+"""Placement: where the arrays of a call are communicated from, and where results go.
 
-A way says what a call looks at, which link it goes over, and where its result goes; the calls
-themselves are the same.
+Operations see arrays, links and results only through this interface; the host's side of it is here,
+the devices' side in `_cuda`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+import abc
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from arraycomm._arrays.buffer import BufferView
-from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
+from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.results import allocate, commit_out, to_framework
 from arraycomm._arrays.views import view, view_out
-from arraycomm._collectives.operation import ResultBuffer, UndeliveredError, deliver
+from arraycomm._collectives.algorithms import overlap
 from arraycomm._dtypes import DType
-from arraycomm._protocol.header import Steps
-from arraycomm._transports.base import Flat, Link
-
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator
-    from arraycomm._cuda.devices import Devices
-
-
-# What a header says of an array on a device, and of a tree with every leaf on one.
-ALL_ON_DEVICE: Final = 1
-
-
-class Place(Protocol):
-    """Where a result goes; `flat` is memory of its elements in C order."""
-
-    flat: Flat
-    copies: int
-
-    def deliver(self) -> Any:
-        """Hand the finished result to the caller."""
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.header import ON_HOST
+from arraycomm._transports.base import Flat, Link, Steps
 
 
 class HostPlacement:
@@ -45,148 +30,82 @@ class HostPlacement:
     ----------
     link : Link
         What moves and folds.
-    place : int
-        What the header says: 1 where an array of the call is on a device.
-    example : object
-        An array of the call that is on a device, where there is one.
-    host : bool
-        Whether elements are in host memory, so that few of them travel with the header.
-    ahead : bool
-        Whether a call goes ahead of its header, which is seen to later.
+    device_flag : int
+        What the header says of where the arrays are.
+    inline_bytes : int
+        Up to how many bytes travel with the header; -1 if none do, not even of an empty array.
+    async_check : bool
+        Whether a call may start before its header is checked.
+    tree : bool
+        Whether the call is of a tree, whose leaves may be in several places.
     """
 
     host = True
-    ahead = False
-    # Whether the call is of a tree, whose leaves may be in several places.
     tree = False
+    async_check = False
 
-    def __init__(self, comm: Communicator, place: int = 0, example: Any = None) -> None:
-        self.link: Link = comm._link
-        self.place = place
-        self.example = example
-        self._inline = comm._inline
+    def __init__(self, group: Group, device_flag: int = ON_HOST) -> None:
+        self.link: Link = group.transport
+        self.device_flag = device_flag
+        self.inline_bytes = group.inline_bytes
 
-    def view(self, x: Any, operation: str, name: str = "x") -> BufferView:
+    def view(self, x: Any, name: str = "x") -> BufferView:
         """Look at an array."""
-        return view(x, operation, name)
+        return view(x, name)
 
-    def known(self, x: Any, out: Any, operation: str) -> BufferView | None:
-        """Return the array that a rank which is not the root knows the result to be like, if any."""
+    def view_out(self, out: Any, shape: tuple[int, ...], dtype: DType) -> BufferView:
+        """Look at an array that a result of this shape and dtype is written to."""
+        return view_out(out, shape, dtype)
+
+    def view_known(self, x: Any, out: Any) -> BufferView | None:
+        """Return an array that the result is known to be like on a rank that is not the root."""
         if x is not None:
-            return self.view(x, operation)
+            return self.view(x)
         if out is None:
             return None
-        found = view(out, operation)
-        return view_out(out, found.shape, found.dtype, operation)
+        found = view(out, "out")
+        return view_out(out, found.shape, found.dtype)
 
-    def target(
+    def direct(self, out: BufferView) -> Flat | None:
+        """Return the memory of `out` if its elements lie side by side, in C order."""
+        array = out.array
+        return array.reshape(-1) if array.flags.c_contiguous and array.flags.aligned else None
+
+    def empty(self, like: BufferView, shape: tuple[int, ...], dtype: DType) -> tuple[Any, Flat]:
+        """Return memory that can become an array like `like`, and its elements."""
+        array = allocate(shape, dtype)
+        return array, array.reshape(-1)
+
+    def finish(self, made: Any, like: BufferView) -> Any:
+        """Return what `empty` made as an array like `like`; the caller forgets `made`."""
+        return to_framework(made, like)
+
+    def scratch(self, shape: tuple[int, ...], dtype: DType) -> Flat:
+        """Return memory for the elements of a result that is copied to `out` in the end."""
+        return allocate(shape, dtype).reshape(-1)
+
+    def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
+        """Finish a write into `out`, directly or to be copied from `flat`; return the caller's array."""
+        if not direct:
+            np.copyto(out.array, flat.reshape(out.array.shape))
+        return commit_out(out)
+
+    def result(
         self,
         like: BufferView,
         shape: tuple[int, ...],
         dtype: DType,
         out: Any,
-        operation: str,
         source: Flat | None = None,
         *,
         must_not_alias: bool = False,
-    ) -> Place:
-        """Return where a result goes; see `Target`."""
-        return ResultBuffer(
-            like, shape, dtype, out, operation, source, must_not_alias=must_not_alias
-        )
-
-    def inline(self, flat: Flat) -> bool:
-        """Tell whether elements travel with the header."""
-        return self.host and bool(flat.nbytes <= self._inline)
+    ) -> ResultBuffer:
+        """Return where a result of this shape and dtype goes; see `ResultBuffer`."""
+        return ResultBuffer(self, like, shape, dtype, out, source, must_not_alias=must_not_alias)
 
     def run(self, steps: Steps) -> Steps:
         """Run what follows the header."""
         return steps
-
-
-class DevicePlacement(HostPlacement):
-    """Arrays where they are, over a device's link, in the order of the caller's stream.
-
-    A rank whose own array is on the host copies it to the device, and its result back.
-    """
-
-    host = False
-
-    def __init__(self, comm: Communicator, devices: Devices, stream: int) -> None:
-        super().__init__(comm, ALL_ON_DEVICE)
-        assert devices.link is not None
-        self.link = devices.link
-        self.ahead = devices.link.ahead
-        self._devices = devices
-        self.memory = devices.link.memory.at(stream)
-        self._stream = stream
-        self._views: list[BufferView] = []
-
-    def view(self, x: Any, operation: str, name: str = "x") -> BufferView:
-        from arraycomm._cuda import arrays
-
-        if not arrays.on_cuda(x):
-            return self._view_of_host(view(x, operation, name))
-        found = arrays.device_view(x, operation, name, self.memory)
-        self._views.append(found)
-        return found
-
-    def _view_of_host(self, found: BufferView) -> BufferView:
-        return Uploaded(found, self.memory)
-
-    def known(self, x: Any, out: Any, operation: str) -> BufferView | None:
-        from arraycomm._cuda import arrays
-
-        if x is not None or not arrays.on_cuda(out):
-            return super().known(x, out, operation)
-        found = arrays.device_view(out, operation, "out", self.memory)
-        return arrays.view_out(out, found.shape, found.dtype, operation, self.memory)
-
-    def target(
-        self,
-        like: BufferView,
-        shape: tuple[int, ...],
-        dtype: DType,
-        out: Any,
-        operation: str,
-        source: Flat | None = None,
-        *,
-        must_not_alias: bool = False,
-    ) -> Place:
-        return DeviceResultBuffer(
-            self, like, shape, dtype, out, operation, source, must_not_alias=must_not_alias
-        )
-
-    def download(self, device_buffer: DeviceBuffer, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return what is on the device as an array of the host, unless the wait for it was ended."""
-        array = allocate(shape, device_buffer.dtype)
-        self.memory.download(device_buffer, array.reshape(-1))
-        self._devices.check()
-        return array
-
-    def run(self, steps: Steps) -> Steps:
-        """Go on in the caller's stream each time, behind what the link did in others."""
-        while True:
-            self._devices.enter(self._stream)
-            try:
-                waiting = next(steps)
-            except StopIteration as stop:
-                self._leave()
-                return stop.value
-            try:
-                yield waiting
-            except BaseException as error:
-                # Nothing more may be put on a stream in which a movement is not through.
-                steps.throw(error)
-                raise
-
-    def _leave(self) -> None:
-        """Let the caller's frameworks go on after what was put on the device."""
-        from arraycomm._cuda import arrays
-
-        for found in self._views:
-            arrays.release(found)
-        self._devices.leave()
 
 
 class StagedTreePlacement(HostPlacement):
@@ -195,101 +114,141 @@ class StagedTreePlacement(HostPlacement):
     tree = True
 
 
-class TreePlacement(DevicePlacement):
-    """A tree each of whose leaves is communicated from where it is."""
+class Placements(abc.ABC):
+    """Decides where the arrays of a call are communicated from."""
 
-    host = True
-    tree = True
+    @abc.abstractmethod
+    def of(self, *arrays: Any) -> HostPlacement:
+        """Return the placement of a call of these arrays, some of which may be None."""
 
-    def __init__(self, comm: Communicator, devices: Devices, stream: int, place: int) -> None:
-        super().__init__(comm, devices, stream)
-        self.place = place
-        # What is on the host goes in step with the header.
-        self.ahead = self.ahead and place == ALL_ON_DEVICE
+    @abc.abstractmethod
+    def of_tree(self, leaves: Sequence[Any]) -> HostPlacement:
+        """Return the placement of a tree of these leaves."""
 
-    def _view_of_host(self, found: BufferView) -> BufferView:
-        return found
+    @abc.abstractmethod
+    def on_device(self, x: Any) -> bool:
+        """Tell whether `x` is an array on a device; copies nothing."""
+
+    @property
+    @abc.abstractmethod
+    def host(self) -> HostPlacement:
+        """The placement of arrays that are host memory."""
+
+    @property
+    @abc.abstractmethod
+    def host_tree(self) -> HostPlacement:
+        """The placement of trees that are communicated as host memory."""
+
+    @property
+    def device_name(self) -> str:
+        """Where this rank makes arrays when no argument tells it."""
+        return "cpu"
+
+    # The life of a communicator.
+
+    @abc.abstractmethod
+    def child(self, group: Group, link: Any) -> Placements:
+        """Return the placements of a group made from this one, over what `split` returned."""
+
+    def for_survivors(self, group: Group) -> Placements:
+        """Return the placements of a group that takes the place of one with dead ranks."""
+        return self.child(group, None)
+
+    def split(self, color: int | None, key: int) -> Steps:
+        """Return the link between the devices of a part of the ranks; None if there is none."""
+        yield from ()
+        return None
+
+    # What the runner asks once headers show that arrays are in several places.
+
+    @property
+    def negotiated(self) -> bool:
+        """Whether the ranks have chosen a link between their devices, be it none."""
+        return True
+
+    def negotiate(self) -> Steps:
+        """Choose a link together with the other ranks."""
+        yield from ()
+
+    def joining_devices(self) -> HostPlacement:
+        """Return the placement of an array of the host that meets others on their devices."""
+        return self.host
+
+    def of_mixed_tree(self, agreement: Agreement) -> HostPlacement:
+        """Return the placement of a tree whose leaves are in other places on other ranks."""
+        return self.host_tree
 
 
-class UploadedTreePlacement(TreePlacement):
-    """A tree whose leaves on the host meet those of other ranks on their devices."""
+class HostPlacements(Placements):
+    """Every array is host memory."""
 
-    def _view_of_host(self, found: BufferView) -> BufferView:
-        return Uploaded(found, self.memory)
+    def __init__(self, group: Group) -> None:
+        self._host = HostPlacement(group)
+        self._host_tree = StagedTreePlacement(group)
+
+    def child(self, group: Group, link: Any) -> Placements:
+        return HostPlacements(group)
+
+    @property
+    def host(self) -> HostPlacement:
+        return self._host
+
+    @property
+    def host_tree(self) -> HostPlacement:
+        return self._host_tree
+
+    def on_device(self, x: Any) -> bool:
+        return False
+
+    def of(self, *arrays: Any) -> HostPlacement:
+        return self._host
+
+    def of_tree(self, leaves: Sequence[Any]) -> HostPlacement:
+        return self._host_tree
 
 
-class Uploaded(BufferView):
-    """An array of the host that meets others on their devices."""
+class ResultBuffer:
+    """Where a result goes: a fresh array like the caller's, or the caller's `out`.
 
-    def __init__(self, found: BufferView, memory: DeviceMemory) -> None:
-        super().__init__(found.array, found.framework, found.source, found.readonly, True)
-        flat = np.ascontiguousarray(found.array).reshape(-1)
-        self.device_buffer = memory.upload(flat)
-
-
-class DeviceResultBuffer:
-    """Where a result on a device goes: see `Target`."""
+    `flat` is contiguous memory of the result's elements in C order. It is the caller's own memory if
+    that is contiguous and does not overlap `source` other than by being the same; if it
+    `must_not_alias`, not even so.
+    """
 
     def __init__(
         self,
-        placement: DevicePlacement,
+        placement: HostPlacement,
         like: BufferView,
         shape: tuple[int, ...],
         dtype: DType,
         out: Any,
-        operation: str,
-        source: DeviceBuffer | None,
+        source: Flat | None = None,
         *,
-        must_not_alias: bool,
+        must_not_alias: bool = False,
     ) -> None:
-        from arraycomm._cuda import arrays
-
-        memory = placement.memory
-        self._placement, self._like, self._shape = placement, like, shape
-        self._out: BufferView | None = None
+        self._placement, self._like = placement, like
+        self._out = None if out is None else placement.view_out(out, shape, dtype)
         self._made: Any = None
-        self.copies = 0
-        if out is not None and arrays.on_cuda(out):
-            self._out = arrays.view_out(out, shape, dtype, operation, memory)
-        elif out is not None:
-            self._out = view_out(out, shape, dtype, operation)
-        elif like.device[0] == "cuda":
-            self._made, self.flat = arrays.empty_like(like, shape, dtype, memory)
+        self._direct = False
+        self.copies = int(self._out is not None)
+        if self._out is None:
+            self._made, self.flat = placement.empty(like, shape, dtype)
             return
-        device_buffer = None if self._out is None else self._out.device_buffer
-        if device_buffer is not None and self._usable(device_buffer, source, must_not_alias):
-            self.flat = device_buffer
+        direct = placement.direct(self._out)
+        if direct is not None and _may_write(direct, source, must_not_alias):
+            self.flat, self._direct, self.copies = direct, True, 0
         else:
-            count = int(np.prod(shape, dtype=np.int64))
-            self.flat = memory.allocate(count * dtype.itemsize).view(dtype)
-            self.copies = 1
-
-    @staticmethod
-    def _usable(out: DeviceBuffer, source: DeviceBuffer | None, must_not_alias: bool) -> bool:
-        """Tell whether a result can be written straight into `out` while `source` is being read."""
-        if source is None or not out.shares(source):
-            return True
-        return not must_not_alias and (out.address, out.nbytes) == (source.address, source.nbytes)
+            self.flat = placement.scratch(shape, dtype)
 
     def deliver(self) -> Any:
         """Hand the finished result to the caller."""
-        from arraycomm._cuda import arrays
-
-        if self._made is not None:
-            return deliver(arrays.finish, self._made, self._like)
         if self._out is None:
-            return deliver(lambda: to_framework(self._downloaded(), self._like))
-        if self._out.device[0] == "cuda":
-            return deliver(arrays.commit_out, self._out, self.flat)
-        np.copyto(self._out.array, self._downloaded())
-        return deliver(commit_out, self._out)
-
-    def _downloaded(self) -> np.ndarray[Any, Any]:
-        return self._placement.download(self.flat, self._shape)
+            return self._placement.finish(self._made, self._like)
+        return self._placement.commit(self._out, self.flat, direct=self._direct)
 
 
-class DeferredResultBuffer:
-    """A place whose shape is known only once the other ranks have been heard.
+class DeferredResultBuffer(ResultBuffer):
+    """A result whose shape is known only once the headers of the other ranks have been read.
 
     What is wrong with `out` is raised at the end, since by then the other ranks count on this one.
     """
@@ -301,23 +260,46 @@ class DeferredResultBuffer:
         shape: tuple[int, ...],
         dtype: DType,
         out: Any,
-        operation: str,
         source: Flat | None = None,
         *,
         must_not_alias: bool = False,
     ) -> None:
         self._error: Exception | None = None
         try:
-            self._place = placement.target(
-                like, shape, dtype, out, operation, source, must_not_alias=must_not_alias
+            super().__init__(
+                placement, like, shape, dtype, out, source, must_not_alias=must_not_alias
             )
         except Exception as error:
             self._error = error
-            self._place = placement.target(like, shape, dtype, None, operation)
-        self.flat = self._place.flat
+            super().__init__(placement, like, shape, dtype, None)
 
     def deliver(self) -> Any:
-        """Hand the finished result to the caller, or raise what is wrong with `out`."""
         if self._error is not None:
             raise UndeliveredError(self._error)
-        return self._place.deliver()
+        return super().deliver()
+
+
+def flatten(source: BufferView) -> tuple[Flat, int]:
+    """Return the elements in C order as one-dimensional memory, and the copies that took."""
+    if source.device_buffer is not None:
+        return source.device_buffer, int(source.copied)
+    flat: Array = source.array.reshape(-1)
+    if source.array.flags.c_contiguous:
+        return flat, int(source.copied)
+    if not flat.flags.c_contiguous:
+        flat = np.ascontiguousarray(flat)
+    copied = flat.size > 0 and not np.may_share_memory(flat, source.array)
+    return flat, int(copied) + int(source.copied)
+
+
+def _may_write(out: Flat, source: Flat | None, must_not_alias: bool) -> bool:
+    """Tell whether a result can be written straight into `out` while `source` is being read."""
+    if source is None or not overlap(out, source):
+        return True
+    return not must_not_alias and out.nbytes == source.nbytes and _address(out) == _address(source)
+
+
+def _address(flat: Flat) -> int:
+    if isinstance(flat, np.ndarray):
+        return int(flat.__array_interface__["data"][0])
+    return int(flat.address)

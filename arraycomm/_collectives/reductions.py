@@ -1,288 +1,151 @@
-"""The collectives with arithmetic, as calls: see `_calls.py`.
-
-A function here looks at its arguments, raises what is wrong with them, and returns a `Call`.
-"""
+"""The collectives with arithmetic: see `operation.py`."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-import numpy as np
-
-from arraycomm._arrays.buffer import BufferView
-from arraycomm._collectives import algorithms
-from arraycomm._collectives.custom_ops import Folding, Op, my_rows, rows_on
-from arraycomm._collectives.operation import (
-    Call,
-    bounds_of,
-    check_root,
-    check_rows,
-    flatten,
-    payload_of,
-)
-from arraycomm._dtypes import DType, check_movable, check_op, check_reducible
+from arraycomm._collectives import algorithms, function_reductions
+from arraycomm._collectives.arguments import check_root, check_rows
+from arraycomm._collectives.custom_ops import Op
+from arraycomm._collectives.operation import ArrayOperation, Context
+from arraycomm._dtypes import DType, check_op, check_reducible
 from arraycomm._folds import fold
-from arraycomm._protocol.header import Agreement, Signature, Steps
-
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator
-
-Array = np.ndarray[Any, Any]
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._transports.base import Flat, Steps
 
 
-def allreduce(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
+class Reduction(ArrayOperation):
+    """An operation that folds all ranks' elements in rank order.
+
+    Attributes
+    ----------
+    into : Flat or None
+        Where the result's elements go, on a rank that gets them.
+    """
+
+    header_independent = True
+
+    def __init__(self, context: Context, x: Any, op: str | Op, root: int | None = None) -> None:
+        super().__init__(context, x, op)
+        self.op, self.root = op, root
+        self.signature = self.sign(_checked_name(self.source.dtype, op), root)
+
+    @property
+    def into(self) -> Flat | None:
+        return None if self.target is None else self.target.flat
+
+    def steps(self, agreement: Agreement) -> Steps:
+        if isinstance(self.op, Op):
+            yield from self.by_function(self.op, agreement)
+        elif self.payload is None:
+            yield from self.move(self.op)
+        elif self.target is not None:
+            fold(self.op, self.flat.dtype, self.folded_rows(agreement), self.target.flat)
+
+    def move(self, op: str) -> Steps:
+        """Reduce elements that have not come with the headers."""
+        raise NotImplementedError
+
+    def by_function(self, op: Op, agreement: Agreement) -> Steps:
+        """Reduce by a function of the user's."""
+        raise NotImplementedError
+
+    def folded_rows(self, agreement: Agreement) -> list[Flat]:
+        """Return what is folded of the elements that have come with the headers."""
+        return self.rows(agreement)
+
+
+class Allreduce(Reduction):
     """See `Communicator.allreduce`."""
-    placement = comm._placement
-    source = placement.view(x, "allreduce")
-    name = _check_op(source.dtype, op, "allreduce")
-    flat, copies = flatten(source)
-    target = placement.target(source, source.shape, source.dtype, out, "allreduce", flat)
 
-    def finish(agreement: Agreement) -> Steps:
-        if isinstance(op, Op):
-            yield from _reduce_by(comm, op, source, flat, target.flat, None, agreement, inline)
-        elif inline:
-            _fold_inline(comm, agreement, flat, op, target.flat)
-        else:
-            yield from algorithms.allreduce(placement.link, flat, target.flat, op)
-        return target.deliver()
+    name, code = "allreduce", 2
 
-    inline = placement.inline(flat)
-    return Call(
-        Signature("allreduce", name, None, source.dtype, source.shape),
-        finish,
-        payload_of(flat, inline),
-        nbytes=flat.nbytes,
-        copies=copies + target.copies,
-        blind=True,
-        placement=placement,
-    )
+    def __init__(self, context: Context, x: Any, op: str | Op, out: Any) -> None:
+        super().__init__(context, x, op)
+        self.target = self.make_target(self.source.shape, out)
+
+    def move(self, op: str) -> Steps:
+        return algorithms.allreduce(self.placement.link, self.flat, self.into, op)
+
+    def by_function(self, op: Op, agreement: Agreement) -> Steps:
+        return function_reductions.reduce(self, op, agreement, self.into, None)
 
 
-def reduce(comm: Communicator, x: Any, op: str | Op, root: int, out: Any) -> Call:
+class Reduce(Reduction):
     """See `Communicator.reduce`."""
-    root = check_root(comm, root, "reduce")
-    placement = comm._placement
-    source = placement.view(x, "reduce")
-    name = _check_op(source.dtype, op, "reduce")
-    flat, copies = flatten(source)
-    target = None
-    if comm.rank == root:
-        target = placement.target(source, source.shape, source.dtype, out, "reduce", flat)
 
-    def finish(agreement: Agreement) -> Steps:
-        into = None if target is None else target.flat
-        if isinstance(op, Op):
-            yield from _reduce_by(comm, op, source, flat, into, root, agreement, inline)
-        elif not inline:
-            yield from algorithms.reduce(placement.link, flat, into, op, root)
-        elif into is not None:
-            _fold_inline(comm, agreement, flat, op, into)
-        return None if target is None else target.deliver()
+    name, code = "reduce", 3
 
-    inline = placement.inline(flat)
-    return Call(
-        Signature("reduce", name, root, source.dtype, source.shape),
-        finish,
-        payload_of(flat, inline),
-        nbytes=flat.nbytes,
-        copies=copies + (target.copies if target else 0),
-        blind=True,
-        placement=placement,
-    )
+    def __init__(self, context: Context, x: Any, op: str | Op, root: int, out: Any) -> None:
+        root = check_root(root, context.group.size)
+        super().__init__(context, x, op, root)
+        if self.group.rank == root:
+            self.target = self.make_target(self.source.shape, out)
+
+    def move(self, op: str) -> Steps:
+        assert self.root is not None
+        return algorithms.reduce(self.placement.link, self.flat, self.into, op, self.root)
+
+    def by_function(self, op: Op, agreement: Agreement) -> Steps:
+        return function_reductions.reduce(self, op, agreement, self.into, self.root)
 
 
-def reduce_scatter(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
+class ReduceScatter(Reduction):
     """See `Communicator.reduce_scatter`."""
-    placement = comm._placement
-    source = placement.view(x, "reduce_scatter")
-    name = _check_op(source.dtype, op, "reduce_scatter")
-    shape = check_rows(source, comm.size, "reduce_scatter")
-    flat, copies = flatten(source)
-    target = placement.target(source, shape, source.dtype, out, "reduce_scatter", flat)
-    count = target.flat.size
 
-    def finish(agreement: Agreement) -> Steps:
-        if isinstance(op, Op):
-            yield from _reduce_scatter_by(comm, op, source, flat, target.flat, agreement, inline)
-        elif not inline:
-            yield from algorithms.reduce_scatter(placement.link, flat, target.flat, op)
-        elif count:
-            mine = slice(comm.rank * count, (comm.rank + 1) * count)
-            rows = [row[mine] for row in _rows_inline(comm, agreement, flat)]
-            fold(op, flat.dtype, rows, target.flat)
-        return target.deliver()
+    name, code = "reduce_scatter", 25
 
-    inline = placement.inline(flat)
-    return Call(
-        Signature("reduce_scatter", name, None, source.dtype, source.shape),
-        finish,
-        payload_of(flat, inline),
-        nbytes=flat.nbytes,
-        copies=copies + target.copies,
-        blind=True,
-        placement=placement,
-    )
+    def __init__(self, context: Context, x: Any, op: str | Op, out: Any) -> None:
+        super().__init__(context, x, op)
+        self.target = self.make_target(check_rows(self.source, self.group.size), out)
+
+    def move(self, op: str) -> Steps:
+        return algorithms.reduce_scatter(self.placement.link, self.flat, self.into, op)
+
+    def by_function(self, op: Op, agreement: Agreement) -> Steps:
+        assert self.target is not None
+        return function_reductions.reduce_scatter(self, op, agreement, self.target.flat)
+
+    def folded_rows(self, agreement: Agreement) -> list[Flat]:
+        count = len(self.flat) // self.group.size
+        mine = slice(self.group.rank * count, (self.group.rank + 1) * count)
+        return [row[mine] for row in self.rows(agreement)]
 
 
-def scan(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
+class Scan(Reduction):
     """See `Communicator.scan`."""
-    return _scan(comm, x, op, out, "scan", comm.rank + 1)
+
+    name, code = "scan", 26
+    # Whether a rank's own elements are part of what it gets.
+    inclusive: ClassVar[bool] = True
+
+    def __init__(self, context: Context, x: Any, op: str | Op, out: Any) -> None:
+        super().__init__(context, x, op)
+        self._count = self.group.rank + int(self.inclusive)
+        if self._count:
+            self.target = self.make_target(self.source.shape, out)
+
+    def move(self, op: str) -> Steps:
+        return algorithms.scan(self.placement.link, self.flat, self.into, op, self.inclusive)
+
+    def by_function(self, op: Op, agreement: Agreement) -> Steps:
+        return function_reductions.scan(self, op, agreement, self.into, self.inclusive)
+
+    def folded_rows(self, agreement: Agreement) -> list[Flat]:
+        return self.rows(agreement)[: self._count]
 
 
-def exscan(comm: Communicator, x: Any, op: str | Op, out: Any) -> Call:
+class Exscan(Scan):
     """See `Communicator.exscan`."""
-    return _scan(comm, x, op, out, "exscan", comm.rank)
+
+    name, code = "exscan", 27
+    inclusive = False
 
 
-def _scan(comm: Communicator, x: Any, op: str | Op, out: Any, operation: str, count: int) -> Call:
-    """Fold what the first `count` ranks hold; with none of them there is no result."""
-    placement = comm._placement
-    source = placement.view(x, operation)
-    name = _check_op(source.dtype, op, operation)
-    flat, copies = flatten(source)
-    target = None
-    if count:
-        target = placement.target(source, source.shape, source.dtype, out, operation, flat)
-
-    def finish(agreement: Agreement) -> Steps:
-        into = None if target is None else target.flat
-        inclusive = operation == "scan"
-        if isinstance(op, Op):
-            yield from _scan_by(comm, op, source, flat, into, inclusive, agreement, inline)
-        elif not inline:
-            yield from algorithms.scan(placement.link, flat, into, op, inclusive)
-        elif into is not None:
-            fold(op, flat.dtype, _rows_inline(comm, agreement, flat)[:count], into)
-        return None if target is None else target.deliver()
-
-    inline = placement.inline(flat)
-    return Call(
-        Signature(operation, name, None, source.dtype, source.shape),
-        finish,
-        payload_of(flat, inline),
-        nbytes=flat.nbytes,
-        copies=copies + (target.copies if target else 0),
-        blind=True,
-        placement=placement,
-    )
-
-
-def _rows_inline(comm: Communicator, agreement: Agreement, flat: Array) -> list[Array]:
-    """What came with the headers, as each rank's elements."""
-    return [agreement.payload(r, flat.nbytes).view(flat.dtype) for r in range(comm.size)]
-
-
-def _check_op(dtype: DType, op: Any, operation: str) -> str:
+def _checked_name(dtype: DType, op: Any) -> str:
     """Raise unless the dtype has this reduction; return the name that the ranks compare."""
-    check_movable(dtype, operation)
     if isinstance(op, Op):
         return op.name
-    check_op(op, operation)
-    check_reducible(dtype, op, operation)
+    check_op(op)
+    check_reducible(dtype, op)
     return str(op)
-
-
-def _reduce_by(
-    comm: Communicator,
-    op: Op,
-    source: BufferView,
-    flat: Array,
-    target: Array | None,
-    root: int | None,
-    agreement: Agreement,
-    inline: bool,
-) -> Steps:
-    """Reduce by a function: on one rank, or slice by slice where that is allowed."""
-    folding = Folding(comm, op, source, "allreduce" if root is None else "reduce")
-    if op.elementwise and not inline:
-        bounds = [flat.size * rank // comm.size for rank in range(comm.size + 1)]
-        lengths = [end - start for start, end in pairwise(bounds)]
-        rows = yield from my_rows(comm, flat, bounds, lengths)
-        part = np.empty(lengths[comm.rank], flat.dtype)
-        yield from folding.together(lambda: folding.fold(rows, part.shape, part))
-        if root is not None:
-            yield from algorithms.gatherv(comm._link, part, target, bounds, root)
-        elif target is not None:
-            target[bounds[comm.rank] : bounds[comm.rank + 1]] = part
-            yield from algorithms.allgatherv(comm._link, target, bounds)
-        return
-    rows = yield from rows_on(comm, agreement, flat, root or 0, inline=inline)
-
-    def attempt() -> None:
-        assert target is not None
-        folding.fold(rows, source.shape, target)
-
-    yield from folding.together(None if rows is None else attempt)
-    if root is None and target is not None:
-        yield from algorithms.bcast(comm._link, target, 0)
-
-
-def _reduce_scatter_by(
-    comm: Communicator,
-    op: Op,
-    source: BufferView,
-    flat: Array,
-    target: Array,
-    agreement: Agreement,
-    inline: bool,
-) -> Steps:
-    """Reduce by a function: each rank its row where that is allowed, else all of them on rank 0."""
-    folding = Folding(comm, op, source, "reduce_scatter")
-    lengths = [target.size] * comm.size
-    bounds = bounds_of(lengths)
-    if op.elementwise:
-        rows = yield from my_rows(comm, flat, bounds, lengths)
-        yield from folding.together(lambda: folding.fold(rows, target.shape, target))
-        return
-    rows = yield from rows_on(comm, agreement, flat, 0, inline=inline)
-    whole = None if rows is None else np.empty(flat.size, flat.dtype)
-
-    def attempt() -> None:
-        assert whole is not None
-        folding.fold(rows, source.shape, whole)
-
-    yield from folding.together(None if rows is None else attempt)
-    yield from algorithms.scatterv(comm._link, whole, target, bounds, 0)
-
-
-def _scan_by(
-    comm: Communicator,
-    op: Op,
-    source: BufferView,
-    flat: Array,
-    target: Array | None,
-    inclusive: bool,
-    agreement: Agreement,
-    inline: bool,
-) -> Steps:
-    """Fold all prefixes by a function, on rank 0, which then sends each rank its own."""
-    folding = Folding(comm, op, source, "scan" if inclusive else "exscan")
-    rows = yield from rows_on(comm, agreement, flat, 0, inline=inline)
-    made = None if rows is None else np.empty((comm.size, flat.size), flat.dtype)
-
-    def attempt() -> None:
-        assert made is not None
-        for place, prefix in enumerate(folding.prefixes(rows, source.shape)):
-            made[place] = prefix
-
-    yield from folding.together(None if made is None else attempt)
-    if made is not None and not inclusive:
-        made = np.roll(made, 1, axis=0)
-    mine = np.empty(flat.size, flat.dtype)
-    bounds = bounds_of([flat.size] * comm.size)
-    sent = None if made is None else made.reshape(-1)
-    yield from algorithms.scatterv(comm._link, sent, mine, bounds, 0)
-    if target is not None:
-        target[...] = mine
-
-
-def _fold_inline(
-    comm: Communicator,
-    agreement: Agreement,
-    flat: np.ndarray[Any, Any],
-    op: str,
-    target: np.ndarray[Any, Any],
-) -> None:
-    fold(op, flat.dtype, _rows_inline(comm, agreement, flat), target)

@@ -1,1 +1,1 @@
-"""Arrays on CUDA devices: their memory, the kernels that reduce it, and the libraries underneath."""
+"""Arrays on CUDA devices: their memory, the kernels that reduce it, and links between devices."""

@@ -1,8 +1,8 @@
-"""Arrays on a CUDA device as spans, and spans as arrays again: the door, and no way over the host.
+"""Arrays on a CUDA device as device buffers, and back, without a copy to the host.
 
-Every array is used in the streams of its framework. What is read is there once the memory's own
-stream comes to it, and what the framework does next comes after what was put on that stream: events
-see to that where the streams differ, and the host never waits.
+Each framework uses its arrays in its own streams. Before the memory's stream reads an array, it
+waits for these streams; afterwards they wait for it. These waits are events on the device; the host
+never waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.views import NOTHING, check_out
 from arraycomm._cuda.frameworks import ANY, Framework, framework_named, framework_of
 from arraycomm._cuda.layouts import DeviceExport, Layout
-from arraycomm._cuda.streams import LOANS, order
+from arraycomm._cuda.streams import LEASES, order
 from arraycomm._dtypes import DType
 
 _OF_HOST: Final = frozenset(
@@ -25,32 +25,32 @@ _OF_HOST: Final = frozenset(
 
 
 class DeviceView(BufferView):
-    """One array on a device, with what its result must be like; `array` has nothing of it.
+    """An array on a device, and what its result must be like; `array` is empty.
 
     Attributes
     ----------
     layout : Layout
-        Where the caller's elements are.
-    span : Span
-        The elements in C order: the caller's own memory where `copied` is false.
+        Where the elements of the caller's array are.
+    device_buffer : DeviceBuffer
+        The elements in C order; the caller's own memory if `copied` is false.
     streams : tuple of int
-        Those in which the caller's framework uses the array.
+        The streams in which the caller's framework uses the array.
     """
 
     device_buffer: DeviceBuffer
 
     def __init__(
-        self, framework: Framework, source: Any, shown: DeviceExport, memory: DeviceMemory
+        self, framework: Framework, source: Any, export: DeviceExport, memory: DeviceMemory
     ) -> None:
         super().__init__(
-            NOTHING, framework.name, source, shown.readonly, shown.copied, ("cuda", memory.device)
+            NOTHING, framework.name, source, export.readonly, export.copied, ("cuda", memory.device)
         )
-        self.layout: Layout = shown.layout
+        self.layout: Layout = export.layout
         self.streams = framework.streams(memory.device)
-        if shown.stream is not None:
-            self.streams += (shown.stream,)
-        address, _, _, dtype = shown.layout
-        self.device_buffer = DeviceBuffer(address, shown.layout.size, dtype, shown.owner, memory)
+        if export.stream is not None:
+            self.streams += (export.stream,)
+        address, _, _, dtype = export.layout
+        self.device_buffer = DeviceBuffer(address, export.layout.size, dtype, export.owner, memory)
 
     @property
     def address(self) -> int:
@@ -74,16 +74,16 @@ class DeviceView(BufferView):
 
 
 class Result(NamedTuple):
-    """Memory that becomes an array of this shape."""
+    """Device memory that becomes an array of this shape."""
 
     device_buffer: DeviceBuffer
     shape: tuple[int, ...]
 
 
 def device_of(x: Any) -> int | None:
-    """Return the number of the CUDA device that an array is on, -1 where any can reach it.
+    """Return the number of the CUDA device that an array is on, or -1 if any device can reach it.
 
-    None for what is no array, and for arrays on the host, which those in pinned memory are.
+    None if `x` is no array, or is on the host. Arrays in pinned memory are on the host.
     """
     framework = framework_of(x)
     return None if framework is None else framework.device(x)
@@ -95,41 +95,41 @@ def on_cuda(x: Any) -> bool:
 
 
 def may_be_on_cuda(kind: type) -> bool:
-    """Tell whether there are arrays of this type on devices; quicker than to look at each."""
+    """Tell whether arrays of this type can be on devices; quicker than looking at each array."""
     return kind not in _OF_HOST
 
 
 def stream_of(x: Any) -> int | None:
-    """Return the stream in which the framework of a device array works now.
+    """Return the stream that the framework of a device array uses now.
 
-    None for JAX, which shows none: any stream will do.
+    None for JAX, which does not show its streams: for its arrays any stream will do.
     """
     framework, device = framework_of(x), device_of(x)
     streams = framework.streams(device) if framework is not None and device is not None else ()
     return streams[0] if streams else None
 
 
-def device_view(x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceView:
-    """Return an array on the memory's device as a span, to be read in the memory's stream.
+def device_view(x: Any, name: str, memory: DeviceMemory) -> DeviceView:
+    """Return a view of an array on the memory's device, to be read in the memory's stream.
 
-    Elements that do not lie side by side, or not aligned, are copied, on the device. Raises what `_views.view` does,
-    and `ValueError` for an array on another device.
+    Elements that are not contiguous or not aligned are copied on the device. Raises what
+    `_arrays.views.view` does, and `ValueError` for an array on another device.
     """
-    LOANS.sweep()
-    framework, shown, found = _look(x, operation, name, memory)
-    if not shown.layout.fit:
-        found.device_buffer, found.copied = framework.gather(shown, x, memory), True
+    LEASES.sweep()
+    framework, export, found = _inspect(x, name, memory)
+    if not export.layout.fit:
+        found.device_buffer, found.copied = framework.gather(export, x, memory), True
     return found
 
 
 def release(view: BufferView) -> None:
-    """Let the framework of a view use its array again, after what is on the memory's stream by now.
+    """Let the framework of a view use its array again, after the work now on the memory's stream.
 
-    JAX has no stream that could wait: there, the array's memory is held until the device has come
-    to this point.
+    JAX has no stream that could wait. The memory of its arrays is held until the device has done
+    that work.
     """
     if isinstance(view, DeviceView):
-        _let_go(view, view.device_buffer.memory)
+        _release(view, view.device_buffer.memory)
 
 
 def empty_like(
@@ -137,8 +137,8 @@ def empty_like(
 ) -> tuple[Result, DeviceBuffer]:
     """Return memory for a result on the memory's device, free for use in the memory's stream.
 
-    `finish` makes an array of the framework of `like` of it. Wherever the framework can have its own
-    memory filled by others, it is that.
+    `finish` turns it into an array of the framework of `like`. It is the framework's own memory if
+    the framework lets others write into that.
     """
     framework = framework_named(like.framework)
     device_buffer = framework.empty(shape, dtype, like.source, memory)
@@ -147,30 +147,26 @@ def empty_like(
 
 
 def finish(result: Result, like: BufferView) -> Any:
-    """Return an array of what `empty_like` made, whose framework uses it after the memory's stream.
+    """Return the array of a result of `empty_like`; its framework waits for the memory's stream.
 
-    Releases `like` as well. The span must not be written any more.
+    Releases `like` as well. The device buffer must not be written afterwards.
     """
-    _let_go(like, result.device_buffer.memory)
+    _release(like, result.device_buffer.memory)
     return framework_named(like.framework).finish(result.device_buffer, result.shape, like)
 
 
-def view_out(
-    out: Any, shape: tuple[int, ...], dtype: DType, operation: str, memory: DeviceMemory
-) -> DeviceView:
-    """Return a device array `out` as a span to write a result of this shape and dtype into.
+def view_out(out: Any, shape: tuple[int, ...], dtype: DType, memory: DeviceMemory) -> DeviceView:
+    """Return a view of a device array `out`, to write a result of this shape and dtype into.
 
-    The span is the caller's memory where its elements lie side by side and aligned, and else memory
-    that `written` copies from. Raises what `_views.view_out` does.
+    It has the caller's memory if the elements are contiguous, and otherwise memory that
+    `commit_out` copies from. Raises what `_arrays.views.view_out` does.
     """
-    framework, shown, found = _look(out, operation, "out", memory)
+    framework, export, found = _inspect(out, "out", memory)
     if framework.name == "jax":
-        raise BufferError(
-            f"{operation}: out is a JAX array, which is immutable; use the result instead of out"
-        )
-    check_out(found, shape, dtype, operation)
-    _check_writable(found, operation)
-    if not shown.layout.contiguous:
+        raise BufferError("out is a JAX array, which is immutable; use the result instead of out")
+    check_out(found, shape, dtype)
+    _check_writable(found)
+    if not export.layout.contiguous:
         found.device_buffer, found.copied = empty_like(found, shape, dtype, memory)[1], True
     return found
 
@@ -178,7 +174,7 @@ def view_out(
 def commit_out(out: DeviceView, flat: DeviceBuffer) -> Any:
     """Finish a write into `out`, whose elements are now those of `flat`; return the caller's `out`.
 
-    Its framework goes on after the write, and torch is told that the tensor has changed.
+    Its framework waits for the write on the device. A torch tensor's version is incremented.
     """
     framework = framework_named(out.framework)
     out.device_buffer[...] = flat
@@ -189,39 +185,37 @@ def commit_out(out: DeviceView, flat: DeviceBuffer) -> Any:
     return out.source
 
 
-def _look(
-    x: Any, operation: str, name: str, memory: DeviceMemory
-) -> tuple[Framework, DeviceExport, DeviceView]:
-    """Look at an array wherever its elements lie; they are there for the memory's stream."""
+def _inspect(x: Any, name: str, memory: DeviceMemory) -> tuple[Framework, DeviceExport, DeviceView]:
+    """Return an array's framework, export and view; the memory's stream waits for its elements."""
     framework = framework_of(x)
-    assert framework is not None, "on_cuda is asked before"
+    assert framework is not None, "callers check on_cuda first"
     device = framework.device(x)
     if device not in {ANY, memory.device}:
         raise ValueError(
-            f"{operation}: {name} is on cuda:{device}, but this communicator works on "
+            f"{name} is on cuda:{device}, but this communicator works on "
             f"cuda:{memory.device}; move it there, or make a communicator with that device"
         )
-    shown = framework.show(x, operation, name, memory)
-    check_dtype(shown.layout.dtype, operation)
-    found = DeviceView(framework, x, shown, memory)
+    export = framework.export(x, name, memory)
+    check_dtype(export.layout.dtype)
+    found = DeviceView(framework, x, export, memory)
     order(memory, found.streams, (memory.stream,))
-    return framework, shown, found
+    return framework, export, found
 
 
-def _let_go(view: BufferView, memory: DeviceMemory) -> None:
-    """Have the view's framework go on after the memory's stream, in whatever stream it is by now."""
+def _release(view: BufferView, memory: DeviceMemory) -> None:
+    """Have the streams that the view's framework uses wait for the memory's stream."""
     before = view.streams if isinstance(view, DeviceView) else ()
     now = framework_named(view.framework).streams(memory.device)
     order(memory, (memory.stream,), dict.fromkeys((*before, *now)))
     if isinstance(view, DeviceView) and not view.streams:
-        LOANS.add(memory.record(), view)
+        LEASES.add(memory.record(), view)
 
 
-def _check_writable(found: DeviceView, operation: str) -> None:
+def _check_writable(found: DeviceView) -> None:
     if found.readonly:
-        raise BufferError(f"{operation}: out is read-only; pass memory that can be written")
+        raise BufferError("out is read-only; pass memory that can be written")
     if found.layout.overlaps_itself:
         raise BufferError(
-            f"{operation}: elements of out share memory (strides {found.strides} for shape "
+            f"elements of out share memory (strides {found.strides} for shape "
             f"{found.shape}); pass an array of its own"
         )

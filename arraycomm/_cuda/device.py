@@ -7,31 +7,29 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from arraycomm._arrays.device_memory import Array, DeviceBuffer, DeviceMemory, Event, Piece
+from arraycomm._cuda.kernels import Kernels
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
-
-if TYPE_CHECKING:
-    from arraycomm._cuda.kernels import Kernels
 
 # cudaError_t
 _SUCCESS: Final = 0
 _INSUFFICIENT_DRIVER: Final = 35
 _NOT_READY: Final = 600
-# cudaMemcpyKind: the addresses tell where they are.
+# cudaMemcpyDefault: CUDA finds out from the addresses whether they are the host's.
 _DEFAULT: Final = 4
-# cudaMemoryType of memory that CUDA knows nothing of.
+# cudaMemoryTypeUnregistered: ordinary host memory.
 _UNREGISTERED: Final = 0
 
 _BYTE: Final = np.dtype(np.uint8)
 
 
 def missing() -> str | None:
-    """Say why CUDA devices cannot be used here, and what to do about it; None where they can."""
+    """Say why CUDA devices cannot be used here, and what to do about it; None if they can."""
     try:
         import cupy
     except Exception as error:
@@ -64,9 +62,9 @@ def choose_device(local_rank: int, wanted: str | None) -> int:
     Parameters
     ----------
     local_rank : int
-        The rank's number on its node. Without a wish the ranks of a node take its devices in turn.
+        The rank's number on its node. If no number is wanted, ranks take the devices in turn.
     wanted : str or None
-        "cuda", or "cuda:" and a number. None is "cuda".
+        "cuda", or "cuda:" and a number. None means "cuda".
 
     Raises
     ------
@@ -81,15 +79,15 @@ def choose_device(local_rank: int, wanted: str | None) -> int:
         return local_rank % devices
     if int(found[1]) >= devices:
         raise ValueError(
-            f"init: device {wanted!r} is not among the {devices} that this process sees, numbered from 0; "
-            "look at CUDA_VISIBLE_DEVICES"
+            f"init: device {wanted!r} is not among the {devices} that this process sees, numbered "
+            "from 0; look at CUDA_VISIBLE_DEVICES"
         )
     return int(found[1])
 
 
 def uuid(device: int) -> str:
-    """Return what tells a device, or a part of one (MIG), from all others in the world."""
-    # Not by CuPy, which ends it at the first byte that is zero.
+    """Return the UUID of a device, or of a part of one (MIG), in hexadecimal digits."""
+    # Not by CuPy, which cuts it off at the first byte that is zero.
     driver = ctypes.CDLL("libcuda.so.1")
     number, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     status = (
@@ -103,7 +101,7 @@ def uuid(device: int) -> str:
 
 
 def shared_devices(uuids: Sequence[str]) -> str:
-    """Say which ranks work on one device, empty where each has its own; `uuids` are by rank."""
+    """Say which ranks share a device; empty if each has its own. `uuids` are in rank order."""
     ranks: dict[str, list[str]] = {}
     for rank, name in enumerate(uuids):
         ranks.setdefault(name, []).append(str(rank))
@@ -113,7 +111,7 @@ def shared_devices(uuids: Sequence[str]) -> str:
 
 @contextmanager
 def current(device: int) -> Iterator[None]:
-    """Make a device the thread's own for a block; CUDA's errors in it are raised as ours."""
+    """Make a device the thread's current one; turn CUDA's errors into `TransportError`."""
     import cupy
 
     try:
@@ -124,7 +122,7 @@ def current(device: int) -> Iterator[None]:
 
 
 class _Event:
-    """A mark made by a CUDA event."""
+    """A CUDA event, recorded on a stream."""
 
     def __init__(self, device: int, stream: int) -> None:
         import cupy
@@ -137,7 +135,7 @@ class _Event:
         self._done = False
 
     def done(self) -> bool:
-        # Not by `Event.done`, to which an error is the same as work that never ends.
+        # Not by CuPy's `Event.done`, which treats an error as work that is still under way.
         if not self._done:
             status = self._runtime.eventQuery(self._event.ptr)
             if status not in (_SUCCESS, _NOT_READY):
@@ -151,13 +149,13 @@ class _Event:
             self._runtime.streamWaitEvent(stream, self._event.ptr)
 
     def synchronize(self) -> None:
-        """Hold up the thread, and not the interpreter."""
+        """Block this thread, without the GIL."""
         with current(self._device):
             self._runtime.eventSynchronize(self._event.ptr)
 
 
 class _Foreign:
-    """A stream of somebody else's, in the words of the CUDA stream protocol."""
+    """Another library's stream, as the CUDA stream protocol describes it."""
 
     def __init__(self, stream: int) -> None:
         self._stream = stream
@@ -167,10 +165,10 @@ class _Foreign:
 
 
 def _cupy_stream(stream: int, device: int) -> Any:
-    """Return a raw stream as one that CuPy can make the current one."""
+    """Return a raw stream as a CuPy stream, which can be made the current one."""
     import cupy
 
-    # CuPy 14 deprecates what is the only way in 13.
+    # CuPy 14 deprecates `ExternalStream`, and CuPy 13 has nothing else.
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(_Foreign(stream))
     return cupy.cuda.ExternalStream(stream, device)
@@ -179,8 +177,8 @@ def _cupy_stream(stream: int, device: int) -> Any:
 class CudaMemory(DeviceMemory):
     """The memory of one CUDA device, from CuPy's pool.
 
-    The pool keeps for each stream what was allocated for it: memory whose span has gone is given out
-    again to work that comes later on the same stream, and needs no waiting for.
+    The pool has a free list for each stream. Memory that is no longer used goes to later work on
+    the same stream, which needs no wait.
     """
 
     def __init__(self, device: int) -> None:
@@ -191,7 +189,7 @@ class CudaMemory(DeviceMemory):
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
         with current(device):
-            # One that the legacy default stream does not wait for, nor it for that.
+            # Non-blocking: this stream and the legacy default stream do not wait for each other.
             self._own = cupy.cuda.Stream(non_blocking=True)
         self.own_stream = self._own.ptr
 
@@ -200,7 +198,7 @@ class CudaMemory(DeviceMemory):
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         with current(self.device), _cupy_stream(self.stream, self.device):
-            # Multiples of 512 bytes, at addresses that are multiples as well.
+            # CuPy rounds sizes up to multiples of 512 bytes, and aligns addresses to 512 bytes.
             found = self._cupy.cuda.alloc(nbytes)
         return DeviceBuffer(found.ptr, nbytes, _BYTE, found, self)
 
@@ -211,7 +209,7 @@ class CudaMemory(DeviceMemory):
         made = self.allocate(array.nbytes).view(array.dtype)
         if array.nbytes:
             self._copy(made.address, array.ctypes.data, array.nbytes)
-            # CUDA has its own copy of ordinary memory by now, but reads pinned memory late.
+            # CUDA has copied ordinary memory by now, but it reads pinned memory later.
             if self._is_pinned(array):
                 _Event(self.device, self.stream).synchronize()
         return made
@@ -257,8 +255,6 @@ class CudaMemory(DeviceMemory):
 
     @cached_property
     def _kernels(self) -> Kernels:
-        from arraycomm._cuda.kernels import Kernels
-
         return Kernels(self.device, self.allocate)
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:

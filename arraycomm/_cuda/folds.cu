@@ -1,11 +1,11 @@
-// The reductions of arraycomm._folds on a device, to the same bits, and the packing of pieces.
+// The reductions of arraycomm._folds on a device, with the same bits, and the packing of pieces.
 //
-// Each reduction is compiled by itself: kernels.py defines OP and DTYPE as names from the two lists
-// below, and gets `fold` and `prefixes` for them; without them it gets `copy_pieces`. The compiler must
-// neither fuse a product with a sum nor flush subnormal numbers: see the options in kernels.py.
+// Each reduction is compiled by itself. With OP and DTYPE, which kernels.py takes from the two
+// lists below, this file has `fold` and `prefixes`; without them it has `copy_pieces`. The compiler
+// must not fuse a product with a sum, nor flush subnormal numbers: see the options in kernels.py.
 //
-// No header is included, so that NVRTC needs nothing but itself. A host compiler takes the file as well:
-// the indices of a thread are variables then, which the tests set for one thread after another.
+// No header is included, so that NVRTC needs no other files. A host compiler takes the file as
+// well; then the indices of a thread are variables, which the tests set for thread after thread.
 
 #ifdef __CUDACC__
 #define DEVICE __device__ __forceinline__
@@ -19,9 +19,9 @@ struct Index {
 static Index gridDim, blockDim, blockIdx, threadIdx;
 #endif
 
-typedef long long Size;  // of an array, which may have more than 2^31 elements
+typedef long long Size;  // an array may have more than 2^31 elements
 
-// Elements that a thread loads and stores at once: 16 bytes, or a single element, aligned as it is by itself.
+// Elements that a thread loads and stores at once: 16 bytes, or one element with its own alignment.
 template <class T, int COUNT>
 struct alignas(16) Pack {
     T at[COUNT];
@@ -31,7 +31,7 @@ struct Pack<T, 1> {
     T at[1];
 };
 
-// ---- dtypes: how an element is stored, and what it is reduced as ------------------------------------------
+// ---- dtypes: how an element is stored, and what it is reduced as --------------------------------
 
 union Float32 {
     float number;
@@ -65,7 +65,7 @@ DEVICE Complex<T> operator*(Complex<T> a, Complex<T> b) {
     return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
 }
 
-// Reduced as it is stored. `Arithmetic` is what sums and products are computed in.
+// Reduced in the type in which it is stored. Sums and products are computed in `Arithmetic`.
 template <class T, class A = T>
 struct Plain {
     using Element = T;
@@ -75,7 +75,7 @@ struct Plain {
     static DEVICE Element narrow(Total total) { return total; }
 };
 
-// Signed overflow is undefined in C++, and that of unsigned integers wraps, as it shall for both.
+// Overflow has to wrap. In C++ only unsigned integers do so; signed overflow is undefined.
 template <class T>
 using Integer = Plain<T, unsigned long long>;
 
@@ -85,7 +85,7 @@ struct Bool : Plain<unsigned char> {
 };
 
 // A float of 16 or 8 bits, reduced in float32, and rounded to nearest even once at the end.
-// FINITE: without infinities, and with one NaN for each sign, whose bits are all ones.
+// FINITE: the format has no infinities, and one NaN for each sign, whose other bits are all ones.
 template <class T, int EXPONENT, int MANTISSA, bool FINITE = false>
 struct Narrow {
     using Element = T;
@@ -95,15 +95,16 @@ struct Narrow {
     static constexpr int SHIFT = 23 - MANTISSA;  // of the mantissa in a float32
     static constexpr unsigned BIAS = (1u << (EXPONENT - 1)) - 1;
     static constexpr unsigned REBIAS = (127 - BIAS) << 23;
-    static constexpr unsigned MAGNITUDE = (1u << (EXPONENT + MANTISSA)) - 1;  // all bits but the sign
-    static constexpr unsigned ENDLESS = ((1u << EXPONENT) - 1) << MANTISSA;   // infinity, where there is one
+    static constexpr unsigned MAGNITUDE = (1u << (EXPONENT + MANTISSA)) - 1;  // all but the sign
+    static constexpr unsigned ENDLESS = ((1u << EXPONENT) - 1) << MANTISSA;   // infinity, if any
     static constexpr unsigned NOT_A_NUMBER = FINITE ? MAGNITUDE : ENDLESS | 1u << (MANTISSA - 1);
     static constexpr unsigned BEYOND = FINITE ? MAGNITUDE : ENDLESS;  // what an overflow becomes
 
     static DEVICE float widen(Element element) {
         const unsigned magnitude = element & MAGNITUDE;
         const unsigned sign = (element & (MAGNITUDE + 1)) << (31 - EXPONENT - MANTISSA);
-        // The exponent's bits mean 2^(127 - BIAS) times less in a float32; a subnormal becomes normal so.
+        // In a float32 these exponent bits mean 2^(127 - BIAS) times less. The product corrects
+        // that, and makes a subnormal number normal.
         unsigned wide = to_bits(from_bits(magnitude << SHIFT) * from_bits((254 - BIAS) << 23));
         if (FINITE ? magnitude == NOT_A_NUMBER : magnitude > ENDLESS) wide = 0x7fc00000;
         if (!FINITE && magnitude == ENDLESS) wide = 0x7f800000;
@@ -117,8 +118,8 @@ struct Narrow {
         if (wide > 0x7f800000) {
             magnitude = NOT_A_NUMBER;
         } else if (wide < REBIAS + (1u << 23)) {
-            // Subnormal here: the last bit of 2^(24 - BIAS - MANTISSA) is the least of these numbers, so that
-            // the processor rounds to a multiple of it, which then stands in the lowest bits.
+            // Subnormal here. The last bit of 2^(24 - BIAS - MANTISSA) is the smallest such number.
+            // So the addition rounds to a multiple of it, which is then in the lowest bits.
             const float unit = from_bits((24 + 127 - BIAS - MANTISSA) << 23);
             magnitude = to_bits(from_bits(wide) + unit) - to_bits(unit);
         } else {
@@ -148,7 +149,7 @@ using dtype_float8_e5m2 = Narrow<unsigned char, 5, 2>;
 using dtype_complex64 = Plain<Complex<float>>;
 using dtype_complex128 = Plain<Complex<double>>;
 
-// ---- reductions: two totals become one, and the last is finished ------------------------------------------
+// ---- reductions: `join` makes one total of two, and `finish` the result of the last ------------
 
 template <class D>
 struct Reduction {
@@ -169,7 +170,7 @@ DEVICE T divide(T number, int count) {
     return number / T(count);
 }
 
-// By parts: a complex division would make a NaN of (inf + 0i) / n.
+// Part by part: a complex division of (inf + 0i) by n would have a NaN part.
 template <class T>
 DEVICE Complex<T> divide(Complex<T> number, int count) {
     return {number.real / T(count), number.imag / T(count)};
@@ -188,7 +189,7 @@ struct op_prod : Reduction<D> {
     static DEVICE Total join(Total a, Total b) { return Total(Arithmetic(a) * Arithmetic(b)); }
 };
 
-// A NaN is unequal to itself, and no comparison with it holds: either one is the result.
+// A NaN is unequal to itself, and comparisons with it are false: so a NaN in a or b is the result.
 template <class D>
 struct op_min : Reduction<D> {
     using typename Reduction<D>::Total;
@@ -211,16 +212,16 @@ BITWISE(op_and, &)
 BITWISE(op_or, |)
 BITWISE(op_xor, ^)
 
-// ---- fold and prefixes ------------------------------------------------------------------------------------
+// ---- fold and prefixes --------------------------------------------------------------------------
 
-// The argument of a launch, by value, so that no table of addresses need be copied to the device first.
-// All of it fits in the 4096 bytes that any CUDA passes. More rows than MAX_ROWS take further launches,
-// between which the totals, unrounded, stay in `carry`. kernels.py has the same struct as a dtype.
+// The argument of a launch. It is passed by value, so no table of addresses is copied to the device
+// first; it fits in the 4096 bytes that every CUDA passes. More rows than MAX_ROWS take several
+// launches; between these the unrounded totals stay in `carry`. kernels.py has the same dtype.
 constexpr int MAX_ROWS = 240;
 
 struct Rows {
     const void *rows[MAX_ROWS];
-    void *outs[MAX_ROWS];  // of a fold, the first is the only one
+    void *outs[MAX_ROWS];  // a fold has only the first
     void *carry;           // a Total for each element
     Size elements;
     int count;   // of rows, in this launch
@@ -251,7 +252,7 @@ struct Totals {
     }
 };
 
-// Reduces the packs from `place` to `end`, of which each thread of the grid takes its share.
+// Reduces the packs from `place` to `end`; each thread of the grid takes its share of them.
 template <class D, class Op, bool EVERY, int COUNT>
 DEVICE void reduce_packs(const Rows &call, Size place, Size end) {
     place += Size(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -271,7 +272,7 @@ DEVICE void reduce_packs(const Rows &call, Size place, Size end) {
     }
 }
 
-// EVERY: each row's prefix goes to an out of its own; else the fold of all rows goes to the first.
+// EVERY: the prefix up to each row goes to its own out; otherwise the fold goes to the first out.
 template <class D, class Op, bool EVERY>
 DEVICE void reduce_rows(const Rows &call) {
     constexpr int COUNT = 16 / sizeof(typename D::Element);
@@ -280,16 +281,16 @@ DEVICE void reduce_rows(const Rows &call) {
     reduce_packs<D, Op, EVERY, 1>(call, packs * COUNT, call.elements);
 }
 
-// ---- pieces -----------------------------------------------------------------------------------------------
+// ---- pieces -------------------------------------------------------------------------------------
 
 constexpr int MAX_PIECES = 120;
-constexpr Size CHUNK_BYTES = 16 << 10;  // what a block copies
+constexpr Size CHUNK_BYTES = 16 << 10;  // copied by one block
 
 struct Piece {
     const char *source;  // null for zeros
     char *target;
     Size nbytes;
-    Size end;  // the chunks of this piece and of those before it
+    Size end;  // the number of chunks of this piece and of those before it
 };
 
 struct Pieces {
@@ -297,7 +298,7 @@ struct Pieces {
     int count;
 };
 
-// Copies by words of one size, if the addresses and the length are multiples of it.
+// Copies words of one size, if the addresses and the length are multiples of it.
 template <class Word>
 DEVICE bool copy_words(const char *source, char *target, Size nbytes) {
     if ((Size(source) | Size(target) | nbytes) % sizeof(Word)) return false;
@@ -321,11 +322,13 @@ DEVICE void copy_chunk(const Pieces &pieces) {
     const Size left = piece.nbytes - start, nbytes = left < CHUNK_BYTES ? left : CHUNK_BYTES;
     const char *const source = piece.source ? piece.source + start : nullptr;
     char *const target = piece.target + start;
-    copy_words<Pack<unsigned, 4>>(source, target, nbytes) || copy_words<unsigned>(source, target, nbytes) ||
-        copy_words<unsigned short>(source, target, nbytes) || copy_words<char>(source, target, nbytes);
+    copy_words<Pack<unsigned, 4>>(source, target, nbytes) ||
+        copy_words<unsigned>(source, target, nbytes) ||
+        copy_words<unsigned short>(source, target, nbytes) ||
+        copy_words<char>(source, target, nbytes);
 }
 
-// ---- kernels ----------------------------------------------------------------------------------------------
+// ---- kernels ------------------------------------------------------------------------------------
 
 #ifdef OP
 KERNEL void fold(const Rows call) { reduce_rows<DTYPE, OP<DTYPE>, false>(call); }

@@ -1,4 +1,4 @@
-"""What each framework's arrays on a CUDA device take to be read, and to be made."""
+"""How arrays of each framework on a CUDA device are read and made."""
 
 from __future__ import annotations
 
@@ -10,11 +10,26 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays import dlpack, frameworks
+from arraycomm._arrays import dlpack
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
+from arraycomm._arrays.frameworks.base import no_such_dtype
+from arraycomm._arrays.frameworks.cupy import read_cupy
+from arraycomm._arrays.frameworks.jax import (
+    check_jax,
+    jax_device,
+    jax_placement,
+    keeping_bits,
+    read_jax,
+)
+from arraycomm._arrays.frameworks.torch import (
+    check_storage,
+    read_torch,
+    torch_refusal,
+    without_history,
+)
 from arraycomm._arrays.protocols import read_foreign
-from arraycomm._arrays.results import allocate, jax_place, keeping_bits, no_such_dtype, to_framework
+from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import reader_of
 from arraycomm._cuda.layouts import (
     DEVICE,
@@ -31,54 +46,54 @@ from arraycomm._dtypes import BY_NAME, DType, name_of
 
 Shape = tuple[int, ...]
 
-# Managed memory, and replicas on several devices, are within reach of any.
+# The device of managed memory, and of replicas on several devices: any device can reach these.
 ANY: Final = -1
 
 
 class Framework(abc.ABC):
-    """The means of one framework. What it does itself, it does in its own stream."""
+    """What one framework can do; its own operations run in its own stream."""
 
     name: str
 
     @abc.abstractmethod
     def device(self, x: Any) -> int | None:
-        """Return the number of an array's device, None for an array elsewhere."""
+        """Return the number of an array's device, or None if it is not on a CUDA device."""
 
     @abc.abstractmethod
     def streams(self, device: int) -> tuple[int, ...]:
         """Return the streams in which arrays are used now."""
 
     @abc.abstractmethod
-    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
-        """Check an array, and tell where its elements are."""
+    def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
+        """Check an array, and return where its elements are."""
 
     @abc.abstractmethod
     def empty(self, shape: Shape, dtype: DType, source: Any, memory: DeviceMemory) -> DeviceBuffer:
-        """Return memory for a result like `source`, owned by the framework's array if it has one."""
+        """Return memory for a result like `source`; its owner is the framework's array, if any."""
 
     def finish(self, device_buffer: DeviceBuffer, shape: Shape, like: BufferView) -> Any:
         """Return the array over memory that `empty` made."""
         return device_buffer.owner
 
-    def gather(self, shown: DeviceExport, source: Any, memory: DeviceMemory) -> DeviceBuffer:
-        """Return a copy of the elements side by side, ready in the memory's stream."""
-        _, shape, _, dtype = shown.layout
+    def gather(self, export: DeviceExport, source: Any, memory: DeviceMemory) -> DeviceBuffer:
+        """Return a contiguous copy of the elements, ready in the memory's stream."""
+        _, shape, _, dtype = export.layout
         device_buffer = self.empty(shape, dtype, source, memory)
-        _copy_elements(packed(device_buffer.address, shape, dtype), shown.layout, memory)
+        _copy_elements(packed(device_buffer.address, shape, dtype), export.layout, memory)
         return device_buffer
 
     def put_back(self, device_buffer: DeviceBuffer, layout: Layout, out: Any) -> None:
-        """Copy the elements of a span to where those of `out` are."""
+        """Copy the elements of a device buffer into `out`."""
         _copy_elements(
             layout, packed(device_buffer.address, layout.shape, layout.dtype), device_buffer.memory
         )
 
     def changed(self, out: Any) -> None:
-        """Learn that the elements of `out` were overwritten."""
+        """Note that the elements of `out` were overwritten."""
 
 
 def framework_of(x: Any) -> Framework | None:
-    """Return the framework of an array, None where it has none for devices; imports nothing."""
+    """Return the framework of an array, None if it has none with devices; imports nothing."""
     return _BY_READER.get(reader_of(x))
 
 
@@ -94,8 +109,8 @@ class _Torch(Framework):
     def streams(self, device: int) -> tuple[int, ...]:
         return (int(sys.modules["torch"].cuda.current_stream(device).cuda_stream),)
 
-    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
-        _check_tensor(x, operation, name)
+    def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
+        _check_tensor(x, name)
         tensor = x.detach().resolve_conj().resolve_neg()
         dtype = BY_NAME[str(x.dtype).removeprefix("torch.")].dtype
         strides = tuple(step * dtype.itemsize for step in tensor.stride())
@@ -106,12 +121,12 @@ class _Torch(Framework):
         torch = sys.modules["torch"]
         wanted = getattr(torch, name_of(dtype), None)
         if not isinstance(wanted, torch.dtype):
-            raise no_such_dtype("torch", dtype, "result")
-        return _tensor_span(torch.empty(shape, dtype=wanted, device=source.device), dtype, memory)
+            raise no_such_dtype("torch", dtype)
+        return _buffer_of(torch.empty(shape, dtype=wanted, device=source.device), dtype, memory)
 
-    def gather(self, shown: DeviceExport, source: Any, memory: DeviceMemory) -> DeviceBuffer:
-        tensor: Any = shown.owner
-        device_buffer = _tensor_span(tensor.contiguous(), shown.layout.dtype, memory)
+    def gather(self, export: DeviceExport, source: Any, memory: DeviceMemory) -> DeviceBuffer:
+        tensor: Any = export.owner
+        device_buffer = _buffer_of(tensor.contiguous(), export.layout.dtype, memory)
         order(memory, self.streams(memory.device), (memory.stream,))
         return device_buffer
 
@@ -128,16 +143,16 @@ class _Torch(Framework):
         sys.modules["torch"].autograd.graph.increment_version(out)
 
 
-def _check_tensor(x: Any, operation: str, name: str) -> None:
+def _check_tensor(x: Any, name: str) -> None:
     if x.requires_grad:
-        frameworks.without_history(x, operation, name)
-    reason = frameworks.torch_refusal(x)
+        without_history(x, name)
+    reason = torch_refusal(x)
     if reason is not None:
-        raise TypeError(f"{operation}: {name} is {reason}")
-    frameworks.check_storage(x, operation, name)
+        raise TypeError(f"{name} is {reason}")
+    check_storage(x, name)
 
 
-def _tensor_span(tensor: Any, dtype: DType, memory: DeviceMemory) -> DeviceBuffer:
+def _buffer_of(tensor: Any, dtype: DType, memory: DeviceMemory) -> DeviceBuffer:
     return DeviceBuffer(tensor.data_ptr(), tensor.numel(), dtype, tensor, memory)
 
 
@@ -155,7 +170,7 @@ class _CuPy(Framework):
 
         return (int(cupy.cuda.get_current_stream(device).ptr),)
 
-    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
+    def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
         return DeviceExport(Layout(int(x.data.ptr), x.shape, x.strides, x.dtype), False, x)
 
     def empty(self, shape: Shape, dtype: DType, source: Any, memory: DeviceMemory) -> DeviceBuffer:
@@ -164,35 +179,34 @@ class _CuPy(Framework):
         count = math.prod(shape)
         with cupy.cuda.Device(memory.device):
             space = cupy.cuda.alloc(count * dtype.itemsize)
-        # Around memory that is there, CuPy takes also the dtypes that it has no kernels for.
+        # Over existing memory, CuPy also makes arrays of dtypes that it has no kernels for.
         return DeviceBuffer(int(space.ptr), count, dtype, cupy.ndarray(shape, dtype, space), memory)
 
 
 class _Protocols(_CuPy):
-    """Any other object: DLPack first, as on the host, then CUDA's array interface."""
+    """Any other object: read by DLPack first, as on the host, or by CUDA's array interface."""
 
     def device(self, x: Any) -> int | None:
-        with suppress(BufferError):  # who reads the array tells of it
-            if _speaks_dlpack(x):
+        with suppress(BufferError):  # the error is raised when the array is read
+            if _has_dlpack(x):
                 kind, device = dlpack.device_of(x, "x")
                 return {DEVICE: device, MANAGED: ANY}.get(kind)
             if hasattr(x, "__cuda_array_interface__"):
                 return _device_at(by_cuda_interface(x, "x").layout.address)
         return None
 
-    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
-        label = f"{operation}: {name}"
-        if _speaks_dlpack(x):
-            return by_dlpack(x, memory.stream, label)
-        return by_cuda_interface(x, label)
+    def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
+        if _has_dlpack(x):
+            return by_dlpack(x, memory.stream, name)
+        return by_cuda_interface(x, name)
 
 
-def _speaks_dlpack(x: Any) -> bool:
+def _has_dlpack(x: Any) -> bool:
     return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
 
 
 def _device_at(address: int) -> int | None:
-    """Return the device of an address, None for the host's, or where nothing has loaded CuPy."""
+    """Return the device of an address; None for the host's, or if CuPy is not loaded."""
     cupy = sys.modules.get("cupy")
     if cupy is None or not address:
         return None
@@ -203,15 +217,15 @@ def _device_at(address: int) -> int | None:
 
 
 def _copy_elements(target: Layout, source: Layout, memory: DeviceMemory) -> None:
-    """Copy elements of any dtype by CuPy, in the order of the memory's stream."""
+    """Copy elements of any dtype with CuPy, in the order of the memory's stream."""
     import cupy
 
     if not source.size:
         return
     current = _BY_NAME["cupy"].streams(memory.device)
-    # Integers of a size that the device can load from each place.
-    places = (source.address, target.address, *source.strides, *target.strides)
-    unit = math.gcd(8, source.dtype.itemsize, *places)
+    # As integers whose size divides all addresses and strides.
+    offsets = (source.address, target.address, *source.strides, *target.strides)
+    unit = math.gcd(8, source.dtype.itemsize, *offsets)
     order(memory, (memory.stream,), current)
     with cupy.cuda.Device(memory.device):
         _units(target, unit, memory)[...] = _units(source, unit, memory)
@@ -219,7 +233,7 @@ def _copy_elements(target: Layout, source: Layout, memory: DeviceMemory) -> None
 
 
 def _units(layout: Layout, unit: int, memory: DeviceMemory) -> Any:
-    """Return memory as CuPy's array of integers, with a last axis for those of an element."""
+    """Return memory as a CuPy array of integers; the last axis has the integers of one element."""
     address, shape, strides, dtype = layout
     units = Layout(
         address,
@@ -231,7 +245,7 @@ def _units(layout: Layout, unit: int, memory: DeviceMemory) -> Any:
 
 
 def _cupy_over(layout: Layout, device: int, owner: object) -> Any:
-    """Return CuPy's array over memory that is there, and have it keep the owner."""
+    """Return a CuPy array over existing memory, which keeps the owner alive."""
     import cupy
 
     nbytes = layout.size * layout.dtype.itemsize
@@ -247,7 +261,7 @@ class _JAX(Framework):
     name = "jax"
 
     def device(self, x: Any) -> int | None:
-        if frameworks.jax_device(x)[0] != "cuda" or x.sharding.memory_kind == "pinned_host":
+        if jax_device(x)[0] != "cuda" or x.sharding.memory_kind == "pinned_host":
             return None
         devices = x.sharding.device_set
         return _local_id(next(iter(devices))) if len(devices) == 1 else ANY
@@ -255,13 +269,12 @@ class _JAX(Framework):
     def streams(self, device: int) -> tuple[int, ...]:
         return ()
 
-    def show(self, x: Any, operation: str, name: str, memory: DeviceMemory) -> DeviceExport:
-        frameworks.check_jax(x, operation, name)
+    def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
+        check_jax(x, name)
         for shard in x.addressable_shards:
             if _local_id(shard.device) == memory.device:
-                shown = by_dlpack(shard.data, memory.stream, f"{operation}: {name}")
-                return shown._replace(readonly=True)
-        raise ValueError(f"{operation}: {name} has no replica on cuda:{memory.device}")
+                return by_dlpack(shard.data, memory.stream, name)._replace(readonly=True)
+        raise ValueError(f"{name} has no replica on cuda:{memory.device}")
 
     def empty(self, shape: Shape, dtype: DType, source: Any, memory: DeviceMemory) -> DeviceBuffer:
         return memory.allocate(math.prod(shape) * dtype.itemsize).view(dtype)
@@ -271,31 +284,31 @@ class _JAX(Framework):
 
         if not device_buffer.size:
             return to_framework(allocate(shape, device_buffer.dtype), like)
-        with keeping_bits(device_buffer.dtype, like.source, "result"):
+        with keeping_bits(device_buffer.dtype, like.source):
             array = jax.dlpack.from_dlpack(_Handover(device_buffer, shape))
-        place = jax_place(like.source)
+        place = jax_placement(like.source)
         return array if place is None else jax.device_put(array, place)
 
 
 def _local_id(device: Any) -> int:
-    """Return CUDA's number of a device of JAX's, whose `id` counts over all processes."""
+    """Return CUDA's number of a JAX device, whose own `id` counts over all processes."""
     return int(device.local_hardware_id)
 
 
 class _Handover:
-    """A span that JAX takes over, after having a stream of its own wait for the memory's."""
+    """A device buffer that JAX takes over; JAX's stream waits for the memory's first."""
 
     def __init__(self, device_buffer: DeviceBuffer, shape: Shape) -> None:
-        self._span = device_buffer
+        self._device_buffer = device_buffer
         self._shape = shape
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return DEVICE, self._span.memory.device
+        return DEVICE, self._device_buffer.memory.device
 
     def __dlpack__(self, *, stream: int | None = None) -> Any:
-        device_buffer = self._span
+        device_buffer = self._device_buffer
         device_buffer.memory.record().wait_on(stream or 0)
-        # CuPy exports every integer, and no float8.
+        # CuPy exports integers of every size, but not float8.
         carrier = (
             np.dtype(f"u{device_buffer.itemsize}")
             if device_buffer.itemsize <= 8
@@ -308,13 +321,13 @@ class _Handover:
 
 _BY_NAME: Final[dict[str, Framework]] = {row.name: row for row in (_Torch(), _CuPy(), _JAX())}
 _BY_READER: Final[dict[Any, Framework]] = {
-    frameworks.read_torch: _BY_NAME["torch"],
-    frameworks.read_cupy: _BY_NAME["cupy"],
-    frameworks.read_jax: _BY_NAME["jax"],
+    read_torch: _BY_NAME["torch"],
+    read_cupy: _BY_NAME["cupy"],
+    read_jax: _BY_NAME["jax"],
     read_foreign: _Protocols(),
 }
 
 
 def framework_named(name: str) -> Framework:
-    """Return the framework that makes the results of a view."""
+    """Return the framework of this name, which makes the results of its arrays."""
     return _BY_NAME[name]

@@ -1,7 +1,7 @@
 """Whether the MPI that was loaded takes addresses of device memory.
 
-MPI itself has no such question; Open MPI and MPICH answer `MPIX_Query_cuda_support`. Nothing is
-tried out, since an MPI that does not know device memory reads the address as the host's and dies.
+The MPI standard has no query for this; Open MPI and MPICH have `MPIX_Query_cuda_support`. A trial
+cannot answer it: an MPI without GPU support takes the address for the host's, and crashes.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from functools import cache
 from typing import Final
 
 VARIABLE: Final = "ARRAYCOMM_GPU_AWARE_MPI"
-_WORDS: Final = {"1": True, "true": True, "0": False, "false": False}
+_VALUES: Final = {"1": True, "true": True, "0": False, "false": False}
 
 
 def gpu_aware() -> bool:
     """Tell whether device memory may be handed to MPI.
 
-    `ARRAYCOMM_GPU_AWARE_MPI` decides where it is set; else the library is asked, which it can be
-    between `MPI_Init` and `MPI_Finalize` only. At any other time the answer is no.
+    `ARRAYCOMM_GPU_AWARE_MPI` decides if it is set. Otherwise the library is asked, which is only
+    possible between `MPI_Init` and `MPI_Finalize`; before and after, the answer is no.
 
     Raises
     ------
     ValueError
         The variable is neither 0 or 1 nor true or false.
     """
-    told = os.environ.get(VARIABLE, "").strip().lower()
-    if told and told not in _WORDS:
+    value = os.environ.get(VARIABLE, "").strip().lower()
+    if value and value not in _VALUES:
         raise ValueError(
             f"init: {VARIABLE} must be 0 or 1, or true or false; got {os.environ[VARIABLE]!r}"
         )
-    if told:
-        return _WORDS[told]
+    if value:
+        return _VALUES[value]
     from mpi4py import MPI
 
-    # MPICH ends the process that asks too early.
+    # MPICH ends a process that asks too early.
     return MPI.Is_initialized() and not MPI.Is_finalized() and _asked(MPI.__file__)
 
 
 @cache
 def _asked(library: str) -> bool:
-    """Ask the MPI that mpi4py's extension module has loaded, and has symbols of in its reach."""
+    """Ask the MPI library that mpi4py's extension module has loaded; False if it has no answer."""
     try:
         query = ctypes.CDLL(library).MPIX_Query_cuda_support
     except (OSError, AttributeError):

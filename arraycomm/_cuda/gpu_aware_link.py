@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
-from arraycomm._transports.base import Blocks, Bytes, DeviceLink, Handle, Transport
+from arraycomm._cuda.link import DeviceLink
+from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 
 
 class GpuAwareMpiLink(DeviceLink):
-    """The host transport's own movements, with arrays that only tell where device memory is.
+    """The host transport's own movements, over arrays with addresses of device memory.
 
-    MPI knows nothing of streams: a movement begins once the device has come to it, and what follows
-    is put on the stream after MPI has finished.
+    MPI knows nothing of streams. So a movement begins once the device has finished the work before
+    it, and later work is put on the stream once MPI has finished.
     """
 
     name = "mpi"
-    # Enough to hide the waits in between, and as many bytes of scratch as a device can spare.
+    # Enough to hide the waits between chunks, and not too much scratch memory for a device.
     chunk_bytes = 64 << 20
 
     def __init__(self, transport: Transport, memory: DeviceMemory) -> None:
@@ -50,16 +51,16 @@ class GpuAwareMpiLink(DeviceLink):
 
 
 class _Movement:
-    """A movement that begins once the device has come to a mark."""
+    """A movement that begins once the device has reached an event."""
 
     def __init__(self, event: Event, begin: Callable[[], Handle]) -> None:
-        self._mark = event
+        self._event = event
         self._begin = begin
         self._movement: Handle | None = None
 
     def done(self) -> bool:
         if self._movement is None:
-            if not self._mark.done():
+            if not self._event.done():
                 return False
             self._movement = self._begin()
         return self._movement.done()
@@ -70,7 +71,7 @@ def _blocks(blocks: Blocks) -> Blocks:
 
 
 def _bytes(device_buffer: DeviceBuffer) -> Bytes:
-    """Return an array that is at the address of a span, and that nobody here looks into."""
+    """Return an array at the address of a device buffer; only MPI may access its elements."""
     if not device_buffer.nbytes:
         return np.empty(0, np.uint8)
     memory: Any = (ctypes.c_ubyte * device_buffer.nbytes).from_address(device_buffer.address)

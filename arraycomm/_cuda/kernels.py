@@ -1,7 +1,7 @@
-"""The kernels of `folds.cu`: each compiled when it is first needed, and launched.
+"""The kernels of `folds.cu`: compiled on first use, and launched.
 
-NVRTC is called directly, because CuPy's `RawKernel` has subnormal numbers of float32 flushed to
-zero, whatever it is told. What is compiled stays in memory, for as long as the process runs.
+NVRTC is called directly, because CuPy's `RawKernel` flushes subnormal float32 numbers to zero,
+whatever the options. Compiled kernels stay in memory as long as the process runs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from arraycomm._errors import BackendUnavailableError
 Array = np.ndarray[Any, Any]
 
 SOURCE: Final = Path(__file__).with_name("folds.cu")
-# Products are not fused with sums, and subnormal numbers stay: what the contract has of IEEE 754.
+# No fused multiply-add, and subnormal numbers are kept: results have the bits of the host's folds.
 OPTIONS: Final = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 
-# As in folds.cu, with addresses as integers; what does not fit in one launch takes several.
+# As in folds.cu, with addresses as integers. More rows or pieces than these take several launches.
 MAX_ROWS: Final = 240
 MAX_PIECES: Final = 120
 CHUNK_BYTES: Final = 16 << 10
@@ -51,20 +51,20 @@ PIECE: Final = np.dtype(
 PIECES: Final = np.dtype([("at", PIECE, MAX_PIECES), ("count", np.int32)], align=True)
 
 THREADS: Final = 256
-# Enough to fill any device several times over; a thread takes more elements where there are more.
+# Enough to fill any device several times over; each thread of a larger array takes more elements.
 MAX_BLOCKS: Final = 4096
 
 
 class Kernels:
-    """The kernels on one device; all they are given are addresses.
+    """The kernels on one device; they take addresses.
 
     Parameters
     ----------
     device : int
         The device's number.
     allocate : callable
-        Returns so many bytes of the device, for use in the order of the stream that is passed to
-        the kernel at the time. Called only for more than `MAX_ROWS` rows.
+        Returns so many bytes of device memory, for use in the order of the stream that the kernel
+        is launched on. Called only for more than `MAX_ROWS` rows.
     """
 
     def __init__(self, device: int, allocate: Callable[[int], DeviceBuffer]) -> None:
@@ -89,13 +89,13 @@ class Kernels:
         count: int,
         stream: int,
     ) -> None:
-        """Fold the rows up to each into its out, as `arraycomm._folds.prefixes` does."""
+        """Fold the rows up to row k into `outs[k]`, as `arraycomm._folds.prefixes` does."""
         self._reduce("prefixes", op, dtype, rows, outs, count, stream)
 
     def gather_pieces(
         self, pieces: Sequence[tuple[int, int, int]], target: int, stream: int
     ) -> None:
-        """Copy pieces to `target`: each by its address (0 for zeros), offset there, and bytes."""
+        """Copy pieces, each an address (0 for zeros), an offset in `target`, and a byte count."""
         whole = np.array([piece for piece in pieces if piece[2]], np.int64).reshape(-1, 3)
         for start in range(0, len(whole), MAX_PIECES):
             sources, offsets, sizes = whole[start : start + MAX_PIECES].T
@@ -142,19 +142,19 @@ class Kernels:
     def _launch(
         self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: Array, stream: int
     ) -> None:
-        """Put a kernel on the stream; its argument is copied by that."""
+        """Put a kernel on the stream; the launch copies its argument."""
         import cupy
 
         with cupy.cuda.Device(self._device):
             function = _function(self._device, kernel, definitions)
-            # CuPy reads nothing but the address of a stream.
+            # CuPy reads nothing but a stream's `ptr`.
             function((blocks,), (THREADS,), (argument,), stream=SimpleNamespace(ptr=stream))
 
 
 def _packed(dtype: DType, addresses: Sequence[int]) -> bool:
-    """Tell whether all memory can be loaded and stored by packs; raise where not even by elements.
+    """Tell whether all memory is aligned for packs; raise if it is not aligned for elements.
 
-    A kernel that touches misaligned memory makes every later call of CUDA's in the process fail.
+    A kernel that touches misaligned memory makes every later CUDA call of the process fail.
     """
     bits = functools.reduce(operator.or_, addresses)
     if bits % dtype.alignment:
@@ -166,7 +166,7 @@ def _packed(dtype: DType, addresses: Sequence[int]) -> bool:
 
 
 def _total_bytes(dtype: DType) -> int:
-    """Return how many bytes an element has while it is reduced; narrow floats have a float32's."""
+    """Return the bytes of an element while it is reduced; narrow floats are reduced in float32."""
     return 4 if kind_of(dtype) is Kind.NARROW else dtype.itemsize
 
 
@@ -194,12 +194,12 @@ def _load(device: int, kernel: str, definitions: tuple[str, ...]) -> Any:
 
 
 def missing() -> str | None:
-    """Say why kernels cannot be compiled where CuPy is installed, and what would help; else None."""
+    """Say why CuPy cannot compile kernels here, and what to do about it; None if it can."""
     from cupy.cuda import nvrtc
 
     try:
         nvrtc.getVersion()
-    except RuntimeError as error:  # CuPy's own, or that of what looks for libraries for it
+    except RuntimeError as error:  # raised by CuPy, or by the package that finds its libraries
         reason = str(error).strip()
         return f"CuPy cannot load NVRTC ({reason}); install cupy-cuda12x[ctk] or cupy-cuda13x[ctk]"
     return None
@@ -209,8 +209,8 @@ def missing() -> str | None:
 def compiled(architecture: int, definitions: tuple[str, ...]) -> bytes:
     """Compile `folds.cu` for a compute capability such as 90.
 
-    The result is machine code, or PTX for the driver to compile where NVRTC is older than the
-    device. With no definitions it has `copy_pieces`; with OP and DTYPE, `fold` and `prefixes`.
+    The result is machine code, or PTX for the driver to compile if NVRTC is older than the device.
+    Without definitions it has `copy_pieces`; with OP and DTYPE it has `fold` and `prefixes`.
     """
     from cupy.cuda import nvrtc
 
@@ -226,8 +226,8 @@ def compiled(architecture: int, definitions: tuple[str, ...]) -> bytes:
         return bytes(nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program))
     except nvrtc.NVRTCError as error:
         raise BackendUnavailableError(
-            f"NVRTC {nvrtc.getVersion()} cannot compile arraycomm's kernels for a device of compute "
-            f"capability {architecture} ({error}): {nvrtc.getProgramLog(program).strip()}"
+            f"NVRTC {nvrtc.getVersion()} cannot compile arraycomm's kernels for a device of "
+            f"compute capability {architecture} ({error}): {nvrtc.getProgramLog(program).strip()}"
         ) from error
     finally:
         nvrtc.destroyProgram(program)

@@ -1,4 +1,4 @@
-"""Where an array's elements lie on a device, as the protocols tell it; the memory is not touched."""
+"""Where an array's elements lie on a device, read from protocols; the memory is not touched."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from arraycomm._dtypes import BY_DTYPE, DType
 # kDLCUDA and kDLCUDAManaged. Pinned memory, kDLCUDAHost, counts as the host's.
 DEVICE: Final = 2
 MANAGED: Final = 13
-# How CUDA's protocols spell the legacy default stream, whose handle is also the null pointer.
+# The legacy default stream in CUDA's protocols; as a handle it is also the null pointer.
 _LEGACY: Final = 1
 
 
 class Layout(NamedTuple):
-    """The first element's address, and how far apart, in bytes, neighbours are in each dimension."""
+    """The first element's address, and the strides in bytes."""
 
     address: int
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie side by side in C order."""
+        """Whether the elements are contiguous in C order."""
         reach = self.dtype.itemsize
         for length, step in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if length > 1 and step != reach:
@@ -40,12 +40,12 @@ class Layout(NamedTuple):
 
     @property
     def fit(self) -> bool:
-        """Whether a device can work on the elements where they are."""
+        """Whether kernels can work on the elements where they are."""
         return self.contiguous and (not self.size or self.address % self.dtype.alignment == 0)
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether two elements may share memory: no slice, transpose or diagonal does this."""
+        """Whether two elements may share memory; False for slices, transposes and diagonals."""
         reach = self.dtype.itemsize
         steps = zip(self.strides, self.shape, strict=True)
         for step, length in sorted((abs(step), length) for step, length in steps if length > 1):
@@ -56,16 +56,16 @@ class Layout(NamedTuple):
 
 
 def packed(address: int, shape: tuple[int, ...], dtype: DType) -> Layout:
-    """Return the layout of elements that lie side by side in C order."""
+    """Return the layout of elements that are contiguous in C order."""
     lengths = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return Layout(address, shape, tuple(n * dtype.itemsize for n in lengths), dtype)
 
 
 class DeviceExport(NamedTuple):
-    """What an array shows: where its elements lie, and what keeps them there.
+    """Where an exported array's elements lie, and the object that keeps them alive.
 
-    `copied` says that these stand in for elements that no layout tells. `stream` is one that it is
-    used in besides those of its framework.
+    `copied` says that they are a copy, since no layout describes the array's own elements. `stream`
+    is one in which the array is used, besides those of its framework.
     """
 
     layout: Layout
@@ -76,7 +76,7 @@ class DeviceExport(NamedTuple):
 
 
 def by_dlpack(x: Any, stream: int, label: str) -> DeviceExport:
-    """Read `x.__dlpack__`, whose producer has `stream` wait for what it has under way."""
+    """Read `x.__dlpack__`; the producer makes `stream` wait for its work on the array."""
     number = stream or _LEGACY
     keyword_fallbacks = ({"stream": number, "max_version": (1, 0)}, {"stream": number})
     capsule = dlpack.request(x, keyword_fallbacks, label)
@@ -86,7 +86,7 @@ def by_dlpack(x: Any, stream: int, label: str) -> DeviceExport:
             f"{label}.__dlpack__() returned memory of device type {tensor.device_type}, which is "
             "not CUDA's, as __dlpack_device__ says"
         )
-    # Unconsumed, the capsule itself calls the producer's deleter when it is no longer needed.
+    # The capsule is not consumed, so it calls the producer's deleter when it is collected.
     return DeviceExport(_layout_of(tensor, label), bool(flags & dlpack.READ_ONLY), (capsule, x))
 
 
@@ -133,7 +133,7 @@ def _checked(layout: Layout, label: str) -> Layout:
 
 
 def relabel(capsule: Any, dtype: DType) -> Any:
-    """Return a fresh capsule of integers as one of elements of `dtype`, which has their size."""
+    """Change the dtype of a new capsule of integers to `dtype`, which has the same size."""
     tensor, _ = dlpack.open_capsule(capsule, "result")
     tensor.code = BY_DTYPE[dtype].dlpack
     tensor.bits = dtype.itemsize * 8

@@ -1,7 +1,7 @@
-"""NCCL by ctypes: its functions, its words, and the order in which a communicator may be used.
+"""NCCL by ctypes: its functions, its error texts, and the rules for using a communicator.
 
-Communicators are nonblocking, so that a wait for ranks that never come can be given up. Only such
-functions are used as NCCL has had since 2.14, and ncclCommSplit where there is one.
+Communicators are nonblocking, so that a wait for ranks that never come can be given up. All
+functions but ncclCommSplit exist since NCCL 2.14; ncclCommSplit is used if the library has it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ UNIQUE_ID_BYTES: Final = 128
 # ncclDataType_t of plain bytes.
 UINT8: Final = 1
 
-# cudaStreamPerThread: NCCL issues nonblocking operations in threads of its own, and would take theirs.
+# cudaStreamPerThread: NCCL issues operations in its own threads, where this is another stream.
 _PER_THREAD: Final = 2
 
-# ncclResult_t. In progress is no failure: the call was taken, and goes on by itself.
+# ncclResult_t. In progress is no failure: NCCL accepted the call, and completes it by itself.
 _SUCCESS: Final = 0
 _IN_PROGRESS: Final = 7
 _NO_COLOR: Final = -1
 _UNDEFINED: Final = -(1 << 31)
 
-# Seconds that another thread may take to leave NCCL, and that an abort may take, before the caller
-# goes on without them.
+# Seconds that the caller waits for another thread to leave NCCL, and for an abort to finish.
 _GRACE: Final = 5.0
 _NAP: Final = 1e-3
 
-# A function of NCCL's, and its arguments up to the communicator and the stream.
+# The name of an NCCL function, and its arguments without the communicator and the stream.
 Call = tuple[Any, ...]
 
 
@@ -53,8 +52,8 @@ class UniqueId(ctypes.Structure):
 class Config(ctypes.Structure):
     """ncclConfig_t as it was in 2.18.
 
-    The struct only grows, and a library takes a shorter one for what its `version` had, an older
-    library no more of it than it knows.
+    The struct only grows. A newer library reads the fields that `version` had, and an older one
+    reads only the fields that it knows.
     """
 
     _fields_ = (
@@ -71,7 +70,7 @@ class Config(ctypes.Structure):
 
     @classmethod
     def nonblocking(cls) -> Config:
-        """Return NCCL's own choices, but for calls that do not block."""
+        """Return NCCL's defaults, with nonblocking calls."""
         undefined = [_UNDEFINED] * 3
         return cls(ctypes.sizeof(cls), 0xCAFEBEEF, 21800, 0, *undefined, None, _UNDEFINED)
 
@@ -82,8 +81,8 @@ _comm_out = ctypes.POINTER(ctypes.c_void_p)
 _int_out = ctypes.POINTER(ctypes.c_int)
 _config = ctypes.POINTER(Config)
 
-# What each function takes, as nccl.h declares it. All return an ncclResult_t, but for the two that
-# return words.
+# The arguments of each function, as nccl.h declares them. All return an ncclResult_t, but for the
+# two that return text.
 SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "ncclGetVersion": (_int_out,),
     "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
@@ -106,19 +105,19 @@ SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "ncclAllGather": (_buffer, _buffer, _count, _int, _comm, _stream),
     "ncclAllReduce": (_buffer, _buffer, _count, _int, _int, _comm, _stream),
 }
-_WORDS: Final = ("ncclGetErrorString", "ncclGetLastError")
-_LATER: Final = ("ncclCommSplit",)
+_TEXTS: Final = ("ncclGetErrorString", "ncclGetLastError")
+_OPTIONAL: Final = ("ncclCommSplit",)
 
 
 class Library:
-    """One libnccl, or what stands in for one in tests.
+    """One libnccl, or a stand-in for tests.
 
     Parameters
     ----------
     functions : object
         NCCL's functions by their names.
     current : callable
-        `current(device)` is a context in which that device is the thread's own, as NCCL asks.
+        `current(device)` is a context in which that device is the thread's current one.
     """
 
     def __init__(
@@ -130,31 +129,31 @@ class Library:
         self.current = current
 
     def version(self) -> tuple[int, int, int]:
-        """Return major, minor and patch of the library itself, whatever a header said."""
+        """Return major, minor and patch of the loaded library."""
         found = ctypes.c_int()
         self.check(self.functions.ncclGetVersion(ctypes.byref(found)))
         major, rest = divmod(found.value, 10_000)
         return major, rest // 100, rest % 100
 
     def unique_id(self) -> bytes:
-        """Return the name of a new group; a thread then waits for all its ranks to come.
+        """Return the id of a new group; a thread of NCCL then waits for all ranks of the group.
 
-        Call it on one rank, and only for a group that is made.
+        Call it on one rank, and only for a group that will be made.
         """
         found = UniqueId()
         self.check(self.functions.ncclGetUniqueId(ctypes.byref(found)))
         return bytes(found)
 
     def check(self, code: int) -> None:
-        """Raise `TransportError`, in NCCL's own words, unless all is well or in progress."""
+        """Raise `TransportError` with NCCL's text, unless the code is success or in progress."""
         if code in (_SUCCESS, _IN_PROGRESS):
             return
-        raise TransportError(f"NCCL reported: {self._words(code)}")
+        raise TransportError(f"NCCL reported: {self._text(code)}")
 
-    def _words(self, code: int) -> str:
-        """Say what an ncclResult_t means, and what NCCL last warned of in this process."""
+    def _text(self, code: int) -> str:
+        """Return the meaning of an ncclResult_t, and NCCL's last warning in this process."""
         meaning = self.functions.ncclGetErrorString(code) or b""
-        # The communicator is not asked for: NCCL does not look at it, and it may be gone.
+        # Without the communicator: NCCL ignores that argument, and it may be gone.
         last = self.functions.ncclGetLastError(None) or b""
         detail = last.decode(errors="replace").strip()
         return meaning.decode(errors="replace") + (
@@ -163,20 +162,20 @@ class Library:
 
 
 class Comm:
-    """One communicator of NCCL's.
+    """One NCCL communicator.
 
-    It takes one operation at a time: once that is begun, nothing may be asked of the communicator
-    but whether it is still in progress, until it is not. Then the operation is on its stream, but
-    the device may not have come to it. Any thread may call; calls do not wait for other ranks.
+    It takes one operation at a time. While that is in progress, only `in_progress` may be called.
+    Afterwards the operation is on its stream, though the device may not have started it. Any thread
+    may call; calls do not wait for other ranks.
     """
 
     def __init__(self, library: Library, number: int) -> None:
         self._library = library
         self._device = number
-        # NCCL writes here, and for a split not before the ranks have met.
+        # NCCL writes the handle here; for a split, it does so once all ranks have called.
         self._handle = ctypes.c_void_p()
-        # What NCCL has the addresses of, for operations that are not on the stream yet: memory that
-        # was given back by then would be given out again to what comes before them.
+        # Memory of operations that are not on the stream yet. If it were freed now, the pool would
+        # give it to other work, which would be on the stream before them.
         self._kept: tuple[object, ...] = ()
         self._using = threading.Lock()
         self._ending = threading.Lock()
@@ -184,7 +183,7 @@ class Comm:
 
     @classmethod
     def begin(cls, library: Library, number: int, rank: int, size: int, unique_id: bytes) -> Comm:
-        """Begin to make the communicator of `size` ranks; it is in progress."""
+        """Begin to make the communicator of `size` ranks; the result is in progress."""
         comm = cls(library, number)
         name, config = UniqueId.from_buffer_copy(unique_id), Config.nonblocking()
         with library.current(number):
@@ -199,7 +198,7 @@ class Comm:
         return comm
 
     def issue(self, calls: Sequence[Call], stream: int, *kept: object) -> None:
-        """Begin some communications as one operation; keep what it uses until it is on the stream."""
+        """Begin calls as one operation; keep the memory that it uses until it is on the stream."""
         if stream == _PER_THREAD:
             raise TransportError("NCCL cannot work in the order of the per-thread default stream")
         with self._in_use() as functions:
@@ -210,22 +209,22 @@ class Comm:
                     if code in (_SUCCESS, _IN_PROGRESS):
                         code = getattr(functions, name)(*arguments, self._handle, stream)
             finally:
-                # A group that stays open would swallow what this thread asks of NCCL from now on.
+                # A group that stays open would hold back all later NCCL calls of this thread.
                 end = functions.ncclGroupEnd()
             self._library.check(code)
             self._library.check(end)
 
     def split(self, color: int | None, key: int) -> Comm | None:
-        """Begin to split; `self` is in progress. None where this NCCL cannot split.
+        """Begin to split; `self` is then in progress. None if this NCCL cannot split.
 
-        The result does not exist before that is over, and not at all where `color` is None.
+        The result can be used once `self` is no longer in progress, and never if `color` is None.
         """
         if not hasattr(self._library.functions, "ncclCommSplit"):
             return None
         child = Comm(self._library, self._device)
         number = _NO_COLOR if color is None else color
         with self._in_use() as functions:
-            # No configuration: the child's is this one's.
+            # Without a configuration, the child takes this communicator's.
             code = functions.ncclCommSplit(
                 self._handle, number, key, ctypes.byref(child._handle), None
             )
@@ -233,7 +232,7 @@ class Comm:
         return child
 
     def place(self) -> tuple[int, int]:
-        """Return this rank's number, and how many there are."""
+        """Return this rank's number and the number of ranks."""
         rank, size = ctypes.c_int(), ctypes.c_int()
         with self._in_use() as functions:
             self._library.check(functions.ncclCommUserRank(self._handle, ctypes.byref(rank)))
@@ -241,7 +240,7 @@ class Comm:
         return rank.value, size.value
 
     def in_progress(self) -> bool:
-        """Tell whether the last operation still is; raises what went wrong with any so far."""
+        """Tell whether the last operation is in progress; raise the error of any so far."""
         state = ctypes.c_int()
         with self._in_use() as functions:
             self._library.check(functions.ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
@@ -251,26 +250,26 @@ class Comm:
         return state.value == _IN_PROGRESS
 
     def abort(self) -> None:
-        """End it here and now, with what is on the device; may be called again, by any thread.
+        """End the communicator and its work on the device at once.
 
-        What the aborted operations should have written is undefined. The other ranks have to abort
-        theirs as well.
+        Any thread may call this, and more than once. The results of aborted operations are
+        undefined. The other ranks have to abort theirs too.
         """
         if not self._claim("was aborted"):
             return
-        # A thread that hangs in NCCL may hang because of what the abort ends.
+        # Another thread may hang in NCCL until the abort: wait for it only for some time.
         held = self._using.acquire(timeout=_GRACE)
         try:
             if self._handle.value is not None:
-                _call_apart(self._abort_on_device)
+                _call_in_thread(self._abort_on_device)
         finally:
             if held:
                 self._using.release()
 
     def close(self) -> None:
-        """End it in agreement with the other ranks; where these do not come in time, abort it.
+        """End the communicator together with the other ranks; abort it if they do not come in time.
 
-        Waits for what is on the device, and so must the other ranks be given the time to.
+        Waits for the work on the device.
         """
         deadline = time.monotonic() + _GRACE
         try:
@@ -293,7 +292,7 @@ class Comm:
 
     @contextmanager
     def _in_use(self) -> Iterator[Any]:
-        """NCCL's functions, for one thread at a time, while the communicator lives."""
+        """Lend NCCL's functions to one thread at a time; raise if the communicator has ended."""
         with self._using:
             if self._end:
                 raise TransportError(f"the NCCL communicator {self._end}")
@@ -301,7 +300,7 @@ class Comm:
                 yield self._library.functions
 
     def _claim(self, end: str) -> bool:
-        """Let one caller, and no other, bring about the end."""
+        """Note how the communicator ends; True for the first caller only."""
         with self._ending:
             first, self._end = not self._end, self._end or end
         return first
@@ -312,8 +311,8 @@ class Comm:
         self._kept = ()
 
 
-def _call_apart(function: Callable[[], None]) -> None:
-    """Call in a thread of its own, and leave it behind if it hangs: another abort may free it."""
+def _call_in_thread(function: Callable[[], None]) -> None:
+    """Call in a new thread, and go on without it if it hangs: another rank's abort may free it."""
     thread = threading.Thread(target=function, name="arraycomm-nccl-abort", daemon=True)
     thread.start()
     thread.join(_GRACE)
@@ -321,12 +320,12 @@ def _call_apart(function: Callable[[], None]) -> None:
 
 @cache
 def load() -> Library:
-    """Return this process's NCCL: the copy that PyTorch or CuPy has loaded, where one has.
+    """Return this process's NCCL: the copy that PyTorch or CuPy has loaded, if one of them has.
 
     Raises
     ------
     OSError
-        There is none.
+        There is no NCCL.
     """
     functions = _open()
     declare(functions)
@@ -336,15 +335,15 @@ def load() -> Library:
 def declare(functions: Any) -> None:
     """Tell ctypes what NCCL's functions take and return."""
     for name, arguments in SIGNATURES.items():
-        if name in _LATER and not hasattr(functions, name):
+        if name in _OPTIONAL and not hasattr(functions, name):
             continue
         function = getattr(functions, name)
         function.argtypes = arguments
-        function.restype = ctypes.c_char_p if name in _WORDS else ctypes.c_int
+        function.restype = ctypes.c_char_p if name in _TEXTS else ctypes.c_int
 
 
 def _open() -> ctypes.CDLL:
-    # Two copies in a process would each have their own idea of its devices and connections.
+    # A second copy in the process would not know the devices and connections of the first.
     with suppress(OSError):
         return ctypes.CDLL(_NAME, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     for path in _in_wheels():
@@ -354,7 +353,7 @@ def _open() -> ctypes.CDLL:
 
 
 def _in_wheels() -> list[str]:
-    """Where the package nvidia-nccl-cu12, or -cu13, keeps the library."""
+    """Return where the package nvidia-nccl-cu12 or nvidia-nccl-cu13 has the library."""
     try:
         found = find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -364,14 +363,14 @@ def _in_wheels() -> list[str]:
 
 
 def missing() -> str | None:
-    """Say why NCCL cannot be used here, and what to do about it; None where it can."""
+    """Say why NCCL cannot be used here, and what to do about it; None if it can."""
     reason = device.missing()
     if reason is not None:
         return reason
     if os.environ.get("NCCL_COMM_BLOCKING") == "1":
         return (
-            "NCCL_COMM_BLOCKING=1 in the environment makes NCCL wait for ever for ranks that do not "
-            "come; unset it"
+            "NCCL_COMM_BLOCKING=1 in the environment makes NCCL wait for ever for ranks that do "
+            "not come; unset it"
         )
     try:
         version = load().version()

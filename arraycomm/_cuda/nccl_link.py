@@ -1,8 +1,8 @@
-"""Movements between CUDA devices through NCCL, beside a transport that joins their hosts.
+"""Movements between CUDA devices through NCCL; a transport joins their hosts.
 
-All is done in the order of one stream: a movement is finished here when it has its place there, and
-what is asked of the device next comes after it. Bytes move, whatever their dtype; NCCL reduces only
-where no order of summation shows.
+Everything is in the order of one stream. A movement is finished for the host once it is on that
+stream, and later work on the device comes after it. Movements are of bytes, whatever the dtype.
+NCCL reduces only if the result does not depend on the order, or the order may be NCCL's own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import numpy as np
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._cuda.device import shared_devices
 from arraycomm._cuda.libnccl import UINT8, Call, Comm, Library
+from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import BY_DTYPE, DType, Kind, kind_of
 from arraycomm._errors import TransportError
-from arraycomm._transports.base import Blocks, DeviceLink, Handle
+from arraycomm._transports.base import Blocks, Handle
 
 # ncclRedOp_t
 _OPS: Final = {"sum": 0, "prod": 1, "max": 2, "min": 3}
-# The reductions whose bits do not depend on the order, and those whose rounding does. NCCL's min and
-# max of floats lose NaN, and it rounds floats of 16 and 8 bits at every step: it reduces none of these.
+# Reductions whose bits do not depend on the order, and those whose rounding does. NCCL reduces no
+# other: its min and max of floats lose NaN, and it rounds floats of 16 and 8 bits at every step.
 _EXACT: Final = {Kind.INTEGER: frozenset(_OPS)}
 _ROUNDED: Final = {Kind.FLOAT: frozenset(("sum", "prod")), Kind.COMPLEX: frozenset(("sum",))}
 _FIRST_TO_SHARE: Final = (2, 30)
@@ -38,7 +39,7 @@ class _Nothing:
 
 
 class _Operation:
-    """An operation that NCCL is putting on its stream."""
+    """An operation that NCCL is putting on the stream."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -51,23 +52,23 @@ class _Operation:
 
 
 class NcclLink(DeviceLink):
-    """One rank's device, joined to the others'.
+    """The link of one rank's device to those of the other ranks.
 
     Parameters
     ----------
     comm : Comm
-        What NCCL has of it; not in progress.
-    memory : Memory
-        The device's. Movements take their place on its current stream.
+        NCCL's communicator; not in progress.
+    memory : DeviceMemory
+        The device's. Movements are put on its current stream.
     rank, size : int
-        This rank, and how many there are.
+        This rank's number, and the number of ranks.
     reproducible : bool
         Whether floats have to be summed in rank order, which NCCL does not do.
     """
 
     name = "nccl"
-    ahead = True
-    # Enough for NCCL to come to speed, and as many bytes of scratch as a device can spare.
+    async_check = True
+    # Enough for NCCL to reach full speed, and not too much scratch memory for a device.
     chunk_bytes = 64 << 20
 
     def __init__(
@@ -90,9 +91,9 @@ class NcclLink(DeviceLink):
         *,
         reproducible: bool = True,
     ) -> Generator[Handle, None, NcclLink]:
-        """Join the ranks that have the same `unique_id`; a program that returns the link.
+        """Join the ranks that have the same `unique_id`; a generator that returns the link.
 
-        Ranks that do not come keep it waiting; whoever gives it up has undone it.
+        It waits until all ranks have come. If it is closed or an error is thrown in, it aborts.
         """
         comm = Comm.begin(library, memory.device, rank, size, unique_id)
         try:
@@ -103,10 +104,10 @@ class NcclLink(DeviceLink):
         return cls(comm, memory, rank, size, reproducible=reproducible)
 
     def split(self, color: int | None, key: int) -> Generator[Handle, None, NcclLink | None]:
-        """Make the link of the ranks of one color, in the order of their keys; a program.
+        """Make the link of the ranks of one color, in the order of their keys; a generator.
 
-        Collective, also for ranks of no color, which get None. So do all where this NCCL is too old:
-        then `open` makes a new one.
+        Collective, also for ranks of no color, which get None. If this NCCL is too old to split,
+        all ranks get None, and `open` makes a new link.
         """
         child = self._comm.split(color, key)
         if child is None:
@@ -116,11 +117,11 @@ class NcclLink(DeviceLink):
             if color is None:
                 return None
             yield _Operation(child)
-            # A memory of its own, since its calls have streams of their own.
+            # With a memory of its own, since its calls use other streams.
             memory = copy(self.memory)
             return type(self)(child, memory, *child.place(), reproducible=self._reproducible)
         except BaseException:
-            # The unfinished half belongs to the communicator that is being split.
+            # The split is an operation of the old communicator.
             self._comm.abort()
             child.abort()
             raise
@@ -134,9 +135,9 @@ class NcclLink(DeviceLink):
     def allgather(self, recv: Blocks) -> Handle:
         count = recv.counts[0]
         if _in_equal_rows(recv):
-            mine = recv.block(self.rank)
-            # NCCL takes this for in place, by the addresses.
-            even: Call = ("ncclAllGather", mine.address, recv.buffer.address, count, UINT8)
+            local = recv.block(self.rank)
+            # NCCL sees by the addresses that this is in place.
+            even: Call = ("ncclAllGather", local.address, recv.buffer.address, count, UINT8)
             return self._start([even] if count else [], recv.buffer)
         blocks = [recv.block(rank) for rank in range(self.size)]
         calls = [self._broadcast(block, rank) for rank, block in enumerate(blocks) if len(block)]
@@ -164,7 +165,7 @@ class NcclLink(DeviceLink):
         return (_recv(block, peer) for peer, block in self._others(blocks))
 
     def _others(self, blocks: Blocks) -> Iterator[tuple[int, DeviceBuffer]]:
-        """The other ranks' blocks, without the empty ones: both sides know which these are."""
+        """Yield the other ranks' blocks but the empty ones: both sides know which are empty."""
         for peer in range(self.size):
             if peer != self.rank and blocks.counts[peer]:
                 yield peer, blocks.block(peer)
@@ -172,10 +173,10 @@ class NcclLink(DeviceLink):
     def _broadcast(self, block: DeviceBuffer, root: int) -> Call:
         return ("ncclBroadcast", block.address, block.address, len(block), UINT8, root)
 
-    def _start(self, calls: Sequence[Call], *spans: DeviceBuffer) -> Handle:
+    def _start(self, calls: Sequence[Call], *buffers: DeviceBuffer) -> Handle:
         if not calls:
             return _Nothing()
-        self._comm.issue(calls, self.memory.stream, *spans)
+        self._comm.issue(calls, self.memory.stream, *buffers)
         return _Operation(self._comm)
 
     # Reductions
@@ -193,10 +194,10 @@ class NcclLink(DeviceLink):
         )  # fmt: skip
         return self._start([reduce] if len(parts) else [], source, target)
 
-    # How it ends
+    # The end of the link
 
     def error(self) -> TransportError | None:
-        """Return what has gone wrong since, also between the devices and after a call returned."""
+        """Return NCCL's error, if any, also one between devices after a call has returned."""
         try:
             self._comm.in_progress()
         except TransportError as error:
@@ -204,21 +205,21 @@ class NcclLink(DeviceLink):
         return None
 
     def abort(self) -> None:
-        """End the link at once, with what is under way; may be called again, by any thread.
+        """End the link and its work at once; may be called again, by any thread.
 
-        Every rank has to, and does not wait for the others. What was being written is undefined.
+        Every rank has to call it; no rank waits for the others. Unfinished results are undefined.
         """
         self._comm.abort()
 
     def close(self) -> None:
-        """Release the link, with every rank in it; abort it if they do not come within seconds."""
+        """Release the link; collective. Abort it if the other ranks do not come within seconds."""
         self._comm.close()
 
 
 def refuse_sharing(uuids: Sequence[str], version: tuple[int, ...]) -> str | None:
-    """Say why NCCL cannot join these devices, one name a rank, some of which are the same.
+    """Say why NCCL cannot join these devices, if some ranks share one; `uuids` are in rank order.
 
-    None where it can: a device of its own for each rank, or a NCCL that was told to let them share.
+    None if each rank has its own device, or if NCCL is set to let ranks share one.
     """
     shared = shared_devices(uuids)
     able = version >= _FIRST_TO_SHARE
@@ -227,7 +228,8 @@ def refuse_sharing(uuids: Sequence[str], version: tuple[int, ...]) -> str | None
     so = "" if able else f" with NCCL 2.30 or newer (this is {'.'.join(map(str, version))})"
     return (
         f"{shared}, and NCCL wants one for each rank; start fewer ranks on a node, or use "
-        f'backend="mpi", or set NCCL_MULTI_RANK_GPU_ENABLE=1 on every rank{so}, which is experimental'
+        f'backend="mpi", or set NCCL_MULTI_RANK_GPU_ENABLE=1 on every rank{so}, which is '
+        "experimental"
     )
 
 
@@ -252,5 +254,5 @@ def _in_equal_rows(blocks: Blocks) -> bool:
 
 
 def _part(dtype: DType) -> DType:
-    """Return the dtype as a sum sees it: complex numbers are pairs of floats."""
+    """Return the dtype that NCCL sums: a complex number is a pair of floats."""
     return np.empty(0, dtype).real.dtype if kind_of(dtype) is Kind.COMPLEX else dtype

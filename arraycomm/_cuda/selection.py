@@ -1,125 +1,130 @@
-"""What the arrays on devices of a communicator go over: every rank says what it can, all choose alike."""
+"""The choice of a device link: every rank says what it can use, and all make the same choice."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from arraycomm._cuda import device, kernels
+from arraycomm._arrays.device_memory import DeviceMemory
+from arraycomm._cuda import device, kernels, libnccl
+from arraycomm._cuda.gpu_aware import gpu_aware
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
+from arraycomm._cuda.nccl_link import NcclLink, refuse_sharing
 from arraycomm._cuda.staged_link import HostStagedLink
-from arraycomm._protocol.header import Steps, exchange_details
-
-if TYPE_CHECKING:
-    from arraycomm._arrays.device_memory import DeviceMemory
-    from arraycomm._communicator import Communicator
-    from arraycomm._cuda.devices import DeviceRequest
+from arraycomm._protocol.details import Detail, Nothing, exchange_details
+from arraycomm._protocol.group import Group
+from arraycomm._transports.base import Steps
 
 
-class DeviceCapabilities(TypedDict):
-    """What one rank can: why it has no device or no NCCL, which device it has, its NCCL's version."""
+class Request(Protocol):
+    """What `init` was asked for; see `DeviceRequest`."""
 
-    device: str
-    nccl: str
-    uuid: str
-    version: list[int]
-    aware: bool
+    @property
+    def backend(self) -> str:
+        """The backend by name."""
+
+    @property
+    def device(self) -> str | None:
+        """The device by name."""
 
 
-def offer(comm: Communicator, device_request: DeviceRequest) -> DeviceCapabilities:
-    """Say what this rank can; raises nothing, since the others wait for it."""
-    mine = DeviceCapabilities(device="", nccl="", uuid="", version=[], aware=False)
-    if comm.backend not in ("mpi", "nccl"):
-        mine["device"] = mine["nccl"] = (
-            "ranks within one process share arrays on devices by way of the host"
-        )
-        return mine
+@dataclass(frozen=True, slots=True)
+class DeviceCapabilities(Detail):
+    """What one rank can use: why not a device or NCCL, its device's UUID, its NCCL's version."""
+
+    device: str = ""
+    nccl: str = ""
+    uuid: str = ""
+    version: Sequence[int] = ()
+    gpu_aware: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NcclId(Detail):
+    """NCCL's unique id, which rank 0 makes, in hexadecimal digits."""
+
+    digits: str
+
+
+def capabilities(group: Group, request: Request) -> DeviceCapabilities:
+    """Return what this rank can use; raises nothing, since the other ranks wait for the reply."""
+    if group.backend not in ("mpi", "nccl"):
+        reason = "ranks within one process share arrays on devices by way of the host"
+        return DeviceCapabilities(reason, reason)
     try:
-        mine["device"] = device.missing() or kernels.missing() or ""
-        if not mine["device"]:
-            mine["uuid"] = device.uuid(_number(comm, device_request))
-        _offer_nccl(mine, device_request)
-        mine["aware"] = not mine["device"] and _gpu_aware()
+        return _capabilities(group, request)
     except Exception as error:
-        mine["device"] = mine["nccl"] = f"{type(error).__name__}: {error}"
-    return mine
+        reason = f"{type(error).__name__}: {error}"
+        return DeviceCapabilities(reason, reason)
 
 
-def _offer_nccl(mine: DeviceCapabilities, device_request: DeviceRequest) -> None:
-    from arraycomm._cuda import libnccl
-
-    if device_request.backend == "mpi":
-        mine["nccl"] = 'backend="mpi" was asked for'
-        return
-    mine["nccl"] = mine["device"] or libnccl.missing() or ""
-    if not mine["nccl"]:
-        mine["version"] = list(libnccl.load().version())
-
-
-def _gpu_aware() -> bool:
-    from arraycomm._cuda.gpu_aware import gpu_aware
-
-    return gpu_aware()
-
-
-def _number(comm: Communicator, device_request: DeviceRequest) -> int:
-    return device.choose_device(comm.local_rank, device_request.device)
-
-
-def choose(
-    comm: Communicator, device_request: DeviceRequest, offers: Sequence[DeviceCapabilities]
-) -> Steps:
-    """Open what every rank can; return the link, and why it is not NCCL's.
-
-    There is no link, but None, where a rank has no device.
-    """
-    reason = why_not_nccl(offers)
+def _capabilities(group: Group, request: Request) -> DeviceCapabilities:
+    reason = device.missing() or kernels.missing() or ""
+    local = DeviceCapabilities(reason)
     if not reason:
-        return (yield from _open_nccl(comm, device_request)), ""
-    if any(mine["device"] for mine in offers):
+        local = replace(local, uuid=device.uuid(_number(group, request)), gpu_aware=gpu_aware())
+    if request.backend == "mpi":
+        return replace(local, nccl='backend="mpi" was asked for')
+    lacking = reason or libnccl.missing() or ""
+    version = () if lacking else tuple(libnccl.load().version())
+    return replace(local, nccl=lacking, version=version)
+
+
+def _number(group: Group, request: Request) -> int:
+    return device.choose_device(group.transport.local_rank, request.device)
+
+
+def choose(group: Group, request: Request, replies: Sequence[Detail]) -> Steps:
+    """Open the best link that every rank can use; return it, and why it is not NCCL's.
+
+    The link is None if a rank has no device.
+    """
+    found = [reply for reply in replies if isinstance(reply, DeviceCapabilities)]
+    reason = why_not_nccl(found)
+    if not reason:
+        return (yield from _open_nccl(group, request)), ""
+    if any(rank.device for rank in found):
         return None, reason
-    shared = device.shared_devices([mine["uuid"] for mine in offers])
-    if shared and comm.rank == 0:
+    shared = device.shared_devices([rank.uuid for rank in found])
+    if shared and group.rank == 0:
         warnings.warn(
             f"{shared}: what they compute there takes turns", RuntimeWarning, stacklevel=2
         )
-    link = GpuAwareMpiLink if all(mine["aware"] for mine in offers) else HostStagedLink
-    return link(comm._link, memory_of(comm, device_request)), reason
+    link = GpuAwareMpiLink if all(rank.gpu_aware for rank in found) else HostStagedLink
+    return link(group.transport, memory_of(group, request)), reason
 
 
-def why_not_nccl(offers: Sequence[DeviceCapabilities]) -> str:
-    """Say why these ranks cannot use NCCL, naming one that stands in the way; empty where they can."""
-    from arraycomm._cuda.nccl_link import refuse_sharing
-
-    for rank, mine in enumerate(offers):
-        if mine["nccl"]:
-            return f"rank {rank}: {mine['nccl']}"
-    versions = {tuple(mine["version"]) for mine in offers}
+def why_not_nccl(found: Sequence[DeviceCapabilities]) -> str:
+    """Say why these ranks cannot use NCCL, naming the first that cannot; empty if they can."""
+    for rank, local in enumerate(found):
+        if local.nccl:
+            return f"rank {rank}: {local.nccl}"
+    versions = {tuple(local.version) for local in found}
     if len(versions) > 1:
-        said = ", ".join(".".join(map(str, version)) for version in sorted(versions))
-        return f"ranks have different versions of NCCL: {said}; install one on all"
-    return refuse_sharing([mine["uuid"] for mine in offers], *versions) or ""
+        listed = ", ".join(".".join(map(str, version)) for version in sorted(versions))
+        return f"ranks have different versions of NCCL: {listed}; install one on all"
+    return refuse_sharing([local.uuid for local in found], *versions) or ""
 
 
-def memory_of(comm: Communicator, device_request: DeviceRequest) -> DeviceMemory:
+def memory_of(group: Group, request: Request) -> DeviceMemory:
     """Return the memory of this rank's device."""
-    return device.CudaMemory(_number(comm, device_request))
+    return device.CudaMemory(_number(group, request))
 
 
-def _open_nccl(comm: Communicator, device_request: DeviceRequest) -> Steps:
-    from arraycomm._cuda import libnccl
-    from arraycomm._cuda.nccl_link import NcclLink
-
+def _open_nccl(group: Group, request: Request) -> Steps:
     library = libnccl.load()
-    mine = {"id": library.unique_id().hex()} if comm.rank == 0 else {}
-    said = yield from exchange_details(comm._control, mine)
-    link = yield from NcclLink.open(
-        library,
-        memory_of(comm, device_request),
-        comm.rank,
-        comm.size,
-        bytes.fromhex(said[0]["id"]),
-        reproducible=comm._options.reproducible,
+    local: Detail = NcclId(library.unique_id().hex()) if group.rank == 0 else Nothing()
+    replies = yield from exchange_details(group.control, local)
+    assert isinstance(replies[0], NcclId)
+    return (
+        yield from NcclLink.open(
+            library,
+            memory_of(group, request),
+            group.rank,
+            group.size,
+            bytes.fromhex(replies[0].digits),
+            reproducible=group.options.reproducible,
+        )
     )
-    return link

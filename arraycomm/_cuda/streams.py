@@ -1,4 +1,4 @@
-"""The order between streams: events that the device waits for, and never the host."""
+"""The order between streams, kept by events; the device waits for these, the host never does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from arraycomm._arrays.device_memory import DeviceMemory, Event
 
 
 def order(memory: DeviceMemory, first: Iterable[int], then: Iterable[int]) -> None:
-    """Have the streams `then` wait for what was put on the streams `first`."""
+    """Make the streams `then` wait for the work that is on the streams `first` now."""
     here = memory.stream
     for before in first:
         later = [stream for stream in then if not _same(stream, before)]
@@ -26,29 +26,29 @@ def order(memory: DeviceMemory, first: Iterable[int], then: Iterable[int]) -> No
 
 
 def _same(stream: int, other: int) -> bool:
-    """Tell whether two handles are of one stream: 1 is another name of 0, the legacy default."""
+    """Tell whether two handles name one stream; 0 and 1 both name the legacy default stream."""
     return stream == other or {stream, other} == {0, 1}
 
 
-class Loans:
-    """What the device still uses, and would be used anew if nobody held on to it."""
+class Leases:
+    """Objects whose memory the device still uses; they are kept alive until it has finished."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Event, object]] = deque()
 
     def add(self, event: Event, thing: object) -> None:
-        """Hold on to `thing` until the device has come to `mark`."""
+        """Keep `thing` alive until the device has reached `event`."""
         self.sweep()
         self._kept.append((event, thing))
 
     def sweep(self) -> None:
-        """Let go of what the device is done with."""
-        with suppress(IndexError):  # another thread sweeps as well
+        """Release the objects that the device has finished with."""
+        with suppress(IndexError):  # another thread may sweep as well
             for _ in range(len(self._kept)):
                 event, thing = self._kept.popleft()
                 if not event.done():
                     self._kept.append((event, thing))
 
 
-# Of arrays whose framework shows no stream that could wait.
-LOANS: Final = Loans()
+# Arrays whose framework has no stream that could wait.
+LEASES: Final = Leases()

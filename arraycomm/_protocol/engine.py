@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from arraycomm._errors import ConcurrentUseError
-from arraycomm._protocol.header import Steps
-from arraycomm._transports.base import Handle
+from arraycomm._transports.base import Handle, Steps
 from arraycomm._transports.control import ControlChannel
 
 # Seconds after which a wait sleeps between polls, instead of only giving up the core.
@@ -123,33 +122,38 @@ class Task:
 class Engine:
     """The queue of one communicator, and its messages, which wait for nobody in the queue.
 
-    `watch(seconds waited)` is called while waiting, and raises where waiting makes no sense any more.
-    `push_others` is called while waiting where no thread pushes on the requests of other queues.
+    The engine calls `watch(seconds waited)` while it waits; that raises if waiting on makes no sense.
+    It calls `after_wait` when a wait is over, and `push_others` during a wait if no thread pushes on the
+    requests of other queues.
     """
 
     def __init__(
-        self, spins: int, threaded: bool, watch: Watch, push_others: Callable[[], None]
+        self,
+        spins: int,
+        threaded: bool,
+        watch: Watch,
+        after_wait: Callable[[], None],
+        push_others: Callable[[], None],
     ) -> None:
         self._spins = spins
-        self._threaded = threaded
+        self.threaded = threaded
         self._watch = watch
+        self._after_wait = after_wait
         self._push_others = push_others
-        self._queue: deque[Task] = deque()
+        self.queue: deque[Task] = deque()
         self._messages: list[Task] = []
         self._driving = threading.Lock()
         self._progress: threading.Thread | None = None
         self._starting = threading.Lock()
         # What a call was waiting for when it was given up.
         self.interrupted: Handle | None = None
-        # Called once when a wait is over, where the watch has asked for it.
-        self.on_return: Callable[[], None] | None = None
         # Held by the thread that is calling; the short way of small reductions takes it too.
         self.turn = threading.Lock()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is outstanding."""
-        return not self._queue and not self._messages
+        return not self.queue and not self._messages
 
     def take_turn(self) -> None:
         """Begin a call of the user's; `self.turn.release()` ends it."""
@@ -161,7 +165,7 @@ class Engine:
 
     def run(self, program: Steps) -> Any:
         """Drive a program to its end in this thread, behind what is outstanding."""
-        if self._queue:
+        if self.queue:
             return self.finish(self.submit(program))
         try:
             while True:
@@ -179,12 +183,12 @@ class Engine:
     def submit(self, program: Steps, site: str = "unknown") -> Task:
         """Put a program at the end of the queue, and start it if it is alone there."""
         task = Task(program, site)
-        self._queue.append(task)
+        self.queue.append(task)
         return self._begin(task)
 
     def follow(self, program: Steps, site: str) -> None:
         """Put a program right behind the one that is running: what comes next waits for it."""
-        self._queue.insert(1 if self._queue else 0, Task(program, site, wanted=False))
+        self.queue.insert(1 if self.queue else 0, Task(program, site, wanted=False))
 
     def submit_message(
         self, program: Steps, site: str, watch: Watch, *, awaited: bool = False
@@ -208,12 +212,12 @@ class Engine:
 
     def give_up_all(self, error: BaseException) -> None:
         """End everything outstanding: the program that could have waited for it has failed."""
-        for task in [*self._queue, *self._messages]:
+        for task in [*self.queue, *self._messages]:
             self.give_up(task, error)
 
     def _begin(self, task: Task) -> Task:
         self.advance()
-        if self._threaded and not self.idle:
+        if self.threaded and not self.idle:
             self._start_progress()
         return task
 
@@ -225,12 +229,12 @@ class Engine:
         with self._driving:
             for message in [task for task in self._messages if self._advance(task, polls)]:
                 self._messages.remove(message)
-            while self._queue and self._advance(self._queue[0], polls):
-                self._queue.popleft()
+            while self.queue and self._advance(self.queue[0], polls):
+                self.queue.popleft()
 
     def drain(self) -> list[Task]:
         """Wait for everything outstanding; return the tasks that somebody should have waited for."""
-        dropped = [*self._queue, *self._messages]
+        dropped = [*self.queue, *self._messages]
         for task in dropped:
             self.wait_for(lambda task=task: self._pushed(task), lambda waited: None)  # type: ignore[misc]
         return [task for task in dropped if task.wanted]
@@ -245,9 +249,8 @@ class Engine:
             self._push_others()
             return False
 
-        wait_for(done if self._threaded else done_or_pushed, self._spins, watch or self._watch)
-        if self.on_return is not None:
-            self.on_return()
+        wait_for(done if self.threaded else done_or_pushed, self._spins, watch or self._watch)
+        self._after_wait()
 
     def _pushed(self, task: Task) -> bool:
         self.advance()
@@ -275,14 +278,18 @@ class Engine:
                     waited = time.monotonic() - task.since
                     if not _done_after_all(waiting.done, watch, waited):
                         return False
-                if self.on_return is not None:
-                    self.on_return()
+                self._after_wait()
             except Exception as error:
                 self.interrupted = task.waiting
                 task.fail(error)
                 return True
             task.step()
         return True
+
+    def join_progress(self, seconds: float) -> None:
+        """Wait for the progress thread, if there is one."""
+        if (progress := self._progress) is not None:
+            progress.join(seconds)
 
     def _start_progress(self) -> None:
         with self._starting:
@@ -311,5 +318,5 @@ class Engine:
         now = time.monotonic()
         return any(
             now - task.since < (_GLANCE if isinstance(task.waiting, ControlChannel) else _PATIENCE)
-            for task in [*list(self._queue)[:1], *self._messages]
+            for task in [*list(self.queue)[:1], *self._messages]
         )

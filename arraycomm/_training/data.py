@@ -1,4 +1,4 @@
-"""Which items of a data set belong to which rank, and how far each has come with them."""
+"""Which items of a data set belong to which rank, and how many each has consumed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any, Final, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from arraycomm._collectives.operation import Call, agreement_only
-from arraycomm._communicator import Communicator
+from arraycomm._collectives.operation import Context, SmallExchange
+from arraycomm._communicator import Communicator, runner_of
+from arraycomm._protocol.agreement import Agreement
 from arraycomm._session import world
 from arraycomm._training.items import Items, items_of
 from arraycomm._training.order import MODES, Share, order_of
@@ -30,6 +31,43 @@ class Batch(NamedTuple):
 
     items: Any
     weights: NDArray[np.float32]
+
+
+class AgreeOn(SmallExchange):
+    """An argument that is the same on all ranks; `check` returns it, and the text to compare."""
+
+    def __init__(
+        self, context: Context, check: Callable[[], tuple[Any, str]], used: bool = False
+    ) -> None:
+        self._argument, text = check()
+        super().__init__(context, text, bytes([used]))
+
+    def result(self, agreement: Agreement) -> Any:
+        return self._argument, any(map(any, super().result(agreement)))
+
+
+class MakeContainer(AgreeOn):
+    """See `DistributedDataContainer`."""
+
+    name, code = "DistributedDataContainer", 32
+
+
+class SetEpoch(AgreeOn):
+    """See `DistributedDataContainer.set_epoch`."""
+
+    name, code = "set_epoch", 33
+
+
+class Batches(AgreeOn):
+    """See `DistributedDataContainer.batches`."""
+
+    name, code = "batches", 34
+
+
+class LoadStateDict(AgreeOn):
+    """See `DistributedDataContainer.load_state_dict`."""
+
+    name, code = "load_state_dict", 35
 
 
 class DistributedDataContainer(Sequence[Any]):
@@ -50,10 +88,10 @@ class DistributedDataContainer(Sequence[Any]):
     seed : int
         Of the permutation, together with the epoch; not negative.
     uneven : str
-        Where n is not a multiple of the number of ranks: "exact" gives some ranks one item more,
-        so that every item is there exactly once; "pad" repeats items of the global order from its
-        beginning, with weight 0, so that all ranks have the same number; "drop" leaves the last
-        items out, likewise.
+        What happens if n is not a multiple of the number of ranks. "exact" gives some ranks one
+        item more, so that each item belongs to exactly one rank. "pad" repeats items from the
+        beginning of the global order, with weight 0, so that all ranks have the same number. "drop"
+        leaves out the last items, so that all ranks have the same number.
 
     Attributes
     ----------
@@ -67,10 +105,10 @@ class DistributedDataContainer(Sequence[Any]):
     MismatchError
         The ranks have passed data of different lengths, or different settings.
     TypeError
-        `data` is none of these; the message names the leaf of a tree that is no array.
+        `data` is none of these; the message names a leaf of a tree that is no array.
     ValueError
-        The arrays of a tree differ in length (the message has their paths), or a setting has no
-        such value.
+        The arrays of a tree differ in length (the message has their paths), or a setting has a
+        value that does not exist.
 
     Notes
     -----
@@ -80,11 +118,11 @@ class DistributedDataContainer(Sequence[Any]):
     An index gives one item; a slice gives items as `batches` does. Neither counts as consumed.
 
     Collective, each in one small message: the constructor, `set_epoch`, `batches` and
-    `load_state_dict`. Everything else is local. The order takes 8 n bytes for a moment, and
+    `load_state_dict`. Everything else is local. An order takes 8 n bytes while it is drawn, and
     8 n / size afterwards.
 
-    The container can be given to `torch.utils.data.DataLoader`, with workers: they follow
-    `set_epoch` also where they are kept for the next epoch.
+    The container can be given to `torch.utils.data.DataLoader`, with workers. They follow
+    `set_epoch` even if the loader keeps them for the next epoch.
     """
 
     def __init__(
@@ -96,17 +134,17 @@ class DistributedDataContainer(Sequence[Any]):
         seed: int = 0,
         uneven: str = "exact",
     ) -> None:
-        def prepare(comm: Communicator) -> Call:
-            self._items: Items = items_of(data)
-            self._settings = _check_settings(len(self._items), shuffle, seed, uneven)
-            said = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
-            return agreement_only(_NAME, said)
+        def check() -> tuple[tuple[Items, dict[str, Any]], str]:
+            items = items_of(data)
+            settings = _check_settings(len(items), shuffle, seed, uneven)
+            text = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+            return (items, settings), text
 
         group = comm or world()
-        group._call(_NAME, prepare)
+        (self._items, self._settings), _ = runner_of(group).call(MakeContainer, check)
         self._comm: Communicator | None = group
         self._rank, self._size = group.rank, group.size
-        # Epoch and start, in memory that the processes of a DataLoader's workers see too.
+        # Epoch and start, in memory that a DataLoader's worker processes share.
         self._shared: Any = RawArray(c_int64, 2)
         self._begin(0, 0)
 
@@ -122,13 +160,14 @@ class DistributedDataContainer(Sequence[Any]):
         return self._weights.copy()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, in its own order where the container shuffles; collective.
+        """Begin an epoch, in an order of its own if the container shuffles; collective.
 
         Parameters
         ----------
         epoch : int
-            From 0; the same on every rank. The epoch of a state that was loaded, and that nothing
-            has been consumed from since, goes on where it stopped; any other begins afresh.
+            From 0; the same on every rank. The epoch of a loaded state continues where the state
+            was saved, if nothing has been consumed since it was loaded. Any other epoch begins at
+            its first item.
 
         Raises
         ------
@@ -138,11 +177,11 @@ class DistributedDataContainer(Sequence[Any]):
             The ranks have passed different epochs.
         """
 
-        def prepare(_: Communicator) -> tuple[int, str]:
+        def check() -> tuple[int, str]:
             wanted = _natural(epoch, "set_epoch", "epoch", _MAX_EPOCH)
             return wanted, f"epoch={wanted}"
 
-        wanted, used = self._agree("set_epoch", prepare)
+        wanted, used = self._agree(SetEpoch, check)
         if used or wanted != self._epoch:
             self._begin(wanted, 0)
 
@@ -157,11 +196,11 @@ class DistributedDataContainer(Sequence[Any]):
         Returns
         -------
         iterator of Batch
-            Named tuples `(items, weights)`. `items` is an array where the data is one, a tree of
-            arrays where it is a tree, and else a list; `weights` is an ndarray of float32, as long
-            as the batch, of 1 and, for the repeated items of "pad", 0. Every rank gets the same
+            Named tuples `(items, weights)`. `items` is an array if the data is an array, a tree of
+            arrays if the data is a tree, and otherwise a list. `weights` is an ndarray of float32,
+            as long as the batch: 1, or 0 for the repeated items of "pad". Every rank gets the same
             number of batches. The last one may be shorter; with "exact" it may be shorter on some
-            ranks than on others, or have no items there.
+            ranks than on others, or empty.
 
         Raises
         ------
@@ -170,23 +209,22 @@ class DistributedDataContainer(Sequence[Any]):
         MismatchError
             The ranks have passed different `n`.
         RuntimeError
-            From the iterator, where the loop has itself called `set_epoch`, `load_state_dict`,
-            `advance` or `batches`.
+            From the iterator, if the loop itself called `set_epoch`, `load_state_dict`, `advance`
+            or `batches`.
 
         Notes
         -----
-        A batch counts as consumed when the loop gets it: a state that is saved at the end of the
-        loop's body, after the batch has been learnt, is followed by the next batch.
+        A batch counts as consumed when the loop gets it. So a state that is saved at the end of the
+        loop's body continues with the next batch.
 
-        The first call goes on from a state that was loaded. A later call begins the epoch again, as
-        for data that are gone through once more without `set_epoch`.
+        The first call continues from a loaded state. A later call begins the same epoch again.
         """
 
-        def prepare(_: Communicator) -> tuple[int, str]:
+        def check() -> tuple[int, str]:
             wanted = _natural(n, "batches", "n", least=1)
             return wanted, f"n={wanted}"
 
-        wanted, used = self._agree("batches", prepare)
+        wanted, used = self._agree(Batches, check)
         if used:
             self._begin(self._epoch, 0)
         self._used = True
@@ -195,15 +233,15 @@ class DistributedDataContainer(Sequence[Any]):
     def advance(self, n: int) -> None:
         """Count `n` more items of this rank as consumed; local.
 
-        For loops that get their items otherwise than by `batches`, which counts by itself: a
-        DataLoader asks for items long before the loop gets them, so the loop calls
-        `advance(len(batch))` after each batch.
+        For loops that do not get their items from `batches`, which counts by itself. A DataLoader
+        asks for items long before the loop gets them, so the loop calls `advance(len(batch))` after
+        each batch.
 
         Parameters
         ----------
         n : int
-            Not negative. Where some ranks have an item less than others, they may count one more
-            than they have.
+            Not negative. Ranks that have one item less than others may count one more than they
+            have.
 
         Raises
         ------
@@ -222,7 +260,7 @@ class DistributedDataContainer(Sequence[Any]):
         self._used = self._used or count > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the loop has come, to be saved with the parameters; local.
+        """Return what has been consumed, to be saved with the parameters; local.
 
         Returns
         -------
@@ -233,14 +271,14 @@ class DistributedDataContainer(Sequence[Any]):
 
         Notes
         -----
-        Save the state of rank 0. It has an item in every round; a rank without one in the last
-        round, and that counts by `advance`, cannot tell whether the others are past it.
+        Save the state of rank 0, which has an item in every round. A rank without an item in the
+        last round, if it counts by `advance`, cannot know whether the others have consumed theirs.
         """
         consumed = self._share.position_after(self._taken)
         return {**self._settings, "epoch": self._epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, whatever number of ranks has saved it; collective.
+        """Continue from a state, whatever number of ranks has saved it; collective.
 
         From then on the container's items are this rank's share of those that were not consumed, in
         the same global order, until the next epoch begins.
@@ -259,11 +297,11 @@ class DistributedDataContainer(Sequence[Any]):
             The ranks have passed different states.
         """
 
-        def prepare(_: Communicator) -> tuple[tuple[int, int], str]:
+        def check() -> tuple[tuple[int, int], str]:
             epoch, consumed = _check_state(state, self._settings)
             return (epoch, consumed), f"epoch={epoch}, consumed={consumed}"
 
-        (epoch, consumed), _ = self._agree("load_state_dict", prepare)
+        (epoch, consumed), _ = self._agree(LoadStateDict, check)
         self._begin(epoch, consumed)
 
     def __len__(self) -> int:
@@ -304,36 +342,28 @@ class DistributedDataContainer(Sequence[Any]):
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self) | {"_comm": None}
         if get_spawning_popen() is None:
-            # Not on its way to a process of ours: nobody will be there to be followed.
+            # The copy does not go to a child process, so it has no container to follow.
             state["_shared"] = None
         return state
 
-    def _agree(self, operation: str, prepare: Callable[[Communicator], tuple[Any, str]]) -> Any:
+    def _agree(self, operation: type[AgreeOn], check: Callable[[], tuple[Any, str]]) -> Any:
         """Check an argument with all ranks; return it, and whether any of them has consumed items.
 
         Some ranks may have had no items to consume.
         """
         if self._comm is None:
             raise RuntimeError(
-                f"{operation}: this container was copied or sent from another process, and has no "
-                "communicator; make one here"
+                f"{operation.name}: this container was copied or sent from another process, and "
+                "has no communicator; make one here"
             )
-        checked: list[Any] = []
-
-        def call(comm: Communicator) -> Call:
-            argument, said = prepare(comm)
-            checked.append(argument)
-            return agreement_only(operation, said, bytes([self._used]))
-
-        used = self._comm._call(operation, call)
-        return checked[0], any(map(any, used))
+        return runner_of(self._comm).call(operation, check, self._used)
 
     def _begin(self, epoch: int, start: int) -> None:
         self._take(epoch, start)
         self._shared[:] = epoch, start
 
     def _take(self, epoch: int, start: int) -> None:
-        """Take this rank's share of an epoch of whose global order `start` items are consumed."""
+        """Take this rank's share of an epoch, after the first `start` items of its global order."""
         count, seed, uneven = (self._settings[name] for name in ("count", "seed", "uneven"))
         share = Share(count, start, self._rank, self._size, uneven)
         positions = share.positions()
@@ -346,7 +376,7 @@ class DistributedDataContainer(Sequence[Any]):
         self._disturb()
 
     def _follow(self) -> None:
-        """In a worker's copy, begin the epoch that the container itself has begun since."""
+        """In a worker's copy, begin the epoch that the original container has begun since."""
         if self._shared is None:
             return
         epoch, start = self._shared
@@ -354,7 +384,7 @@ class DistributedDataContainer(Sequence[Any]):
             self._take(epoch, start)
 
     def _disturb(self) -> object:
-        """End the passes under way; return what tells the next one from those."""
+        """End the passes under way; return an object that identifies the next one."""
         self._current = object()
         return self._current
 
@@ -390,7 +420,7 @@ def _check_state(state: Any, settings: Mapping[str, Any]) -> tuple[int, int]:
     if not isinstance(state, Mapping):
         raise TypeError(
             f"{name}: state must be a dict that state_dict has returned; got "
-            f"{type(state).__name__}. Where one rank alone has loaded it, synchronize gives it to all"
+            f"{type(state).__name__}. If one rank alone has loaded it, synchronize gives it to all"
         )
     missing = [key for key in _STATE if key not in state]
     if missing:

@@ -1,26 +1,56 @@
-"""Gradients of one distributed optimizer: added up over steps, then reduced over ranks."""
+"""The gradients of one distributed optimizer: added up over steps, then reduced over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import numpy as np
-
-from arraycomm._arrays.buffer import BufferView
-from arraycomm._arrays.results import to_framework
-from arraycomm._arrays.views import view
-from arraycomm._collectives.operation import Call
-from arraycomm._communicator import Communicator
-from arraycomm._dtypes import DType, Kind, check_reducible, kind_of
+from arraycomm._collectives.operation import Context
+from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._errors import naming
+from arraycomm._protocol.group import Group
+from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
+from arraycomm._training.weighted import Block, WeightedGradients
+from arraycomm._trees.fusion import TreeMemory
+from arraycomm._trees.leaves import check_leaf
 from arraycomm._trees.pytrees import flatten
-from arraycomm._trees.reduce import gradients_call
+from arraycomm._trees.reduce import AllreduceGradients
 
-_NAME = "allreduce_gradients"
+_NAME: Final = AllreduceGradients.name
+
+
+class Joinable(Protocol):
+    """A `join` block, as an optimizer sees it."""
+
+    @property
+    def block(self) -> Block:
+        """The block's part that weighted reductions use."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all ranks' weights in the last step."""
+
+
+class _Registry:
+    """The optimizers that were made over one communicator, and the `join` block that it is in."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.optimizers: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
+        self.join: Joinable | None = None
+
+
+_registries: WeakKeyDictionary[Group, _Registry] = WeakKeyDictionary()
+
+
+def registry_of(comm: Communicator) -> _Registry:
+    """Return the registry of a communicator's optimizers."""
+    return _registries.setdefault(group_of(comm), _Registry())
 
 
 class Gradients:
-    """How the gradients of an optimizer are reduced, and those that wait for others to be added.
+    """How the gradients of an optimizer are reduced, and their sums over the steps so far.
 
     Attributes
     ----------
@@ -31,7 +61,7 @@ class Gradients:
     accumulate : int
         Steps whose mean is reduced.
     options : dict
-        What `allreduce_gradients` takes beside these.
+        The other arguments of `allreduce_gradients`.
     """
 
     def __init__(
@@ -41,36 +71,39 @@ class Gradients:
         bucket_bytes: int,
         accumulate: int,
         compression: str | None,
+        shared: Communicator,
     ) -> None:
         self.comm, self.op, self.accumulate = comm, op, accumulate
-        # The same on every rank, as optimizers are made by all together.
-        self.number = 0
-        if (group := comm._joins_with) is not None:
-            self.number = group._made_optimizers
-            group._made_optimizers += 1
-            group._optimizers[self.number] = self
+        self._shared = shared
+        # The same number on every rank, since making an optimizer is collective.
+        registry = registry_of(shared)
+        self.number = registry.made
+        registry.made += 1
+        registry.optimizers[self.number] = self
         self.options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "compression": compression}
-        # Applies a step's gradients on a rank without data, where the adapter can; see `join`.
+        # Applies a step's gradients on a rank without data, if the adapter can; see `join`.
         self.follow: Callable[[Any], None] = lambda gradients: None
         self._steps = 0
         self._sums: list[Sum | None] = []
 
     def add(self, tree: Any) -> tuple[bool, Any]:
-        """Add the gradients of a step; return whether all are there, and then the reduced ones.
+        """Add the gradients of a step; return whether they were reduced, and the reduced ones.
 
-        Collective where they are; a local matter where more are to come.
+        Collective in the last of the accumulated steps; local in the others.
         """
-        group = self.comm._joins_with
-        if group is not None and group._join is not None:
-            reduced = group._call(_NAME, self._prepare_joined, tree)
-            return bool(group._join.total), reduced
+        join = registry_of(self._shared).join
+        if join is not None:
+            memory = trees_of(self._shared)
+            reduced = runner_of(self._shared).call(JoinedStep, join.block, memory, self, tree)
+            return bool(join.total), reduced
         if self._steps + 1 < self.accumulate:
-            self._sums = self._added(tree)
+            with naming(_NAME):
+                self._sums = self._added(tree)
             self._steps += 1
             return False, None
-        # Inside the call, so that what is wrong with this rank's gradients reaches the others.
-        reduced = self.comm._call(_NAME, self._prepare, tree)
-        # Not before: where the call failed, the ranks can make it again.
+        # Inside the call, so that it reports an error in this rank's gradients to the others.
+        reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree)
+        # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
 
@@ -78,26 +111,22 @@ class Gradients:
         """Reduce a loss as the gradients are."""
         return self.comm.allreduce(loss, self.op)
 
-    def _prepare_joined(self, comm: Communicator, tree: Any) -> Call:
-        if self.accumulate > 1:
-            raise ValueError(
-                f"{_NAME}: inside join gradients cannot be accumulated, since ranks that have no "
-                f"more steps would keep some back; got an optimizer with accumulate={self.accumulate}"
-            )
-        note = f", optimizer {self.number}"
-        return gradients_call(comm, tree, self.op, "zeros", **self.options, note=note)
-
-    def _prepare(self, comm: Communicator, tree: Any) -> Call:
-        means = tree if self.accumulate == 1 else self._means(tree)
-        return gradients_call(comm, means, self.op, "zeros", **self.options)
+    def mean_of_steps(self, tree: Any) -> Any:
+        """Return the mean of the steps' gradients, this last one among them."""
+        if self.accumulate == 1:
+            return tree
+        sums = self._added(tree)
+        return flatten(tree).rebuild(
+            [None if total is None else total.mean(self.accumulate) for total in sums]
+        )
 
     def _added(self, tree: Any) -> list[Sum | None]:
-        """Return this rank's sums with another step's gradients, and leave the old ones alone."""
+        """Return this rank's sums with another step's gradients; the old sums stay as they are."""
         flat = flatten(tree)
         sums = self._sums or [None] * len(flat.leaves)
         if len(sums) != len(flat.leaves):
             raise ValueError(
-                f"{_NAME}: gradients that are accumulated must have the same structure in every "
+                "gradients that are accumulated must have the same structure in every "
                 f"step; got {len(flat.leaves)} leaves after {len(sums)}"
             )
         return [
@@ -105,40 +134,55 @@ class Gradients:
             for total, leaf, path in zip(sums, flat.leaves, flat.paths, strict=True)
         ]
 
-    def _means(self, tree: Any) -> Any:
-        sums = self._added(tree)
-        return flatten(tree).rebuild(
-            [None if total is None else total.mean(self.accumulate) for total in sums]
-        )
+
+class OptimizerStep(AllreduceGradients):
+    """The reduction of an optimizer's gradients."""
+
+    def __init__(
+        self, context: Context, memory: TreeMemory, gradients: Gradients, tree: Any
+    ) -> None:
+        means = gradients.mean_of_steps(tree)
+        super().__init__(context, memory, means, gradients.op, **gradients.options)
+
+
+class JoinedStep(WeightedGradients):
+    """The reduction of an optimizer's gradients inside `join`."""
+
+    def __init__(
+        self, context: Context, block: Block, memory: TreeMemory, gradients: Gradients, tree: Any
+    ) -> None:
+        if gradients.accumulate > 1:
+            raise ValueError(
+                "inside join gradients cannot be accumulated, since ranks that have no more steps "
+                f"would keep some back; got an optimizer with accumulate={gradients.accumulate}"
+            )
+        options, number = gradients.options, gradients.number
+        super().__init__(context, block, memory, tree, gradients.op, **options, optimizer=number)
 
 
 class Sum:
-    """The gradients of one leaf, added up with the precision in which ranks' are."""
+    """The sum of one leaf's gradients, in the precision in which gradients are reduced."""
 
-    def __init__(self, array: np.ndarray[Any, Any], like: BufferView) -> None:
-        self.array, self.like = array, like
+    def __init__(self, array: Any, last: Operand) -> None:
+        self.array = array
+        # Without the gradients themselves, so that their memory can be freed.
+        self.last = last._replace(array=None)
 
     def mean(self, steps: int) -> Any:
         """Return the mean over so many steps, as an array like the gradients."""
-        with np.errstate(all="ignore"):
-            mean = np.asarray(self.array / self.array.dtype.type(steps))
-            return to_framework(mean.astype(self.like.dtype), self.like)
+        return restored(divided(self.array, self.last, steps), self.last)
 
 
 def _plus(total: Sum | None, leaf: Any, path: str) -> Sum:
-    like = view(leaf, f"{_NAME}: {path}")
-    check_reducible(like.dtype, "mean", f"{_NAME}: {path}")
+    gradient = operand_of(leaf, path)
+    check_leaf(gradient.dtype, "mean", path)
     if total is None:
-        # A copy, since the caller's memory is the next step's as well.
-        return Sum(like.array.astype(_wide(like.dtype)), like)
-    if (like.shape, like.dtype) != (total.like.shape, total.like.dtype):
+        # A copy, since the caller may use the same memory in the next step.
+        return Sum(widened(gradient), gradient)
+    got, before = tuple(gradient.array.shape), tuple(total.array.shape)
+    if (got, gradient.dtype) != (before, total.last.dtype):
         raise ValueError(
-            f"{_NAME}: {path} must have the same shape and dtype in every step that is accumulated; "
-            f"got {like.dtype} {like.shape} after {total.like.dtype} {total.like.shape}"
+            f"{path} must have the same shape and dtype in every step that is accumulated; "
+            f"got {gradient.dtype} {got} after {total.last.dtype} {before}"
         )
-    with np.errstate(all="ignore"):
-        return Sum(np.asarray(total.array + like.array.astype(total.array.dtype)), like)
-
-
-def _wide(dtype: DType) -> DType:
-    return np.dtype(np.float32) if kind_of(dtype) is Kind.NARROW else dtype
+    return Sum(added(total.array, gradient), gradient)

@@ -1,4 +1,4 @@
-"""What a data set is made of: its items one by one, and many at once."""
+"""The items of a data set: one by one, and many at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import numpy as np
+from array_api_compat import array_namespace, is_array_api_obj, is_jax_array, is_numpy_array
 
 from arraycomm._arrays.exchange import exchange
 from arraycomm._training.order import Integers
@@ -96,7 +97,7 @@ class _Rows:
 def _is_tree(data: Any) -> bool:
     """Tell a tree of arrays from a sequence of items.
 
-    A tuple may be either, and is a tree where it holds arrays; a list is always a sequence.
+    A tuple is a tree if it holds arrays, and otherwise a sequence; a list is always a sequence.
     """
     if _is_array(data) or isinstance(data, Mapping):
         return True
@@ -109,10 +110,8 @@ def _is_tree(data: Any) -> bool:
 
 
 def _is_array(x: Any) -> bool:
-    if isinstance(x, np.ndarray) or hasattr(x, "__dlpack__"):
-        return True
-    # JAX's random keys have a namespace, but no memory to show; so have NumPy's numbers.
-    return hasattr(x, "__array_namespace__") and not isinstance(x, np.generic)
+    # MLX's arrays and plain DLPack objects have no namespace; JAX's random keys have no DLPack.
+    return hasattr(x, "__dlpack__") or (is_array_api_obj(x) and not isinstance(x, np.generic))
 
 
 def _length_of(leaf: Any, path: str) -> int:
@@ -129,25 +128,25 @@ def _length_of(leaf: Any, path: str) -> int:
 
 
 def _unequal(lengths: Mapping[str, int]) -> str:
-    said = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+    found = ", ".join(f"{path} has {length}" for path, length in lengths.items())
     return (
-        f"{_NAME}: the arrays of data must be of one length along axis 0; {said}. Pass a list for "
+        f"{_NAME}: the arrays of data must be of one length along axis 0; {found}. Pass a list for "
         "a sequence of items"
     )
 
 
 def _row(array: Any, item: int) -> Any:
-    # NumPy's rows are numbers where there is no other axis; the standard asks for the ellipsis.
+    # A row of a NumPy vector is a number. The array API standard demands the ellipsis.
     return array[item] if isinstance(array, np.ndarray) else array[item, ...]
 
 
 def _take(array: Any, index: Integers) -> Any:
     """Return rows of an array as one of the same kind; only these rows are read."""
-    if isinstance(array, np.ndarray) or type(array).__module__.startswith("jax"):
+    if is_numpy_array(array):
+        # NumPy's `take` would first copy the whole of an array whose rows are not contiguous.
         return array[index]
-    places = exchange(index, array)
-    namespace = getattr(array, "__array_namespace__", None)
-    if namespace is None:
-        return array[places]
-    # The standard lets an array alone be an index only where there is no other axis.
-    return namespace().take(array, places, axis=0)
+    if not is_array_api_obj(array):
+        return array[exchange(index, array)]
+    # JAX takes NumPy's indices; its own have 64 bits only in its 64-bit mode.
+    rows = index if is_jax_array(array) else exchange(index, array)
+    return array_namespace(array).take(array, rows, axis=0)

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
-from arraycomm._callsite import describe_raise
-from arraycomm._collectives.operation import Call, agreement_only
+from arraycomm._collectives.operation import Context, Operation, SmallExchange
+from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._errors import ArrayCommError
-from arraycomm._protocol.header import Agreement, Signature, Steps, mismatch
+from arraycomm._protocol.agreement import JOINING, Agreement, active
+from arraycomm._protocol.mismatch import mismatch
+from arraycomm._session import world
+from arraycomm._training.gradients import registry_of
+from arraycomm._training.metrics import JoinedMeanMetrics, shadow_metrics
+from arraycomm._training.weighted import Block, WeightedGradients, bits_of, shadow_gradients
+from arraycomm._transports.base import Steps
+from arraycomm._trees.fusion import TreeMemory
+from arraycomm._trees.synchronize import Synchronize
 
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator
-    from arraycomm._training.gradients import Gradients
-
-# What a rank that has run out of data can take part in.
-JOINABLE: Final = ("allreduce_gradients", "mean_metrics", "join")
-SHADOW: Final = Signature("join")
-_OPTIMIZER: Final = re.compile(r"optimizer (\d+)")
-_DOUBLE: Final = struct.Struct("<d")
 _WORD: Final = struct.Struct("<q")
 
 
 def join(comm: Communicator | None = None) -> Join:
     """Let ranks go through different numbers of batches: a context manager.
 
-    Inside the block each rank goes through its own batches, as many as it has. A rank that comes
-    to the end of the block stays there until all have, and takes part with weight 0 in what the
-    others still do.
+    Inside the block each rank goes through its own batches, as many as it has. A rank that reaches
+    the end of the block waits for the others, and takes part in their steps with weight 0.
 
     Parameters
     ----------
@@ -40,7 +37,7 @@ def join(comm: Communicator | None = None) -> Join:
     Returns
     -------
     Join
-        For `with ... as joined`. Set `joined.weight` before a step where batches are to count
+        For `with ... as joined`. Set `joined.weight` before a step if batches are to count
         differently, for example by their number of samples; it is 1 until then.
 
     Raises
@@ -52,21 +49,21 @@ def join(comm: Communicator | None = None) -> Join:
         `joined.weight` is negative, infinite or NaN, or gradients are reduced by another op than
         "mean" and "sum".
     PeerError
-        Another rank has left its block by an exception. The communicator goes on.
+        Another rank has left its block by an exception. The communicator can still be used.
 
     Notes
     -----
-    Entering, each call inside, and leaving are collective. Inside the block may be called:
+    Entering, each call inside, and leaving are collective. A program may call inside the block:
     `allreduce_gradients`, whose mean is Σ w·g / Σ w and whose sum is that of the ranks with a
-    weight (zeros where nobody has one); `mean_metrics`, with its own weights; and steps of
-    optimizers that `DistributedOptimizer` made over `comm`, without accumulation, which
-    leave parameters alone where Σ w is 0. Products and sums are taken in the gradients' dtype, or in
-    float32 for floats of 16 and 8 bits, which are then rounded once.
+    weight (zeros if no rank has one); `mean_metrics`, with its own weights; and steps of optimizers
+    that `DistributedOptimizer` made over `comm`, without accumulation, which leave parameters alone
+    if Σ w is 0. Products and sums are taken in the gradients' dtype, or in float32 for floats of 16
+    and 8 bits, and rounded once at the end.
 
     A rank that waits applies the same steps to its own torch optimizers, so that parameters and
     state stay the same on all ranks. Parameters that a program holds itself, as with optax and
     objects with `update`, cannot be changed from outside: `joined.synchronize(tree)` after the
-    block gives every rank the values of one that went on to the end.
+    block gives every rank the values of one that took part in the last step.
 
     Examples
     --------
@@ -82,13 +79,11 @@ def join(comm: Communicator | None = None) -> Join:
     >>> run(3, train)
     [-2.0, -2.0, -2.0]
     """
-    from arraycomm._session import world
-
     return Join(comm or world())
 
 
 class Join:
-    """A block in which ranks may run out of data one after another; made by `join`.
+    """A block in which ranks may run out of data at different steps; made by `join`.
 
     Attributes
     ----------
@@ -98,19 +93,26 @@ class Join:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._runner = runner_of(comm)
+        self._memory = trees_of(comm)
         self.weight: Any = 1
         # The sum of all ranks' weights in the last step.
         self.total = 0.0
         # Steps that this rank has taken itself; those of shadows do not count.
         self._steps = 0
         self._last = 0
-        # Errors that the other ranks have heard of.
-        self.told: list[BaseException] = []
+        # Errors that the other ranks know of.
+        self._reported: list[BaseException] = []
+
+    @property
+    def block(self) -> Block:
+        """The weight of this rank's next gradients, and the callback for all ranks' weights."""
+        return Block(self.weight, self._stepped)
 
     def __enter__(self) -> Self:
-        self._comm._call("join", _enter_call)
-        self._comm._forget_short()
-        self._comm._join = self
+        self._runner.call(EnterJoin)
+        self._runner.set_guard(self)
+        registry_of(self._comm).join = self
         return self
 
     def __exit__(
@@ -119,16 +121,16 @@ class Join:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        comm = self._comm
         try:
             if error is None:
                 self._shadow()
             elif not isinstance(error, Exception):
-                comm._close(error)
-            elif not self._is_told(error):
-                self._tell(error)
+                group_of(self._comm).close(error)
+            elif not self._is_reported(error):
+                self._report(error)
         finally:
-            comm._join = None
+            self._runner.set_guard(None)
+            registry_of(self._comm).join = None
         if error is None:
             self._last = self._find_last()
 
@@ -137,66 +139,89 @@ class Join:
 
         After the block; collective.
         """
-        from arraycomm._trees.synchronize import synchronize
+        return self._runner.call(Synchronize, tree, self._last)
 
-        return synchronize(tree, root=self._last, comm=self._comm)
+    # The runner's guard
 
-    def stepped(self, weights: Sequence[float]) -> None:
-        """Take note of the weights of all ranks in a step of this rank's own."""
+    def check(self, name: str) -> None:
+        """Allow every call; `substitute` refuses inside the call, which tells the other ranks."""
+
+    def substitute(self, operation: Any) -> Any:
+        """Return the form of an operation that ranks without data can take part in."""
+        name = operation.name
+        if name == WeightedGradients.name:
+            return operation if issubclass(operation, WeightedGradients) else self._weighted
+        if name == JoinedMeanMetrics.name:
+            return JoinedMeanMetrics
+        if operation is not Shadow:
+            refuse(name)
+        return operation
+
+    def note_error(self, error: Exception) -> None:
+        """Remember an error that the runner reports to the other ranks."""
+        self._reported.append(error)
+
+    def _weighted(self, context: Context, *args: Any) -> WeightedGradients:
+        return WeightedGradients(context, self.block, *args)
+
+    # Inside the block
+
+    def _stepped(self, weights: Sequence[float]) -> None:
+        """Note the weights of all ranks in a step of this rank's own."""
         self.total = sum(weights)
         self._steps += 1
 
     def _shadow(self) -> None:
         """Take part with weight 0 until every rank is here."""
-        while (step := self._comm._call("join", _shadow_call)) is not None:
-            optimizer, total, gradients = step
-            if optimizer is not None and total:
-                optimizer.follow(gradients)
+        optimizers = registry_of(self._comm).optimizers
+        while (step := self._runner.call(Shadow, self._memory)) is not None:
+            optimizer = None if step.optimizer is None else optimizers.get(step.optimizer)
+            if optimizer is not None and step.total:
+                optimizer.follow(step.gradients)
 
     def _find_last(self) -> int:
-        data = _WORD.pack(self._steps)
-        said = self._comm._call("join", lambda comm: agreement_only("join", "left", data))
-        steps = [int(_WORD.unpack(other)[0]) for other in said]
+        replies = self._runner.call(LeaveJoin, "left", _WORD.pack(self._steps))
+        steps = [int(_WORD.unpack(reply)[0]) for reply in replies]
         return steps.index(max(steps))
 
-    def _is_told(self, error: BaseException | None) -> bool:
+    def _is_reported(self, error: BaseException | None) -> bool:
         while error is not None:
-            if isinstance(error, ArrayCommError) or any(error is told for told in self.told):
+            if isinstance(error, ArrayCommError) or any(error is known for known in self._reported):
                 return True
             error = error.__cause__ or error.__context__
         return False
 
-    def _tell(self, error: Exception) -> None:
-        comm = self._comm
+    def _report(self, error: Exception) -> None:
         try:
-            with comm._turn():
-                comm._engine.run(comm._raising("join", error, describe_raise(error)))
+            self._runner.fail(Shadow.name, error)
         except Exception as raised:
             if raised is not error:
                 raise
 
 
-def bits_of(weight: float) -> int:
-    """Return a weight as a word of a header."""
-    return int(_WORD.unpack(_DOUBLE.pack(weight))[0])
+class PrivateGuard:
+    """Refuses calls on an optimizer's own communicator while the shared one is inside `join`.
+
+    Ranks without data take part in no call there; they learn of the error when the block ends.
+    """
+
+    def __init__(self, shared: Communicator) -> None:
+        self._registry = registry_of(shared)
+
+    def check(self, name: str) -> None:
+        """Raise inside the block, on this rank alone."""
+        if self._registry.join is not None:
+            refuse(name)
+
+    def substitute(self, operation: Any) -> Any:
+        """Return the operation as it is."""
+        return operation
+
+    def note_error(self, error: Exception) -> None:
+        """Do nothing: the call reports the error to the other ranks."""
 
 
-def weights_of(agreement: Agreement, size: int) -> list[float]:
-    """Return the weights that came with all ranks' headers."""
-    if agreement.details is not None:
-        # By now the slots hold the last of the details.
-        words = [detail["length"] for detail in agreement.details]
-    else:
-        words = [agreement.word(rank, 14) for rank in range(size)]
-    return [float(_DOUBLE.unpack(_WORD.pack(word))[0]) for word in words]
-
-
-def taking_part(details: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the ranks said that have data."""
-    return [detail for detail in details if detail.get("head") != SHADOW.head]
-
-
-def refused(operation: str) -> NoReturn:
+def refuse(operation: str) -> NoReturn:
     """Raise for a call that ranks without data could not take part in."""
     raise RuntimeError(
         f"{operation}: inside join only allreduce_gradients, mean_metrics and steps of distributed "
@@ -205,30 +230,44 @@ def refused(operation: str) -> NoReturn:
     )
 
 
-def optimizer_of(comm: Communicator, settings: str) -> Gradients | None:
-    """Return this rank's optimizer whose gradients those are, or None where it is none's."""
-    found = _OPTIMIZER.search(settings)
-    return None if found is None else comm._optimizers.get(int(found[1]))
+class EnterJoin(SmallExchange):
+    """The beginning of a block."""
+
+    name = "join"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, "enter")
 
 
-def _enter_call(comm: Communicator) -> Call:
-    if comm._join is not None:
-        refused("join")
-    return agreement_only("join", "enter")
+class LeaveJoin(SmallExchange):
+    """The end of a block, in which ranks say how many steps they have taken."""
+
+    name = "join"
 
 
-def _shadow_call(comm: Communicator) -> Call:
-    from arraycomm._training.metrics import shadow_metrics
-    from arraycomm._trees.reduce import shadow_gradients
+class Shadow(Operation):
+    """The part of a rank without data in the calls of the others."""
 
-    def finish(agreement: Agreement) -> Steps:
-        if agreement.details is None:
-            return None
-        live = taking_part(agreement.details)
-        if live[0]["head"].startswith("allreduce_gradients"):
-            return (yield from shadow_gradients(comm, agreement, live))
-        if live[0]["head"].startswith("mean_metrics"):
-            return (yield from shadow_metrics(comm, live))
-        raise mismatch(agreement.details)
+    name, code = "join", 36
+    negotiable = True
 
-    return Call(SHADOW, finish, length=bits_of(0.0), negotiable=True)
+    def __init__(self, context: Context, memory: TreeMemory) -> None:
+        super().__init__(context)
+        self._memory = memory
+        self.signature = JOINING
+        self.length = bits_of(0.0)
+
+    def steps(self, agreement: Agreement) -> Steps:
+        self._step = None
+        if agreement.calls is None:
+            return
+        live = active(agreement.calls)
+        if live[0].head.startswith(WeightedGradients.name):
+            self._step = yield from shadow_gradients(self._memory, agreement, live)
+        elif live[0].head.startswith(JoinedMeanMetrics.name):
+            self._step = yield from shadow_metrics(self._memory, live)
+        else:
+            raise mismatch(agreement.calls)
+
+    def result(self, agreement: Agreement) -> Any:
+        return self._step

@@ -1,4 +1,4 @@
-"""`mean_metrics`: weighted means of what ranks have measured."""
+"""`mean_metrics`: weighted means of the ranks' measurements."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.results import allocate, to_framework, widest_float
-from arraycomm._collectives.operation import Call, deliver
-from arraycomm._communicator import Communicator
+from arraycomm._collectives.operation import Context, Operation
+from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._dtypes import DType, Kind, kind_of
-from arraycomm._protocol.header import Agreement, Signature, Steps, mismatch
+from arraycomm._protocol.agreement import Agreement, active
+from arraycomm._protocol.details import CallDetail
+from arraycomm._protocol.header import Signature
+from arraycomm._protocol.mismatch import mismatch
 from arraycomm._session import world
-from arraycomm._training.join import taking_part
-from arraycomm._training.weights import check_weight
-from arraycomm._trees.fusion import Fusion
+from arraycomm._training.weighted import ShadowStep, check_weight
+from arraycomm._transports.base import Bytes, Steps
+from arraycomm._trees.fusion import Fusion, TreeMemory
+from arraycomm._trees.leaves import NONE, Leaves, spec_of
 from arraycomm._trees.pytrees import flatten
-from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, NONE, Leaves, parse
+from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
 
 _SUMS: Final = np.dtype(np.float64)
 _COMPLEX_SUMS: Final = np.dtype(np.complex128)
-
-Array = np.ndarray[Any, Any]
 
 
 def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) -> Any:
@@ -36,7 +38,7 @@ def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) ->
         The same structure, shapes and dtypes on every rank: losses, accuracies, histograms.
     weight : number
         This rank's weight, zero or more: for example how many samples it has averaged over. What a
-        rank of weight 0 passes does not count, be it NaN.
+        rank of weight 0 passes does not count, even if it is NaN.
     comm : Communicator, optional
         `world()` by default.
 
@@ -46,7 +48,7 @@ def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) ->
         A new tree of the same structure, with the same bits on every rank. Python numbers come back
         as floats (complex numbers as complex), arrays as arrays of their kind and dtype; integers
         and booleans are averaged as float64 (float32 in JAX without its 64-bit mode). None stays.
-        Where the weights of all ranks are 0, the mean of nothing: NaN.
+        If the weights of all ranks are 0, the result is NaN.
 
     Raises
     ------
@@ -59,7 +61,7 @@ def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) ->
 
     Notes
     -----
-    One message, in which the weights travel too. Products and sums are taken in float64, in rank
+    One message, which carries the weights too. Products and sums are taken in float64, in rank
     order, and then rounded to the leaf's dtype.
 
     Examples
@@ -71,94 +73,104 @@ def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) ->
     [1.25, 1.25]
     """
     comm = comm or world()
-    return comm._call("mean_metrics", _prepare, tree, weight)
+    return runner_of(comm).call(MeanMetrics, trees_of(comm), tree, weight)
 
 
-def _prepare(comm: Communicator, tree: Any, weight: Any) -> Call:
-    mine = check_weight(weight, "mean_metrics")
-    leaves = Leaves(flatten(tree), "mean_metrics", comm._host_tree_placement)
-    present = [leaf for leaf in leaves.views if leaf is not None]
-    for path, leaf in zip(leaves.paths, leaves.views, strict=True):
-        if leaf is not None and kind_of(leaf.dtype) is Kind.OPAQUE:
-            raise TypeError(
-                f"mean_metrics: {path} must be an array of numbers; got dtype {leaf.dtype}"
-            )
-    likes = [_like(leaf) for leaf in present]
-    summands = [_weighted(leaf.array, mine) for leaf in present]
-    summands.append(np.array(mine, _SUMS))
-    fusion = Fusion(
-        tuple((_SUMS, (summand.nbytes // 8,)) for summand in summands), DEFAULT_BUCKET_BYTES
-    )
-    packed = fusion.take()
-    sources = [
-        BufferView(summand.reshape(-1).view(_SUMS), "numpy", summand, False) for summand in summands
-    ]
-    inline = fusion.nbytes <= comm._inline
-    if inline:
-        packed.pack(sources)
+class MeanMetrics(Operation):
+    """See `mean_metrics`."""
 
-    def means() -> Any:
+    name, code = "mean_metrics", 31
+
+    def __init__(self, context: Context, memory: TreeMemory, tree: Any, weight: Any) -> None:
+        super().__init__(context)
+        local = check_weight(weight)
+        self._memory = memory
+        self._leaves = leaves = Leaves(flatten(tree), context.host_tree.view)
+        self._present = [leaf for leaf in leaves.views if leaf is not None]
+        for path, leaf in zip(leaves.paths, leaves.views, strict=True):
+            if leaf is not None and kind_of(leaf.dtype) is Kind.OPAQUE:
+                raise TypeError(f"{path} must be an array of numbers; got dtype {leaf.dtype}")
+        self._likes = [_like(leaf) for leaf in self._present]
+        self._summands = [_weighted(leaf.array, local) for leaf in self._present]
+        self._summands.append(np.array(local, _SUMS))
+        self._fusion = Fusion(
+            tuple((_SUMS, (summand.nbytes // 8,)) for summand in self._summands),
+            DEFAULT_BUCKET_BYTES,
+        )
+        self._packed = self._fusion.acquire()
+        self._sources = [
+            BufferView(summand.reshape(-1).view(_SUMS), "numpy", summand, False)
+            for summand in self._summands
+        ]
+        settings = (leaves.ties(),)
+        self.signature = Signature(self.name, leaves=leaves.described(), settings=settings)
+        self.nbytes, self.copies = self._fusion.nbytes, len(self._present)
+
+    def pack(self, room: int) -> Bytes | None:
+        if self._fusion.nbytes > room:
+            return None
+        self._packed.pack(self._sources)
+        return self._packed.buffer
+
+    def steps(self, agreement: Agreement) -> Steps:
+        if agreement.calls is not None:
+            check_same_leaves(agreement.calls)
+        if self.payload is not None and agreement.calls is None:
+            self._fusion.fold_payloads(self.group, self._packed, agreement, "sum")
+        else:
+            yield from self._fusion.reduce(self._memory, self._packed, self._sources, "sum")
+
+    def result(self, agreement: Agreement) -> Any:
         sums = [
-            place.view(s.dtype) for (_, place), s in zip(packed.leaves(), summands, strict=True)
+            slot.view(summand.dtype)
+            for (_, slot), summand in zip(self._packed.leaves(), self._summands, strict=True)
         ]
         total = sums[-1][0]
-        given = iter(
+        means = iter(
             to_framework(_divided(part, total, leaf.shape, dtype), like)
-            for part, leaf, (like, dtype) in zip(sums[:-1], present, likes, strict=True)
+            for part, leaf, (like, dtype) in zip(sums[:-1], self._present, self._likes, strict=True)
         )
-        return leaves.rebuild([None if leaf is None else next(given) for leaf in leaves.views])
-
-    def finish(agreement: Agreement) -> Steps:
-        if agreement.details is not None:
-            check_same_leaves(agreement.details)
-        if inline and agreement.details is None:
-            fusion.fold_payloads(comm, packed, agreement, "sum")
-        else:
-            yield from fusion.reduce(comm, packed, sources, "sum")
-        return deliver(means)
-
-    return Call(
-        Signature("mean_metrics", leaves=leaves.described(), settings=leaves.ties()),
-        finish,
-        packed.block if inline else None,
-        nbytes=fusion.nbytes,
-        copies=len(present),
-        # A rank that has no data may be among the others: see `join`.
-        negotiable=comm._join is not None,
-    )
+        views = self._leaves.views
+        return self._leaves.rebuild([None if leaf is None else next(means) for leaf in views])
 
 
-def check_same_leaves(details: Sequence[dict[str, Any]]) -> None:
-    """Raise where ranks that have data differ in their trees."""
-    live = taking_part(details)
-    if any(detail["leaves"] != live[0]["leaves"] for detail in live):
+class JoinedMeanMetrics(MeanMetrics):
+    """`mean_metrics` inside `join`: ranks that have no data may be among the others."""
+
+    negotiable = True
+
+
+def check_same_leaves(calls: Sequence[CallDetail]) -> None:
+    """Raise if ranks that have data differ in their trees."""
+    live = active(calls)
+    if any(call.leaves != live[0].leaves for call in live):
         raise mismatch(live)
 
 
-def shadow_metrics(comm: Communicator, live: Sequence[dict[str, Any]]) -> Steps:
-    """Take part in other ranks' means with nothing to add."""
+def shadow_metrics(memory: TreeMemory, live: Sequence[CallDetail]) -> Steps:
+    """Take part in other ranks' means, with zeros and weight 0."""
     check_same_leaves(live)
     specs = []
-    for _, text in live[0]["leaves"]:
-        if text != NONE:
-            dtype, shape = parse(text)
+    for leaf in live[0].leaves or ():
+        if leaf.kind != NONE:
+            dtype, shape = spec_of(leaf)
             parts = 2 if kind_of(dtype) is Kind.COMPLEX else 1
             specs.append((_SUMS, (math.prod(shape) * parts,)))
     fusion = Fusion((*specs, (_SUMS, (1,))), DEFAULT_BUCKET_BYTES)
-    packed = fusion.take()
-    yield from fusion.reduce(comm, packed, [None] * (len(specs) + 1), "sum")
-    return None, 0.0, None
+    packed = fusion.acquire()
+    yield from fusion.reduce(memory, packed, [None] * (len(specs) + 1), "sum")
+    return ShadowStep(None, 0.0, None)
 
 
 def _like(leaf: BufferView) -> tuple[BufferView, DType]:
-    """Return whose array a mean is like, and its dtype: integers and booleans have none of theirs."""
+    """Return the array that a mean is like, and its dtype: a float for integers and booleans."""
     if kind_of(leaf.dtype) in {Kind.BOOL, Kind.INTEGER}:
         return leaf, widest_float(leaf.framework)
     return leaf, leaf.dtype
 
 
 def _weighted(array: Array, weight: float) -> Array:
-    """Return w·x in double precision; nothing at all where the weight is 0."""
+    """Return w·x in double precision; zeros if the weight is 0, whatever x is."""
     dtype = _COMPLEX_SUMS if kind_of(array.dtype) is Kind.COMPLEX else _SUMS
     made = np.zeros(array.shape, dtype)
     if weight:

@@ -1,15 +1,26 @@
-"""`DistributedOptimizer`: the adapter that fits the optimizer."""
+"""`DistributedOptimizer`, made by the adapter of the optimizer's framework."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from types import ModuleType
+from typing import Any, Final, NamedTuple
 
-from arraycomm._collectives.groups import dup
-from arraycomm._communicator import Communicator
+from arraycomm._collectives.groups import Dup, dup
+from arraycomm._collectives.operation import Context
+from arraycomm._communicator import Communicator, runner_of
+from arraycomm._protocol.group import Options
 from arraycomm._session import world
-from arraycomm._training.adapters import adapter_of
 from arraycomm._training.gradients import Gradients
+from arraycomm._training.join import PrivateGuard
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, check_compression
+
+_ADAPTERS: Final = {
+    "torch": "arraycomm.adapters.torch",
+    "jax": "arraycomm.adapters.jax",
+    "optax": "arraycomm.adapters.jax",
+}
+_DEFAULT_ADAPTER: Final = "arraycomm.adapters.numpy"
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -37,12 +48,13 @@ def DistributedOptimizer(  # noqa: N802
         Gradients are fused into messages of about this many bytes.
     accumulate : int
         Gradients are averaged over this many steps on each rank before they are reduced. Parameters
-        and the optimizer's state change in every step of that number only; the loop stays as it is,
-        with gradients that are those of one step. Those of float16 and bfloat16 are added up in
-        float32.
+        and the optimizer's state change only in the last of these steps. The loop stays as it is,
+        with the gradients of one step at a time. They are added up on their own device, those of
+        float16 and bfloat16 in float32.
     compression : str, optional
-        "bfloat16" or "float16": float32 and float64 gradients travel rounded to these 16 bits, are
-        accumulated in float32, and come back in their own dtype. Beyond 65504 float16 is infinite.
+        "bfloat16" or "float16": float32 and float64 gradients are sent rounded to these 16 bits,
+        accumulated in float32, and returned in their own dtype. In float16, values beyond 65504
+        become infinite.
 
     Returns
     -------
@@ -53,8 +65,8 @@ def DistributedOptimizer(  # noqa: N802
     Raises
     ------
     ValueError
-        The optimizer is distributed already, or an argument has no such value. In a step: a closure
-        was passed though gradients are accumulated.
+        The optimizer is distributed already, or an argument is out of range. In a step: a closure
+        was passed although gradients are accumulated.
     MismatchError
         The arguments differ between ranks.
     TypeError
@@ -62,31 +74,63 @@ def DistributedOptimizer(  # noqa: N802
 
     Notes
     -----
-    Collective: every rank makes its optimizer, which may be of another framework, and then every
-    step. The optimizer works on a duplicate of `comm`, so that its order does not depend on other
-    calls. A parameter without a gradient on some ranks counts as zeros there. Gradients that are
-    accumulated but not yet reduced are no part of a torch optimizer's state dict; with optax they
-    are part of the state.
+    Collective: every rank makes its optimizer, which may be of another framework, and takes every
+    step. The optimizer works on a duplicate of `comm`, so the order between its calls and other
+    calls is free. If a parameter has no gradient on some ranks, it counts as zeros there. Gradients
+    that are accumulated but not yet reduced are not in a torch optimizer's state dict; with optax
+    they are in the state.
     """
-    group = comm or world()
+    shared = comm or world()
+    arguments = _Arguments(optimizer, op, bucket_bytes, accumulate, compression)
+    private = dup(runner_of(shared), {}, MakeOptimizer, arguments)
+    private.set_guard(PrivateGuard(shared))
+    gradients = Gradients(Communicator(private), op, bucket_bytes, accumulate, compression, shared)
+    return _adapter_of(optimizer).distribute(optimizer, gradients)
 
-    def check() -> str:
-        if op not in ("mean", "sum"):
-            raise ValueError(f'DistributedOptimizer: op must be "mean" or "sum"; got {op!r}')
-        if bucket_bytes < 1:
-            raise ValueError(
-                f"DistributedOptimizer: bucket_bytes must be positive; got {bucket_bytes}"
-            )
-        if type(accumulate) is not int or accumulate < 1:
-            raise ValueError(
-                "DistributedOptimizer: accumulate must be a number of steps, 1 or more; got "
-                f"{accumulate!r}"
-            )
-        check_compression(compression, "DistributedOptimizer")
-        adapter_of(optimizer).check(optimizer)
-        return f", DistributedOptimizer {op} {bucket_bytes} {accumulate} {compression}"
 
-    private = dup(group, {}, check)
-    private._joins_with = group
-    gradients = Gradients(private, op, bucket_bytes, accumulate, compression)
-    return adapter_of(optimizer).distribute(optimizer, gradients)
+class _Arguments(NamedTuple):
+    """The arguments of an optimizer."""
+
+    optimizer: Any
+    op: Any
+    bucket_bytes: Any
+    accumulate: Any
+    compression: Any
+
+    def check(self) -> str:
+        """Raise if an argument is wrong; return what the ranks compare."""
+        if self.op not in ("mean", "sum"):
+            raise ValueError(f'op must be "mean" or "sum"; got {self.op!r}')
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be positive; got {self.bucket_bytes}")
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise ValueError(
+                f"accumulate must be a number of steps, 1 or more; got {self.accumulate!r}"
+            )
+        check_compression(self.compression)
+        _adapter_of(self.optimizer).check(self.optimizer)
+        return f", {self.op} {self.bucket_bytes} {self.accumulate} {self.compression}"
+
+
+class MakeOptimizer(Dup):
+    """The duplicate on which an optimizer works."""
+
+    name, code = "DistributedOptimizer", 38
+
+    def __init__(
+        self,
+        context: Context,
+        options: dict[str, Any],
+        chosen: list[Options],
+        arguments: _Arguments,
+    ) -> None:
+        super().__init__(context, options, chosen, arguments.check())
+
+
+def _adapter_of(optimizer: Any) -> ModuleType:
+    """Return the adapter for an optimizer by the modules of its classes, imported on first use."""
+    for kind in type(optimizer).__mro__:
+        name = _ADAPTERS.get(kind.__module__.partition(".")[0])
+        if name is not None:
+            return importlib.import_module(name)
+    return importlib.import_module(_DEFAULT_ADAPTER)

@@ -1,6 +1,6 @@
 """The order of a data set's items in an epoch, and which of them belong to which rank.
 
-Arithmetic alone: every rank finds by itself what all of them agree on.
+No communication: every rank computes the same order by itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Integers = NDArray[np.int64]
 def order_of(count: int, seed: int, epoch: int) -> Integers:
     """Return the items of a shuffled data set in the order of this epoch.
 
-    Random numbers are sorted, and not `Generator.shuffle` called, because NumPy may change its
-    generators' methods from one version to the next, and never the numbers beneath them: a state
-    that one version has saved stands for the same items in another.
+    Random numbers are sorted instead of a call of `Generator.shuffle`. NumPy may change the methods
+    of its generators from one version to the next, but not the numbers of its bit generators; so a
+    saved state stands for the same items in every version.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(epoch,))
     keys = np.random.PCG64(sequence).random_raw(count)
@@ -30,10 +30,10 @@ def order_of(count: int, seed: int, epoch: int) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank has of an epoch of `count` items, of which `start` have been consumed.
+    """One rank's share of an epoch of `count` items, of which `start` have been consumed.
 
-    From there on the ranks take turns, in rounds of one item each: position `start + i` of the
-    global order belongs to rank i mod size, in round i // size.
+    After these the ranks take turns, in rounds of one item each: position `start + i` of the global
+    order belongs to rank i mod size, in round i // size.
     """
 
     count: int
@@ -50,7 +50,7 @@ class Share:
 
     @property
     def rounds(self) -> int:
-        """The same on every rank; without padding, some may have no item in the last one."""
+        """Rounds, the same on every rank; without padding, some ranks have no item in the last."""
         return -(-(self.stop - self.start) // self.size)
 
     def positions(self) -> Integers:

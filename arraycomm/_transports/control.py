@@ -1,9 +1,9 @@
-"""The control channel: one slot a rank that all ranks of a group can read, for small steps in lock step.
+"""The control channel: each rank has a slot that all ranks of the group can read, for small steps.
 
-A step is: write into `mine`, `post`, wait until it is `done`, read `rows`. Slots are used in turn
-(two parities), so no acknowledgement is needed: who sees everyone's step k + 1 knows that
-everyone has finished reading step k. A rank may be two steps on where these show nothing but that
-they were reached: it has left what the slot shows as it was.
+A step is: write into `mine`, `post`, wait until it is `done`, read `rows`. Two slots (parities) are
+used in turn, so no acknowledgement is needed: if all ranks have posted step k + 1, all have read
+step k. A rank may be two steps ahead of others only in steps that carry nothing: it then leaves the
+contents of its slots unchanged.
 
 Layout of a slot, in words of 8 bytes: word 0 is the stamp (the step's number, written last), words
 1 to 15 are the header's, and the payload starts at `PAYLOAD`.
@@ -22,43 +22,43 @@ PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)
 MESSAGE_SLOT: Final = 256
 
-# How a rank's part in a group ended; 0 while it has not. FAILED: it will make no further call
-# here. GONE: its error has been printed, and its process ends. FINISHED: its program ended well.
+# How a rank left a group; 0 if it has not. FAILED: it will make no further call here. GONE: its
+# error has been printed, and its process ends. FINISHED: its program ended without an error.
 FAILED: Final = 1
 FINISHED: Final = 2
 GONE: Final = 3
 
-# A rank's notes: the state in which it left, the last step that it completed, the length of the
-# text on that, and which text says what it is waiting in; the text on how it left, and two in turn
-# on what it is waiting in, so that a reader always finds a whole one.
+# A rank's notes. Four words: how it left, the last step that it completed, the length of its exit
+# text, and the number and length of its wait status. Then the exit text, and two places for wait
+# statuses, used in turn, so that a reader always finds a complete one.
 _TEXT: Final = 32
-_FAREWELL_TEXT: Final = 4096
-_DOING: Final = _TEXT + _FAREWELL_TEXT
-_DOING_TEXT: Final = 512
-_NOTES: Final = _DOING + 2 * _DOING_TEXT
+_EXIT_TEXT: Final = 4096
+_STATUS: Final = _TEXT + _EXIT_TEXT
+_STATUS_TEXT: Final = 512
+_NOTES: Final = _STATUS + 2 * _STATUS_TEXT
 
 _STRONGLY_ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 _fence_lock = threading.Lock()
 
 
 def fence() -> None:
-    """Order memory accesses on processors that would reorder them: a lock's own barriers do."""
+    """Order memory accesses, by a lock's barriers, on processors that would reorder them."""
     if not _STRONGLY_ORDERED:
         _fence_lock.acquire()
         _fence_lock.release()
 
 
 class ExitNotice(NamedTuple):
-    """How a rank left: its state, the step of the last call that it completed, its traceback."""
+    """How a rank left: the state, the step of its last completed call, its traceback."""
 
     state: int
     step: int
     text: str
 
 
-def _doing_text(turn: int) -> int:
-    """Return where among a rank's notes the text of a turn lies."""
-    return _DOING + (turn & 1) * _DOING_TEXT
+def _status_text(turn: int) -> int:
+    """Return the offset of a wait status in a rank's notes; `turn` is its number."""
+    return _STATUS + (turn & 1) * _STATUS_TEXT
 
 
 def shared_slot(size: int) -> int:
@@ -67,7 +67,7 @@ def shared_slot(size: int) -> int:
 
 
 class ControlChannel:
-    """Slots that `post` shows to the other ranks; a control channel is the handle of its current step.
+    """Slots that `post` publishes to the other ranks; the handle of this rank's current step.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class ControlChannel:
     rows : list of ndarray
         For each parity, the slots as bytes, shape (size, slot).
     mine : list of memoryview
-        For each parity, this rank's slot to write into, as bytes.
+        For each parity, the slot that this rank writes, as bytes.
     """
 
     shared = False
@@ -96,12 +96,12 @@ class ControlChannel:
         self.mine = [slot.data for slot in mine]
         self.my_words = [slot.cast("q") for slot in self.mine]
         self.stride: int = self.slot // 8
-        # What this rank's slots show in their words 1 to 15, where that is known.
+        # Words 1 to 15 of this rank's slots, if they are known.
         self.shown: list[bytes | None] = [None, None]
-        # The last step in which a rank left a block of `raise_together` by an exception, and how many
+        # The last step in which a rank left a `raise_together` block by an exception, and how many
         # blocks it was in.
         self.left_together = (-1, 0)
-        # Whether all ranks have seen the group end in a step: no rank posts another.
+        # Whether all ranks have seen the group end in a step; then no rank posts another step.
         self.ended = False
         self.peers = [r for r in range(size) if r != rank]
 
@@ -114,42 +114,42 @@ class ControlChannel:
         raise NotImplementedError
 
     def missing(self) -> list[int]:
-        """Ranks that have not posted the current step, as far as this rank can see."""
+        """Return the ranks that have not posted the current step, as far as this rank knows."""
         raise NotImplementedError
 
-    def leave(self, state: int, completed: int, text: str) -> None:
-        """Say that this rank takes part in nothing after the call of step `completed`.
+    def announce_exit(self, state: int, completed: int, text: str) -> None:
+        """Tell the other ranks that this one joins no call after that of step `completed`.
 
-        Said again, only the state changes.
+        If it is called again, only the state changes.
         """
         raise NotImplementedError
 
     def exit_notices(self) -> dict[int, ExitNotice]:
-        """Return how other ranks left, of those that have."""
+        """Return the exit notices of the other ranks that have left."""
         raise NotImplementedError
 
-    def tell(self, doing: str) -> None:
-        """Let the other ranks know what this one is waiting in; empty when it is not any more."""
+    def report_wait(self, status: str) -> None:
+        """Tell the other ranks which call this one is waiting in; empty if it no longer waits."""
         raise NotImplementedError
 
-    def told(self, rank: int) -> str:
-        """Return what `rank` is waiting in, or an empty string where it has not told."""
+    def wait_status(self, rank: int) -> str:
+        """Return which call `rank` is waiting in, or an empty string if it has not reported any."""
         raise NotImplementedError
 
-    def ask(self, ranks: Sequence[int]) -> None:
-        """Have these ranks tell what they are waiting in, where that has to be asked for."""
+    def ask_wait_status(self, ranks: Sequence[int]) -> None:
+        """Ask these ranks for their wait status, if this channel needs to ask."""
 
-    def attend(self) -> None:
-        """Answer the ranks that ask; called while waiting for something else."""
+    def answer_requests(self) -> None:
+        """Answer the requests of other ranks; called while this rank waits for something else."""
 
     def close(self) -> None:
-        """Release what the control channel holds."""
+        """Release the memory or the MPI requests of the channel."""
 
 
 class SharedControl(ControlChannel):
-    """A control channel in memory that all ranks share: of one process, or of one node.
+    """A control channel in memory that all ranks share, in one process or on one node.
 
-    The more ranks, the smaller the slots: every rank reads all of them.
+    Every rank reads all slots, so slots are smaller if there are more ranks.
     """
 
     shared = True
@@ -166,7 +166,7 @@ class SharedControl(ControlChannel):
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Bytes of zeroed memory that a group of `size` ranks shares."""
+        """Return the bytes of zeroed memory that a group of `size` ranks shares."""
         return size * (2 * shared_slot(size) + _NOTES)
 
     def post(self) -> None:
@@ -187,10 +187,10 @@ class SharedControl(ControlChannel):
         words = self.words[self.step & 1]
         return [r for r in self.peers if words[r * self.stride] < self.step]
 
-    def leave(self, state: int, completed: int, text: str) -> None:
+    def announce_exit(self, state: int, completed: int, text: str) -> None:
         words = self._note_words[self.rank]
         if not words[0]:
-            data = text.encode(errors="replace")[-_FAREWELL_TEXT:]
+            data = text.encode(errors="replace")[-_EXIT_TEXT:]
             self._notes[self.rank, _TEXT : _TEXT + len(data)] = np.frombuffer(data, np.uint8)
             words[1], words[2] = completed, len(data)
             fence()
@@ -203,33 +203,33 @@ class SharedControl(ControlChannel):
         words = self._note_words[rank]
         state = words[0]
         fence()
-        length = min(max(words[2], 0), _FAREWELL_TEXT)
+        length = min(max(words[2], 0), _EXIT_TEXT)
         text = self._notes[rank, _TEXT : _TEXT + length].tobytes().decode(errors="replace")
         return ExitNotice(state, words[1], text)
 
-    def tell(self, doing: str) -> None:
+    def report_wait(self, status: str) -> None:
         words = self._note_words[self.rank]
-        data = doing.encode(errors="replace")[:_DOING_TEXT]
+        data = status.encode(errors="replace")[:_STATUS_TEXT]
         turn = (words[3] >> 16) + 1
-        place = _doing_text(turn)
+        place = _status_text(turn)
         self._notes[self.rank, place : place + len(data)] = np.frombuffer(data, np.uint8)
         fence()
         words[3] = turn << 16 | len(data)
 
-    def told(self, rank: int) -> str:
+    def wait_status(self, rank: int) -> str:
         words = self._note_words[rank]
         while True:
             word = words[3]
             fence()
-            place, length = _doing_text(word >> 16), min(word & 0xFFFF, _DOING_TEXT)
+            place, length = _status_text(word >> 16), min(word & 0xFFFF, _STATUS_TEXT)
             data = self._notes[rank, place : place + length].tobytes()
             fence()
-            # It is written over only when the next text has been told.
+            # The text is overwritten only after the next one is published.
             if words[3] == word:
                 return data.decode(errors="replace")
 
     def close(self) -> None:
-        """Let go of the memory now: this control channel is part of a cycle, which Python collects late."""
+        """Release the memory now: Python collects the channel late, since it is in a cycle."""
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
         self._memory, self._notes = np.empty(0, np.uint8), np.empty((0, _NOTES), np.uint8)
         self._note_words = []

@@ -1,4 +1,4 @@
-"""Messages inside one process: who receives copies them from the memory of who sends."""
+"""Messages inside one process: the receiver copies them from the sender's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from arraycomm._transports.base import Bytes, Handle
 
-# Bytes up to which a message is copied when it is sent.
+# Messages of at most this many bytes are copied when they are sent.
 _COPIED: Final = 4096
 
 T = TypeVar("T")
@@ -21,37 +21,37 @@ class Mailbox:
     """Messages under way; those of one key arrive in the order of their sending."""
 
     def __init__(self) -> None:
-        self._letters: dict[Hashable, deque[_Letter]] = {}
-        self._receipts: dict[Hashable, deque[_Receipt]] = {}
+        self._messages: dict[Hashable, deque[_Message]] = {}
+        self._receives: dict[Hashable, deque[_Receive]] = {}
         self._lock = threading.Lock()
 
     def send(self, key: Hashable, buffer: Bytes) -> Handle:
-        """Send bytes; finished at once where they are few, else when they have been received."""
-        letter = _Letter(buffer)
+        """Send bytes; a short message is finished at once, a long one when it has been received."""
+        message = _Message(buffer)
         with self._lock:
-            self._letters.setdefault(key, deque()).append(letter)
-        return letter
+            self._messages.setdefault(key, deque()).append(message)
+        return message
 
     def recv(self, key: Hashable, buffer: Bytes) -> Handle:
         """Receive into the first bytes of `buffer`."""
-        receipt = _Receipt(self, key, buffer)
+        receive = _Receive(self, key, buffer)
         with self._lock:
-            self._receipts.setdefault(key, deque()).append(receipt)
-        return receipt
+            self._receives.setdefault(key, deque()).append(receive)
+        return receive
 
-    def collect(self, key: Hashable, receipt: _Receipt) -> _Letter | None:
-        """Return the first message for the first receive of its key, once there is one."""
-        if key not in self._letters:
+    def collect(self, key: Hashable, receive: _Receive) -> _Message | None:
+        """Return the first message of a key for its first receive; None if there is none yet."""
+        if key not in self._messages:
             return None
         with self._lock:
-            if self._receipts[key][0] is not receipt:
+            if self._receives[key][0] is not receive:
                 return None
-            _pop(self._receipts, key)
-            return _pop(self._letters, key)
+            _pop(self._receives, key)
+            return _pop(self._messages, key)
 
 
-class _Letter:
-    """A message: a copy of a short one, the sender's own memory of a long one until it is taken."""
+class _Message:
+    """A message: a copy if it is short, otherwise the sender's own memory until it is received."""
 
     def __init__(self, buffer: Bytes) -> None:
         self._taken = len(buffer) <= _COPIED
@@ -65,7 +65,7 @@ class _Letter:
         return self._taken
 
 
-class _Receipt:
+class _Receive:
     """A receive under way."""
 
     def __init__(self, mailbox: Mailbox, key: Hashable, buffer: Bytes) -> None:
@@ -74,15 +74,15 @@ class _Receipt:
 
     def done(self) -> bool:
         if not self._done:
-            letter = self._mailbox.collect(self._key, self)
-            if letter is not None:
-                letter.take(self._buffer)
+            message = self._mailbox.collect(self._key, self)
+            if message is not None:
+                message.take(self._buffer)
                 self._done = True
         return self._done
 
 
 def _pop(queues: dict[Hashable, deque[T]], key: Hashable) -> T:
-    """Take the first of a queue; forget the queue with its last."""
+    """Take the first element of a queue, and delete the queue if it is then empty."""
     first = queues[key].popleft()
     if not queues[key]:
         del queues[key]

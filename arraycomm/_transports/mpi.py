@@ -1,7 +1,8 @@
 """Ranks as MPI processes, through mpi4py.
 
-On one node the control channel is a file mapped by all ranks; across nodes it is a persistent allgather.
-Large movements are nonblocking collectives of bytes: MPI never sees a dtype, and never reduces.
+On one node the control channel is a file that all ranks map; between nodes it is a persistent
+allgather. Large movements are nonblocking collectives of bytes: MPI sees no dtype, and reduces
+nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _SPINS = 64
 
 @cache
 def survives_failures() -> bool:
-    """Tell whether MPI was started so that the death of a process does not end the others."""
+    """Tell whether MPI was started so that the other processes survive the death of one."""
     enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - Open MPI's own name
     return enabled.lower() in ("1", "true", "ulfm")
 
 
 class _Movement:
-    """A nonblocking MPI operation, and the buffers that it must keep alive."""
+    """A nonblocking MPI operation, and the buffers that it keeps alive."""
 
-    # MPI reads and writes the buffers until an operation is finished, also of one that has long been
-    # given up: a message that comes too late must not be written into memory of something else.
+    # MPI accesses the buffers until an operation is finished, even if the caller has given it up: a
+    # message that comes too late must not be written into memory that has been used again.
     under_way: ClassVar[set[_Movement]] = set()
 
     def __init__(self, request: MPI.Request, *buffers: Bytes | None) -> None:
@@ -72,7 +73,7 @@ class MPITransport(Transport):
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.outlives = survives_failures()
         self._share = share
-        # Messages to oneself: MPI may hold back even a short one until it is received.
+        # Messages of this rank to itself: MPI may finish a send only when it is received.
         self._own = Mailbox()
         local = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = local.rank, local.size
@@ -187,7 +188,7 @@ class MPITransport(Transport):
 
     def failed(self) -> list[int]:
         try:
-            # Failures are learnt of where MPI makes progress.
+            # MPI finds out about failures when it makes progress.
             try:
                 self.mpi_comm.Iprobe()
             except MPI.Exception as error:
@@ -219,7 +220,7 @@ class MPITransport(Transport):
 
 
 def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> np.ndarray[Any, Any] | None:
-    """Map one zeroed file in all ranks, or return None on all where one of them cannot."""
+    """Map one zeroed file on all ranks, or return None on all if one of them cannot."""
     path, descriptor = "", -1
     if comm.rank == 0:
         path, descriptor = _make_file(nbytes)
@@ -235,7 +236,7 @@ def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> np.ndarray[Any, Any] | N
 
 
 def _map(descriptor: int, nbytes: int) -> np.ndarray[Any, Any] | None:
-    """Map an open file, and close it; None where that cannot be."""
+    """Map an open file, and close it; return None if it cannot be mapped."""
     try:
         return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
     except (OSError, ValueError):
@@ -245,14 +246,14 @@ def _map(descriptor: int, nbytes: int) -> np.ndarray[Any, Any] | None:
 
 
 def _make_file(nbytes: int) -> tuple[str, int]:
-    """Create a private file of `nbytes` zeros, in memory where there is a place for that."""
+    """Create a private file of `nbytes` zeros, in memory if possible; return its descriptor too."""
     for directory in ("/dev/shm", tempfile.gettempdir()):
         try:
             descriptor, path = tempfile.mkstemp(prefix="arraycomm-", dir=directory)
         except OSError:
             continue
         try:
-            # A file with holes would end the process by a signal when the memory runs out.
+            # Allocate now: with a sparse file, a signal would end the process if memory runs out.
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError:
             os.close(descriptor)

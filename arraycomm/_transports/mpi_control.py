@@ -1,7 +1,7 @@
-"""A control channel that travels between nodes, and the letters in which ranks tell what no step can.
+"""The control channel between nodes: each step is one allgather.
 
-A step is one allgather. Between steps a rank may tell the others that it has failed, or ask where
-they are: by letters, short messages that are looked for while waiting.
+Between steps, a rank may send short control messages: that it has left, or a request for the wait
+status of others. Ranks look for such messages while they wait.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from mpi4py import MPI
 from arraycomm._errors import TransportError
 from arraycomm._transports.control import FINISHED, MESSAGE_SLOT, ControlChannel, ExitNotice
 
-# Beyond the tags of messages and of their further pieces.
+# Larger than the tags of users' messages and of their further pieces.
 TAG: Final = 1 << 21
-# The control channel's own number, the kind, a step, a state, and the length of the text. Letters are short
-# enough to be sent at once.
-_LETTER: Final = struct.Struct("<5q")
+# The number of the control channel, the kind, a step, a state, and the length of the text. Control
+# messages are short enough for MPI to send them at once.
+_MESSAGE: Final = struct.Struct("<5q")
 _MOST: Final = 3_000
-_LEAVING, _ASKING, _TELLING = range(3)
+_EXITING, _ASKING, _WAITING = range(3)
 
 
 def translated(error: MPI.Exception) -> TransportError:
     """Return MPI's error as one of ours."""
     found = TransportError(f"MPI reported: {error.Get_error_string()}")
-    # Another rank has begun to leave the dead behind.
+    # Another rank has called `shrink`.
     found.revoked = error.Get_error_class() == MPI.ERR_REVOKED
     return found
 
 
 class MpiControl(ControlChannel):
-    """Each step is one allgather, prepared once for each parity."""
+    """A control channel over MPI: each step is an allgather, prepared once for each parity."""
 
-    # MPI may still write a step that was given up, when its peers come at last.
+    # Keeps channels alive: MPI may still write the rows of a step that this rank has given up.
     not_closed: ClassVar[set[MpiControl]] = set()
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -52,14 +52,14 @@ class MpiControl(ControlChannel):
         self._pending = False
         self.not_closed.add(self)
         self._comm = comm
-        # MPI may give a letter that nobody has read to a later communicator in the place of this one.
+        # MPI may deliver an unread message to a later communicator that has reused this one's id.
         self._number = int.from_bytes(comm.bcast(os.urandom(7)), "little")
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self._own: ExitNotice | None = None
-        self._left: dict[int, ExitNotice] = {}
-        self._doing = ""
-        # What others have answered: the step that they had posted, and what they waited in.
-        self._told: dict[int, tuple[int, str]] = {}
+        self._notices: dict[int, ExitNotice] = {}
+        self._status = ""
+        # The other ranks' replies: the step that they had posted, and their wait status.
+        self._replies: dict[int, tuple[int, str]] = {}
 
     def post(self) -> None:
         self.step = step = self.step + 1
@@ -81,63 +81,63 @@ class MpiControl(ControlChannel):
     def missing(self) -> list[int]:
         if not self._pending:
             return []
-        return [r for r in self.peers if self._told.get(r, (0, ""))[0] < self.step]
+        return [r for r in self.peers if self._replies.get(r, (0, ""))[0] < self.step]
 
-    def leave(self, state: int, completed: int, text: str) -> None:
+    def announce_exit(self, state: int, completed: int, text: str) -> None:
         first = self._own or ExitNotice(state, completed, text)
         self._own = first._replace(state=state)
         if state != FINISHED:
             for peer in self.peers:
-                # A rank that has died need not be told.
+                # A rank that has died needs no notice.
                 with suppress(TransportError):
-                    self._send(peer, _LEAVING, completed, state, first.text)
+                    self._send(peer, _EXITING, completed, state, first.text)
 
     def exit_notices(self) -> dict[int, ExitNotice]:
-        self.attend()
-        return self._left
+        self.answer_requests()
+        return self._notices
 
-    def tell(self, doing: str) -> None:
-        self._doing = doing
+    def report_wait(self, status: str) -> None:
+        self._status = status
 
-    def ask(self, ranks: Sequence[int]) -> None:
+    def ask_wait_status(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             self._send(rank, _ASKING)
 
-    def told(self, rank: int) -> str:
-        return self._told.get(rank, (0, ""))[1]
+    def wait_status(self, rank: int) -> str:
+        return self._replies.get(rank, (0, ""))[1]
 
-    def attend(self) -> None:
+    def answer_requests(self) -> None:
         try:
             while message := self._comm.Improbe(MPI.ANY_SOURCE, TAG, status := MPI.Status()):
-                letter = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                message.Recv([letter, MPI.BYTE])
-                self._read(status.Get_source(), letter.tobytes())
+                data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                message.Recv([data, MPI.BYTE])
+                self._read(status.Get_source(), data.tobytes())
         except MPI.Exception as error:
             raise translated(error) from error
 
-    def _read(self, source: int, letter: bytes) -> None:
-        if len(letter) < _LETTER.size:
-            raise TransportError(f"rank {source} sent a malformed letter")
-        number, kind, step, state, length = _LETTER.unpack_from(letter)
+    def _read(self, source: int, message: bytes) -> None:
+        if len(message) < _MESSAGE.size:
+            raise TransportError(f"rank {source} sent a malformed message")
+        number, kind, step, state, length = _MESSAGE.unpack_from(message)
         if number != self._number:
             return
-        text = letter[_LETTER.size : _LETTER.size + max(length, 0)].decode(errors="replace")
-        if kind == _LEAVING:
-            first = self._left.get(source) or ExitNotice(state, step, text)
-            self._left[source] = first._replace(state=state)
-        elif kind == _TELLING:
-            self._told[source] = (step, text)
+        text = message[_MESSAGE.size : _MESSAGE.size + max(length, 0)].decode(errors="replace")
+        if kind == _EXITING:
+            first = self._notices.get(source) or ExitNotice(state, step, text)
+            self._notices[source] = first._replace(state=state)
+        elif kind == _WAITING:
+            self._replies[source] = (step, text)
         elif self._own is not None:
-            self._send(source, _LEAVING, self._own.step, self._own.state, self._own.text)
+            self._send(source, _EXITING, self._own.step, self._own.state, self._own.text)
         else:
-            self._send(source, _TELLING, self.step, 0, self._doing)
+            self._send(source, _WAITING, self.step, 0, self._status)
 
     def _send(self, peer: int, kind: int, step: int = 0, state: int = 0, text: str = "") -> None:
         data = text.encode(errors="replace")[-_MOST:]
-        letter = _LETTER.pack(self._number, kind, step, state, len(data)) + data
+        message = _MESSAGE.pack(self._number, kind, step, state, len(data)) + data
         try:
             self._sent = [sent for sent in self._sent if not sent[0].Test()]
-            self._sent.append((self._comm.Isend([letter, MPI.BYTE], peer, TAG), letter))
+            self._sent.append((self._comm.Isend([message, MPI.BYTE], peer, TAG), message))
         except MPI.Exception as error:
             raise translated(error) from error
 

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: they read one another's memory directly."""
+"""Ranks as threads of one process, which read one another's memory directly."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _Parts = Sequence[Bytes | None]
 
 
 class Group:
-    """What the ranks of one group share."""
+    """The memory that the ranks of one group share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.memory = np.zeros(SharedControl.nbytes(size), np.uint8)
-        # For each rank: movements offered and movements read so far, and the parts it offers
-        # to every rank in the last two.
+        # For each rank: how many movements it has offered and read so far, and the parts that it
+        # offers to every rank in the last two.
         self.offered = [0] * size
         self.read = [0] * size
         self.parts: list[list[_Parts]] = [[(), ()] for _ in range(size)]
@@ -45,7 +45,7 @@ class Group:
 
 
 class _Swap:
-    """Offer parts to all, copy what the others offer to this rank, wait until all have read."""
+    """Offer parts to all ranks, copy those offered to this rank, wait until all ranks have read."""
 
     def __init__(self, group: Group, rank: int, parts: _Parts, into: _Parts) -> None:
         self._group, self._rank, self._into = group, rank, into
@@ -95,9 +95,9 @@ class ThreadsTransport(Transport):
         )
 
     def allgather(self, recv: Blocks) -> Handle:
-        mine = recv.block(self.rank)
+        local = recv.block(self.rank)
         into = [None if r == self.rank else recv.block(r) for r in range(self.size)]
-        return self._swap([mine] * self.size, into)
+        return self._swap([local] * self.size, into)
 
     def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
         parts: list[Bytes | None] = [None] * self.size
@@ -148,7 +148,7 @@ class ThreadsTransport(Transport):
 
     def free(self) -> None:
         self.control.close()
-        # The group's memory goes with its last rank: Python would collect the communicators late.
+        # The memory is released with its last rank; Python would collect the communicators late.
         del self._group
 
     def nodes(self) -> Sequence[int]:
@@ -156,7 +156,7 @@ class ThreadsTransport(Transport):
 
 
 class SelfTransport(ThreadsTransport):
-    """One rank alone: needs no MPI library."""
+    """One rank alone; it needs no MPI library."""
 
     name = "self"
 

@@ -1,4 +1,4 @@
-"""Leaves of trees that are on a device: packed there, reduced there, and handed back from there."""
+"""Leaves on a device: packed, reduced and returned without a copy to the host."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._arrays.results import to_framework
 from arraycomm._collectives import algorithms
-from arraycomm._collectives.placement import DevicePlacement
 from arraycomm._cuda import arrays
+from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import DType
-from arraycomm._protocol.header import Steps
-from arraycomm._trees.fusion import Bucket, lay_out
+from arraycomm._transports.base import Steps
+from arraycomm._trees.layout import Bucket, lay_out
 
 
 def reduce(
     placement: DevicePlacement, views: Sequence[BufferView], op: str, bucket_bytes: int
 ) -> Steps:
-    """Reduce leaves that are on a device; return what makes each an array again, in their order.
+    """Reduce leaves on a device; return their results, in their order.
 
-    Leaves of one dtype travel together. Each byte is copied once on the way in, by one launch for
-    thousands of leaves; results are parts of one array where a bucket's leaves are of one framework,
-    and copied once more where they are not. Leaves of the host come back there.
+    Leaves of one dtype are sent together. One launch copies many leaves into their bucket. If
+    a bucket's leaves are all of one framework and device, results are parts of one array; otherwise
+    each result is copied once more. The result of a leaf on the host is on the host.
     """
-    made: list[Any] = [None] * len(views)
+    reduced: list[Any] = [None] * len(views)
     for bucket in lay_out(tuple((leaf.dtype, leaf.shape) for leaf in views), bucket_bytes):
-        block = _Block(placement, bucket, views)
-        flat = block.device_buffer
+        packed = _DeviceBucket(placement, bucket, views)
+        flat = packed.device_buffer
         yield from algorithms.allreduce(placement.link, flat, flat, op)
-        for leaf, result in block.results():
-            made[leaf] = result
-    return made
+        for leaf, result in packed.results():
+            reduced[leaf] = result
+    return reduced
 
 
-class _Block:
-    """The memory of one bucket, and its leaves' places in it."""
+class _DeviceBucket:
+    """One bucket on the device: its leaves packed, then their results."""
 
     def __init__(
         self, placement: DevicePlacement, bucket: Bucket, views: Sequence[BufferView]

@@ -1,33 +1,26 @@
-"""Plans: trees of one kind, whose reduction is worked out once and repeated in every step."""
+"""Plans: the reduction of trees of one structure, prepared once and repeated in every step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from arraycomm._collectives.operation import Call, deliver
-from arraycomm._collectives.placement import DevicePlacement
-from arraycomm._dtypes import check_op
-from arraycomm._protocol.header import Agreement, Signature, Steps, encode
-from arraycomm._trees.fusion import Fusion, Spec
+from arraycomm._collectives.operation import Context, Operation
+from arraycomm._collectives.runner import Runner
+from arraycomm._cuda.placement import DevicePlacement
+from arraycomm._dtypes import check_op, name_of
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.header import Signature, encode
+from arraycomm._transports.base import Bytes, Steps
+from arraycomm._trees.fusion import Fusion, TreeMemory
+from arraycomm._trees.layout import Spec
+from arraycomm._trees.leaves import NONE, Leaves, Parts
 from arraycomm._trees.pytrees import flatten
-from arraycomm._trees.reduce import (
-    DEFAULT_BUCKET_BYTES,
-    NONE,
-    Leaves,
-    Parts,
-    describe,
-    reduce_on_device,
-    results,
-    tree_placement,
-)
-
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator
+from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
 
 
 class Plan:
-    """The reduction of trees of one structure, made by `Communicator.plan` and called in every step.
+    """The reduction of trees of one structure, made by `Communicator.plan`, called in every step.
 
     Parameters
     ----------
@@ -46,7 +39,7 @@ class Plan:
     ------
     ValueError, TypeError
         The tree is not like the one that the plan was made of; the message names the path. Other
-        ranks raise `PeerError`, and the plan goes on.
+        ranks raise `PeerError`. The plan can still be used.
     MismatchError
         Other ranks called something else, or another plan.
     CommunicatorClosedError
@@ -54,14 +47,14 @@ class Plan:
 
     Notes
     -----
-    Collective. A call compares one digest; trees of up to 32 KiB (128 bytes between nodes) are
-    finished with that. On a node each byte is copied in once, to memory that the ranks share, and
-    folded from there straight into the result; between nodes it is copied in once and reduced
-    there, as `allreduce` does.
+    Collective. A call compares one digest, and a tree of up to 32 KiB (128 bytes between nodes) is
+    sent with it. On one node, each byte of a larger tree is copied once, to memory that the ranks
+    share, and folded from there straight into the result. Between nodes, each byte is copied once,
+    into a message that is reduced as `allreduce` does.
 
-    DeviceMemory for results is kept, and used again once nothing refers to the results in it; while at
-    most those of the step before are in use, a call allocates none. Plans of the same shapes on one
-    communicator share it: twice the tree's bytes at most.
+    A plan keeps memory for results, and uses it again once nothing refers to the results in it. If
+    no results but those of the last step are in use, a call allocates no memory. Plans of the same
+    shapes on one communicator share this memory: twice the tree's bytes at most.
 
     Examples
     --------
@@ -74,138 +67,167 @@ class Plan:
     [0.5, 0.5]
     """
 
-    def __init__(self, comm: Communicator, leaves: Leaves, op: str, fusion: Fusion) -> None:
-        self._comm, self._op, self._fusion = comm, op, fusion
+    def __init__(
+        self, runner: Runner, memory: TreeMemory, leaves: Leaves, op: str, fusion: Fusion
+    ) -> None:
+        self._runner, self.memory, self.op, self.fusion = runner, memory, op, fusion
         self._paths, self._index = leaves.all_paths, leaves.index
         self._leaf_paths = leaves.paths
         self._specs = [None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves.views]
-        self._signature = _signature("Plan", op, leaves)
+        self.signature = _signature("Plan", op, leaves)
         self._beside: Fusion | None = None
-        self._present = [index for index, spec in enumerate(self._specs) if spec is not None]
-        # What headers show, by where the leaves are.
+        self.present = [index for index, spec in enumerate(self._specs) if spec is not None]
+        # Encoded headers, by device flag.
         self._prefixes: dict[int, bytes] = {}
 
     def __call__(self, tree: Any) -> Any:
-        return self._comm._call("Plan", self._prepare, tree)
+        return self._runner.call(RunPlan, self, tree)
 
     def __repr__(self) -> str:
-        return f"<Plan: {self._op} of {len(self._specs)} leaves, {self._fusion.nbytes} bytes>"
+        return f"<Plan: {self.op} of {len(self._specs)} leaves, {self.fusion.nbytes} bytes>"
 
-    def _prepare(self, comm: Communicator, tree: Any) -> Call:
-        flat = flatten(tree)
-        self._check_paths(flat.paths)
-        placement = tree_placement(comm, flat)
-        leaves = Leaves(flat, "Plan", placement)
-        self._check_leaves(leaves)
-        parts = (
-            Parts(leaves.views, leaves.dtypes()) if isinstance(placement, DevicePlacement) else None
-        )
-        if parts is None or not parts.on_device:
-            parts, fusion, present = None, self._fusion, self._present
-            sources = [leaf for leaf in leaves.views if leaf is not None]
-        else:
-            fusion, present = self._fusion_beside_devices(parts.specs), parts.present
-            sources = parts.sources
-        packed = fusion.take()
-        inline = fusion.nbytes <= comm._inline
-        if inline:
-            packed.pack(sources)
-
-        def finish(agreement: Agreement | None) -> Steps:
-            if not inline:
-                yield from fusion.reduce(comm, packed, sources, self._op)
-            elif agreement is not None:
-                fusion.fold_payloads(comm, packed, agreement, self._op)
-            reduced = yield from reduce_on_device(placement, parts, self._op, DEFAULT_BUCKET_BYTES)
-            return deliver(
-                lambda: leaves.rebuild(results(leaves.views, present, packed, given=reduced))
-            )
-
-        return Call(
-            self._signature,
-            finish,
-            packed.block if inline else None,
-            nbytes=fusion.nbytes + (0 if parts is None else parts.device_bytes),
-            copies=len(sources) + (0 if parts is None else len(parts.on_device)),
-            ahead=True,
-            prefix=self._prefix(fusion.nbytes if inline else -1, placement.place),
-            placement=placement,
-        )
-
-    def _fusion_beside_devices(self, specs: tuple[Spec, ...]) -> Fusion:
-        """Return how the leaves on the host are fused where others are on devices."""
+    def fusion_beside_devices(self, specs: tuple[Spec, ...]) -> Fusion:
+        """Return the fusion of the leaves on the host if other leaves are on devices."""
         if self._beside is None or self._beside.specs != specs:
             self._beside = Fusion(specs, DEFAULT_BUCKET_BYTES)
         return self._beside
 
-    def _prefix(self, payload: int, place: int) -> bytes:
-        prefix = self._prefixes.get(place)
+    def prefix(self, payload: int, device_flag: int) -> bytes:
+        """Return the header of a call of this plan."""
+        prefix = self._prefixes.get(device_flag)
         if prefix is None:
-            prefix = self._prefixes[place] = encode(self._signature, payload, place=place)
+            prefix = encode(self.signature, payload, device_flag=device_flag)
+            self._prefixes[device_flag] = prefix
         return prefix
 
-    def _check_paths(self, paths: Sequence[str]) -> None:
+    def check_paths(self, paths: Sequence[str]) -> None:
         """Raise unless the tree has the plan's structure."""
         if paths == self._paths:
             return
         for path, planned in zip(paths, self._paths, strict=False):
             if path != planned:
                 raise ValueError(
-                    f"Plan: the tree must have the structure that the plan was made of; got {path} "
+                    f"the tree must have the structure that the plan was made of; got {path} "
                     f"in place of {planned}; make another plan for other trees"
                 )
         many, few = (paths, self._paths) if len(paths) > len(self._paths) else (self._paths, paths)
+        difference = "new" if many is paths else "missing"
         raise ValueError(
-            f"Plan: the tree must have the structure that the plan was made of, {len(self._paths)} "
-            f"leaves; got {len(paths)}, and {many[len(few)]} is {'new' if many is paths else 'missing'}"
+            f"the tree must have the structure that the plan was made of, {len(self._paths)} "
+            f"leaves; got {len(paths)}, and {many[len(few)]} is {difference}"
             "; make another plan for other trees"
         )
 
-    def _check_leaves(self, leaves: Leaves) -> None:
+    def check_leaves(self, leaves: Leaves) -> None:
         """Raise unless the leaves are those of the plan."""
         if leaves.index != self._index:
             place = next(
                 at
-                for at, (mine, planned) in enumerate(zip(leaves.index, self._index, strict=True))
-                if mine != planned
+                for at, (got, planned) in enumerate(zip(leaves.index, self._index, strict=True))
+                if got != planned
             )
             raise ValueError(
-                f"Plan: {self._paths[place]} must be one object with the same other leaves as when "
+                f"{self._paths[place]} must be one object with the same other leaves as when "
                 "the plan was made; make another plan for leaves that are tied in another way"
             )
         for path, leaf, spec in zip(self._leaf_paths, leaves.views, self._specs, strict=True):
-            # Without the view's own properties, which take time for a thousand leaves.
+            # Not by the view's own properties, which are slow for a thousand leaves.
             seen = leaf if leaf is None or leaf.device_buffer is not None else leaf.array
             got = None if seen is None else (seen.dtype, seen.shape)
             if got != spec:
-                # A wrong shape is a value of the right type.
+                # A wrong dtype is a wrong type; a wrong shape is a wrong value.
                 wrong_type = got is None or spec is None or got[0] != spec[0]
                 raise (TypeError if wrong_type else ValueError)(
-                    f"Plan: {path} must be {_said(spec)}, as when the plan was made; got "
-                    f"{_said(got)}; make another plan for other trees"
+                    f"{path} must be {_described(spec)}, as when the plan was made; got "
+                    f"{_described(got)}; make another plan for other trees"
                 )
 
 
-def prepare(comm: Communicator, tree: Any, op: str) -> Call:
+class MakePlan(Operation):
     """See `Communicator.plan`."""
-    check_op(op, "plan")
-    leaves = Leaves(flatten(tree), "plan", comm._host_tree_placement)
-    leaves.check_reducible(op, "plan")
-    specs = tuple((leaf.dtype, leaf.shape) for leaf in leaves.views if leaf is not None)
-    fusion = comm._fusions.get(specs) or Fusion(specs, DEFAULT_BUCKET_BYTES)
-    plan = Plan(comm, leaves, op, fusion)
 
-    def finish(agreement: Agreement) -> Steps:
-        comm._fusions[specs] = fusion
-        yield from fusion.prepare(comm)
-        return plan
+    name, code = "plan", 29
 
-    return Call(_signature("plan", op, leaves), finish)
+    def __init__(
+        self, context: Context, runner: Runner, memory: TreeMemory, tree: Any, op: str
+    ) -> None:
+        super().__init__(context)
+        check_op(op)
+        leaves = Leaves(flatten(tree), context.host_tree.view)
+        leaves.check_reducible(op)
+        specs = tuple((leaf.dtype, leaf.shape) for leaf in leaves.views if leaf is not None)
+        fusion = memory.plans.get(specs) or Fusion(specs, DEFAULT_BUCKET_BYTES)
+        self._plan = Plan(runner, memory, leaves, op, fusion)
+        self.signature = _signature(self.name, op, leaves)
+
+    def steps(self, agreement: Agreement) -> Steps:
+        plan = self._plan
+        plan.memory.plans[plan.fusion.specs] = plan.fusion
+        yield from plan.fusion.prepare(plan.memory)
+
+    def result(self, agreement: Agreement) -> Plan:
+        return self._plan
+
+
+class RunPlan(Operation):
+    """See `Plan.__call__`."""
+
+    name, code = "Plan", 30
+    independent_on_devices = True
+
+    def __init__(self, context: Context, plan: Plan, tree: Any) -> None:
+        flat = flatten(tree)
+        plan.check_paths(flat.paths)
+        super().__init__(context, context.place_tree(flat.leaves))
+        self._plan = plan
+        self._leaves = leaves = Leaves(flat, self.placement.view)
+        plan.check_leaves(leaves)
+        self._parts = self._parts_on_devices()
+        if self._parts is None:
+            self._fusion, self._present = plan.fusion, plan.present
+            self._sources = [leaf for leaf in leaves.views if leaf is not None]
+        else:
+            self._fusion = plan.fusion_beside_devices(self._parts.specs)
+            self._present, self._sources = self._parts.present, self._parts.sources
+            self.nbytes, self.copies = self._parts.device_bytes, len(self._parts.on_device)
+        self._packed = self._fusion.acquire()
+        self.signature = plan.signature
+        self.nbytes += self._fusion.nbytes
+        self.copies += len(self._sources)
+
+    def _parts_on_devices(self) -> Parts | None:
+        if not isinstance(self.placement, DevicePlacement):
+            return None
+        parts = Parts(self._leaves.views, self._leaves.dtypes())
+        return parts if parts.on_device else None
+
+    def pack(self, room: int) -> Bytes | None:
+        nbytes = self._fusion.nbytes
+        inline = nbytes <= room
+        self.prefix = self._plan.prefix(nbytes if inline else -1, self.placement.device_flag)
+        if not inline:
+            return None
+        self._packed.pack(self._sources)
+        return self._packed.buffer
+
+    def steps(self, agreement: Agreement) -> Steps:
+        plan, fusion, packed = self._plan, self._fusion, self._packed
+        if self.payload is None:
+            yield from fusion.reduce(plan.memory, packed, self._sources, plan.op)
+        elif fusion.nbytes:
+            fusion.fold_payloads(self.group, packed, agreement, plan.op)
+        self._reduced = yield from reduce_on_device(
+            self.placement, self._parts, plan.op, DEFAULT_BUCKET_BYTES
+        )
+
+    def result(self, agreement: Agreement) -> Any:
+        views, packed = self._leaves.views, self._packed
+        return self._leaves.rebuild(results(views, self._present, packed, ready=self._reduced))
 
 
 def _signature(operation: str, op: str, leaves: Leaves) -> Signature:
-    return Signature(operation, op, leaves=leaves.described(), settings=leaves.ties())
+    return Signature(operation, op, leaves=leaves.described(), settings=(leaves.ties(),))
 
 
-def _said(spec: Spec | None) -> str:
-    return NONE if spec is None else describe(*spec)
+def _described(spec: Spec | None) -> str:
+    return NONE if spec is None else f"{name_of(spec[0])} {spec[1]}"

@@ -1,7 +1,7 @@
 """Any pytree as a list of leaves with their paths, and back.
 
-Containers are what optree says they are, with None as a leaf. Types that optree does not know are
-asked of torch (modules), of JAX where it is loaded (equinox, flax), and of dataclasses.
+Optree decides what a container is; None is a leaf. A type that optree does not know may still be a
+torch module, a type registered with JAX (equinox, flax) if JAX is loaded, or a dataclass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import optree
 
-# Leaves of these types have nothing inside; asking further would only cost time.
+# Leaves of these types have nothing inside; skipping further checks saves time.
 _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
 
 
@@ -53,7 +53,7 @@ def is_torch(obj: Any, *names: str) -> bool:
         return False
     kind: Any = torch
     for name in names:
-        # Another thread may be in the middle of importing it: then nobody has an object of it yet.
+        # If another thread is importing torch, a name may be missing, but no object exists yet.
         kind = getattr(kind, name, None)
     return kind is not None and isinstance(obj, kind)
 
@@ -66,7 +66,7 @@ def _paths(spec: optree.PyTreeSpec, name: str) -> tuple[str, ...]:
 def _flatten_nodes(
     leaves: list[Any], paths: Sequence[str], nodes: list[_Node | None], spec: optree.PyTreeSpec
 ) -> Flat:
-    """Flatten what is inside the leaves that are containers after all."""
+    """Flatten those leaves of optree that are containers."""
     all_leaves: list[Any] = []
     all_paths: list[str] = []
     parts: list[tuple[int, _Node | None, list[Flat]]] = []
@@ -95,7 +95,7 @@ def _flatten_nodes(
 
 
 def _open(leaf: Any) -> _Node | None:
-    """Return what is inside a leaf of optree's, or None where it is a leaf indeed."""
+    """Return the contents of a leaf of optree, or None if it is no container."""
     if isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__"):
         return None
     if is_torch(leaf, "nn", "Module"):
@@ -113,7 +113,7 @@ def _open(leaf: Any) -> _Node | None:
 
 
 def _open_module(module: Any) -> _Node:
-    """A torch module is its parameters and buffers, and takes new ones in place."""
+    """Open a torch module: its children are parameters and buffers, which are changed in place."""
     import torch
 
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -148,7 +148,7 @@ def _open_dataclass(instance: Any) -> _Node:
     def rebuild(new: list[Any]) -> Any:
         made = copy.copy(instance)
         for name, value in zip(names, new, strict=True):
-            # Also where the dataclass is frozen, and for fields that its __init__ does not take.
+            # Works for frozen dataclasses too, and for fields that __init__ does not take.
             object.__setattr__(made, name, value)
         return made
 

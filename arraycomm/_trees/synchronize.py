@@ -1,10 +1,11 @@
-"""`synchronize`: every rank gets the values of one."""
+"""`synchronize`: every rank gets the values of one rank."""
 
 from __future__ import annotations
 
 import enum
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -12,138 +13,164 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
+from arraycomm._callsite import describe_raise
 from arraycomm._collectives import algorithms
-from arraycomm._collectives.objects import bcast_object
-from arraycomm._collectives.operation import Call, check_root, deliver
+from arraycomm._collectives.arguments import check_root
+from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.pickling import dumps, loads
-from arraycomm._communicator import Communicator
 from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError
-from arraycomm._protocol.header import Agreement, Signature, Steps
-from arraycomm._session import world
-from arraycomm._trees.fusion import Packed, lay_out, places_of
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.details import Detail, Failure, Nothing, exchange_details
+from arraycomm._protocol.group import UndeliveredError
+from arraycomm._protocol.header import LeafSpec, Signature
+from arraycomm._protocol.mismatch import peer_error
+from arraycomm._transports.base import Bytes, Steps
+from arraycomm._trees.buffers import Packed
+from arraycomm._trees.layout import lay_out, slots_of
+from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, ties
 from arraycomm._trees.pytrees import flatten, is_torch
-from arraycomm._trees.reduce import NONE, NUMBERS, describe, ties
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
+_RAW: Final = np.dtype(np.uint8)
 
 
-def synchronize(tree: Any, *, root: int = 0, comm: Communicator | None = None) -> Any:
-    """Give every rank the values of `root`.
+@dataclass(frozen=True, slots=True)
+class PickledBytes(Detail):
+    """The number of bytes of the pickle of a rank's tree."""
 
-    Parameters
-    ----------
-    tree : pytree, torch module, torch optimizer, or None
-        Arrays, numbers, strings, bytes and enums take the values of `root` and keep the type they
-        have here; None, functions and random generators stay as they are. A rank other than
-        `root` may pass None, and then gets the tree of `root` whole (as pickles, from which the
-        ranks of a job trust one another).
-    root : int
-        The rank whose values are taken.
-    comm : Communicator, optional
-        `world()` by default.
+    nbytes: int
 
-    Returns
-    -------
-    pytree
-        A new tree of the same structure; a torch module or optimizer is changed in place and
-        returned.
 
-    Raises
-    ------
-    MismatchError
-        Trees differ between ranks; the message names the path of the first difference.
-    TypeError
-        A leaf is of a type that cannot be synchronized; the message names its path.
-    """
-    comm = comm or world()
-    return comm._call("synchronize", _synchronize_call, tree, root)
+class Synchronize(Operation):
+    """See `arraycomm.synchronize`."""
+
+    name, code = "synchronize", 13
+
+    def __init__(self, context: Context, tree: Any, root: int) -> None:
+        self.root = check_root(root, context.group.size)
+        super().__init__(context)
+        self._tree = tree
+        self._is_root = self.group.rank == self.root
+        self._data: Bytes = np.empty(0, np.uint8)
+        self._received: Bytes | None = None
+        self._take_whole = False
+        if tree is None:
+            self.signature = Signature(self.name, None, self.root)
+            return
+        self._flat = flatten(tree)
+        self._look_at_leaves()
+        arrays = [part.array for part in self._parts if part.array is not None]
+        specs = tuple((_RAW, (leaf.array.nbytes,)) for leaf in arrays)
+        buckets = lay_out(specs, 1 << 62)
+        self._packed = Packed(buckets, slots_of(specs, buckets))
+        if self._is_root:
+            _pack_raw(self._packed, arrays)
+            self._data = dumps([part.value for part in self._parts if part.value is not _Kept])
+        self.length = len(self._data)
+        self.nbytes, self.copies = self._packed.nbytes, len(arrays)
+        leaves = [
+            self._parts[number].leaf._replace(path=path)
+            for path, number in zip(self._flat.paths, self._index, strict=True)
+        ]
+        settings = (ties(self._index),)
+        self.signature = Signature(
+            self.name, None, self.root, leaves=tuple(leaves), settings=settings
+        )
+
+    def _look_at_leaves(self) -> None:
+        """Decide how each distinct leaf is synchronized."""
+        self._parts: list[_Part] = []
+        self._index: list[int] = []
+        first: dict[int, int] = {}
+        for leaf, path in zip(self._flat.leaves, self._flat.paths, strict=True):
+            number = first.get(id(leaf), -1) if not isinstance(leaf, _VALUES) else -1
+            if number < 0:
+                number = first[id(leaf)] = len(self._parts)
+                self._parts.append(_part(leaf, path))
+            self._index.append(number)
+
+    def steps(self, agreement: Agreement) -> Steps:
+        having = [rank for rank in range(self.group.size) if agreement.array_digest(rank)]
+        if not having:
+            return
+        if self.root not in having:
+            raise MismatchError(
+                f"synchronize: root {self.root} passed None, but rank {having[0]} passed a tree; "
+                "pass the tree to take on the root"
+            )
+        self._take_whole = len(having) < self.group.size
+        if self._take_whole:
+            yield from self._bcast_whole()
+            return
+        received = np.empty(agreement.raw_length(self.root), np.uint8)
+        if self._is_root:
+            received[...] = self._data
+        transport = self.group.transport
+        yield from algorithms.bcast(transport, received, self.root)
+        for memory in self._packed.memory:
+            yield from algorithms.bcast(transport, memory, self.root)
+        self._received = received
+
+    def _bcast_whole(self) -> Steps:
+        """Send the root's tree as one pickle, since some rank has passed no tree."""
+        data, error = self._data, None
+        local: Detail = Nothing()
+        if self._is_root:
+            try:
+                data = dumps(self._tree)
+                local = PickledBytes(len(data))
+            except Exception as raised:
+                error, local = raised, Failure(str(raised), describe_raise(raised))
+        replies = yield from exchange_details(self.group.control, local)
+        if error is not None:
+            raise UndeliveredError(error)
+        if isinstance(replies[self.root], Failure):
+            raise peer_error(self.name, replies)
+        received = data.copy() if self._is_root else np.empty(replies[self.root].nbytes, np.uint8)
+        yield from algorithms.bcast(self.group.transport, received, self.root)
+        self._received = received
+
+    def result(self, agreement: Agreement) -> Any:
+        received = None if self._received is None else loads(self._received)
+        if self._tree is None:
+            return received
+        values: Any = received
+        if self._take_whole:
+            values = _take_from_whole(
+                received, self._parts, self._index, self._packed, self._is_root
+            )
+        results = _received(self._parts, self._packed, iter(values), self._is_root)
+        return self._flat.rebuild([results[number] for number in self._index])
 
 
 class _Kept:
-    """A leaf that stays as it is."""
+    """The value of a leaf that stays as it is."""
 
 
 class _Part(NamedTuple):
     """How one leaf is synchronized: as bytes, as a pickled value, or not at all."""
 
-    description: str
+    leaf: LeafSpec
     array: BufferView | None = None
     value: Any = _Kept
     receive: Callable[[Any], Any] = lambda received: received
 
 
-def _synchronize_call(comm: Communicator, tree: Any, root: int) -> Call:
-    root = check_root(comm, root, "synchronize")
-    if tree is None:
-        return _whole_call(comm, root)
-    flat = flatten(tree)
-    parts: list[_Part] = []
-    first: dict[int, int] = {}
-    index: list[int] = []
-    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
-        number = first.get(id(leaf), -1) if not isinstance(leaf, _VALUES) else -1
-        if number < 0:
-            number = first[id(leaf)] = len(parts)
-            parts.append(_part(leaf, path))
-        index.append(number)
-    arrays = [part.array for part in parts if part.array is not None]
-    specs = tuple((_RAW, (leaf.array.nbytes,)) for leaf in arrays)
-    buckets = lay_out(specs, 1 << 62)
-    packed = Packed(buckets, places_of(specs, buckets))
-    is_root = comm.rank == root
-    data = np.empty(0, np.uint8)
-    if is_root:
-        _pack_raw(packed, arrays)
-        values = [part.value for part in parts if part.value is not _Kept]
-        data = dumps(values)
-
-    def rebuild(values: list[Any]) -> Any:
-        results = _received(parts, packed, iter(values), is_root)
-        return flat.rebuild([results[number] for number in index])
-
-    def finish(agreement: Agreement) -> Steps:
-        if _someone_has_none(comm, agreement):
-            _check_root_has_tree(comm, agreement, root)
-            whole = yield from _bcast_whole(comm, tree, root)
-            values = _take_from_whole(whole, parts, index, packed, is_root)
-            return deliver(rebuild, values)
-        received = np.empty(agreement.word(root, 14), np.uint8)
-        if is_root:
-            received[...] = data
-        yield from algorithms.bcast(comm._link, received, root)
-        for memory in packed.memory:
-            yield from algorithms.bcast(comm._link, memory, root)
-        return deliver(rebuild, loads(received))
-
-    described = [(path, parts[n].description) for path, n in zip(flat.paths, index, strict=True)]
-    return Call(
-        Signature("synchronize", None, root, leaves=tuple(described), settings=ties(index)),
-        finish,
-        None,
-        len(data),
-        nbytes=packed.nbytes,
-        copies=len(arrays),
-    )
-
-
-_RAW: Final = np.dtype(np.uint8)
-
-
 def _pack_raw(packed: Packed, arrays: Sequence[BufferView]) -> None:
-    for number, place in packed.leaves():
+    for number, slot in packed.leaves():
         array = arrays[number].array
-        place.view(array.dtype).reshape(array.shape)[...] = array
+        slot.view(array.dtype).reshape(array.shape)[...] = array
 
 
 def _received(parts: Sequence[_Part], packed: Packed, values: Any, is_root: bool) -> list[Any]:
-    places = dict(packed.leaves())
+    slots = dict(packed.leaves())
     results: list[Any] = []
     arrays = 0
     for part in parts:
         if part.array is not None:
-            place = places[arrays].view(part.array.dtype).reshape(part.array.shape)
-            results.append(part.receive(to_framework(place, part.array)))
+            slot = slots[arrays].view(part.array.dtype).reshape(part.array.shape)
+            results.append(part.receive(to_framework(slot, part.array)))
             arrays += 1
         elif part.value is _Kept:
             results.append(part.receive(None))
@@ -156,18 +183,21 @@ def _received(parts: Sequence[_Part], packed: Packed, values: Any, is_root: bool
 def _part(leaf: Any, path: str) -> _Part:
     """Decide how a leaf is synchronized."""
     if leaf is None:
-        return _Part(NONE, receive=lambda _: None)
+        return _Part(LeafSpec(path, NONE), receive=lambda _: None)
     if isinstance(leaf, _VALUES):
-        return _Part(type(leaf).__name__, value=leaf)
+        return _Part(LeafSpec(path, type(leaf).__name__), value=leaf)
     if is_torch(leaf, "optim", "Optimizer"):
-        return _Part("optimizer", value=leaf.state_dict(), receive=_load_into(leaf))
+        return _Part(LeafSpec(path, "optimizer"), value=leaf.state_dict(), receive=_load_into(leaf))
     if _is_typed_key(leaf):
         return _key_part(leaf, path)
     if callable(leaf) or _is_generator(leaf):
-        return _Part("kept", receive=lambda _: leaf)
-    array = view(leaf, f"synchronize: {path}")
-    check_movable(array.dtype, f"synchronize: {path}")
-    return _Part(describe(array.dtype, array.shape), array)
+        return _Part(LeafSpec(path, "kept"), receive=lambda _: leaf)
+    array = view(leaf, path)
+    try:
+        check_movable(array.dtype)
+    except TypeError as error:
+        raise TypeError(f"{path}: {error}") from None
+    return _Part(array_leaf(path, array), array)
 
 
 def _load_into(optimizer: Any) -> Callable[[Any], Any]:
@@ -185,7 +215,7 @@ def _is_generator(leaf: Any) -> bool:
 
 
 def _is_typed_key(leaf: Any) -> bool:
-    """A JAX random key, whose dtype is an extended one."""
+    """Tell whether a leaf is a JAX random key, which has an extended dtype."""
     dtype = getattr(leaf, "dtype", None)
     return type(dtype).__module__.startswith("jax.") and str(dtype).startswith("key<")
 
@@ -193,42 +223,13 @@ def _is_typed_key(leaf: Any) -> bool:
 def _key_part(leaf: Any, path: str) -> _Part:
     import jax
 
-    data = view(jax.random.key_data(leaf), f"synchronize: {path}")
+    data = view(jax.random.key_data(leaf), path)
     implementation = jax.random.key_impl(leaf)
     return _Part(
-        f"{leaf.dtype} {leaf.shape}",
+        LeafSpec(path, str(leaf.dtype), tuple(leaf.shape)),
         data,
         receive=lambda received: jax.random.wrap_key_data(received, impl=implementation),
     )
-
-
-def _someone_has_none(comm: Communicator, agreement: Agreement) -> bool:
-    return any(agreement.word(rank, 3) == 0 for rank in range(comm.size))
-
-
-def _whole_call(comm: Communicator, root: int) -> Call:
-    """The call of a rank that passes None: it takes the tree of `root` whole."""
-
-    def finish(agreement: Agreement) -> Steps:
-        if all(agreement.word(rank, 3) == 0 for rank in range(comm.size)):
-            return None
-        _check_root_has_tree(comm, agreement, root)
-        return (yield from _bcast_whole(comm, None, root))
-
-    return Call(Signature("synchronize", None, root), finish)
-
-
-def _check_root_has_tree(comm: Communicator, agreement: Agreement, root: int) -> None:
-    if agreement.word(root, 3) == 0:
-        having = next(rank for rank in range(comm.size) if agreement.word(rank, 3))
-        raise MismatchError(
-            f"synchronize: root {root} passed None, but rank {having} passed a tree; "
-            "pass the tree to take on the root"
-        )
-
-
-def _bcast_whole(comm: Communicator, tree: Any, root: int) -> Steps:
-    return (yield from comm._steps(bcast_object(comm, tree, root), None))
 
 
 def _take_from_whole(

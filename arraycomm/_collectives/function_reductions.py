@@ -1,0 +1,114 @@
+"""Reductions by a function of the user's: on one rank, or slice by slice if that is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from arraycomm._arrays.buffer import Array
+from arraycomm._collectives import algorithms
+from arraycomm._collectives.custom_ops import Folding, Op
+from arraycomm._collectives.operation import ArrayOperation, bounds_of
+from arraycomm._collectives.selection import Algorithm, select
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._transports.base import Steps
+
+
+def reduce(
+    call: ArrayOperation, op: Op, agreement: Agreement, target: Array | None, root: int | None
+) -> Steps:
+    """Reduce into the target of `root`, or of every rank if that is None."""
+    group, flat, link = call.group, call.flat, call.placement.link
+    folding = Folding(group, call.name, op, call.source)
+    decision = select(link, op, flat.dtype, flat.nbytes)
+    if decision.algorithm is Algorithm.FUNCTION_BY_SLICES:
+        bounds = [flat.size * rank // group.size for rank in range(group.size + 1)]
+        rows = yield from _rows_of_slice(call, bounds)
+        part = np.empty(bounds[group.rank + 1] - bounds[group.rank], flat.dtype)
+        yield from folding.together(lambda: folding.fold(rows, part.shape, part))
+        if root is not None:
+            yield from algorithms.gatherv(link, part, target, bounds, root)
+        elif target is not None:
+            target[bounds[group.rank] : bounds[group.rank + 1]] = part
+            yield from algorithms.allgatherv(link, target, bounds)
+        return
+    rows = yield from _rows_on(call, agreement, root or 0)
+
+    def attempt() -> None:
+        assert target is not None
+        folding.fold(rows, call.source.shape, target)
+
+    yield from folding.together(None if rows is None else attempt)
+    if root is None and target is not None:
+        yield from algorithms.bcast(link, target, 0)
+
+
+def reduce_scatter(call: ArrayOperation, op: Op, agreement: Agreement, target: Array) -> Steps:
+    """Reduce each rank's row on that rank, or all of them on rank 0."""
+    group, flat = call.group, call.flat
+    folding = Folding(group, call.name, op, call.source)
+    bounds = bounds_of([target.size] * group.size)
+    if op.elementwise:
+        rows = yield from _rows_of_slice(call, bounds)
+        yield from folding.together(lambda: folding.fold(rows, target.shape, target))
+        return
+    rows = yield from _rows_on(call, agreement, 0)
+    whole = None if rows is None else np.empty(flat.size, flat.dtype)
+
+    def attempt() -> None:
+        assert whole is not None
+        folding.fold(rows, call.source.shape, whole)
+
+    yield from folding.together(None if rows is None else attempt)
+    yield from algorithms.scatterv(call.placement.link, whole, target, bounds, 0)
+
+
+def scan(
+    call: ArrayOperation, op: Op, agreement: Agreement, target: Array | None, inclusive: bool
+) -> Steps:
+    """Fold all prefixes on rank 0, which then sends each rank its own."""
+    group, flat = call.group, call.flat
+    folding = Folding(group, call.name, op, call.source)
+    rows = yield from _rows_on(call, agreement, 0)
+    made = None if rows is None else np.empty((group.size, flat.size), flat.dtype)
+
+    def attempt() -> None:
+        assert made is not None
+        for place, prefix in enumerate(folding.prefixes(rows, call.source.shape)):
+            made[place] = prefix
+
+    yield from folding.together(None if made is None else attempt)
+    if made is not None and not inclusive:
+        made = np.roll(made, 1, axis=0)
+    local = np.empty(flat.size, flat.dtype)
+    sent = None if made is None else made.reshape(-1)
+    bounds = bounds_of([flat.size] * group.size)
+    yield from algorithms.scatterv(call.placement.link, sent, local, bounds, 0)
+    if target is not None:
+        target[...] = local
+
+
+def _rows_on(call: ArrayOperation, agreement: Agreement, rank: int) -> Steps:
+    """Return every rank's elements on `rank`, None on the others."""
+    group, flat = call.group, call.flat
+    if call.payload is not None:
+        # Copies, since further steps take the place of the headers.
+        return [row.copy() for row in call.rows(agreement)] if group.rank == rank else None
+    into = np.empty(flat.size * group.size, flat.dtype) if group.rank == rank else None
+    bounds = [flat.size * r for r in range(group.size + 1)]
+    yield from algorithms.gatherv(call.placement.link, flat, into, bounds, rank)
+    return None if into is None else list(into.reshape(group.size, -1))
+
+
+def _rows_of_slice(call: ArrayOperation, bounds: Sequence[int]) -> Steps:
+    """Send rank r the elements from bounds[r]; return what every rank has for this one."""
+    group, flat = call.group, call.flat
+    lengths = [end - start for start, end in pairwise(bounds)]
+    count = lengths[group.rank]
+    into = np.empty(count * group.size, flat.dtype)
+    ends = [count * r for r in range(group.size + 1)]
+    link = call.placement.link
+    yield from algorithms.alltoallv(link, flat, bounds, into, ends, max(lengths))
+    return list(into.reshape(group.size, count))

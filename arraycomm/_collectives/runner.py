@@ -1,0 +1,301 @@
+"""The runner: makes the calls of one communicator.
+
+It alone decides where the arrays of a call are communicated from, whether they travel with the header,
+and whether there is a header at all; and it begins the message of every argument error with the name of
+the operation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
+
+from arraycomm._callsite import call_site, describe_raise
+from arraycomm._collectives.operation import Context, Operation
+from arraycomm._collectives.placement import HostPlacement, Placements, StagedTreePlacement
+from arraycomm._collectives.requests import Request
+from arraycomm._collectives.statistics import Statistics
+from arraycomm._errors import name_operation
+from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
+from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.header import Signature, encode
+from arraycomm._transports.base import Handle, Steps
+
+_MAX_CACHED: Final = 1024
+
+P = ParamSpec("P")
+O_co = TypeVar("O_co", bound=Operation, covariant=True)
+
+
+class OperationClass(Protocol[P, O_co]):
+    """A class of operations: makes one of a context and the call's arguments."""
+
+    @property
+    def name(self) -> str:
+        """The operation's name."""
+
+    def __call__(self, context: Context, /, *args: P.args, **kwargs: P.kwargs) -> O_co:
+        """Check the arguments of a call."""
+
+
+# Prepares an operation, for a placement that is given or for that of its arrays.
+Prepare = Callable[[HostPlacement | None], Operation]
+
+
+class Guard(Protocol):
+    """What stands between calls and operations for a while, as `join` does."""
+
+    def check(self, name: str) -> None:
+        """Raise on this rank alone if the other ranks cannot take part in a call of this name."""
+
+    def substitute(self, operation: Any) -> Any:
+        """Return the class of operations to use for this one, or raise, so that all ranks hear of it."""
+
+    def note_error(self, error: Exception) -> None:
+        """Take note of an error that the other ranks hear of."""
+
+
+class Runner:
+    """Makes the calls of one group.
+
+    Attributes
+    ----------
+    group : Group
+        Whose calls these are.
+    placements : Placements
+        Says where arrays are communicated from.
+    statistics : Statistics
+        What the calls have done.
+    guard : Guard or None
+        Asked before every call; see `set_guard`.
+    on_guard : list of callable
+        Called when a guard is set: calls that do not come here have to.
+    original : Runner or None
+        That of the communicator that this one is a duplicate of.
+    """
+
+    def __init__(self, group: Group, placements: Placements) -> None:
+        self.group = group
+        self.placements = placements
+        self.statistics = Statistics()
+        self.guard: Guard | None = None
+        self.on_guard: list[Callable[[], None]] = []
+        self.original: Runner | None = None
+        self._prefixes: dict[tuple[Signature, int, int, int], bytes] = {}
+
+    def call(
+        self, operation: OperationClass[P, Operation], *args: P.args, **kwargs: P.kwargs
+    ) -> Any:
+        """Make a blocking call."""
+        started = time.perf_counter()
+        engine = self.group.engine
+        engine.take_turn()
+        try:
+            prepare = self._preparing(operation, *args, **kwargs)
+            result = engine.run(self._program(operation.name, prepare, None))
+        finally:
+            engine.turn.release()
+        self.statistics.add_seconds(operation.name, time.perf_counter() - started)
+        return result
+
+    def start(
+        self, operation: OperationClass[P, Operation], *args: P.args, **kwargs: P.kwargs
+    ) -> Request:
+        """Start a call that goes on while the caller does something else."""
+        site = call_site()
+        with self.group.turn():
+            prepare = self._preparing(operation, *args, **kwargs)
+            program = self._program(operation.name, prepare, site)
+            task = self.group.engine.submit(program, site)
+        return Request(self.group, task, site)
+
+    def set_guard(self, guard: Guard | None) -> None:
+        """Have a guard asked before every call, or none."""
+        self.guard = guard
+        for hook in self.on_guard:
+            hook()
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Make the other ranks' calls raise, in step; raises `error` here."""
+        with self.group.turn():
+            self.group.engine.run(self._failing(name, error, describe_raise(error)))
+
+    def settle(
+        self,
+        settling: Generator[Handle, None, Agreement],
+        operation: OperationClass[P, Operation],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Any:
+        """Go on with a call whose header has been shown, and differs from that of other ranks.
+
+        The caller has the turn.
+        """
+        prepare = self._preparing(operation, *args, **kwargs)
+
+        def steps() -> Steps:
+            agreement = yield from settling
+            made = prepare(self.placements.host)
+            return (yield from self._go_on(made, prepare, agreement, None))
+
+        return self.group.engine.run(self.group.guarded(steps()))
+
+    def _preparing(
+        self, operation: OperationClass[P, Operation], *args: P.args, **kwargs: P.kwargs
+    ) -> Prepare:
+        def prepare(given: HostPlacement | None) -> Operation:
+            make = operation if self.guard is None else self.guard.substitute(operation)
+            made: Operation = make(Context(self.group, self.placements, given), *args, **kwargs)
+            made.payload = made.pack(made.placement.inline_bytes)
+            return made
+
+        return prepare
+
+    def _program(self, name: str, prepare: Prepare, site: str | None) -> Steps:
+        """Look at the arguments now; return the steps of the call, which may run later."""
+        group = self.group
+        if group.closed is not None:
+            return _refused(group, name)
+        if self.guard is not None:
+            self.guard.check(name)
+        try:
+            operation = prepare(None)
+        except Exception as error:
+            self.statistics.count(name)
+            if self.guard is not None:
+                self.guard.note_error(error)
+            name_operation(error, name)
+            return self._failing(name, error, describe_raise(error))
+        except BaseException as error:
+            group.close(error)
+            raise
+        self.statistics.count(name, operation.nbytes, operation.copies)
+        return group.guarded(self._steps(operation, prepare, site))
+
+    def _steps(self, operation: Operation, prepare: Prepare, site: str | None) -> Steps:
+        group, placement = self.group, operation.placement
+        if group.closed is not None:
+            raise group.closed_error(operation.name)
+        group.watchdog.current = (operation.name, site)
+        independent = operation.header_independent and operation.payload is None
+        if independent and not group.options.check:
+            # Counted as two steps, so that exit notices tell before from after.
+            group.control.step += 2
+            return (yield from self._finish(operation, NO_HEADERS))
+        deferred = placement.async_check and (independent or operation.independent_on_devices)
+        if deferred:
+            # The header is checked later, in whichever thread.
+            site = site or call_site()
+        agreeing = agree(
+            group.control,
+            operation.signature,
+            self._prefix(operation),
+            operation.payload,
+            negotiable=operation.negotiable,
+            site=site,
+        )
+        if deferred:
+            # What the device is to do waits there for the other ranks.
+            posted = next(agreeing)
+            group.engine.follow(self._checked_later(posted, agreeing), str(site))
+            return (yield from self._finish(operation, NO_HEADERS))
+        agreement = yield from agreeing
+        return (yield from self._go_on(operation, prepare, agreement, site))
+
+    def _go_on(
+        self, operation: Operation, prepare: Prepare, agreement: Agreement, site: str | None
+    ) -> Steps:
+        """Finish a call to which all ranks have come, wherever their arrays are."""
+        placement, placements = operation.placement, self.placements
+        if agreement.mixed or placement.device_flag:
+            if not placements.negotiated:
+                yield from placements.negotiate()
+                again = prepare(None)
+                return (yield from self._steps(again, prepare, site))
+            if placement.tree and agreement.mixed:
+                other = placements.of_mixed_tree(agreement)
+                operation = prepare(other)
+                if isinstance(other, StagedTreePlacement):
+                    # All ranks see that, and show their trees once more as host memory.
+                    return (yield from self._steps(operation, prepare, site))
+            elif placement.host and not placement.tree:
+                operation = prepare(placements.joining_devices())
+        return (yield from self._finish(operation, agreement))
+
+    def _finish(self, operation: Operation, agreement: Agreement) -> Steps:
+        return operation.placement.run(_finished(operation, agreement))
+
+    def _checked_later(self, posted: Handle, agreeing: Steps) -> Steps:
+        """Check the header of a call that has started before; its error is raised by the next call."""
+
+        def steps() -> Steps:
+            yield posted
+            yield from agreeing
+
+        try:
+            yield from self.group.guarded(steps())
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.group.deferred_error = error
+            # Also if the others have raised in step: the device waits for them for ever.
+            self.group.close(error)
+            raise
+
+    def _failing(self, name: str, error: Exception, traceback: str) -> Steps:
+        """Take part in the others' call by raising in it."""
+        group = self.group
+        if group.closed is not None:
+            raise group.closed_error(name) from error
+        if not group.options.check:
+            # Others may be in a call without a header, in which nothing can be told in step.
+            group.close(error)
+            raise error
+        try:
+            together = len(group.open_together) if name == "raise_together" else 0
+            in_step = yield from fail_in_step(group.control, name, error, traceback, together)
+        except BaseException as lost:
+            group.close(lost)
+            raise error from lost
+        group.completed = group.control.step
+        if not in_step:
+            group.close(error)
+        raise error
+
+    def _prefix(self, operation: Operation) -> bytes:
+        if operation.prefix is not None:
+            return operation.prefix
+        payload = -1 if operation.payload is None else len(operation.payload)
+        flag = operation.placement.device_flag
+        key = (operation.signature, payload, operation.length, flag)
+        prefix = self._prefixes.get(key)
+        if prefix is None:
+            if len(self._prefixes) >= _MAX_CACHED:
+                self._prefixes.clear()
+            signature, length = operation.signature, operation.length
+            prefix = self._prefixes[key] = encode(signature, payload, length, device_flag=flag)
+        return prefix
+
+
+def _finished(operation: Operation, agreement: Agreement) -> Steps:
+    """Move what has not come with the headers, and hand the result over."""
+    yield from operation.steps(agreement)
+    try:
+        return operation.result(agreement)
+    except UndeliveredError as undelivered:
+        name_operation(undelivered.error, operation.name)
+        raise
+    except Exception as error:
+        name_operation(error, operation.name)
+        raise UndeliveredError(error) from error
+
+
+def _refused(group: Group, operation: str) -> Steps:
+    yield from ()
+    raise group.closed_error(operation)
+
+
+# Given to operations that run without a header; they need nothing from it.
+NO_HEADERS: Final = Agreement.__new__(Agreement)
+NO_HEADERS.calls, NO_HEADERS.mixed = None, False

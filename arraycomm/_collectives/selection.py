@@ -1,0 +1,84 @@
+"""Which algorithm a reduction takes: every threshold, and one decision for the call and for `explain`."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, NamedTuple
+
+from arraycomm._collectives.custom_ops import Op
+from arraycomm._dtypes import DType
+from arraycomm._transports.base import Link
+
+# Slots of the control channel that are shown one after another, and folded by every rank: up to so many.
+MAX_STEPS: Final = 16
+# Up to this many bytes in all, every rank gathers everything and folds it by itself.
+GATHER_BYTES: Final = 64 << 10
+# Larger reductions go chunk by chunk, small enough for the cache that cores share.
+CHUNK_BYTES: Final = 4 << 20
+
+
+class Algorithm(enum.StrEnum):
+    """How the elements of a reduction move."""
+
+    LOCAL = "local"
+    HEADER = "header"
+    STEPS = "steps"
+    GATHER = "gather"
+    SLICES = "slices"
+    NATIVE = "native"
+    FUNCTION = "function"
+    FUNCTION_BY_SLICES = "function by slices"
+
+
+class Decision(NamedTuple):
+    """The algorithm of one reduction on `size` ranks, of `nbytes` on each."""
+
+    algorithm: Algorithm
+    nbytes: int
+    size: int
+
+    @property
+    def sent(self) -> int:
+        """How many bytes a rank sends to others."""
+        match self.algorithm:
+            case Algorithm.LOCAL:
+                return 0
+            case Algorithm.SLICES | Algorithm.FUNCTION_BY_SLICES | Algorithm.NATIVE:
+                return 2 * self.nbytes * (self.size - 1) // self.size
+            case _:
+                return self.nbytes
+
+
+def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Decision:
+    """Decide how a link reduces so many bytes; the same arguments give the same answer on every rank."""
+    payload, shared = link.slot
+    algorithm = choose(nbytes, link.size, payload, shared)
+    if isinstance(op, Op):
+        algorithm = _by_function(op, algorithm)
+    elif algorithm is not Algorithm.LOCAL and link.native(op, dtype):
+        algorithm = Algorithm.NATIVE
+    return Decision(algorithm, nbytes, link.size)
+
+
+def choose(nbytes: int, size: int, payload: int, shared: bool) -> Algorithm:
+    """Return the algorithm for `nbytes` on `size` ranks.
+
+    `payload` is what fits in a slot of the control channel, and `shared` tells whether that is shared
+    memory.
+    """
+    if size == 1:
+        return Algorithm.LOCAL
+    if nbytes <= payload:
+        return Algorithm.HEADER
+    if shared and nbytes <= MAX_STEPS * payload:
+        return Algorithm.STEPS
+    if nbytes * size <= GATHER_BYTES:
+        return Algorithm.GATHER
+    return Algorithm.SLICES
+
+
+def _by_function(op: Op, algorithm: Algorithm) -> Algorithm:
+    if algorithm is Algorithm.LOCAL:
+        return algorithm
+    sliced = op.elementwise and algorithm is not Algorithm.HEADER
+    return Algorithm.FUNCTION_BY_SLICES if sliced else Algorithm.FUNCTION

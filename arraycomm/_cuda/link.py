@@ -1,0 +1,60 @@
+"""A link between the devices of a group's ranks, in the order of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
+from arraycomm._dtypes import DType
+from arraycomm._errors import TransportError
+from arraycomm._transports.base import Handle, Link, Steps
+
+
+class DeviceLink(Link):
+    """The movements between the ranks' devices, in the order of the memory's stream.
+
+    Attributes
+    ----------
+    async_check : bool
+        Whether only the device, and never the host, waits for the other ranks' movements. Then the
+        device's work starts before the header is checked.
+    """
+
+    name: str
+    memory: DeviceMemory
+    async_check: bool = False
+
+    def take(self, count: int, dtype: DType) -> DeviceBuffer:
+        return self.empty(count, dtype)
+
+    def empty(self, count: int, dtype: DType) -> DeviceBuffer:
+        return self.memory.allocate(count * dtype.itemsize).view(dtype)
+
+    def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
+        self.memory.fold(op, dtype, rows, out)
+
+    def prefixes(
+        self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
+    ) -> None:
+        self.memory.prefixes(op, dtype, rows, outs)
+
+    def send(self, buffer: DeviceBuffer, dest: int, tag: int) -> Handle:
+        raise NotImplementedError
+
+    def recv(self, buffer: DeviceBuffer, source: int, tag: int) -> Handle:
+        raise NotImplementedError
+
+    def split(self, color: int | None, key: int) -> Steps:
+        """Return the link of the ranks of one color, or None if it has to be opened anew."""
+        yield from ()
+        return None
+
+    def error(self) -> TransportError | None:
+        """Return the error of a movement that failed after it was issued, if there is one."""
+        return None
+
+    def abort(self) -> None:
+        """Abort the movements under way; any thread may call it, once the ranks are out of step."""
+
+    def close(self) -> None:
+        """Release the link, after all movements have finished."""

@@ -1,0 +1,167 @@
+"""Placements on devices: arrays are communicated from device memory, over a device link."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+
+from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
+from arraycomm._arrays.results import allocate, commit_out, to_framework
+from arraycomm._arrays.views import view, view_out
+from arraycomm._collectives.placement import HostPlacement
+from arraycomm._cuda import arrays
+from arraycomm._cuda.link import DeviceLink
+from arraycomm._dtypes import DType
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.header import ALL_ON_DEVICE
+from arraycomm._transports.base import Flat, Steps
+
+
+class Streams(Protocol):
+    """The order of a communicator's work on its device; see `Devices`."""
+
+    def enter(self, stream: int) -> None:
+        """Continue in a stream, after this communicator's work in other streams."""
+
+    def leave(self) -> None:
+        """Record that a call has put its work on the device."""
+
+    def check(self) -> None:
+        """Raise if the work under way has been aborted, so that there is no result."""
+
+
+class _Download(NamedTuple):
+    """Device memory whose elements become an array on the host."""
+
+    flat: DeviceBuffer
+    shape: tuple[int, ...]
+
+
+class DevicePlacement(HostPlacement):
+    """Arrays in device memory, over a device link, in the order of the caller's stream.
+
+    A rank whose own array is on the host copies it to the device, and its result back.
+    """
+
+    host = False
+
+    def __init__(self, group: Group, link: DeviceLink, streams: Streams, stream: int) -> None:
+        super().__init__(group, ALL_ON_DEVICE)
+        self.inline_bytes = -1
+        self.link = link
+        self.async_check = link.async_check
+        self.memory = link.memory.at(stream)
+        self._streams = streams
+        self._stream = stream
+        self._views: list[BufferView] = []
+
+    def view(self, x: Any, name: str = "x") -> BufferView:
+        if not arrays.on_cuda(x):
+            return self._view_of_host(view(x, name))
+        found = arrays.device_view(x, name, self.memory)
+        self._views.append(found)
+        return found
+
+    def _view_of_host(self, found: BufferView) -> BufferView:
+        return Uploaded(found, self.memory)
+
+    def view_out(self, out: Any, shape: tuple[int, ...], dtype: DType) -> BufferView:
+        if arrays.on_cuda(out):
+            return arrays.view_out(out, shape, dtype, self.memory)
+        return view_out(out, shape, dtype)
+
+    def view_known(self, x: Any, out: Any) -> BufferView | None:
+        if x is not None or not arrays.on_cuda(out):
+            return super().view_known(x, out)
+        found = arrays.device_view(out, "out", self.memory)
+        return arrays.view_out(out, found.shape, found.dtype, self.memory)
+
+    def direct(self, out: BufferView) -> Flat | None:
+        return out.device_buffer
+
+    def empty(self, like: BufferView, shape: tuple[int, ...], dtype: DType) -> tuple[Any, Flat]:
+        if like.device[0] == "cuda":
+            return arrays.empty_like(like, shape, dtype, self.memory)
+        flat = self.scratch(shape, dtype)
+        return _Download(flat, shape), flat
+
+    def finish(self, made: Any, like: BufferView) -> Any:
+        if isinstance(made, _Download):
+            return to_framework(self.download(made.flat, made.shape), like)
+        return arrays.finish(made, like)
+
+    def scratch(self, shape: tuple[int, ...], dtype: DType) -> DeviceBuffer:
+        count = int(np.prod(shape, dtype=np.int64))
+        return self.memory.allocate(count * dtype.itemsize).view(dtype)
+
+    def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
+        if out.device[0] == "cuda":
+            return arrays.commit_out(cast(arrays.DeviceView, out), flat)
+        np.copyto(out.array, self.download(flat, out.shape))
+        return commit_out(out)
+
+    def download(self, flat: DeviceBuffer, shape: tuple[int, ...]) -> Array:
+        """Return device memory as an array on the host; raise if the work on it was aborted."""
+        array = allocate(shape, flat.dtype)
+        self.memory.download(flat, array.reshape(-1))
+        self._streams.check()
+        return array
+
+    def run(self, steps: Steps) -> Steps:
+        """Run the steps in the caller's stream, each after the link's work in other streams."""
+        while True:
+            self._streams.enter(self._stream)
+            try:
+                waiting = next(steps)
+            except StopIteration as stop:
+                self._leave()
+                return stop.value
+            try:
+                yield waiting
+            except BaseException as error:
+                # Nothing more may be put on a stream with an unfinished movement.
+                steps.throw(error)
+                raise
+
+    def _leave(self) -> None:
+        """Let the caller's frameworks continue after the work on the device."""
+        for found in self._views:
+            arrays.release(found)
+        self._streams.leave()
+
+
+class TreePlacement(DevicePlacement):
+    """A tree whose leaves are communicated from where they are, on the host or on the device."""
+
+    host = True
+    tree = True
+
+    def __init__(
+        self, group: Group, link: DeviceLink, streams: Streams, stream: int, device_flag: int
+    ) -> None:
+        super().__init__(group, link, streams, stream)
+        self.inline_bytes = group.inline_bytes
+        self.device_flag = device_flag
+        # Leaves on the host are communicated only after the header is checked.
+        self.async_check = self.async_check and device_flag == ALL_ON_DEVICE
+
+    def _view_of_host(self, found: BufferView) -> BufferView:
+        return found
+
+
+class UploadedTreePlacement(TreePlacement):
+    """A tree whose leaves on the host are reduced with those of other ranks on devices."""
+
+    def _view_of_host(self, found: BufferView) -> BufferView:
+        return Uploaded(found, self.memory)
+
+
+class Uploaded(BufferView):
+    """An array on the host, copied to the device because other ranks' arrays are on devices."""
+
+    def __init__(self, found: BufferView, memory: DeviceMemory) -> None:
+        super().__init__(found.array, found.framework, found.source, found.readonly, True)
+        flat = np.ascontiguousarray(found.array).reshape(-1)
+        self.device_buffer = memory.upload(flat)

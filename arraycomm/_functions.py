@@ -1,0 +1,128 @@
+"""Functions on trees; their communicator is `world()` by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arraycomm._communicator import Communicator, runner_of, trees_of
+from arraycomm._session import world
+from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, AllreduceGradients, AllreduceTree
+from arraycomm._trees.synchronize import Synchronize
+
+
+def allreduce_tree(
+    tree: Any,
+    op: str = "mean",
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    comm: Communicator | None = None,
+) -> Any:
+    """Reduce every leaf of a tree over the ranks, in few messages.
+
+    Parameters
+    ----------
+    tree : pytree of arrays and Python numbers
+        The same structure, shapes and dtypes on every rank; frameworks may differ. None stays None.
+    op : str
+        As for `Communicator.allreduce`.
+    bucket_bytes : int
+        Leaves are fused into messages of about this many bytes.
+    comm : Communicator, optional
+        `world()` by default.
+
+    Returns
+    -------
+    pytree
+        A new tree of the same structure, each leaf like the one passed. Leaves that are one object
+        in the tree are one object in the result. A torch module is changed in place.
+
+    Raises
+    ------
+    MismatchError
+        Trees differ between ranks; the message names the path of the first difference.
+    TypeError
+        A leaf cannot be reduced; the message names its path.
+
+    Notes
+    -----
+    Each byte is copied once, into a buffer for its dtype; results are parts of that buffer.
+    """
+    comm = comm or world()
+    return runner_of(comm).call(AllreduceTree, trees_of(comm), tree, op, bucket_bytes)
+
+
+def allreduce_gradients(
+    tree: Any,
+    op: str = "mean",
+    *,
+    missing: str = "zeros",
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    compression: str | None = None,
+    comm: Communicator | None = None,
+) -> Any:
+    """Reduce a tree of gradients, of which some may be missing on some ranks.
+
+    Parameters
+    ----------
+    tree : pytree of arrays, Python numbers and None
+        The same structure on every rank.
+    op : str
+        As for `Communicator.allreduce`.
+    missing : str
+        "zeros": None on some ranks counts as zeros of the other ranks' shape and dtype. "error":
+        None on some ranks raises `MismatchError`.
+    bucket_bytes : int
+        Leaves are fused into messages of about this many bytes.
+    compression : str, optional
+        "bfloat16" or "float16": float32 and float64 leaves are sent rounded to these 16 bits,
+        accumulated in float32, rounded once more, and returned in their own dtype. In float16,
+        values beyond 65504 become infinite. Other leaves are sent as they are.
+    comm : Communicator, optional
+        `world()` by default.
+
+    Returns
+    -------
+    pytree
+        As for `allreduce_tree`. A leaf that is None on all ranks stays None; a leaf that is None
+        here and not on another rank becomes an array like the tree's first.
+
+    Notes
+    -----
+    Gradients are reduced in every step, so memory for results of these shapes is kept until a call
+    has other shapes: twice the tree's bytes at most. It is used again once its results are gone.
+    """
+    comm = comm or world()
+    return runner_of(comm).call(
+        AllreduceGradients, trees_of(comm), tree, op, bucket_bytes, compression, missing
+    )
+
+
+def synchronize(tree: Any, *, root: int = 0, comm: Communicator | None = None) -> Any:
+    """Give every rank the values of `root`.
+
+    Parameters
+    ----------
+    tree : pytree, torch module, torch optimizer, or None
+        Arrays, numbers, strings, bytes and enums take the values of `root` and keep the type they
+        have here; None, functions and random generators stay as they are. A rank other than
+        `root` may pass None, and then gets the whole tree of `root` (as a pickle: the ranks of a
+        job trust one another).
+    root : int
+        The rank whose values all ranks get.
+    comm : Communicator, optional
+        `world()` by default.
+
+    Returns
+    -------
+    pytree
+        A new tree of the same structure; a torch module or optimizer is changed in place and
+        returned.
+
+    Raises
+    ------
+    MismatchError
+        Trees differ between ranks; the message names the path of the first difference.
+    TypeError
+        A leaf is of a type that cannot be synchronized; the message names its path.
+    """
+    return runner_of(comm or world()).call(Synchronize, tree, root)

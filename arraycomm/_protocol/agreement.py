@@ -1,0 +1,193 @@
+"""Agreement: all ranks find in one step whether they call the same thing, and raise together if not."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Generator, Sequence
+
+import numpy as np
+
+from arraycomm._callsite import call_site
+from arraycomm._errors import PeerError
+from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
+from arraycomm._protocol.header import (
+    ALL_ON_DEVICE,
+    Headers,
+    Signature,
+    Status,
+    call_digest,
+    encode,
+    show,
+)
+from arraycomm._protocol.mismatch import mismatch, peer_error
+from arraycomm._transports.base import Bytes, Handle
+from arraycomm._transports.control import ControlChannel
+
+# The call of a rank that takes part in whatever the others call: see `join`.
+JOINING = Signature("join")
+
+
+class _Verdict(enum.Enum):
+    """What the headers of one step amount to."""
+
+    AGREED = enum.auto()
+    JOINING = enum.auto()
+    RAISING = enum.auto()
+    LEAVING = enum.auto()
+    MISMATCH = enum.auto()
+
+
+class Agreement(Headers):
+    """What all ranks showed, and their details if they had to be asked.
+
+    Attributes
+    ----------
+    calls : list of CallDetail, or None
+        What each rank called, if the headers differed in what the ranks may differ in.
+    mixed : bool
+        Whether some ranks' arrays are on devices, and others' are not.
+    """
+
+    __slots__ = ("calls", "mixed")
+
+    def __init__(self, control: ControlChannel) -> None:
+        super().__init__(control)
+        self.calls: list[CallDetail] | None = None
+        self.mixed = False
+
+    def some_on_devices(self) -> bool:
+        """Tell whether a rank has all its arrays on a device."""
+        return ALL_ON_DEVICE in self.device_flags()
+
+    def free_words(self) -> list[int]:
+        """Return each rank's free word, also if the details have taken the place of the headers."""
+        if self.calls is not None:
+            return [call.length for call in self.calls]
+        return [self.raw_length(rank) for rank in range(self.size)]
+
+
+def agree(
+    control: ControlChannel,
+    signature: Signature,
+    prefix: bytes,
+    payload: Bytes | None,
+    *,
+    negotiable: bool = False,
+    site: str | None = None,
+) -> Generator[Handle, None, Agreement]:
+    """Show `signature`, encoded as `prefix`, with its payload; return all ranks' `Agreement`.
+
+    Raises `PeerError` if another rank is raising, `MismatchError` if signatures differ. If it is
+    `negotiable`, trees that differ are returned with their details instead.
+    """
+    yield from show(control, prefix, payload)
+    return (yield from settle(control, signature, negotiable=negotiable, site=site))
+
+
+def settle(
+    control: ControlChannel,
+    signature: Signature,
+    *,
+    negotiable: bool = False,
+    site: str | None = None,
+) -> Generator[Handle, None, Agreement]:
+    """Judge the step in which all ranks have shown their signatures; see `agree`."""
+    agreement = Agreement(control)
+    if agreement.agree(control.rank, control.peers):
+        return agreement
+    verdict = _judge(agreement)
+    agreement.mixed = len(agreement.device_flags()) > 1
+    if verdict is _Verdict.AGREED:
+        return agreement
+    if verdict is _Verdict.LEAVING:
+        control.ended = True
+        raise _leaving_error(control, agreement)
+    local = CallDetail(
+        signature.head,
+        str(signature),
+        site or call_site(),
+        signature.leaves,
+        signature.settings,
+        agreement.raw_length(control.rank),
+    )
+    details = yield from exchange_details(control, local)
+    if verdict is _Verdict.RAISING:
+        _note_left_together(control, details)
+        raise peer_error(signature.operation, details)
+    calls = [detail for detail in details if isinstance(detail, CallDetail)]
+    if (
+        negotiable
+        and len(calls) == len(details)
+        and len({call.head for call in active(calls)}) == 1
+    ):
+        agreement.calls = calls
+        return agreement
+    control.ended = True
+    raise mismatch(details)
+
+
+def active(calls: Sequence[CallDetail]) -> list[CallDetail]:
+    """Return the calls of the ranks that do not only join in."""
+    return [call for call in calls if call.head != JOINING.head]
+
+
+def fail_in_step(
+    control: ControlChannel, operation: str, error: Exception, traceback: str, together: int = 0
+) -> Generator[Handle, None, bool]:
+    """Take part in the step of a call whose arguments were wrong, so that the others learn of it.
+
+    `together` is how many blocks of `raise_together` the rank is in, if it leaves one of them.
+    Returns whether the ranks are still in step afterwards.
+    """
+    yield from show(control, encode(Signature(operation), -1, status=Status.RAISING), None)
+    verdict = _judge(Headers(control))
+    if verdict is not _Verdict.LEAVING:
+        local = Failure(str(error), traceback, together)
+        _note_left_together(control, (yield from exchange_details(control, local)))
+    control.ended = verdict is not _Verdict.RAISING
+    return not control.ended
+
+
+def leave_in_step(control: ControlChannel, text: str) -> Generator[Handle, None, None]:
+    """Take part in one last step, which tells the others that this rank leaves, and why."""
+    data = np.frombuffer(text.encode(errors="replace")[-control.payload :], np.uint8)
+    control.ended = True
+    yield from show(control, encode(Signature(""), len(data), status=Status.LEAVING), data)
+
+
+def all_left_well(control: ControlChannel) -> bool:
+    """Tell whether the step of `leave_in_step` showed every rank leaving without a failure."""
+    headers = Headers(control)
+    return all(
+        status is Status.LEAVING and headers.payload_bytes(rank) == 0
+        for rank, status in enumerate(headers.statuses())
+    )
+
+
+def _judge(headers: Headers) -> _Verdict:
+    statuses = headers.statuses()
+    if Status.LEAVING in statuses:
+        return _Verdict.LEAVING
+    calling = [rank for rank, status in enumerate(statuses) if status is Status.CALLING]
+    calls = {headers.call_digest(rank) for rank in calling}
+    arrays = {headers.array_digest(rank) for rank in calling} - {0}
+    live = calls - {call_digest(JOINING)}
+    if len(live) > 1 or len(arrays) > 1:
+        return _Verdict.MISMATCH
+    if Status.RAISING in statuses:
+        return _Verdict.RAISING
+    return _Verdict.JOINING if live and live != calls else _Verdict.AGREED
+
+
+def _note_left_together(control: ControlChannel, details: Sequence[Detail]) -> None:
+    depths = [d.together for d in details if isinstance(d, Failure) and d.together]
+    if depths:
+        control.left_together = (control.step, min(depths))
+
+
+def _leaving_error(control: ControlChannel, headers: Headers) -> PeerError:
+    rank = headers.statuses().index(Status.LEAVING)
+    length = min(max(headers.payload_bytes(rank), 0), control.payload)
+    text = headers.payload(rank, length).tobytes().decode(errors="replace")
+    how = f"failed: {text}" if text else "has reached the end of its program"
+    return PeerError(f"rank {rank} {how}; it takes part no more", rank=rank, traceback=text)

@@ -1,0 +1,284 @@
+"""How this process leaves its groups: announced, in step with the others, and never with MPI pending."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Final
+
+from arraycomm._errors import CommunicatorClosedError, PeerError, TransportError
+from arraycomm._protocol.agreement import all_left_well, leave_in_step
+from arraycomm._protocol.engine import wait_for
+from arraycomm._protocol.group import Group
+from arraycomm._transports.control import FAILED, FINISHED, GONE
+
+# Seconds that a rank which failed waits for the others to have seen it.
+_GRACE: Final = 3.0
+_NAP: Final = 1e-4
+# Seconds in which a launcher has forwarded what ranks have printed, and in which ranks that raise at
+# the same time, but cannot see one another, have printed it. The launcher ends all once one is gone.
+_FORWARDING: Final = 0.2
+_PRINTING: Final = 2.0
+
+
+class _Process:
+    """What this process has to leave.
+
+    Attributes
+    ----------
+    roots : list of Group
+        The first group of each family over MPI.
+    failure : str
+        The traceback of the exception that ends the program.
+    peer_died : bool
+        Whether a process of this job has died: MPI's own end may wait for it.
+    on_fork : list of callable
+        Called in a forked child.
+    """
+
+    def __init__(self) -> None:
+        self.roots: list[Group] = []
+        self.failure = ""
+        self.peer_died = False
+        self.watching = False
+        self.on_fork: list[Callable[[], None]] = []
+
+    def groups(self) -> list[Group]:
+        """Return all groups that have not been freed."""
+        return [group for root in self.roots for group in root.related]
+
+
+_process = _Process()
+
+
+def add_root(group: Group) -> None:
+    """See to a group and those made from it when the process ends."""
+    _process.roots.append(group)
+
+
+def remove_root(group: Group) -> None:
+    """Forget a group that has been freed with all that were made from it."""
+    if group in _process.roots:
+        _process.roots.remove(group)
+
+
+def replace_root(old: Group, new: Group) -> None:
+    """Let a group of the ranks that live take the place of one with dead ranks."""
+    _process.roots = [root for root in _process.roots if old not in root.related]
+    _process.roots.append(new)
+    _process.peer_died = True
+
+
+def complete(group: Group) -> None:
+    """Complete the requests of a group that nobody waited for, and say so."""
+    for task in group.engine.drain():
+        warnings.warn(
+            f"the request made at {task.site} was never waited for; keep requests, and wait for "
+            "each of them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def leave_by_error(group: Group, error: BaseException) -> None:
+    """Close a group whose `with` block ended by an error."""
+    at_rest = group.at_rest()
+    group.close(error)
+    if at_rest and not group.control.shared and not group.control.ended:
+        # Nobody sees it leave but in its next step, which ends when the others take part.
+        next(leave_in_step(group.control, repr(error)))
+
+
+def forget_on_fork(forget: Callable[[], None]) -> None:
+    """Call `forget` in forked children of a process that communicates over MPI."""
+    _process.on_fork.append(forget)
+
+
+def watch_exit() -> None:
+    """Learn how the program ends. Registered after mpi4py's own hook, so that it runs before it."""
+    if _process.watching:
+        return
+    _process.watching = True
+    _watch_exceptions()
+    atexit.register(_at_exit)
+    _watch_mpi()
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _watch_exceptions() -> None:
+    previous = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        _process.failure = "".join(traceback.format_exception(kind, error, trace))
+        if previous is sys.__excepthook__ and not sys.stderr.isatty():
+            _print_whole(_process.failure)
+        else:
+            previous(kind, error, trace)
+        sys.stderr.flush()
+        # A rank that fails because another did shows no traceback: the other's is the one to see.
+        _announce_exit(GONE, "" if isinstance(error, PeerError) else _process.failure)
+
+    sys.excepthook = excepthook
+
+
+def _print_whole(text: str) -> None:
+    """Write one rank's error in one piece, so that the launcher does not mix it with another's."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _watch_mpi() -> None:
+    """Learn if the program itself finalizes MPI: that deletes the attributes of MPI_COMM_SELF."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        keyval = module.Comm.Create_keyval(delete_fn=lambda *_: _mpi_ends())
+        module.COMM_SELF.Set_attr(keyval, True)
+
+
+def _mpi_ends() -> None:
+    """Complete what is outstanding, as `finalize` does, and close every group over MPI."""
+    for group in _process.groups():
+        complete(group)
+    _announce_exit(FINISHED)
+    for group in _process.groups():
+        group.end(CommunicatorClosedError("the program has finalized MPI"))
+    _process.roots.clear()
+
+
+def _forget() -> None:
+    """Close every group in a forked child, which has no part in its parent's communication."""
+    for group in _process.groups():
+        group.end(
+            RuntimeError(
+                "a forked process cannot use the communicator of its parent; "
+                "start processes with the spawn method, or communicate in the parent"
+            )
+        )
+    _process.roots.clear()
+    for hook in _process.on_fork:
+        hook()
+
+
+def _announce_exit(state: int, text: str = "") -> None:
+    for group in _process.groups():
+        group.control.announce_exit(state, group.completed, text)
+
+
+def _at_exit() -> None:
+    """Let MPI finalize if every rank ended well; leave without it if one did not."""
+    watched = [group for root in _process.roots for group in _representatives(root)]
+    status = 1
+    try:
+        if _all_left(watched):
+            if not _process.peer_died:
+                return
+            status = 0
+    except Exception:
+        # With MPI in this state, its own end might wait for ever.
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _linger(watched)
+    os._exit(status)
+
+
+def _all_left(watched: list[Group]) -> bool:
+    """Tell the other ranks how this one ends, wait for theirs, and tell whether all ended well."""
+    clean = not _process.failure and _all_completed()
+    if clean:
+        _announce_exit(FINISHED)
+    unshared = [group for group in _process.groups() if not group.control.shared]
+    everyone = [_everyone_left(group, clean) for group in watched if group not in unshared]
+    everyone.append(_left_in_step(unshared, watched, clean))
+    return clean and all(everyone)
+
+
+def _all_completed() -> bool:
+    """Complete what is outstanding on this rank, and tell whether that was possible."""
+    for group in _process.groups():
+        with suppress(RuntimeWarning):
+            complete(group)
+        for hook in group.on_exit:
+            hook()
+    clean = not any(group.unfinished for group in _process.groups())
+    for group in _process.groups():
+        if group.deferred_error is not None:
+            # Of a call on a device that no call followed.
+            _print_whole("".join(traceback.format_exception(group.deferred_error)))
+            clean = False
+    return clean
+
+
+def _linger(watched: list[Group]) -> None:
+    """Give the launcher time to forward what was printed, and other ranks to learn and print.
+
+    A rank that learns by a message may need this one to push it on.
+    """
+    seconds = _FORWARDING if all(group.control.shared for group in watched) else _PRINTING
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for group in watched:
+            with suppress(Exception):
+                group.transport.progress()
+        time.sleep(_NAP)
+
+
+def _representatives(root: Group) -> list[Group]:
+    """Return the groups whose ranks make up a family: its first, or all if that was freed."""
+    return [root] if root in root.related else root.related
+
+
+def _everyone_left(root: Group, clean: bool) -> bool:
+    """Wait for the other ranks to leave as well, and tell whether all had finished.
+
+    A rank that failed waits for the others only so long: they are to see its error, and to print
+    theirs, before the launcher ends them.
+    """
+    deadline = None if clean else time.monotonic() + _GRACE
+    waiting = list(root.control.peers)
+    while waiting and (deadline is None or time.monotonic() < deadline):
+        left = root.control.exit_notices()
+        dead = root.transport.failed() if root.transport.outlives else []
+        waiting = [
+            p for p in waiting if p not in dead and (p not in left or left[p].state == FAILED)
+        ]
+        if deadline is None and any(notice.state == GONE for notice in left.values()):
+            clean, deadline = False, time.monotonic() + _GRACE
+        with suppress(Exception):
+            root.transport.progress()
+        time.sleep(_NAP)
+    return clean and not waiting
+
+
+def _left_in_step(groups: list[Group], watched: list[Group], clean: bool) -> bool:
+    """Leave groups whose control channel is not shared memory: a last step of each says how.
+
+    Every rank takes part in a last step of all of them: MPI may not end with one under way.
+    """
+    text = "" if clean else (_process.failure.strip().splitlines() or ["it failed"])[-1]
+    deadline = time.monotonic() + (float("inf") if clean else _GRACE)
+    stepping = [group for group in groups if group.at_rest() and not group.control.ended]
+
+    def watch(waited: float) -> None:
+        for group in groups:
+            group.control.answer_requests()
+        if time.monotonic() > deadline:
+            raise TimeoutError
+
+    try:
+        for group in stepping:
+            next(leave_in_step(group.control, text))
+        for group in groups:
+            wait_for(group.control.done, 0, watch)
+    except (TimeoutError, TransportError):
+        return False
+    return clean and all(all_left_well(group.control) for group in stepping if group in watched)

@@ -1,0 +1,233 @@
+"""One group of ranks as this rank has it: its transport, its calls in order, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from arraycomm._callsite import describe_exception
+from arraycomm._errors import (
+    CommTimeoutError,
+    CommunicatorClosedError,
+    MismatchError,
+    PeerError,
+    TransportError,
+)
+from arraycomm._protocol.engine import Engine
+from arraycomm._protocol.watchdog import LAST_MESSAGE, Watchdog
+from arraycomm._transports.base import Steps, Transport
+from arraycomm._transports.control import FAILED
+
+
+class UndeliveredError(Exception):
+    """The ranks are done with one another, but this one's framework does not take its result."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What holds for every call on a communicator; the same on every rank."""
+
+    check: bool = True
+    reproducible: bool = True
+    timeout: float | None = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in ("check", "reproducible"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        if self.timeout is None:
+            return
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
+            raise TypeError(f"timeout must be a number of seconds or None; got {self.timeout!r}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be positive, or None; got {self.timeout!r}")
+        object.__setattr__(self, "timeout", float(self.timeout))
+
+
+class _Turn:
+    """One user's call at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.take_turn()
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.turn.release()
+
+
+class Group:
+    """The state of one communicator on this rank, below the user's object.
+
+    Attributes
+    ----------
+    transport, control : Transport, ControlChannel
+        What moves data, and the steps in which headers are shown.
+    related : list of Group
+        This group and those made from the same one, in the order of their making.
+    inline_bytes : int
+        How many bytes of a payload a header can take along.
+    closed : BaseException or None
+        What ended the group on this rank; no call is made afterwards.
+    deferred_error : BaseException or None
+        An error of a call that went ahead of its header, raised by the next call.
+    completed : int
+        The step of the last call that this rank completed.
+    unfinished : bool
+        Whether a call was given up while data was moving: the transport still holds its buffers.
+    unmatched : int
+        Messages that this rank has sent, less those that it has received.
+    open_together : list of int
+        For each open block of `raise_together`, the step at which it began.
+    on_end : list of callable
+        Called when the group ends on this rank, however it does.
+    on_failure : list of callable
+        Called before the others when an error ends it: what is under way has to be given up.
+    on_exit, on_free : list of callable
+        Called at the end of the program, and before the group is freed, to wait for what is under
+        way outside the transport.
+    """
+
+    def __init__(self, transport: Transport, options: Options, name: str = "world") -> None:
+        self.transport = transport
+        self.control = transport.control
+        self.options = options
+        self.name = name
+        self.backend = transport.name
+        self.rank, self.size = transport.rank, transport.size
+        self.inline_bytes = transport.control.payload
+        self.related: list[Group] = [self]
+        self.watchdog = Watchdog(transport, name, options.timeout)
+        self.watchdog.related = self.related
+        self.engine = Engine(
+            transport.spins,
+            transport.threaded,
+            self.watchdog.check,
+            self.watchdog.withdraw,
+            self._push_related,
+        )
+        self.closed: BaseException | None = None
+        self.deferred_error: BaseException | None = None
+        self.completed = 0
+        self.unfinished = False
+        self.unmatched = 0
+        self.open_together: list[int] = []
+        self.on_end: list[Callable[[], None]] = []
+        self.on_failure: list[Callable[[], None]] = []
+        self.on_exit: list[Callable[[], None]] = []
+        self.on_free: list[Callable[[], None]] = []
+        # How many groups were made from this one, for their names.
+        self._made = 0
+
+    def name_child(self, kind: str) -> str:
+        """Name the next group that is made from this one; called by every rank."""
+        self._made += 1
+        return f"{self.name}/{kind}-{self._made}"
+
+    def child(self, transport: Transport, options: Options, name: str) -> Group:
+        """Return the state of a group that was made from this one."""
+        made = Group(transport, options, name)
+        made.backend = self.backend
+        made.related = made.watchdog.related = self.related
+        self.related.append(made)
+        return made
+
+    def turn(self) -> _Turn:
+        """Return a context manager for one call of the user's; raises if another is under way."""
+        return _Turn(self.engine)
+
+    def run(self, steps: Steps) -> Any:
+        """Run steps as one call, in this thread."""
+        with self.turn():
+            return self.engine.run(self.guarded(steps))
+
+    def guarded(self, steps: Steps) -> Steps:
+        """Close the group if steps fail in a way that leaves ranks out of step."""
+        try:
+            result = yield from steps
+        except UndeliveredError as undelivered:
+            self.completed = self.control.step
+            raise undelivered.error from None
+        except GeneratorExit:
+            # Nobody is left who could have waited for it.
+            raise
+        except TransportError as error:
+            self.close(error)
+            self.watchdog.explain_failure(error)
+            raise
+        except BaseException as error:
+            if not (isinstance(error, PeerError) and error.in_step):
+                self.close(error)
+            raise
+        self.completed = self.control.step
+        return result
+
+    def check_message(self, peer: int, doing: str, site: str, waited: float) -> None:
+        """Raise if a message will not come any more, or will not be taken."""
+        self.watchdog.check_message(peer, doing, site, waited)
+        if waited > LAST_MESSAGE and not isinstance(self.closed, CommTimeoutError | None):
+            # The other rank, which may be told no more than this, posts nothing any more either.
+            raise self.closed_error(doing)
+        self.watchdog.check_message_timeout(peer, doing, site, waited)
+
+    # The end
+
+    def at_rest(self) -> bool:
+        """Tell whether this rank has nothing under way, so that the transport may be freed."""
+        return self.engine.idle and self.control.done() and not self.unfinished
+
+    def end(self, error: BaseException) -> None:
+        """Make no call any more on this rank; says nothing to the others."""
+        for hook in self.on_end:
+            hook()
+        self.closed = error
+
+    def close(self, error: BaseException) -> None:
+        """End the group because of an error, after which the ranks may be out of step."""
+        if self.closed is not None:
+            return
+        self.closed = error
+        for hook in self.on_failure:
+            hook()
+        self.watchdog.give_up(error)
+        if isinstance(error, MismatchError):
+            # All ranks learn of it in the same steps, which this one has taken to the end.
+            self.completed = self.control.step
+        waiting = self.engine.interrupted
+        on_control = getattr(waiting, "control", waiting) is self.control and self.control.shared
+        self.unfinished = waiting is not None and not on_control
+        self.end(error)
+        if not isinstance(error, CommTimeoutError):
+            # After a timeout nothing is announced: the others that wait are to time out themselves.
+            self.control.announce_exit(FAILED, self.completed, self._exit_text(error))
+
+    def _exit_text(self, error: BaseException) -> str:
+        """Return this rank's traceback, unless it only followed another rank."""
+        followed = isinstance(error, PeerError) or (
+            isinstance(error, TransportError) and self.transport.outlives
+        )
+        return "" if followed else describe_exception(error)
+
+    def closed_error(self, operation: str) -> BaseException:
+        """Return what a call on a group that has ended raises."""
+        if self.deferred_error is not None:
+            deferred, self.deferred_error = self.deferred_error, None
+            return deferred
+        closed = CommunicatorClosedError(
+            f"{operation}: the communicator is closed: "
+            f"{type(self.closed).__name__}: {self.closed}".rstrip(": ")
+        )
+        closed.__cause__ = self.closed
+        return closed
+
+    def _push_related(self) -> None:
+        """Push on what is outstanding on the other groups of this rank."""
+        for group in self.related:
+            if group is not self and not group.engine.idle:
+                group.engine.advance()

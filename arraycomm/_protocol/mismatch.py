@@ -1,0 +1,82 @@
+"""The errors of ranks that called different things, or of which one raised: who did what, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from arraycomm._errors import MismatchError, PeerError
+from arraycomm._protocol.details import CallDetail, Detail, Failure
+
+
+def mismatch(details: Sequence[Detail]) -> MismatchError:
+    """Return the error that shows what each rank called, ranks of one call together."""
+    groups: dict[str, list[int]] = {}
+    for rank, detail in enumerate(details):
+        groups.setdefault(_said(detail), []).append(rank)
+    lines = "; ".join(f"{_ranks(ranks)}: {said}" for said, ranks in groups.items())
+    difference = first_difference(details)
+    return MismatchError(
+        f"ranks of one communicator called different things: {lines}"
+        + (f". {difference}" if difference else "")
+    )
+
+
+def _said(detail: Detail) -> str:
+    if isinstance(detail, CallDetail):
+        return f"{detail.call} at {detail.site}"
+    return f"raised {detail.error}" if isinstance(detail, Failure) else "an unknown call"
+
+
+def first_difference(details: Sequence[Detail]) -> str:
+    """Name the first leaf in which the trees of two ranks differ, or return an empty string."""
+    calls = [(r, detail) for r, detail in enumerate(details) if isinstance(detail, CallDetail)]
+    if not calls or calls[0][0] != 0:
+        return ""
+    first = calls[0][1]
+    for rank, other in calls[1:]:
+        if first.leaves is None or other.leaves is None or first.leaves == other.leaves:
+            continue
+        for one, another in zip(first.leaves, other.leaves, strict=False):
+            if one.path != another.path:
+                return f"First difference: {one.path} on rank 0, {another.path} on rank {rank}"
+            if one != another:
+                return f"First difference: {one.path} is {one} on rank 0, {another} on rank {rank}"
+        longer, shorter, where = first.leaves, other.leaves, 0
+        if len(longer) < len(shorter):
+            longer, shorter, where = shorter, longer, rank
+        return f"First difference: {longer[len(shorter)].path} is on rank {where} only"
+    for rank, other in calls[1:]:
+        if other.settings != first.settings:
+            return (
+                f"First difference: {_settings(first)} on rank 0, {_settings(other)} on rank {rank}"
+            )
+    return ""
+
+
+def _settings(call: CallDetail) -> str:
+    said = [(name, value) for name, value in call.settings if value is not None]
+    return ", ".join(str(value) if name == "ties" else f"{name}={value}" for name, value in said)
+
+
+def peer_error(operation: str, details: Sequence[Detail]) -> PeerError:
+    """Return the error of the ranks that did not raise, from the details of one that did."""
+    rank, failure = next((r, d) for r, d in enumerate(details) if isinstance(d, Failure))
+    error = PeerError(
+        f"{operation}: rank {rank} raised instead of taking part; its traceback:\n"
+        f"{failure.traceback}",
+        rank=rank,
+        traceback=failure.traceback,
+    )
+    error.in_step = True
+    return error
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in ascending order, runs of three and more by their ends."""
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    ]
+    parts = [f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

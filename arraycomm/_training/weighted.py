@@ -1,0 +1,245 @@
+"""Gradients reduced by weight, together with ranks that have no more data; see `join`."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.results import allocate, to_framework
+from arraycomm._arrays.views import view
+from arraycomm._collectives.operation import Context, Operation
+from arraycomm._dtypes import DType, Kind, check_op, kind_of
+from arraycomm._protocol.agreement import Agreement, active
+from arraycomm._protocol.details import CallDetail
+from arraycomm._protocol.header import LeafSpec, Signature
+from arraycomm._training.arithmetic import multiplied, operand_of, widened
+from arraycomm._transports.base import Steps
+from arraycomm._trees.fusion import Fusion, TreeMemory
+from arraycomm._trees.leaves import NONE, Leaves, agreed_leaves, check_leaf, spec_of
+from arraycomm._trees.pytrees import flatten
+from arraycomm._trees.reduce import (
+    DEFAULT_BUCKET_BYTES,
+    check_compression,
+    compressed,
+    prototypes,
+    settings_of,
+)
+
+_DOUBLE: Final = struct.Struct("<d")
+_WORD: Final = struct.Struct("<q")
+
+
+class ShadowStep(NamedTuple):
+    """A step of other ranks, as a rank without data sees it.
+
+    Attributes
+    ----------
+    optimizer : int or None
+        The number of the optimizer whose gradients these are.
+    total : float
+        The sum of the weights.
+    gradients : list of ndarray or None
+        The reduced gradients.
+    """
+
+    optimizer: int | None
+    total: float
+    gradients: Any
+
+
+class Block(NamedTuple):
+    """The `join` block that a weighted reduction is called in.
+
+    Attributes
+    ----------
+    weight : number
+        How much this rank's gradients count.
+    stepped : callable
+        Called with the weights of all ranks.
+    """
+
+    weight: Any
+    stepped: Callable[[Sequence[float]], None]
+
+
+# Weights, and how headers carry them
+
+
+def check_weight(weight: Any) -> float:
+    """Return a weight as a float; raise unless it is a number, finite and not negative."""
+    try:
+        if isinstance(weight, str | bytes) or np.ndim(weight):
+            raise TypeError(f"a {type(weight).__name__} is no number")
+        number = float(weight)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"weight must be a number, such as how many samples this rank has; got {weight!r}"
+        ) from error
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(
+            f"weight must be finite and not negative; got {number}; "
+            "a rank that has nothing passes 0"
+        )
+    return number
+
+
+def bits_of(weight: float) -> int:
+    """Return a weight as a word of a header."""
+    return int(_WORD.unpack(_DOUBLE.pack(weight))[0])
+
+
+def weights_of(agreement: Agreement) -> list[float]:
+    """Return the weights that came with all ranks' headers."""
+    words = agreement.free_words()
+    return [float(_DOUBLE.unpack(_WORD.pack(word))[0]) for word in words]
+
+
+# The reduction
+
+
+class WeightedGradients(Operation):
+    """`allreduce_gradients` inside `join`."""
+
+    name = "allreduce_gradients"
+    negotiable = True
+
+    def __init__(
+        self,
+        context: Context,
+        block: Block,
+        memory: TreeMemory,
+        tree: Any,
+        op: str,
+        bucket_bytes: int,
+        compression: str | None,
+        missing: str = "zeros",
+        optimizer: int | None = None,
+    ) -> None:
+        super().__init__(context)
+        check_op(op)
+        check_compression(compression)
+        local = _checked_weight(block.weight)
+        if op not in ("mean", "sum"):
+            raise ValueError(f'inside join op must be "mean" or "sum"; got {op!r}')
+        self._memory, self._block, self._op, self._compression = memory, block, op, compression
+        self._factor = local if op == "mean" else float(local > 0)
+        self._leaves = Leaves(flatten(tree), partial(_weighted_view, factor=self._factor))
+        self._leaves.check_reducible(op)
+        settings = (
+            *settings_of(bucket_bytes, compression, self._leaves),
+            ("joined", 1),
+            ("optimizer", optimizer),
+        )
+        described = self._leaves.described()
+        self.signature = Signature(self.name, op, leaves=described, settings=settings)
+        self.length = bits_of(local)
+
+    def steps(self, agreement: Agreement) -> Steps:
+        agreed = list(self._leaves.described())
+        if agreement.calls is not None:
+            agreed = agreed_leaves(active(agreement.calls))
+        weights = weights_of(agreement)
+        self._block.stepped(weights)
+        views = self._leaves.views
+        sources = views if self._factor else [None] * len(views)
+        self._reduced = yield from _reduce_weighted(
+            self._memory, agreed, sources, weights, self._op, self._compression
+        )
+
+    def result(self, agreement: Agreement) -> Any:
+        likes = prototypes(self._leaves.views)
+        return self._leaves.rebuild(list(map(_result, self._reduced, likes)))
+
+
+def shadow_gradients(memory: TreeMemory, agreement: Agreement, live: Sequence[CallDetail]) -> Steps:
+    """Take part in other ranks' reduction without gradients of one's own; return a `ShadowStep`."""
+    agreed, settings = agreed_leaves(live), dict(live[0].settings)
+    op = "mean" if "mean" in live[0].head else "sum"
+    weights = weights_of(agreement)
+    nothing = [None] * len(agreed)
+    compression: Any = settings["compression"]
+    reduced = yield from _reduce_weighted(memory, agreed, nothing, weights, op, compression)
+    optimizer: Any = settings["optimizer"]
+    return ShadowStep(optimizer, sum(weights), reduced)
+
+
+def _checked_weight(weight: Any) -> float:
+    try:
+        return check_weight(weight)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"join: {error}") from error
+
+
+def _reduce_weighted(
+    memory: TreeMemory,
+    agreed: Sequence[LeafSpec],
+    sources: Sequence[BufferView | None],
+    weights: Sequence[float],
+    op: str,
+    compression: str | None,
+) -> Steps:
+    """Return each leaf's weighted mean, or sum, as a NumPy array; None if no rank has the leaf."""
+    present = [index for index, leaf in enumerate(agreed) if leaf.kind != NONE]
+    specs = [spec_of(agreed[index]) for index in present]
+    sent = tuple((compressed(_wide(dtype), compression), shape) for dtype, shape in specs)
+    fusion = Fusion(sent, DEFAULT_BUCKET_BYTES)
+    packed = fusion.acquire()
+    yield from fusion.reduce(memory, packed, [sources[index] for index in present], "sum")
+    total = sum(weights) if op == "mean" else 0.0
+    reduced: list[Any] = [None] * len(agreed)
+    for number, slot in packed.leaves():
+        reduced[present[number]] = _divided(slot, total, specs[number][0])
+    return reduced
+
+
+class _WeightedView(BufferView):
+    """A gradient times its weight; its dtype, which the ranks compare, is the gradient's own."""
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, array: Array, like: BufferView, dtype: DType) -> None:
+        super().__init__(array, like.framework, like.source, True, True, like.device)
+        self._dtype = dtype
+
+    @property
+    def dtype(self) -> DType:
+        return self._dtype
+
+
+def _weighted_view(x: Any, path: str, *, factor: float) -> BufferView:
+    """Return a view of w·g, which is computed where g is; of g itself if that is the same."""
+    if factor in {0, 1}:
+        return view(x, path)
+    gradient = operand_of(x, path)
+    check_leaf(gradient.dtype, "mean", path)
+    product = multiplied(widened(gradient), gradient, factor)
+    if gradient.like is None:
+        like = view(product, path)
+        return _WeightedView(like.array, like, gradient.dtype)
+    return _WeightedView(np.asarray(product), gradient.like, gradient.dtype)
+
+
+def _divided(slot: Array, total: float, dtype: DType) -> Array:
+    """Return a sum divided by the weights, unless these are 0, in memory of its own."""
+    array = slot.astype(_wide(dtype), copy=False)
+    result = allocate(slot.shape, dtype)
+    with np.errstate(all="ignore"):
+        if total:
+            parts = array.reshape(-1).view(array.real.dtype)
+            np.divide(parts, parts.dtype.type(total), out=parts)
+        result[...] = array
+    return result
+
+
+def _result(array: Array | None, like: BufferView) -> Any:
+    return None if array is None else to_framework(array, like)
+
+
+def _wide(dtype: DType) -> DType:
+    return np.dtype(np.float32) if kind_of(dtype) is Kind.NARROW else dtype

@@ -1,0 +1,109 @@
+"""Memory for packed leaves: a pool that reuses it, and the leaves in it as arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.results import allocate
+from arraycomm._transports.base import Bytes
+from arraycomm._trees.layout import ALIGNMENT, Bucket, LeafSlot
+
+BYTE: Final = np.dtype(np.uint8)
+# Buffers kept for the results of one fusion: the results of one step may still be in use while the
+# next step is under way.
+_MAX_KEPT: Final = 2
+
+Sources: TypeAlias = Sequence[BufferView | None]
+# Dead once no array of any framework aliases the buffer.
+Lease: TypeAlias = "weakref.ref[Any]"
+
+
+class BufferPool:
+    """Buffers of one size, which are used again once nothing refers to the results in them.
+
+    Every array that aliases a buffer, in any framework, keeps its lease alive. So a buffer is never
+    written while an array in it can still be read.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._kept: list[tuple[Bytes, Lease]] = []
+
+    def acquire(self) -> tuple[Bytes, bool]:
+        """Return memory that nothing else uses, and whether it is new."""
+        for number, (memory, lease) in enumerate(self._kept):
+            if lease() is None:
+                buffer, renewed = _leased(memory)
+                self._kept[number] = (memory, renewed)
+                return buffer, False
+        memory = allocate((self._nbytes,), BYTE)
+        buffer, lease = _leased(memory)
+        if len(self._kept) < _MAX_KEPT:
+            self._kept.append((memory, lease))
+        return buffer, True
+
+
+def _leased(memory: Bytes) -> tuple[Bytes, Lease]:
+    if not len(memory):
+        return memory, weakref.ref(memory)
+    # Not a NumPy view: the base of that would be `memory`, which the pool keeps alive.
+    kind: Any = ctypes.c_char * len(memory)
+    owner = kind.from_buffer(memory)
+    return np.ndarray(memory.shape, BYTE, owner), weakref.ref(owner)
+
+
+class Packed:
+    """Leaves in buckets, which lie one after another in one buffer."""
+
+    def __init__(
+        self, buckets: tuple[Bucket, ...], slots: tuple[LeafSlot, ...], buffer: Bytes | None = None
+    ) -> None:
+        self.buckets = buckets
+        self._slots = slots
+        self.nbytes = sum(bucket.nbytes for bucket in buckets)
+        self.buffer = allocate((self.nbytes,), BYTE) if buffer is None else buffer
+        self.memory = self.split(self.buffer)
+
+    def leaves(self) -> Iterator[tuple[int, Array]]:
+        """Yield each leaf's number and its slot, as an array of its dtype and shape."""
+        for leaf, shape, dtype, offset in self._slots:
+            yield leaf, np.ndarray(shape, dtype, self.buffer, offset)
+
+    def pack(self, sources: Sources) -> None:
+        """Copy the leaves in; None stands for zeros."""
+        for leaf, slot in self.leaves():
+            source = sources[leaf]
+            if source is None:
+                slot[...] = 0
+            else:
+                copy_into(slot, source.array)
+
+    def clear_gaps(self) -> None:
+        """Zero the bytes between leaves: they are sent and reduced too, though never read."""
+        for bucket, memory in zip(self.buckets, self.memory, strict=True):
+            for _, offset, nbytes in bucket.pieces:
+                memory[offset + nbytes : offset + nbytes + -nbytes % ALIGNMENT] = 0
+
+    def split(self, buffer: Bytes) -> list[Bytes]:
+        """Return the buckets in such a buffer, without a copy."""
+        parts, start = [], 0
+        for bucket in self.buckets:
+            parts.append(buffer[start : start + bucket.nbytes])
+            start += bucket.nbytes
+        return parts
+
+
+def copy_into(slot: Array, array: Array) -> None:
+    """Copy a leaf into its slot, whose dtype may be narrower."""
+    if array.dtype == slot.dtype:
+        slot[...] = array
+    else:
+        # Compression: values that are too large for the narrower dtype become infinite.
+        with np.errstate(all="ignore"):
+            slot[...] = array

@@ -1,0 +1,117 @@
+"""Where each leaf of a tree travels: buckets, slots and chunks, from dtypes and shapes alone.
+
+Nothing here depends on a rank, a device or a memory address, so every rank finds the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from arraycomm._dtypes import DType
+
+# Every leaf begins at a multiple of this; JAX takes over only memory with this alignment.
+ALIGNMENT: Final = 64
+
+Spec: TypeAlias = tuple[DType, tuple[int, ...]]
+
+
+class Piece(NamedTuple):
+    """Where one leaf lies in its bucket, in bytes."""
+
+    leaf: int
+    offset: int
+    nbytes: int
+
+
+class Bucket(NamedTuple):
+    """One message: leaves of one dtype, each aligned for the frameworks that alias it."""
+
+    dtype: DType
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+
+class LeafSlot(NamedTuple):
+    """One leaf among buckets that lie one after another: `offset` is in bytes from the first."""
+
+    leaf: int
+    shape: tuple[int, ...]
+    dtype: DType
+    offset: int
+
+
+class Part(NamedTuple):
+    """The bytes `first` to `last` of a leaf, which begin at byte `at` of their chunk."""
+
+    leaf: int
+    first: int
+    last: int
+    at: int
+
+
+class Chunk(NamedTuple):
+    """The bytes `start` to `stop` of buckets that lie one after another; reduced at once."""
+
+    dtype: DType
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+
+@lru_cache(maxsize=256)
+def lay_out(specs: tuple[Spec, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Distribute leaves over buckets by dtype, in order; a bucket ends once it is full.
+
+    Every bucket but the last of a dtype holds at least `bucket_bytes`; a leaf is never cut. Devices
+    play no part: they may differ between ranks, and the layout must not.
+    """
+    waiting: dict[DType, list[Piece]] = {}
+    ends: dict[DType, int] = {}
+    buckets: list[Bucket] = []
+    for leaf, (dtype, shape) in enumerate(specs):
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        offset = ends.get(dtype, 0)
+        waiting.setdefault(dtype, []).append(Piece(leaf, offset, nbytes))
+        ends[dtype] = offset + nbytes + -nbytes % ALIGNMENT
+        if ends[dtype] >= bucket_bytes:
+            buckets.append(Bucket(dtype, ends.pop(dtype), tuple(waiting.pop(dtype))))
+    buckets.extend(Bucket(dtype, ends[dtype], tuple(waiting[dtype])) for dtype in waiting)
+    return tuple(buckets)
+
+
+def slots_of(specs: tuple[Spec, ...], buckets: Iterable[Bucket]) -> tuple[LeafSlot, ...]:
+    """Return a slot for each leaf, bucket by bucket."""
+    slots, base = [], 0
+    for bucket in buckets:
+        for leaf, offset, _ in bucket.pieces:
+            dtype, shape = specs[leaf]
+            slots.append(LeafSlot(leaf, shape, dtype, base + offset))
+        base += bucket.nbytes
+    return tuple(slots)
+
+
+def cut(buckets: Iterable[Bucket], chunk_bytes: int) -> Iterator[Chunk]:
+    """Cut buckets that lie one after another into chunks of at most `chunk_bytes` and one dtype.
+
+    Each byte of each leaf lies in one chunk; a leaf may be cut. `chunk_bytes` is a multiple of 64.
+    """
+    base = 0
+    for bucket in buckets:
+        pieces = [piece for piece in bucket.pieces if piece.nbytes]
+        first = 0
+        for start in range(0, bucket.nbytes, chunk_bytes):
+            stop = min(start + chunk_bytes, bucket.nbytes)
+            parts = []
+            while first < len(pieces) and pieces[first].offset < stop:
+                leaf, offset, nbytes = pieces[first]
+                begin, end = max(offset, start), min(offset + nbytes, stop)
+                parts.append(Part(leaf, begin - offset, end - offset, begin - start))
+                if offset + nbytes > stop:
+                    break
+                first += 1
+            yield Chunk(bucket.dtype, base + start, base + stop, tuple(parts))
+        base += bucket.nbytes
