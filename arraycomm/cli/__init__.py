@@ -6,13 +6,23 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-# Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`.
+
+class _Command(NamedTuple):
+    """A module with `add_arguments(parser)` and `run(arguments) -> int`, and what it does."""
+
+    module: str
+    summary: str
+
+
 _COMMANDS: Final = {
-    "demo": "train one model with NumPy, PyTorch and JAX on several ranks, and check the result",
-    "bench": "time collectives",
-    "overlap": "time a nonblocking call beside other work",
+    "demo": _Command(
+        "arraycomm.cli.demo.command",
+        "train one model with NumPy, PyTorch and JAX on several ranks, and check the result",
+    ),
+    "bench": _Command("arraycomm.cli.bench.command", "time collectives"),
+    "overlap": _Command("arraycomm.cli.bench.overlap", "time a nonblocking call beside other work"),
 }
 
 
@@ -29,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="arraycomm", description="Collectives on any array, over MPI."
     )
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for name, summary in _COMMANDS.items():
+    for name, (module_name, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        # Only the command asked for is imported: it may need what another one does without.
+        # Import only the requested command: another one may need packages that are not installed.
         if name in argv[:1]:
-            module = importlib.import_module(f"{__name__}.{name}")
+            module = importlib.import_module(module_name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)

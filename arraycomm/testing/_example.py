@@ -1,35 +1,37 @@
-"""One example as each rank plays it: its values, its draws, its notes."""
+"""One example as each rank runs it: its values, its draws, its notes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from arraycomm._collectives.objects import bcast_object
-from arraycomm._collectives.operation import Call
 from arraycomm._communicator import Communicator
 from arraycomm.testing._hypothesis import Record, recording
-from arraycomm.testing._values import load, set_rank_count
+from arraycomm.testing._internals import bcast_from_root
+from arraycomm.testing._rank_values import set_rank_count
+from arraycomm.testing._transfer import load
+
+Test = Callable[..., Any]
 
 
 class Draw(Protocol):
-    """Draws on behalf of all ranks, on rank 0; returns the value as it travels."""
+    """Draws on behalf of all ranks, on rank 0; returns the value as `dump` encodes it."""
 
     def __call__(self, strategy: Any, label: str | None) -> bytes: ...
 
 
 class Example(NamedTuple):
-    """What rank 0 tells the others of an example: all that they need to play it."""
+    """All that a rank needs to run an example; rank 0 sends it to the others."""
 
     size: int
-    # The drawn arguments, as they travel, and the names of those that are `st.data()`.
+    # The drawn arguments as `dump` encodes them, and the names of those that are `st.data()`.
     arguments: bytes
     data: tuple[str, ...]
     final: bool
     timeout: float
-    # How the test was called, for reports.
-    said: str
+    # The call of the test, for reports.
+    call: str
 
 
 class RankData:
@@ -44,15 +46,12 @@ class RankData:
 
     def draw(self, strategy: Any, label: Any = None) -> Any:
         """Draw a value, in step with the other ranks."""
-        data = self._comm._call(
-            "draw", self._prepare, strategy, None if label is None else str(label)
-        )
-        return load(data, self._comm.rank)
+        text = None if label is None else str(label)
 
-    def _prepare(self, comm: Communicator, strategy: Any, label: str | None) -> Call:
-        drawn = None if self._draw is None else self._draw(strategy, label)
-        call = bcast_object(comm, drawn, 0)
-        return replace(call, signature=replace(call.signature, operation="draw", op=label))
+        def drawn() -> bytes | None:
+            return None if self._draw is None else self._draw(strategy, text)
+
+        return load(bcast_from_root(self._comm, drawn, text), self._comm.rank)
 
     def __repr__(self) -> str:
         return "data(...)"
@@ -65,17 +64,13 @@ class Part:
     rank: int
     record: Record
     error: BaseException | None = None
-    # The step of the communicator up to which all went well.
+    # The communicator's last step that went well.
     step: int = 0
     result: Any = None
 
 
 def play(
-    comm: Communicator,
-    example: Example,
-    test: Callable[..., Any],
-    draw: Draw | None,
-    record: Record,
+    comm: Communicator, example: Example, test: Test, draw: Draw | None, record: Record
 ) -> Any:
     """Call the test on this rank."""
     __tracebackhide__ = True

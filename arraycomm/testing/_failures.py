@@ -1,4 +1,4 @@
-"""Which rank's failure is the one to show, and how it reaches another rank whole."""
+"""Which rank's failure to show, and how an exception reaches another rank with its traceback."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerErr
 
 
 class Ended(Protocol):
-    """A rank that has ended, and how."""
+    """A rank that has ended, and its error if it failed."""
 
     rank: int
     error: BaseException | None
 
     @property
     def step(self) -> int:
-        """The step of the communicator up to which all went well."""
+        """The communicator's last step that went well."""
 
 
 def first_failure(ranks: Sequence[Ended]) -> BaseException | None:
-    """Return the error from which the others followed, or None; notes on it tell of all ranks.
+    """Return the error that caused the others, or None; its notes say how each rank ended.
 
-    Time does not count, so that the same program shows the same error on every run: an error of
-    the rank's own comes before a wait in vain, and that before what another rank's failure
-    caused; then the earlier step counts, then the lower rank.
+    Time does not count, so that the same program shows the same error in every run. An error of the
+    rank itself comes first, then a timeout, then an error that another rank's failure caused. Among
+    these the earlier step counts, then the lower rank.
     """
     failed = [rank for rank in ranks if rank.error is not None]
     if not failed:
@@ -44,19 +44,20 @@ def first_failure(ranks: Sequence[Ended]) -> BaseException | None:
 
 
 def state_of(rank: int, error: BaseException | None) -> str:
-    """Say how a rank ended; of one that waited in vain, also where."""
+    """Say how a rank ended; if it timed out, also where it waited."""
     if error is None:
         return f"rank {rank} returned"
-    said = traceback.format_exception_only(error)[0].rstrip()
+    text = traceback.format_exception_only(error)[0].rstrip()
     if not isinstance(error, CommTimeoutError):
-        return f"rank {rank} raised {said.splitlines()[0]}"
+        return f"rank {rank} raised {text.splitlines()[0]}"
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not is_ours(frame.filename)
     ]
-    return f"rank {rank} raised {said}\n{''.join(traceback.format_list(frames))}".rstrip()
+    return f"rank {rank} raised {text}\n{''.join(traceback.format_list(frames))}".rstrip()
 
 
 def _follows(error: BaseException | None) -> int:
+    """Return 0 for an error of the rank itself, 1 for a timeout, 2 if another rank caused it."""
     if any(isinstance(link, (PeerError, CommunicatorClosedError)) for link in _chain(error)):
         return 2
     return int(isinstance(error, CommTimeoutError))
@@ -72,7 +73,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def pack(error: BaseException) -> bytes:
     """Return an exception as bytes, with its traceback."""
-    for attempt in (error, _stand_in(error)):
+    for attempt in (error, _replacement(error)):
         stream = io.BytesIO()
         try:
             _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(attempt)
@@ -84,7 +85,7 @@ def pack(error: BaseException) -> bytes:
 
 
 def unpack(data: bytes) -> BaseException:
-    """Return the exception that `pack` was given, with a traceback that shows the same lines."""
+    """Return the exception that was passed to `pack`, with a traceback of the same lines."""
     error = pickle.loads(data)
     assert isinstance(error, BaseException)
     return error
@@ -102,9 +103,9 @@ class _Pickler(pickle.Pickler):
 
 
 class RankError(Exception):
-    """Stands for an exception of another rank, of a class that cannot be sent."""
+    """Replaces an exception of another rank whose class cannot be pickled."""
 
 
-def _stand_in(error: BaseException) -> BaseException:
-    said = f"{type(error).__qualname__}: {error}"
-    return RankError(said).with_traceback(error.__traceback__)
+def _replacement(error: BaseException) -> BaseException:
+    text = f"{type(error).__qualname__}: {error}"
+    return RankError(text).with_traceback(error.__traceback__)

@@ -1,21 +1,27 @@
-"""The only place that touches what Hypothesis keeps to itself: the context of an example.
+"""The context of an example, on each rank; the only module that uses internals of Hypothesis.
 
 `note`, `event`, `target` and `assume` work in the thread and the process in which Hypothesis runs
-an example. A rank that is another thread or process gets a context of its own, whose record is
-replayed where Hypothesis can hear it.
+an example. A rank in another thread or process gets a context of its own, and what it recorded is
+replayed in Hypothesis's own context.
 """
 
 from __future__ import annotations
 
 import sys
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 import hypothesis
-from hypothesis.control import BuildContext, current_build_context, should_note
+from hypothesis.control import (
+    BuildContext,
+    _current_build_context,
+    current_build_context,
+    should_note,
+)
 from hypothesis.errors import UnsatisfiedAssumption
 from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.internal.entropy import deterministic_PRNG
@@ -23,9 +29,21 @@ from hypothesis.internal.escalation import current_pytest_item
 from hypothesis.reporting import current_reporter, with_reporter
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from arraycomm.testing._values import dump
+from arraycomm.testing._transfer import dump
 
 __all__ = ["DataObject", "deterministic_PRNG", "should_note"]
+
+# The attribute in which Hypothesis keeps the settings of a test.
+_SETTINGS: Final = "_hypothesis_internal_use_settings"
+_USUAL_DEADLINE: Final = timedelta(milliseconds=200)
+
+
+def adapt_settings(test: Any) -> None:
+    """Let a test print how to reproduce a failure, and drop a deadline that nobody has chosen."""
+    settings: hypothesis.settings = vars(test)[_SETTINGS]
+    deadline = None if settings.deadline == _USUAL_DEADLINE else settings.deadline
+    adapted = hypothesis.settings(settings, print_blob=True, deadline=deadline)
+    vars(test)[_SETTINGS] = adapted
 
 
 @dataclass
@@ -39,11 +57,11 @@ class Record:
 
 @contextmanager
 def recording(record: Record, *, final: bool) -> Iterator[None]:
-    """Let this thread note, and keep what it notes; `final` where notes are to be shown."""
+    """Record what this thread notes; `final` if Hypothesis is to show the notes."""
     data = ConjectureData.for_choices(())
     context = BuildContext(data, is_final=final, wrapped_test=recording)
     try:
-        with with_reporter(lambda said: record.notes.append(str(said))), context:
+        with with_reporter(lambda note: record.notes.append(str(note))), context:
             yield
     finally:
         record.events.update(data.events)
@@ -51,13 +69,13 @@ def recording(record: Record, *, final: bool) -> Iterator[None]:
 
 
 def replay(records: Sequence[Record]) -> None:
-    """Tell Hypothesis what the ranks have noted: once where all said the same."""
+    """Pass the ranks' notes on to Hypothesis; if all ranks noted the same, only once."""
     for rank, record in enumerate(records):
         if all(other.notes == record.notes for other in records):
             if rank == 0:
                 _note_all(record.notes)
         else:
-            _note_all(f"[rank {rank}] {said}" for said in record.notes)
+            _note_all(f"[rank {rank}] {note}" for note in record.notes)
         for value, payload in record.events.items():
             hypothesis.event(value, payload)
     labels = dict.fromkeys(label for record in records for label in record.targets)
@@ -66,13 +84,13 @@ def replay(records: Sequence[Record]) -> None:
         hypothesis.target(max(seen), label=label)
 
 
-def _note_all(notes: Any) -> None:
-    for said in notes:
-        hypothesis.note(said)
+def _note_all(notes: Iterable[str]) -> None:
+    for note in notes:
+        hypothesis.note(note)
 
 
 def ends_example(error: BaseException) -> bool:
-    """Tell whether an error is no failure: the example does not count, or the test is skipped."""
+    """Tell whether an error is not a failure: an unsatisfied assumption, or a skipped test."""
     kinds: list[type[BaseException]] = [UnsatisfiedAssumption, unittest.SkipTest]
     if (outcomes := sys.modules.get("_pytest.outcomes")) is not None:
         kinds.append(outcomes.Skipped)
@@ -80,7 +98,7 @@ def ends_example(error: BaseException) -> bool:
 
 
 def uncaptured() -> Callable[[str], None]:
-    """Return a way to write to the terminal, also where pytest holds back what a test writes."""
+    """Return a function that writes to the terminal even if pytest captures output."""
     item: Any = current_pytest_item.value
     manager = item and item.config.pluginmanager.getplugin("capturemanager")
 
@@ -94,21 +112,21 @@ def uncaptured() -> Callable[[str], None]:
 
 
 class DrawEndedError(Exception):
-    """Hypothesis ended the example while it drew."""
+    """Hypothesis ended the example during a draw."""
 
 
 class Draws:
-    """Draws from the example under way, for rank 0, from whichever context it asks."""
+    """Draws from the current example for rank 0, in any context."""
 
     def __init__(self, data: DataObject) -> None:
         self._data = data
         self._context = current_build_context()
         self._reporter = current_reporter()
-        # What ended the example, to be raised where Hypothesis waits for it.
+        # What ended the example; to be raised again in Hypothesis's own context.
         self.ended: BaseException | None = None
 
     def __call__(self, strategy: SearchStrategy[Any], label: str | None) -> bytes:
-        """Return what was drawn, as it travels to all ranks."""
+        """Return what was drawn, as `dump` encodes it."""
         try:
             with self._in_context():
                 return dump(self._data.draw(strategy, label))
@@ -118,7 +136,6 @@ class Draws:
 
     @contextmanager
     def _in_context(self) -> Iterator[None]:
-        from hypothesis.control import _current_build_context
 
         with _current_build_context.with_value(self._context), with_reporter(self._reporter):
             yield

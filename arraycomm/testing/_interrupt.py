@@ -1,12 +1,12 @@
-"""How a rank that is stuck in Python is made to end."""
+"""How a rank that is stuck in Python is interrupted."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import traceback
+from sys import _current_frames
 
 from arraycomm._errors import CommTimeoutError
 
@@ -14,27 +14,27 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 class Interruption(BaseException):
-    """Raised inside a rank that is stuck in Python; not an Exception, lest it be caught."""
+    """Raised in a rank that is stuck in Python; not an Exception, so that no test catches it."""
 
 
 class Interruptible:
-    """The part of a thread in which it may be interrupted: from its making until `end`."""
+    """A thread that may be interrupted until `end` is called."""
 
     def __init__(self, rank: int, ident: int) -> None:
         self.rank = rank
         self.ident = ident
         self.ended = False
         self._ending = threading.Lock()
-        # Where the thread was when it was first interrupted.
+        # The stack of the thread when it was first interrupted.
         self.stack = ""
 
     def end(self) -> None:
-        """From here on no interruption is begun; one that was begun may still arrive."""
+        """Begin no more interruptions; one that has begun may still arrive."""
         with self._ending:
             self.ended = True
 
     def interrupt(self) -> None:
-        """Raise `Interruption` in the thread, the next time that it runs Python code."""
+        """Raise `Interruption` in the thread, as soon as it runs Python code."""
         with self._ending:
             if not self.ended:
                 self.stack = self.stack or stack_of(self.ident)
@@ -43,13 +43,13 @@ class Interruptible:
                 )
 
     def error(self) -> CommTimeoutError:
-        """Return the error to show for the interruption."""
+        """Return the error to show if the thread was interrupted."""
         return CommTimeoutError(
             f"rank {self.rank} did not end in time, and was interrupted here:\n{self.stack}"
         )
 
     def hopeless(self) -> CommTimeoutError:
-        """Return the error to show where no interruption arrives."""
+        """Return the error to show if no interruption arrives."""
         return CommTimeoutError(
             f"rank {self.rank} did not end in time, and cannot be interrupted outside Python; it is "
             f"here:\n{stack_of(self.ident)}"
@@ -57,8 +57,8 @@ class Interruptible:
 
 
 def stack_of(ident: int) -> str:
-    """Return the stack of a thread as text, from where the user's code begins."""
-    frame = sys._current_frames().get(ident)
+    """Return the stack of a thread as text, from the first frame of the user's code."""
+    frame = _current_frames().get(ident)
     frames = traceback.extract_stack(frame) if frame else []
-    ours = [place for place, entry in enumerate(frames) if entry.filename.startswith(_HERE)]
+    ours = [number for number, entry in enumerate(frames) if entry.filename.startswith(_HERE)]
     return "".join(traceback.format_list(frames[ours[-1] + 1 if ours else 0 :]))

@@ -1,9 +1,9 @@
 """Tests that every process of a job runs in step: rank 0 drives, the others follow.
 
-Each example is told to all ranks on a communicator that is kept apart, played on one of as many
-ranks as it wants, and answered with how each rank ended. Before that every rank takes part in one
-last step of the example's own communicators, whatever has happened on it, so that no rank is left
-waiting in a call that the others do not make.
+Rank 0 sends each example to all ranks on a communicator that tests do not see. The example runs on
+a communicator of as many ranks as it asks for. Whatever has happened there, every rank then takes
+part in one last step on it, so that no rank is left waiting in a call that the others do not make.
+Finally all ranks exchange how they ended.
 """
 
 from __future__ import annotations
@@ -13,47 +13,51 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from arraycomm._callsite import describe_exception
-from arraycomm._communicator import Communicator, Options
+from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError, MismatchError
-from arraycomm._protocol.engine import give_up_core
-from arraycomm._protocol.header import Steps, all_left_well, leave_in_step
 from arraycomm._transports.base import Transport
-from arraycomm.testing import _failures
-from arraycomm.testing._example import Draw, Example, Part, play
+from arraycomm.testing._example import Draw, Example, Part, Test, play
+from arraycomm.testing._failures import pack, unpack
 from arraycomm.testing._hypothesis import Record, deterministic_PRNG, uncaptured
+from arraycomm.testing._internals import (
+    communicator_over,
+    completed_step,
+    end_in_step,
+    free_transports,
+    split_transport,
+    unmatched_messages,
+)
 from arraycomm.testing._interrupt import Interruptible, Interruption
-from arraycomm.testing._ranks import AGAIN, HOPELESS, SLACK
+from arraycomm.testing._threads import HOPELESS, RETRY, SLACK
 
 # Seconds in which the ranks come to the last step of an example once one of them has ended it.
 _ENDING: Final = 5.0
-# Seconds in which ranks that wait for one another have all waited in vain.
+# Seconds after which ranks that wait for one another have all timed out, if one has.
 _TOGETHER: Final = 1.0
 # Seconds in which a launcher forwards what was printed.
 _FORWARDING: Final = 0.2
 
-Test = Callable[..., Any]
-
 
 @dataclass
 class _Ended:
-    """What a rank tells the others at the end of an example."""
+    """What a rank sends to the others at the end of an example."""
 
     record: Record = field(default_factory=Record)
     error: bytes | None = None
     step: int = 0
-    # Whether every rank ended well, in the same step, and whether nothing is left under way.
+    # Whether every rank ended well, in the same step, and whether nothing is outstanding.
     in_step: bool = True
     clean: bool = True
-    # Messages sent more than received: in later examples those would be received.
+    # Messages sent minus messages received: unmatched ones would be received in later examples.
     unmatched: int = 0
 
 
 @dataclass
 class Verdict:
-    """What rank 0 tells the others at the end of the test."""
+    """What rank 0 sends to the others at the end of the test."""
 
     error: bytes | None = None
 
@@ -71,7 +75,7 @@ class Lockstep:
         self._met: set[str] = set()
 
     def meet(self, test: str) -> None:
-        """Make sure that all ranks run the same test; raise on all of those where they do not.
+        """Raise `MismatchError` on every rank unless all of them run the same test.
 
         A rank that has left out a test waits here until the others have reached the one it runs.
         """
@@ -80,18 +84,19 @@ class Lockstep:
             if len(set(tests)) == 1:
                 self._met.add(test)
                 return
-            ahead = any(other in self._met for other in tests)
-            everyone = self._control.allgather_object(ahead)
-            if not ahead or all(everyone):
+            # This rank has already run the test of another one, and waits until that one catches up.
+            is_ahead = any(other in self._met for other in tests)
+            everyone = self._control.allgather_object(is_ahead)
+            if not is_ahead or all(everyone):
                 break
         self._met.add(test)
-        said = "; ".join(f"rank {rank} runs {other}" for rank, other in enumerate(tests))
-        raise MismatchError(f"given: ranks run different tests, some have left one out: {said}")
+        text = "; ".join(f"rank {rank} runs {other}" for rank, other in enumerate(tests))
+        raise MismatchError(f"given: ranks run different tests, some have left one out: {text}")
 
     # On rank 0
 
     def run(self, example: Example, test: Test, draw: Draw | None) -> list[Part]:
-        """Play an example on its ranks, and return how each of them ended."""
+        """Run an example on its ranks, and return how each of them ended."""
         __tracebackhide__ = True
         self._control.bcast_object(example)
         part, ended = self._take_part(example, test, draw)
@@ -100,27 +105,27 @@ class Lockstep:
             if rank == 0 and part is not None:
                 parts.append(part)
                 continue
-            error = None if other.error is None else _failures.unpack(other.error)
+            error = None if other.error is None else unpack(other.error)
             parts.append(Part(rank, other.record, error, other.step))
         return parts
 
     def finish(self, error: BaseException | None) -> None:
         """End the test on all ranks, with the error that rank 0 ends it with."""
-        packed = None if error is None else _failures.pack(error)
+        packed = None if error is None else pack(error)
         self._control.bcast_object(Verdict(packed))
 
     # On the others
 
     def follow(self, test: Test) -> None:
-        """Play the examples that rank 0 tells, until the test ends; end it as it ends there."""
+        """Run the examples that rank 0 sends until the test ends; raise what rank 0 raises."""
         __tracebackhide__ = True
         while True:
-            said = self._control.bcast_object()
-            if isinstance(said, Verdict):
+            message = self._control.bcast_object()
+            if isinstance(message, Verdict):
                 break
-            self._take_part(said, test, None)
-        if said.error is not None:
-            error = _failures.unpack(said.error).with_traceback(None)
+            self._take_part(message, test, None)
+        if message.error is not None:
+            error = unpack(message.error).with_traceback(None)
             error.__cause__ = error.__context__ = None
             error.__notes__ = ["found by rank 0, whose report shows the example"]
             raise error
@@ -135,37 +140,35 @@ class Lockstep:
             ended = self._control.allgather_object(_Ended())
             self._let_go(None, example.size, ended)
             return None, ended
-        comm = Communicator(link, Options(timeout=example.timeout))
+        comm = communicator_over(link, example.timeout)
         part = self._play(comm, example, test, draw)
         if isinstance(part.error, CommTimeoutError):
-            # The others that wait are to find out themselves where they wait.
+            # The other ranks that wait are to time out as well, and show where they wait.
             time.sleep(min(example.timeout, _TOGETHER))
-        in_step, clean = _end(comm, part.error)
-        error = None if part.error is None else _failures.pack(part.error)
-        unmatched = sum(member._unmatched for member in comm._related)
-        mine = _Ended(part.record, error, part.step, in_step, clean, unmatched)
-        ended = self._control.allgather_object(mine)
+        text = "" if part.error is None else describe_exception(part.error)
+        in_step, clean = end_in_step(comm, text, _ENDING)
+        error = None if part.error is None else pack(part.error)
+        unmatched = unmatched_messages(comm)
+        local = _Ended(part.record, error, part.step, in_step, clean, unmatched)
+        ended = self._control.allgather_object(local)
         self._let_go(comm, example.size, ended)
         return part, ended
 
     def _link(self, size: int) -> Transport | None:
-        """Return the transport of the first `size` ranks; None on the others."""
+        """Return the transport of the first `size` ranks, or None on the others."""
         if size not in self._links:
             color = 0 if self.rank < size else None
-            self._links[size] = self._control._link.split(color, range(size))
+            self._links[size] = split_transport(self._control, color, range(size))
         return self._links[size]
 
     def _let_go(self, comm: Communicator | None, size: int, ended: list[_Ended]) -> None:
-        """Keep the transport for the next example where all ranks ended in step, else free it."""
+        """Keep the transport for the next example if all ranks ended in step, or else free it."""
         matched = sum(other.unmatched for other in ended) == 0
         in_step = matched and all(other.in_step for other in ended)
         if not in_step:
             del self._links[size]
-        if comm is None or not matched or not all(other.clean for other in ended):
-            return
-        for member in comm._related[1:] if in_step else comm._related:
-            member._forget_short()
-            member._link.free()
+        if comm is not None and matched and all(other.clean for other in ended):
+            free_transports(comm, keep_own=in_step)
 
     def _play(self, comm: Communicator, example: Example, test: Test, draw: Draw | None) -> Part:
         __tracebackhide__ = True
@@ -184,48 +187,19 @@ class Lockstep:
                 stuck.end()
                 part.error = stuck.error() if isinstance(error, Interruption) else error
         except Interruption:
-            # It was under way when the rank ended by itself.
+            # It was begun before the rank ended by itself.
             pass
         watch.cancel()
-        part.step = comm._completed
+        part.step = completed_step(comm)
         return part
 
     def _rescue(self, stuck: Interruptible, example: Example, show: Callable[[str], None]) -> None:
-        """End this rank's part in an example that takes too long, or else the whole job."""
+        """Interrupt an example that takes too long; if that fails, abort the job."""
         deadline = time.monotonic() + HOPELESS
         while not stuck.ended and time.monotonic() < deadline:
             stuck.interrupt()
-            time.sleep(AGAIN)
+            time.sleep(RETRY)
         if not stuck.ended:
-            show(f"{stuck.hopeless()}\nThe job ends. The example was: {example.said}\n")
+            show(f"{stuck.hopeless()}\nThe job ends. The example was: {example.call}\n")
             time.sleep(_FORWARDING)
             self._control.abort()
-
-
-def _end(comm: Communicator, error: BaseException | None) -> tuple[bool, bool]:
-    """Take part in one last step of the example's communicators, so that nobody waits for this rank.
-
-    Returns whether every rank came to it from a test that went well, and whether nothing is left
-    under way.
-    """
-    text = "" if error is None else describe_exception(error)
-    last = []
-    for member in comm._related:
-        member._engine._threaded = False
-        if member._closed is None:
-            last.append(member._engine.submit(member._guarded(_leave(member, text))))
-    deadline = time.monotonic() + _ENDING
-    while not all(member._engine.idle for member in comm._related):
-        for member in comm._related:
-            member._engine.advance()
-        if time.monotonic() > deadline:
-            break
-        give_up_core()
-    in_step = len(last) == len(comm._related) and all(task.result is True for task in last)
-    clean = all(member._at_rest() for member in comm._related)
-    return in_step and clean, clean
-
-
-def _leave(comm: Communicator, text: str) -> Steps:
-    yield from leave_in_step(comm._control, text)
-    return all_left_well(comm._control)

@@ -1,18 +1,18 @@
-"""The reductions once more, as the contract says them: what results are compared with.
+"""A second implementation of the reductions, with which results are compared.
 
-Nothing here is shared with the folds under test, so that a mistake there is not made here too.
+It shares no code with the folds under test, so that it does not share their mistakes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import ml_dtypes
 import numpy as np
 
-Array = np.ndarray[Any, Any]
-DType = np.dtype[Any]
+from arraycomm._arrays.buffer import Array
+from arraycomm._dtypes import DType
 
 NARROW: Final[list[DType]] = [
     np.dtype(t)
@@ -35,7 +35,7 @@ OPS: Final = {
 
 
 def family(dtype: DType) -> str:
-    """Return which reductions a dtype has, as a key of `OPS`."""
+    """Return the key of `OPS` for the reductions that a dtype has."""
     if dtype in BOOL:
         return "bool"
     if dtype in INTEGER:
@@ -52,7 +52,7 @@ def expected(arrays: Sequence[Array], op: str) -> Array:
     Parameters
     ----------
     arrays : sequence of ndarray, shape S
-        Those of all ranks, in the order of ranks; they stay as they are.
+        The arrays of all ranks, in rank order; they are not modified.
     op : str
         A reduction that the dtype has.
 
@@ -65,7 +65,7 @@ def expected(arrays: Sequence[Array], op: str) -> Array:
     first, *others = (a.astype(np.float32) if dtype in NARROW else a for a in arrays)
     step = _STEPS[op]
     folded = first.copy()
-    # NumPy warns of overflow; the contract has infinity.
+    # On overflow NumPy warns; the contract wants infinity.
     with np.errstate(all="ignore"):
         for other in others:
             folded = np.asarray(step(folded, other))
@@ -75,7 +75,7 @@ def expected(arrays: Sequence[Array], op: str) -> Array:
 
 
 def _smaller(a: Array, b: Array) -> Array:
-    # Where b is NaN, the comparison is false.
+    # If b is NaN, the comparison is false.
     return np.where(_is_nan(a) | (a <= b), a, b)
 
 
@@ -84,13 +84,13 @@ def _larger(a: Array, b: Array) -> Array:
 
 
 def _is_nan(a: Array) -> Array:
-    return np.asarray(a != a)  # noqa: PLR0124 - that is what NaN is, and no other element
+    return np.asarray(a != a)  # noqa: PLR0124 - only NaN differs from itself
 
 
 def _times(a: Array, b: Array) -> Array:
     if a.dtype not in COMPLEX:
         return np.asarray(a * b)
-    # By parts: NumPy's complex product may fuse a product with the sum.
+    # By parts, since NumPy's complex product may fuse a product with the sum.
     product = np.empty_like(a)
     product.real = a.real * b.real - a.imag * b.imag
     product.imag = a.real * b.imag + a.imag * b.real
@@ -100,7 +100,7 @@ def _times(a: Array, b: Array) -> Array:
 def _divided(a: Array, count: int) -> Array:
     if a.dtype not in COMPLEX:
         return np.asarray(a / a.dtype.type(count))
-    # By parts: complex division makes NaN of an infinite part.
+    # By parts, since complex division turns an infinite part into NaN.
     quotient = np.empty_like(a)
     quotient.real = a.real / a.real.dtype.type(count)
     quotient.imag = a.imag / a.imag.dtype.type(count)
@@ -120,7 +120,7 @@ _STEPS: Final[dict[str, Callable[[Array, Array], Array]]] = {
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """Tell whether arrays are equal bit for bit, but for the payload and sign of a NaN."""
+    """Tell whether arrays are equal bit for bit, except for the payload and sign of a NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.dtype in COMPLEX:
@@ -134,7 +134,7 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def same_result(a: Array, b: Array, op: str) -> bool:
-    """`same_bits`, but for the sign of a zero that min or max chose."""
+    """Tell the same as `same_bits`, except for the sign of a zero that min or max chose."""
     if op in ("min", "max") and a.dtype in (*NARROW, *FLOAT):
         a, b = (np.where(x == 0, np.zeros((), x.dtype), x) for x in (a, b))
     return same_bits(a, b)

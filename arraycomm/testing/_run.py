@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from arraycomm._communicator import Communicator, Options
 from arraycomm._transports.threads import make_group
 from arraycomm.testing._failures import first_failure
-from arraycomm.testing._ranks import SLACK, RankThread, run_threads
-from arraycomm.testing._schedule import Schedule, scheduled
+from arraycomm.testing._internals import communicator_over
+from arraycomm.testing._schedule import Schedule
+from arraycomm.testing._scheduled_transport import scheduled
+from arraycomm.testing._threads import SLACK, RankThread, run_threads
 
 
 def run(
@@ -29,26 +30,26 @@ def run(
         Called on every rank with that rank's communicator and `args`. The arguments are the same
         objects on every rank.
     timeout : float
-        Seconds after which a rank that still waits for others raises `CommTimeoutError`. Once a
-        rank has failed, one that goes on in Python for that long is interrupted.
+        Seconds after which a rank that still waits for others raises `CommTimeoutError`. After one
+        rank has failed, another that continues in Python for that long is interrupted.
     schedule : Schedule or int, optional
-        A seed by which the order is chosen in which the ranks go on, and with `Schedule` also
-        where the transport fails. The same seed replays the same order.
+        A seed that chooses the order in which the ranks run, and a `Schedule` also where the
+        transport fails. The same seed replays the same order.
 
     Returns
     -------
     list
-        What `fn` returned, by rank.
+        What `fn` returned, in rank order.
 
     Raises
     ------
     BaseException
-        What the rank raised from which the failure of the others followed, with notes that name
-        the rank and tell how the others ended. Which one that is does not depend on time.
+        The error that caused those of the other ranks, with notes that name its rank and say how
+        the others ended. Which error that is does not depend on time.
 
     Notes
     -----
-    Threads share the state of the process: seeds of random generators, environment, and the
+    Threads share the state of the process: seeds of random generators, the environment, and the
     caches of JAX, whose jitted collectives need a process for each rank.
 
     Examples
@@ -62,9 +63,8 @@ def run(
     links, baton = make_group(size), None
     if schedule is not None:
         links, baton = scheduled(links, schedule)
-    options = Options(timeout=timeout)
     ranks = [
-        RankThread(Communicator(link, options), lambda comm: fn(comm, *args), baton)
+        RankThread(communicator_over(link, timeout), lambda comm: fn(comm, *args), baton)
         for link in links
     ]
     run_threads(ranks, timeout + SLACK)

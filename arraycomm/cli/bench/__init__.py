@@ -1,0 +1,1 @@
+"""`arraycomm bench` and `arraycomm overlap`: how long collectives take."""

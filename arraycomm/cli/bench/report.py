@@ -1,0 +1,111 @@
+"""The benchmark's results as tables: one for each dtype and framework, a line for each size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from arraycomm.cli.bench.contenders import REFERENCES, TITLES
+from arraycomm.cli.bench.lines import Line
+from arraycomm.cli.bench.tables import Table, number_text, ratio_text, size_text
+
+# One contender's part in a line, as `lines.Entry.as_dict` returns it.
+StoredEntry = dict[str, Any]
+ARRAYS: Final = {
+    "numpy": "NumPy arrays",
+    "torch": "torch tensors",
+    "jax": "JAX arrays",
+    "cupy": "CuPy arrays",
+}
+_UNITS: Final = {
+    "latency": ("µs per call", 1e6),
+    "bandwidth": ("ms per call (GB/s)", 1e3),
+    "trees": ("ms per tree (GB/s)", 1e3),
+}
+_NOT_TIMED: Final = {"unsupported": "–", "wrong": "wrong", "error": "error"}
+
+
+def tables(lines: Sequence[Line], ranks: int) -> Iterator[Table]:
+    """Return the tables of the lines, in the lines' order."""
+    groups: dict[tuple[str, str, str], list[Line]] = {}
+    for line in lines:
+        for framework in dict.fromkeys(entry["framework"] for entry in line["contenders"]):
+            groups.setdefault((line["mode"], line["dtype"], framework), []).append(line)
+    for (mode, dtype, framework), group in groups.items():
+        unit, scale = _UNITS[mode]
+        what = f"Trees of {dtype}" if mode == "trees" else dtype
+        title = f"{what}, {ARRAYS[framework]}, {ranks} ranks: {unit}"
+        yield _table(title, group, framework, scale)
+
+
+def find(line: Line, framework: str, key: str) -> StoredEntry | None:
+    """Return a contender's part in a line, or None if it took none."""
+    matching = (e for e in line["contenders"] if (e["framework"], e["key"]) == (framework, key))
+    return next(matching, None)
+
+
+def complaints(lines: Sequence[Line]) -> list[str]:
+    """Return a sentence for each contender that gave a wrong result, or none."""
+    return [
+        f"{entry['name']} with {ARRAYS[entry['framework']]}, {line['dtype']}, "
+        f"{_what(line)}: {entry['reason']}"
+        for line in lines
+        for entry in line["contenders"]
+        if entry["status"] in {"wrong", "error"}
+    ]
+
+
+def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> Table:
+    present = {
+        e["key"] for line in lines for e in line["contenders"] if e["framework"] == framework
+    }
+    keys = [key for key in TITLES if key in present]
+    compared = [(own, other) for own, other in _comparisons(keys) if _any(lines, framework, other)]
+    header = [
+        "tree" if lines[0]["mode"] == "trees" else "size",
+        *(TITLES[key] for key in keys),
+        *(f"{TITLES[own].removeprefix('arraycomm, ')} ÷ {other}" for own, other in compared),
+    ]
+    rows = [
+        [
+            _what(line),
+            *(_time(line, find(line, framework, key), scale) for key in keys),
+            *(_ratio(find(line, framework, own), other) for own, other in compared),
+        ]
+        for line in lines
+    ]
+    return Table(title, header, rows)
+
+
+def _comparisons(keys: Sequence[str]) -> list[tuple[str, str]]:
+    """Pair arraycomm's first contender among these keys with each of the references."""
+    own = next((key for key in ("out", "fresh", "unchecked", "plan", "tree") if key in keys), None)
+    return [] if own is None else [(own, other) for other in REFERENCES if other in keys]
+
+
+def _what(line: Line) -> str:
+    """Name the subject of a line: the tree, or the size of the array."""
+    return str(line["tree"]) if "tree" in line else size_text(line["nbytes"])
+
+
+def _any(lines: Sequence[Line], framework: str, key: str) -> bool:
+    """Tell whether a contender was timed in any of the lines."""
+    entries = (find(line, framework, key) for line in lines)
+    return any(entry is not None and entry["status"] == "ok" for entry in entries)
+
+
+def _time(line: Line, entry: StoredEntry | None, scale: float) -> str:
+    if entry is None:
+        return "–"
+    if entry["status"] != "ok":
+        return _NOT_TIMED[entry["status"]]
+    text = number_text(entry["median"] * scale)
+    if line["mode"] == "latency":
+        return text
+    return f"{text} ({number_text(line['nbytes'] / entry['median'] / 1e9)})"
+
+
+def _ratio(entry: StoredEntry | None, other: str) -> str:
+    if entry is None or other not in entry.get("ratios", {}):
+        return "–"
+    return ratio_text(entry["ratios"][other])

@@ -1,0 +1,113 @@
+"""The benchmark's results: how they are measured, shown and written to a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from arraycomm.cli.bench import device
+from arraycomm.cli.bench.arguments import command, host_frameworks, requested_trees, requests
+from arraycomm.cli.bench.contenders import REFERENCES, Case, Field, keys_of, make
+from arraycomm.cli.bench.lines import Entry, Line, enter, measured
+from arraycomm.cli.bench.machine import machine, versions
+from arraycomm.cli.bench.report import complaints, tables
+from arraycomm.cli.bench.tables import as_text
+from arraycomm.cli.bench.trees import TreeCase, keys_of_trees, make_for_tree
+
+FORMAT: Final = 1
+
+
+def measure_all(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the arguments ask for, and return the results; collective."""
+    results = _about(field, arguments)
+    results["lines"] = [*_lines(field, arguments), *_tree_lines(field, arguments)]
+    return results
+
+
+def _about(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the results' description of themselves, without their lines."""
+    from mpi4py import MPI
+
+    launcher = ["mpiexec", "-n", str(field.size), "python", "-m", "arraycomm"]
+    return {
+        "format": FORMAT,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [*launcher, *command(arguments)],
+        "ranks": field.size,
+        "mpi": " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split()),
+        "machine": machine(),
+        "versions": versions(),
+        **field.about(),
+        "unit": "seconds per call of the slowest rank",
+    }
+
+
+def _lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
+    entered: Callable[[str, int], tuple[Case, list[Entry]]]
+    if isinstance(field, device.DeviceField):
+        entered = partial(device.entered, field, arguments.frameworks, arguments.only)
+    else:
+        entered = partial(_entered, field, host_frameworks(arguments), arguments.only)
+    for request in requests(arguments.mode, arguments.sizes, arguments.dtypes):
+        case, entries = entered(request.dtype, request.nbytes)
+        yield measured(field, case, request.mode, entries, **_limits(arguments))
+
+
+def _entered(
+    field: Field, frameworks: Sequence[str], only: Sequence[str], dtype: str, nbytes: int
+) -> tuple[Case, list[Entry]]:
+    """Return an array to sum, and who takes part."""
+    case = Case(dtype, nbytes, field.rank, field.size)
+    wanted = [(f, key) for f in frameworks for key in keys_of(f) if key in only]
+    return case, [enter(field, case, key, framework, make) for framework, key in wanted]
+
+
+def _tree_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
+    for name in requested_trees(arguments):
+        case = TreeCase(name, field.rank, field.size)
+        entries = [
+            enter(field, case, key, framework, make_for_tree)
+            for framework in host_frameworks(arguments)
+            for key in keys_of_trees(framework)
+            if key in arguments.only
+        ]
+        yield {**measured(field, case, "trees", entries, **_limits(arguments)), "tree": name}
+
+
+def _limits(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"repetitions": arguments.repeats, "seconds": arguments.seconds}
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print the results as tables."""
+    about = results["machine"]
+    print(f"{about['processor']}, {about['cores']} cores; {results['mpi']}")
+    if "device" in results:
+        print("{devices} × {name}; arraycomm: {placement}".format(**results["device"]))
+    print("Medians; a ratio below 1 says that arraycomm takes less time.")
+    for table in tables(results["lines"], results["ranks"]):
+        print(f"\n{as_text(table)}")
+    for complaint in complaints(results["lines"]):
+        print(f"\n{complaint}")
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Write the results as JSON, with the samples of a contender on one line."""
+    text = json.dumps(results, indent=1)
+    text = re.sub(r"\[[\s\d.e,+-]*\]", lambda found: " ".join(found[0].split()), text)
+    path.write_text(f"{text}\n", encoding="utf-8")
+
+
+def failed(results: dict[str, Any]) -> bool:
+    """Tell whether arraycomm itself gave a wrong result, or none, in any line."""
+    entries = [entry for line in results["lines"] for entry in line["contenders"]]
+    return any(
+        entry["key"] not in REFERENCES and entry["status"] in {"wrong", "error"}
+        for entry in entries
+    )

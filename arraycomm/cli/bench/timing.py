@@ -1,0 +1,166 @@
+"""How calls are timed: in samples of many calls, contenders in turn, by the slowest rank."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Final, Protocol, TypeVar
+
+T = TypeVar("T")
+
+Timed = Callable[[], Any]
+Finish = Callable[[], None]
+
+# Fewer repetitions than this say little about the spread. Even a slow call gets as many.
+FEWEST: Final = 5
+# Seconds of a sample beside which the cost of reading the clock does not count.
+_ENOUGH: Final = 1e-3
+# Seconds of a sample that a short disturbance hardly changes.
+_PLENTY: Final = 1e-2
+# Additional samples for the estimate of a shorter one.
+_EXTRA_SAMPLES: Final = 2
+
+
+class Meeting(Protocol):
+    """The means by which the timed ranks synchronize."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Return, element by element, the largest of all ranks' numbers, on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How many times each contender is sampled, and how many calls its samples have."""
+
+    repetitions: int
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Seconds per call."""
+
+    median: float
+    min: float
+    max: float
+
+
+def rotated(contenders: Sequence[T], repetition: int) -> list[T]:
+    """Return the order of contenders in one repetition.
+
+    Each repetition starts with another one, and every second runs backwards: none of them always
+    comes first, or always after the same other one.
+    """
+    if not contenders:
+        return []
+    first = repetition % len(contenders)
+    order = [*contenders[first:], *contenders[:first]]
+    return order[::-1] if repetition % 2 else order
+
+
+def plan(estimates: Sequence[float], repetitions: int, seconds: float) -> Plan:
+    """Divide `seconds` among contenders whose calls take about `estimates` seconds each.
+
+    All get about the same time, but at least one call in each sample. If that takes longer than
+    `seconds`, there are fewer repetitions, down to `FEWEST`.
+    """
+    if not estimates:
+        return Plan(repetitions, ())
+    share = seconds / (repetitions * len(estimates))
+    calls = tuple(max(1, int(share / estimate)) for estimate in estimates)
+    once = sum(n * estimate for n, estimate in zip(calls, estimates, strict=True))
+    affordable = max(FEWEST, int(seconds / once))
+    return Plan(min(repetitions, affordable), calls)
+
+
+def figures(samples: Sequence[float]) -> Figures:
+    """Return median and extremes of the samples."""
+    return Figures(statistics.median(samples), min(samples), max(samples))
+
+
+def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the median of the repetitions' ratios.
+
+    The two samples of one repetition were taken right after one another: what slows the machine for
+    a while slows both, and does not change their ratio.
+    """
+    return statistics.median(a / b for a, b in zip(samples, reference, strict=True))
+
+
+def _nothing() -> None:
+    """Calls that are complete when they return leave nothing to wait for."""
+
+
+def measure(
+    contenders: Sequence[Timed],
+    repetitions: int,
+    seconds: float,
+    meeting: Meeting,
+    finish: Finish = _nothing,
+) -> tuple[Plan, list[list[float]]]:
+    """Time the contenders; collective. `finish` waits for the work that their calls have started.
+
+    Returns
+    -------
+    plan
+        The plan that was followed.
+    samples
+        For each contender and repetition, the seconds per call of the slowest rank.
+    """
+    with no_garbage_collection():
+        estimates = [_estimate(call, meeting, finish) for call in contenders]
+        agreed = plan(estimates, repetitions, seconds)
+        samples = [[0.0] * agreed.repetitions for _ in contenders]
+        for repetition in range(agreed.repetitions):
+            for which in rotated(range(len(contenders)), repetition):
+                calls = agreed.calls[which]
+                samples[which][repetition] = (
+                    sample(contenders[which], calls, meeting, finish) / calls
+                )
+    return agreed, [meeting.slowest(row) for row in samples]
+
+
+def sample(call: Timed, calls: int, meeting: Meeting, finish: Finish = _nothing) -> float:
+    """Return this rank's seconds for that many calls, started together with the other ranks."""
+    meeting.barrier()
+    started = perf_counter()
+    for _ in range(calls):
+        call()
+    finish()
+    return perf_counter() - started
+
+
+def _estimate(call: Timed, meeting: Meeting, finish: Finish) -> float:
+    """Warm up, and estimate the seconds of one call; the same number on every rank."""
+    calls = 1
+    sample(call, calls, meeting, finish)
+    while True:
+        (took,) = meeting.slowest([sample(call, calls, meeting, finish)])
+        if took >= _PLENTY:
+            return took / calls
+        # The quickest of several: a disturbance here would make every sample too short.
+        extra = [sample(call, calls, meeting, finish) for _ in range(_EXTRA_SAMPLES)]
+        took = min(took, *meeting.slowest(extra))
+        if took >= _ENOUGH:
+            return took / calls
+        calls *= 4
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now, and not during the block."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

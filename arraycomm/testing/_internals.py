@@ -1,0 +1,124 @@
+"""What tests reach of a communicator's inside; no other module of this package reaches there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from arraycomm._collectives.objects import BcastObject
+from arraycomm._collectives.operation import Context
+from arraycomm._collectives.runner import Runner
+from arraycomm._communicator import Communicator, group_of, runner_of
+from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._errors import CommunicatorClosedError
+from arraycomm._protocol.agreement import all_left_well, leave_in_step
+from arraycomm._protocol.engine import give_up_core
+from arraycomm._protocol.group import Group, Options
+from arraycomm._transports.base import Steps, Transport
+
+
+class Draw(BcastObject):
+    """A value that rank 0 draws for all ranks; `label` is compared between them."""
+
+    name, code = "draw", 18
+
+    def __init__(self, context: Context, produce: Callable[[], Any], label: str | None) -> None:
+        super().__init__(context, produce(), 0)
+        self.signature = replace(self.signature, op=label)
+
+
+def communicator_over(transport: Transport, timeout: float) -> Communicator:
+    """Return a communicator over a transport, with the usual options but for the timeout."""
+    group = Group(transport, Options(timeout=timeout))
+    return Communicator(Runner(group, Devices(group, DeviceRequest())))
+
+
+def split_transport(
+    comm: Communicator, color: int | None, members: Sequence[int]
+) -> Transport | None:
+    """Return a transport of the ranks of one color, and None without a color; collective."""
+    return group_of(comm).transport.split(color, members)
+
+
+def bcast_from_root(comm: Communicator, produce: Callable[[], Any], label: str | None) -> Any:
+    """Return what `produce` returned on rank 0; collective.
+
+    `produce` is called on every rank. An error in it is raised, and is `PeerError` on the others;
+    `MismatchError` is raised if labels differ.
+    """
+    return runner_of(comm).call(Draw, produce, label)
+
+
+def completed_step(comm: Communicator) -> int:
+    """Return the communicator's last step that went well on this rank."""
+    return group_of(comm).completed
+
+
+def unmatched_messages(comm: Communicator) -> int:
+    """Return how many more messages this rank has sent than received, groups included."""
+    return sum(group.unmatched for group in group_of(comm).related)
+
+
+def announce_exit(comm: Communicator, state: int, text: str) -> None:
+    """Tell the other ranks, on every open communicator, that this rank takes part no more."""
+    for group in group_of(comm).related:
+        if group.closed is None:
+            group.control.announce_exit(state, group.completed, text)
+
+
+def stop_progress(comm: Communicator, error: Exception | None, seconds: float) -> None:
+    """Wait for the threads that drive outstanding requests; with an error, give the requests up."""
+    for group in group_of(comm).related:
+        if error is not None:
+            group.engine.give_up_all(error)
+        group.engine.join_progress(seconds)
+
+
+def end_in_step(comm: Communicator, text: str, seconds: float) -> tuple[bool, bool]:
+    """Take part in one last step of the communicator and its groups, so that no rank hangs.
+
+    Parameters
+    ----------
+    text : str
+        The traceback of what this rank raised; empty if it ended well.
+    seconds : float
+        How long to wait for the other ranks.
+
+    Returns
+    -------
+    in_step : bool
+        Whether every rank came to the last step from a test that went well.
+    clean : bool
+        Whether nothing is outstanding.
+    """
+    related = group_of(comm).related
+    tasks = []
+    for group in related:
+        group.engine.threaded = False
+        if group.closed is None:
+            tasks.append(group.engine.submit(group.guarded(_last_step(group, text))))
+    deadline = time.monotonic() + seconds
+    while not all(group.engine.idle for group in related):
+        for group in related:
+            group.engine.advance()
+        if time.monotonic() > deadline:
+            break
+        give_up_core()
+    in_step = len(tasks) == len(related) and all(task.result is True for task in tasks)
+    clean = all(group.at_rest() for group in related)
+    return in_step and clean, clean
+
+
+def _last_step(group: Group, text: str) -> Steps:
+    yield from leave_in_step(group.control, text)
+    return all_left_well(group.control)
+
+
+def free_transports(comm: Communicator, *, keep_own: bool) -> None:
+    """Free the transports of the communicator's groups, and its own unless it is to be kept."""
+    related = group_of(comm).related
+    for group in related[1:] if keep_own else related:
+        group.end(CommunicatorClosedError("the test is over"))
+        group.transport.free()

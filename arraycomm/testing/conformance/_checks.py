@@ -1,0 +1,158 @@
+"""The checks that laws make of results."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any, Final
+
+import numpy as np
+
+from arraycomm._arrays.buffer import Array
+from arraycomm._communicator import Communicator
+from arraycomm.testing._frameworks import DLPackOnly, elements_of
+from arraycomm.testing._oracle import expected, same_result
+from arraycomm.testing.conformance._inputs import Reduction
+from arraycomm.testing.strategies import Layer
+
+
+def check_like(got: Any, like: Any) -> Array:
+    """Fail unless a result is a C-contiguous array of the caller's kind; return its elements."""
+    # For an input without a namespace the result is a NumPy array.
+    kind = np.ndarray if isinstance(like, (memoryview, DLPackOnly)) else type(like)
+    assert type(got) is kind, f"got {type(got).__name__}, not {kind.__name__}"
+    found = elements_of(got)
+    assert found.flags.c_contiguous, f"the result has strides {found.strides}"
+    return found
+
+
+def check_elements(found: Array, want: Array, op: str = "") -> None:
+    """Fail unless elements are the same bits, as far as the reduction determines bits."""
+    assert (found.dtype, found.shape) == (want.dtype, want.shape), (
+        f"got {found.dtype} {found.shape}, not {want.dtype} {want.shape}"
+    )
+    assert same_result(found, want, op), f"got {found!r}, not {want!r}"
+
+
+def check_copy(found: Array, want: Array) -> None:
+    """Fail unless elements are the same in every bit, as moved data must be."""
+    assert (found.dtype, found.shape) == (want.dtype, want.shape), (
+        f"got {found.dtype} {found.shape}, not {want.dtype} {want.shape}"
+    )
+    assert found.tobytes() == want.tobytes(), f"got {found!r}, not {want!r}"
+
+
+def check_leaf(got: Any, like: Any, want: Any) -> None:
+    """Fail unless a leaf has the value of `want`, and the type and kind of `like`."""
+    if isinstance(like, _PLAIN):
+        assert type(got) is type(like), f"got {type(got).__name__}, not {type(like).__name__}"
+        # Comparing by repr distinguishes signs of zeros, and makes NaN equal to NaN.
+        assert repr(got) == repr(want), f"got {got!r}, not {want!r}"
+    else:
+        check_copy(check_like(got, like), native(elements_of(want)))
+
+
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic)
+
+
+def is_array(leaf: Any) -> bool:
+    """Tell whether a leaf of a drawn tree is an array."""
+    return not isinstance(leaf, _PLAIN)
+
+
+def native(array: Array) -> Array:
+    """Return the elements in the byte order of this machine, C-contiguous."""
+    return array.astype(array.dtype.newbyteorder("="), order="C")
+
+
+def scribble(array: Any, byte: int) -> bool:
+    """Fill the memory of a result with a byte, and tell whether it is writeable."""
+    memory = elements_of(array)
+    if not memory.flags.writeable:
+        return False
+    memory.reshape(-1).view(np.uint8)[...] = byte
+    return True
+
+
+def check_fold(comm: Communicator, reduction: Reduction, members: Sequence[int]) -> None:
+    """Fail unless `comm` reduces the arrays of these ranks of the example, in this order."""
+    op, elements = reduction.op, reduction.arrays.elements()
+    x = reduction.arrays.build(members[comm.rank])
+    want = expected([elements[rank] for rank in members], op)
+    check_elements(check_like(comm.allreduce(x, op), x), want, op)
+
+
+def leaves_of(*trees: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the corresponding leaves of trees of one structure; fail if structures differ."""
+    first = trees[0]
+    if isinstance(first, Layer):
+        _check_same(type, trees)
+        children = [(tree.weight, tree.bias) for tree in trees]
+    elif isinstance(first, dict):
+        _check_same(type, trees)
+        _check_same(list if type(first) is not dict else set, trees)
+        children = [tuple(tree[key] for key in first) for tree in trees]
+    elif isinstance(first, (list, tuple)):
+        _check_same(type, trees)
+        _check_same(len, trees)
+        children = [tuple(tree) for tree in trees]
+    else:
+        yield trees
+        return
+    for together in zip(*children, strict=True):
+        yield from leaves_of(*together)
+
+
+def _check_same(what: Callable[[Any], Any], trees: Sequence[Any]) -> None:
+    found = [what(tree) for tree in trees]
+    assert all(one == found[0] for one in found), f"trees differ: {found}"
+
+
+def check_mean(got: Any, values: Sequence[Any], weights: Sequence[float]) -> None:
+    """Compare a weighted mean with that of exact fractions."""
+    total = sum(map(Fraction, weights))
+    for place, mean in np.ndenumerate(np.asarray(got)):
+        if not total:
+            assert np.isnan(mean), f"got {mean!r} where no rank counts"
+            continue
+        terms = [
+            Fraction(float(np.asarray(value)[place])) * Fraction(weight)
+            for value, weight in zip(values, weights, strict=True)
+        ]
+        # One rounding for each product, sum and quotient.
+        slack = (len(terms) + 2) * np.finfo(np.float64).eps * float(sum(map(abs, terms)) / total)
+        error = abs(Fraction(float(mean)) - sum(terms) / total)
+        assert error <= slack + 5e-324, f"got {mean!r} in place of {float(sum(terms) / total)!r}"
+
+
+@contextmanager
+def neighbours_unchanged(array: Any) -> Iterator[None]:
+    """Fail unless the memory around an array's elements stays unchanged."""
+    elements = elements_of(array)
+    memory = _whole_memory(elements)
+    own, before = elements.copy(), memory.tobytes()
+    yield
+    now = elements.copy()
+    elements[...] = own
+    assert memory.tobytes() == before, "memory outside of the elements was written"
+    elements[...] = now
+
+
+def _whole_memory(array: Array) -> Array:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+@contextmanager
+def raises(kind: type[BaseException]) -> Iterator[list[Any]]:
+    """Fail unless the block raises an error of this kind; it is appended to the list."""
+    caught: list[Any] = []
+    try:
+        yield caught
+    except kind as error:
+        caught.append(error)
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")

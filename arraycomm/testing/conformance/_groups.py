@@ -1,0 +1,109 @@
+"""Laws of communicators that are made from others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from arraycomm._communicator import Communicator
+from arraycomm._errors import CommunicatorClosedError
+from arraycomm.testing import strategies as ranked
+from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing.conformance._checks import check_elements, check_fold, raises
+from arraycomm.testing.conformance._inputs import (
+    Reduction,
+    Sealed,
+    orders_of_requests,
+    reductions,
+    sealed,
+)
+from arraycomm.testing.conformance._law import law
+
+
+class GroupLaws:
+    """What communicators promise that are made from others."""
+
+    @law(
+        colors=sealed(ranked.per_rank(st.none() | st.integers(0, 2))),
+        keys=sealed(ranked.per_rank(st.integers(-2, 2))),
+        reduction=reductions(),
+    )
+    def test_split_partitions(
+        self,
+        comm: Communicator,
+        colors: Sealed[Any],
+        keys: Sealed[Any],
+        reduction: Reduction,
+    ) -> None:
+        """Every rank is in the group of its color, in the order of key and rank.
+
+        A rank whose color is None is in no group. A collective of a group involves only its members.
+        """
+        color, members = colors.value[comm.rank], _members(comm.rank, colors.value, keys.value)
+        part = comm.split(color, keys.value[comm.rank])
+        if part is None:
+            assert color is None, f"rank {comm.rank} is in no group, but has color {color}"
+        else:
+            assert part.allgather_object(comm.rank) == members
+            assert (part.rank, part.size) == (members.index(comm.rank), len(members))
+            check_fold(part, reduction, members)
+        assert comm.allreduce(1) == comm.size
+
+    @law(
+        outer=sealed(ranked.per_rank(st.integers(0, 1))),
+        inner=sealed(ranked.per_rank(st.integers(0, 1))),
+        reduction=reductions(),
+    )
+    def test_splits_nest(
+        self, comm: Communicator, outer: Sealed[Any], inner: Sealed[Any], reduction: Reduction
+    ) -> None:
+        """A group of a group has the ranks whose colors are equal in both splits."""
+        part = comm.split(outer.value[comm.rank])
+        assert part is not None
+        nested = part.split(inner.value[comm.rank])
+        assert nested is not None
+        both = list(zip(outer.value, inner.value, strict=True))
+        members = [rank for rank in range(comm.size) if both[rank] == both[comm.rank]]
+        check_fold(nested, reduction, members)
+        check_fold(part, reduction, _members(comm.rank, outer.value))
+
+    @law(color=ranked.per_rank(st.integers(0, 1)), calls=ranked.per_rank(st.integers(0, 3)))
+    def test_groups_go_their_own_ways(self, comm: Communicator, color: int, calls: int) -> None:
+        """Groups need neither make the same calls, nor the same number of calls."""
+        part = comm.split(color)
+        assert part is not None
+        most = part.allreduce(calls, "max")
+        for number in range(most):
+            assert part.allreduce(number) == number * part.size
+        assert comm.allreduce(1) == comm.size
+
+    @law(first=reductions(), second=reductions(), order=orders_of_requests())
+    def test_dup_is_independent(
+        self, comm: Communicator, first: Reduction, second: Reduction, order: Sequence[int]
+    ) -> None:
+        """Calls on a duplicate and on its original do not wait for one another.
+
+        Each rank waits for them in its own order. The original outlives the duplicate.
+        """
+        other = comm.dup()
+        started = [(comm, first), (other, second), (comm, second)]
+        requests = [
+            group.iallreduce(reduction.arrays.build(comm.rank), reduction.op)
+            for group, reduction in started
+        ]
+        for number in order:
+            reduction = started[number][1]
+            found = elements_of(requests[number].wait())
+            check_elements(found, reduction.fold(), reduction.op)
+        other.free()
+        with raises(CommunicatorClosedError):
+            other.barrier()
+        check_fold(comm, first, range(comm.size))
+
+
+def _members(rank: int, colors: Sequence[Any], keys: Sequence[int] | None = None) -> list[int]:
+    """Return the ranks of the same color, in the order of their new ranks."""
+    same = [other for other, color in enumerate(colors) if color == colors[rank]]
+    return same if keys is None else sorted(same, key=lambda other: (keys[other], other))

@@ -1,0 +1,283 @@
+"""The inputs of laws, of which every rank knows all.
+
+A law compares a rank's result with what follows from the inputs of all ranks. So every rank gets
+the descriptions of all inputs: asking the other ranks would rely on what is being tested.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy as Strategy
+
+from arraycomm._arrays.buffer import Array
+from arraycomm._dtypes import OPS as ALL_OPS
+from arraycomm.testing import strategies as ranked
+from arraycomm.testing._array_case import ArrayCase
+from arraycomm.testing._dtypes import dtype_of
+from arraycomm.testing._layouts import LAYOUTS, Shape
+from arraycomm.testing._oracle import OPS, expected, family
+from arraycomm.testing._rank_values import RankValues, rank_count
+from arraycomm.testing._transfer import dump, load
+
+T = TypeVar("T")
+
+
+class Sealed(Generic[T]):
+    """A drawn value that reaches every rank as it was drawn, including the other ranks' values.
+
+    Attributes
+    ----------
+    value : object
+        The value; values of `per_rank` stay `RankValues`, descriptions of arrays stay `ArrayCase`.
+    """
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def on(self, rank: int) -> Any:
+        """Return the value as it would arrive on a rank; each call makes a new one."""
+        return load(dump(self.value), rank)
+
+    def __reduce__(self) -> Any:
+        # As bytes, so that `dump` does not replace the values in it by one rank's.
+        return _unseal, (type(self), pickle.dumps(self.value, pickle.HIGHEST_PROTOCOL))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
+
+
+def _unseal(kind: type[Sealed[Any]], data: bytes) -> Sealed[Any]:
+    return kind(pickle.loads(data))
+
+
+class Arrays(Sealed[RankValues[ArrayCase]]):
+    """One array for each rank; every rank knows all of them."""
+
+    def elements(self) -> list[Array]:
+        """Return the elements of all ranks' arrays, in rank order."""
+        return [case.numpy() for case in self.value]
+
+    def build(self, rank: int) -> Any:
+        """Return a new array with the contents, layout and framework of a rank's."""
+        return self.value[rank].build()
+
+
+class Reduction(NamedTuple):
+    """A reduction, and one array for each rank that it can be applied to."""
+
+    op: str
+    arrays: Arrays
+
+    def fold(self) -> Array:
+        """Return the result of the reduction over all ranks."""
+        return expected(self.arrays.elements(), self.op)
+
+
+def sealed(strategy: Strategy[T]) -> Strategy[Sealed[T]]:
+    """Draw a value of which every rank gets all ranks' parts."""
+    return strategy.map(Sealed)
+
+
+def arrays(*args: Any, **kwargs: Any) -> Strategy[Arrays]:
+    """Draw one array for each rank, as `rank_arrays` does."""
+    return ranked.rank_arrays(*args, **kwargs).map(Arrays)
+
+
+@st.composite
+def dtypes_and_ops(
+    draw: st.DrawFn,
+    ops: Sequence[str] | None = None,
+    families: Sequence[str] | None = None,
+) -> tuple[str, str]:
+    """Draw a dtype and a reduction that it has; all reductions are equally likely.
+
+    `ranked.reductions` would draw integers most of the time, since most dtypes are integers.
+    """
+    kinds = tuple(OPS) if families is None else families
+    among = [op for op in ALL_OPS if any(op in OPS[kind] for kind in kinds)]
+    op = draw(st.sampled_from([op for op in among if ops is None or op in ops]))
+    return draw(ranked.dtypes(op).filter(lambda name: family(dtype_of(name)) in kinds)), op
+
+
+@st.composite
+def reductions(
+    draw: st.DrawFn,
+    /,
+    ops: Sequence[str] | None = None,
+    families: Sequence[str] | None = None,
+    **choices: Any,
+) -> Reduction:
+    """Draw a reduction with its arrays.
+
+    Parameters
+    ----------
+    ops, families : sequence of str, optional
+        Which reductions, and of which kinds of dtypes; all by default.
+    **choices
+        Other arguments of `rank_arrays`.
+    """
+    dtype, op = draw(dtypes_and_ops(ops, families))
+    return Reduction(op, draw(arrays(dtype, **choices)))
+
+
+def small_and_long() -> Strategy[Shape]:
+    """Draw shapes of few elements, and of one dimension with too many elements for a header."""
+    return ranked.shapes(large=False) | st.integers(1, 9_000).map(lambda count: (count,))
+
+
+@st.composite
+def reductions_of_sizes(draw: st.DrawFn) -> Reduction:
+    """Draw reductions of sizes around powers of two, at which one algorithm replaces another."""
+    dtype, op = draw(dtypes_and_ops())
+    itemsize = dtype_of(dtype).itemsize
+    # Powers of two in bytes, as for messages, or in elements, as for folds. They are sampled, since
+    # drawn integers would be small most of the time.
+    counts = [2**power // itemsize for power in range(6, 20)] + [2**power for power in range(4, 17)]
+    count = draw(st.sampled_from(counts)) + draw(st.integers(-1, 1))
+    return Reduction(op, draw(arrays(dtype, (count,))))
+
+
+@st.composite
+def reductions_of_rows(draw: st.DrawFn) -> Reduction:
+    """Draw reductions of arrays that have a row for each rank."""
+    dtype, op = draw(dtypes_and_ops())
+    return Reduction(op, draw(arrays(dtype, (rank_count(), *draw(small_and_long())))))
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Arrays:
+    """Draw arrays that have a row for each rank, of any dtype."""
+    shape = (rank_count(), *draw(small_and_long()))
+    return draw(arrays(ranked.dtypes(movable=True), shape))
+
+
+class Ragged(NamedTuple):
+    """Arrays whose number of rows differs between ranks, and the ranks to which the rows go."""
+
+    arrays: Arrays
+    # For each rank, how many of its rows go to each rank.
+    counts: list[list[int]]
+
+    def rows(self, sender: int, receiver: int) -> Array:
+        """Return the rows that go from one rank to another."""
+        start = sum(self.counts[sender][:receiver])
+        return self.arrays.elements()[sender][start : start + self.counts[sender][receiver]]
+
+
+@st.composite
+def ragged(draw: st.DrawFn) -> Ragged:
+    """Draw for each rank an array with rows for every rank: none, some, or many."""
+    dtype = draw(ranked.dtypes(movable=True))
+    tail = draw(st.lists(st.integers(0, 3), max_size=2))
+    count = st.integers(0, 3) | st.just(draw(st.sampled_from((1, 2_000))))
+    counts = [[draw(count) for _ in range(rank_count())] for _ in range(rank_count())]
+    cases = [draw(ranked.arrays(dtype, (sum(own), *tail))) for own in counts]
+    return Ragged(Arrays(RankValues(*cases)), counts)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Arrays:
+    """Draw an array for each rank; dtypes and shapes differ between ranks."""
+    one = ranked.arrays(ranked.dtypes(movable=True), small_and_long())
+    return Arrays(draw(ranked.per_rank(one)))
+
+
+# All layouts but the one in which elements have to be equal.
+_ANY_ELEMENTS: Final = tuple(name for name in LAYOUTS if name != "broadcast")
+
+
+@st.composite
+def arranged_twice(draw: st.DrawFn) -> tuple[Reduction, Arrays]:
+    """Draw a reduction of plain arrays, and the same elements in other layouts and frameworks."""
+    dtype, op = draw(dtypes_and_ops())
+    shape = draw(ranked.shapes())
+    plain = draw(arrays(dtype, shape, layouts="contiguous", frameworks="numpy"))
+    other = draw(arrays(dtype, shape, layouts=_ANY_ELEMENTS))
+    arranged = [
+        replace(case, elements=same.elements, seed=same.seed)
+        for case, same in zip(other.value, plain.value, strict=True)
+    ]
+    return Reduction(op, plain), Arrays(RankValues(*arranged))
+
+
+@st.composite
+def reductions_into(draw: st.DrawFn) -> tuple[Reduction, RankValues[ArrayCase]]:
+    """Draw a reduction, and an array on each rank to which its result can be written."""
+    reduction = draw(reductions())
+    like = reduction.arrays.value[0]
+    return reduction, draw(outs(like.dtype, like.shape))
+
+
+@st.composite
+def moved_into(draw: st.DrawFn) -> tuple[Arrays, RankValues[ArrayCase], RankValues[ArrayCase]]:
+    """Draw arrays to move, and on each rank an array for one of them and an array for all."""
+    drawn = draw(arrays(ranked.dtypes(movable=True), small_and_long()))
+    like = drawn.value[0]
+    one, all_ = outs(like.dtype, like.shape), outs(like.dtype, (rank_count(), *like.shape))
+    return drawn, draw(one), draw(all_)
+
+
+# The frameworks that have every dtype, and arithmetic that works as NumPy's.
+complete_frameworks: Final = tuple(
+    name for name in ("numpy", "torch") if name in ranked.installed_frameworks()
+)
+
+# The frameworks whose arrays can be passed as `out=`.
+_WRITEABLE: Final = ("numpy", "torch", "array_api_strict", "cupy")
+
+
+def outs(dtype: str, shape: Shape) -> Strategy[RankValues[ArrayCase]]:
+    """Draw an array for each rank, in any layout in which every element can be written."""
+    installed = [name for name in _WRITEABLE if name in ranked.installed_frameworks()]
+    return ranked.rank_arrays(
+        dtype, shape, layouts=_ANY_ELEMENTS, frameworks=installed, readonly=False
+    )
+
+
+@st.composite
+def equal_arrays(draw: st.DrawFn) -> ArrayCase:
+    """Draw an array of numbers with few digits: sums of a few of them are exact in every dtype."""
+    dtype = draw(ranked.dtypes("mean"))
+    digits = st.tuples(st.integers(-8, 8), st.integers(-6, 5))
+    number: Strategy[Any] = st.one_of(
+        digits.map(lambda drawn: drawn[0] * 2.0 ** drawn[1]), st.sampled_from((-0.0, np.nan))
+    )
+    if dtype_of(dtype).kind == "c":
+        number = st.builds(complex, number, number)
+    return draw(ranked.arrays(dtype, elements=number))
+
+
+@st.composite
+def orders_of_ranks(draw: st.DrawFn) -> list[int]:
+    """Draw an order of the ranks, the same on every rank."""
+    return draw(st.permutations(range(rank_count())))
+
+
+def orders_of_requests() -> Strategy[RankValues[list[int]]]:
+    """Draw, for each rank, the order in which it waits for three requests."""
+    return ranked.per_rank(st.permutations(range(3)))
+
+
+def objects() -> Strategy[Any]:
+    """Draw Python objects, small and large, that can be pickled and are equal to their copies."""
+    small = st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()
+    )
+    large = st.integers(0, 200_000).map(lambda n: random.Random(n).randbytes(n))
+    nested = st.recursive(
+        small,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.tuples(inner, inner),
+            st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        ),
+        max_leaves=6,
+    )
+    return st.one_of(nested, large)

@@ -1,0 +1,270 @@
+"""Laws of collectives that move data, and of the arguments and results of all of them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from arraycomm._communicator import Communicator
+from arraycomm._functions import allreduce_tree, synchronize
+from arraycomm.testing import strategies as ranked
+from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing._oracle import same_bits
+from arraycomm.testing.conformance._checks import (
+    check_copy,
+    check_elements,
+    check_like,
+    native,
+    neighbours_unchanged,
+    scribble,
+)
+from arraycomm.testing.conformance._inputs import (
+    Arrays,
+    Ragged,
+    Reduction,
+    Sealed,
+    arrays,
+    messages,
+    moved_into,
+    objects,
+    orders_of_ranks,
+    ragged,
+    reductions_of_rows,
+    rows,
+    sealed,
+)
+from arraycomm.testing.conformance._law import law
+
+
+class MovementLaws:
+    """What collectives promise that move data, and all collectives of arguments and results."""
+
+    @law(given_arrays=arrays(ranked.dtypes(movable=True)))
+    def test_allgather_stacks(self, comm: Communicator, given_arrays: Arrays) -> None:
+        """Row r of the result is the array of rank r, in every bit."""
+        x, want = given_arrays.build(comm.rank), np.stack(given_arrays.elements())
+        for result in (comm.allgather(x), comm.iallgather(x).wait()):
+            check_copy(check_like(result, x), want)
+
+    @law(given_arrays=arrays(ranked.dtypes(movable=True)), root=ranked.roots())
+    def test_bcast_copies(self, comm: Communicator, given_arrays: Arrays, root: int) -> None:
+        """Every rank gets the root's array, in every bit, and as an array of its own kind."""
+        x, want = given_arrays.build(comm.rank), given_arrays.elements()[root]
+        for result in (comm.bcast(x, root), comm.ibcast(x, root).wait()):
+            check_copy(check_like(result, x), want)
+
+    @law(
+        given_arrays=arrays(ranked.dtypes(movable=True)),
+        root=ranked.roots(),
+        how=ranked.per_rank(st.sampled_from(("nothing", "like", "x"))),
+    )
+    def test_bcast_needs_nothing_of_the_others(
+        self, comm: Communicator, given_arrays: Arrays, root: int, how: str
+    ) -> None:
+        """Other ranks may pass nothing, and get NumPy arrays, or pass an array as a prototype."""
+        x, want = given_arrays.build(comm.rank), given_arrays.elements()[root]
+        if comm.rank == root or how == "x":
+            check_copy(check_like(comm.bcast(x, root), x), want)
+        elif how == "like":
+            check_copy(check_like(comm.bcast(None, root, like=x), x), want)
+        else:
+            check_copy(check_like(comm.bcast(None, root), want), want)
+
+    @law(drawn=moved_into(), root=ranked.roots())
+    def test_moved_data_fills_any_out(
+        self, comm: Communicator, drawn: tuple[Arrays, Any, Any], root: int
+    ) -> None:
+        """`out` may have any layout; the memory between its elements stays as it is."""
+        given_arrays, out, stack = drawn
+        x, elements = given_arrays.build(comm.rank), given_arrays.elements()
+        with neighbours_unchanged(out):
+            assert comm.bcast(x if comm.rank == root else None, root, out=out) is out
+            check_copy(native(elements_of(out)), elements[root])
+        with neighbours_unchanged(stack):
+            assert comm.allgather(x, out=stack) is stack
+            check_copy(native(elements_of(stack)), np.stack(elements))
+
+    @law(given_arrays=arrays(ranked.dtypes(movable=True)), root=ranked.roots())
+    def test_gather_is_allgather_on_the_root_alone(
+        self, comm: Communicator, given_arrays: Arrays, root: int
+    ) -> None:
+        """`gather` stacks the arrays on `root`, and gives None to the others."""
+        x, want = given_arrays.build(comm.rank), np.stack(given_arrays.elements())
+        result = comm.gather(x, root)
+        assert (result is None) == (comm.rank != root)
+        if result is not None:
+            check_copy(check_like(result, x), want)
+
+    @law(given_arrays=rows(), root=ranked.roots())
+    def test_scatter_hands_out_rows(
+        self, comm: Communicator, given_arrays: Arrays, root: int
+    ) -> None:
+        """Rank r gets row r of the root's array; the other ranks need not pass an array."""
+        x, want = given_arrays.build(comm.rank), given_arrays.elements()[root][comm.rank, ...]
+        check_copy(check_like(comm.scatter(x, root, like=x), x), want)
+        local = x if comm.rank == root else None
+        check_copy(check_like(comm.scatter(local, root), want if local is None else x), want)
+
+    @law(given_arrays=rows())
+    def test_alltoall_transposes(self, comm: Communicator, given_arrays: Arrays) -> None:
+        """Row s on rank r is what rank s has in row r; two calls restore the input."""
+        x, elements = given_arrays.build(comm.rank), given_arrays.elements()
+        once = comm.alltoall(x)
+        check_copy(check_like(once, x), np.stack([own[comm.rank, ...] for own in elements]))
+        check_copy(elements_of(comm.alltoall(once)), elements[comm.rank])
+
+    @law(drawn=ragged(), root=ranked.roots())
+    def test_uneven_forms_join_rows(self, comm: Communicator, drawn: Ragged, root: int) -> None:
+        """The v-forms join rows in rank order, and return how many rows came from each rank."""
+        x, elements = drawn.arrays.build(comm.rank), drawn.arrays.elements()
+        joined, counts = comm.allgatherv(x, return_counts=True)
+        check_copy(check_like(joined, x), np.concatenate(elements))
+        assert list(counts) == [len(own) for own in elements]
+        gathered = comm.gatherv(x, root)
+        assert (gathered is None) == (comm.rank != root)
+        if gathered is not None:
+            check_copy(check_like(gathered, x), np.concatenate(elements))
+        share = comm.scatterv(x, drawn.counts[root], root, like=x)
+        check_copy(check_like(share, x), drawn.rows(root, comm.rank))
+        received, counts = comm.alltoallv(x, drawn.counts[comm.rank], return_counts=True)
+        parts = [drawn.rows(sender, comm.rank) for sender in range(comm.size)]
+        check_copy(check_like(received, x), np.concatenate(parts))
+        assert list(counts) == [len(part) for part in parts]
+
+    @law(given_arrays=messages(), order=orders_of_ranks(), tags=st.permutations((1, 2)))
+    def test_messages_arrive_as_they_were_sent(
+        self, comm: Communicator, given_arrays: Arrays, order: Sequence[int], tags: Sequence[int]
+    ) -> None:
+        """The receiver need know neither shape nor dtype; tags allow receiving in any order."""
+        dest, source = order[comm.rank], order.index(comm.rank)
+        x, want = given_arrays.build(comm.rank), given_arrays.elements()[source]
+        check_copy(check_like(comm.sendrecv(x, dest, source), want), want)
+        sent = [comm.isend(x, dest, 1), comm.isend(np.arange(3), dest, 2)]
+        for tag in tags:
+            check_copy(elements_of(comm.recv(source, tag)), want if tag == 1 else np.arange(3))
+        for request in sent:
+            request.wait()
+
+    @law(
+        reduction=reductions_of_rows(),
+        root=ranked.roots(),
+        seed=ranked.per_rank(st.integers(0, 99)),
+    )
+    def test_every_request_gives_what_its_blocking_call_gives(
+        self, comm: Communicator, reduction: Reduction, root: int, seed: int
+    ) -> None:
+        """All collectives may be outstanding at once, and be waited for in any order."""
+        x = reduction.arrays.build(comm.rank)
+        arguments = _arguments(comm, x, reduction.op, root)
+        requests = {name: getattr(comm, f"i{name}")(*args) for name, args in arguments.items()}
+        names = list(requests)
+        random.Random(seed).shuffle(names)
+        results = {name: requests[name].wait() for name in names}
+        for name, args in arguments.items():
+            blocking = getattr(comm, name)(*args)
+            assert (results[name] is None) == (blocking is None), name
+            if blocking is not None:
+                check_elements(elements_of(results[name]), elements_of(blocking), reduction.op)
+
+    @law(everyones=sealed(ranked.per_rank(objects())), root=ranked.roots())
+    def test_objects_arrive_equal(
+        self, comm: Communicator, everyones: Sealed[Any], root: int
+    ) -> None:
+        """Python objects arrive as equal objects of the same type."""
+        local = everyones.value[comm.rank]
+        assert comm.bcast_object(local, root) == everyones.value[root]
+        gathered = comm.allgather_object(local)
+        assert gathered == list(everyones.value)
+        assert list(map(type, gathered)) == list(map(type, everyones.value))
+        at_root = comm.gather_object(local, root)
+        assert at_root == (gathered if comm.rank == root else None)
+
+    @law(reduction=reductions_of_rows(), root=ranked.roots())
+    def test_input_is_not_modified(
+        self, comm: Communicator, reduction: Reduction, root: int
+    ) -> None:
+        """No call changes its arguments."""
+        x = reduction.arrays.build(comm.rank)
+        before = elements_of(x).tobytes()
+        for name, call in _calls(comm, x, reduction.op, root).items():
+            call()
+            assert elements_of(x).tobytes() == before, f"{name} changed its argument"
+
+    @law(reduction=reductions_of_rows(), root=ranked.roots())
+    def test_results_are_nobody_elses(
+        self, comm: Communicator, reduction: Reduction, root: int
+    ) -> None:
+        """A result shares memory with no argument, with no later result, and with no other rank.
+
+        Every rank writes its number into its result, and finds it there after the next call, whose
+        result is the same as the first one's.
+        """
+        x = reduction.arrays.build(comm.rank)
+        before = elements_of(x).tobytes()
+        for name, call in _calls(comm, x, reduction.op, root).items():
+            # Only calls after the first one of their kind may take the fast path.
+            call()
+            first = call()
+            values = [elements_of(result).copy() for result in first]
+            writeable = [scribble(result, comm.rank + 1) for result in first]
+            second = call()
+            comm.barrier()
+            for result, later, value, written in zip(first, second, values, writeable, strict=True):
+                assert same_bits(elements_of(later), value), f"{name} gave something else"
+                _check_no_alias(name, x, result, later)
+                if written:
+                    content = set(elements_of(result).tobytes())
+                    assert content <= {comm.rank + 1}, f"something wrote to a result of {name}"
+            assert elements_of(x).tobytes() == before, f"a result of {name} is its argument"
+
+
+def _arguments(comm: Communicator, x: Any, op: str, root: int) -> dict[str, tuple[Any, ...]]:
+    """Return the arguments of each collective that accepts an array with a row for each rank."""
+    one_each = [1] * comm.size
+    return {
+        "allreduce": (x, op),
+        "reduce": (x, op, root),
+        "reduce_scatter": (x, op),
+        "scan": (x, op),
+        "exscan": (x, op),
+        "bcast": (x, root),
+        "allgather": (x,),
+        "allgatherv": (x,),
+        "gather": (x, root),
+        "gatherv": (x, root),
+        "scatter": (x, root),
+        "scatterv": (x, one_each, root),
+        "alltoall": (x,),
+        "alltoallv": (x, one_each),
+    }
+
+
+def _calls(comm: Communicator, x: Any, op: str, root: int) -> dict[str, Callable[[], list[Any]]]:
+    """Return functions that call a collective with `x`, and return its results."""
+
+    def call(name: str, *args: Any) -> list[Any]:
+        result = getattr(comm, name)(*args)
+        return [] if result is None else [result]
+
+    collectives = {
+        name: functools.partial(call, name, *args)
+        for name, args in _arguments(comm, x, op, root).items()
+    }
+    return {
+        **collectives,
+        "iallreduce": lambda: [comm.iallreduce(x, op).wait()],
+        "synchronize": lambda: list(synchronize([x], root=root, comm=comm)),
+        "allreduce_tree": lambda: list(allreduce_tree([x], op, comm=comm)),
+    }
+
+
+def _check_no_alias(name: str, *results: Any) -> None:
+    memories = [elements_of(result) for result in results]
+    for number, memory in enumerate(memories):
+        for other in memories[:number]:
+            assert not np.shares_memory(memory, other), f"a result of {name} shares memory"

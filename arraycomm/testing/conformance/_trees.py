@@ -1,0 +1,197 @@
+"""Laws of pytrees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import numpy as np
+from hypothesis import strategies as st
+
+from arraycomm._communicator import Communicator
+from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
+from arraycomm._training.join import join
+from arraycomm._training.metrics import mean_metrics
+from arraycomm.testing import strategies as ranked
+from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing._oracle import expected
+from arraycomm.testing.conformance._checks import (
+    check_copy,
+    check_elements,
+    check_leaf,
+    check_like,
+    check_mean,
+    is_array,
+    leaves_of,
+    native,
+)
+from arraycomm.testing.conformance._inputs import Arrays, Sealed, complete_frameworks, sealed
+from arraycomm.testing.conformance._law import law
+from arraycomm.testing.conformance._tree_inputs import (
+    gradients,
+    kept_trees,
+    metrics,
+    reducible_trees,
+    state_trees,
+)
+
+
+class TreeLaws:
+    """What functions of pytrees promise."""
+
+    @law(tree=state_trees(), root=ranked.roots())
+    def test_synchronize_gives_all_the_values_of_root(
+        self, comm: Communicator, tree: Sealed[Any], root: int
+    ) -> None:
+        """Structure, containers and kinds of leaves stay, and all values are the root's."""
+        local, roots = tree.on(comm.rank), tree.on(root)
+        got = synchronize(local, root=root, comm=comm)
+        for leaf, like, want in leaves_of(got, local, roots):
+            check_leaf(leaf, like, want)
+
+    @law(tree=state_trees(), root=ranked.roots())
+    def test_synchronize_is_idempotent(
+        self, comm: Communicator, tree: Sealed[Any], root: int
+    ) -> None:
+        """Trees that are equal on all ranks stay as they are."""
+        once = synchronize(tree.on(comm.rank), root=root, comm=comm)
+        twice = synchronize(once, root=(root + 1) % comm.size, comm=comm)
+        for leaf, before in leaves_of(twice, once):
+            check_leaf(leaf, before, before)
+
+    @law(
+        tree=state_trees(complete_frameworks),
+        root=ranked.roots(),
+        has_tree=ranked.per_rank(st.booleans()),
+    )
+    def test_none_takes_the_tree_of_root(
+        self, comm: Communicator, tree: Sealed[Any], root: int, has_tree: bool
+    ) -> None:
+        """A rank that passes None gets the root's tree; others keep their own kinds of leaves."""
+        roots = tree.on(root)
+        hypothesis.assume(roots is not None)
+        local = tree.on(comm.rank) if has_tree or comm.rank == root else None
+        got = synchronize(local, root=root, comm=comm)
+        for leaf, like, want in leaves_of(got, roots if local is None else local, roots):
+            if local is None and is_array(want):
+                assert type(leaf) is type(want)
+                check_copy(native(elements_of(leaf)), native(elements_of(want)))
+            else:
+                check_leaf(leaf, like, want)
+
+    @law(tree=kept_trees(), root=ranked.roots())
+    def test_synchronize_leaves_functions_and_generators_alone(
+        self, comm: Communicator, tree: Any, root: int
+    ) -> None:
+        """A leaf without values stays the same object."""
+        for leaf, before in leaves_of(synchronize(tree, root=root, comm=comm), tree):
+            assert leaf is before, f"got {leaf!r}, not {before!r}"
+
+    @law(tree=state_trees(), drawn=reducible_trees())
+    def test_ties_stay_ties(
+        self, comm: Communicator, tree: Sealed[Any], drawn: tuple[str, Any]
+    ) -> None:
+        """Leaves that are one array stay one, and other leaves do not share memory."""
+        state, (op, summands) = tree.on(comm.rank), drawn
+        _check_ties(synchronize(state, comm=comm), state)
+        _check_ties(allreduce_tree(summands, op, comm=comm), summands)
+
+    @law(drawn=reducible_trees(), bucket_bytes=st.integers(1, 1 << 17))
+    def test_allreduce_tree_reduces_every_leaf(
+        self, comm: Communicator, drawn: tuple[str, Any], bucket_bytes: int
+    ) -> None:
+        """Each leaf is the result of `allreduce`, however leaves are fused; None stays None."""
+        op, tree = drawn
+        wants = [None if x is None else comm.allreduce(x, op) for (x,) in leaves_of(tree)]
+        for options in ({}, {"bucket_bytes": bucket_bytes}):
+            got = allreduce_tree(tree, op, comm=comm, **options)
+            for (leaf, like), want in zip(leaves_of(got, tree), wants, strict=True):
+                if like is None:
+                    assert leaf is None, f"got {leaf!r}, not None"
+                else:
+                    check_elements(check_like(leaf, like), elements_of(want), op)
+
+    @law(drawn=reducible_trees())
+    def test_a_plan_does_what_allreduce_tree_does(
+        self, comm: Communicator, drawn: tuple[str, Any]
+    ) -> None:
+        """The results are the same bits in every call, whether or not earlier results are kept."""
+        op, tree = drawn
+        want, plan = allreduce_tree(tree, op, comm=comm), comm.plan(tree, op)
+        kept = [plan(tree) for _ in range(3)]
+        for got in (*kept, plan(tree)):
+            for leaf, like, wanted in leaves_of(got, tree, want):
+                if like is None:
+                    assert leaf is None, f"got {leaf!r}, not None"
+                else:
+                    check_elements(check_like(leaf, like), elements_of(wanted), op)
+
+    @law(drawn=metrics())
+    def test_metrics_are_means_by_weight(
+        self, comm: Communicator, drawn: tuple[Sealed[Any], Sealed[Any]]
+    ) -> None:
+        """The result is Σ w·x / Σ w without ranks of weight 0; NaN if all weights are 0."""
+        values, weights = drawn
+        got = mean_metrics(values.on(comm.rank), weights.on(comm.rank), comm=comm)
+        for number, mean in enumerate(got):
+            check_mean(
+                mean,
+                [values.on(rank)[number] for rank in range(comm.size)],
+                [weights.on(rank) for rank in range(comm.size)],
+            )
+
+    @law(
+        counts=sealed(ranked.per_rank(st.integers(0, 3))),
+        weights=sealed(ranked.per_rank(st.integers(1, 4))),
+        length=st.sampled_from((1, 5000)),
+    )
+    def test_join_is_the_mean_over_the_batches_of_each_step(
+        self, comm: Communicator, counts: Sealed[int], weights: Sealed[int], length: int
+    ) -> None:
+        """The mean is weighted, over the ranks that have a batch; afterwards all are in step."""
+        with join(comm) as joined:
+            for step in range(counts.on(comm.rank)):
+                joined.weight = weights.on(comm.rank)
+                got = allreduce_gradients(np.full(length, 8.0 * comm.rank + step), comm=comm)
+                live = [rank for rank in range(comm.size) if step < counts.on(rank)]
+                # Sums of small integers are exact.
+                total = sum(weights.on(rank) * (8.0 * rank + step) for rank in live)
+                want = total / sum(weights.on(rank) for rank in live)
+                assert got.tolist() == [want] * length, f"got {got[0]}, not {want}"
+        last = max(counts.on(rank) for rank in range(comm.size))
+        assert joined.synchronize(counts.on(comm.rank)) == last
+
+    @law(drawn=gradients())
+    def test_missing_gradients_count_as_zeros(
+        self, comm: Communicator, drawn: tuple[str, Sequence[Arrays], Sealed[Any]]
+    ) -> None:
+        """None on some ranks counts as zeros; None on all ranks stays None."""
+        op, leaves, present = drawn
+        has = present.value
+        local = [
+            leaf.build(comm.rank) if own else None
+            for leaf, own in zip(leaves, has[comm.rank], strict=True)
+        ]
+        got = allreduce_gradients(local, op, comm=comm)
+        for number, leaf in enumerate(leaves):
+            if not any(others[number] for others in has):
+                assert got[number] is None
+                continue
+            parts = [
+                elements if has[rank][number] else np.zeros_like(elements)
+                for rank, elements in enumerate(leaf.elements())
+            ]
+            check_elements(elements_of(got[number]), expected(parts, op), op)
+
+
+def _check_ties(got: Any, before: Any) -> None:
+    """Fail unless the same leaves of both trees are one array."""
+    pairs = [pair for pair in leaves_of(got, before) if is_array(pair[1])]
+    for number, (leaf, like) in enumerate(pairs):
+        for other, other_like in pairs[:number]:
+            if like is other_like:
+                assert leaf is other, "an array that was found twice became two"
+            else:
+                shared = np.shares_memory(elements_of(leaf), elements_of(other))
+                assert not shared, "two arrays share memory"
