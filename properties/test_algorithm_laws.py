@@ -9,16 +9,13 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import strategies as st
 
-from arraycomm._collectives import algorithms
+from arraycomm._collectives import algorithms, selection
 from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._law_values import (
-    Reduction,
-    check_elements,
-    elements_of,
-    reductions,
-    reductions_of_sizes,
-)
+from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing.conformance._checks import check_elements
+from arraycomm.testing.conformance._inputs import Reduction, reductions, reductions_of_sizes
+from tests.support import internals
 
 
 class _Choice(threading.local):
@@ -33,10 +30,12 @@ _choice = _Choice()
 
 @pytest.fixture(scope="module", autouse=True)
 def _choices_are_made_here() -> Iterator[None]:
-    choose, chunks = algorithms._choose, algorithms._chunks
+    choose, chunks = selection.choose, algorithms._chunks
 
-    def choose_here(link, source):
-        return choose(link, source) if _choice.way is None or link.size == 1 else _choice.way
+    def choose_here(nbytes, size, payload, shared):
+        if _choice.way is None or size == 1:
+            return choose(nbytes, size, payload, shared)
+        return selection.Algorithm(_choice.way)
 
     def chunks_here(link, array, rows=1):
         if _choice.chunk is None:
@@ -45,7 +44,7 @@ def _choices_are_made_here() -> Iterator[None]:
         return (range(start, min(start + starts.step, len(array))) for start in starts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(algorithms, "_choose", choose_here)
+        patch.setattr(selection, "choose", choose_here)
         patch.setattr(algorithms, "_chunks", chunks_here)
         yield
 
@@ -61,7 +60,7 @@ def _choosing(way: str, chunk: int | None = None) -> Iterator[None]:
 
 def _check(comm, reduction: Reduction, root: int) -> None:
     # Nothing is so small that it travels with the header.
-    comm._inline = -1
+    internals.set_inline_bytes(comm, -1)
     op, x, want = reduction.op, reduction.arrays.build(comm.rank), reduction.fold()
     check_elements(elements_of(comm.allreduce(x, op)), want, op)
     result = comm.reduce(x, op, root)

@@ -11,10 +11,11 @@ import os
 from collections.abc import Sequence
 
 from arraycomm import _launch
-from arraycomm._communicator import Communicator, Options
+from arraycomm._communicator import Communicator
 from arraycomm._transports.base import Transport
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing.conformance import Conformance
+from tests.support import internals
 
 TIMEOUT = 60.0
 
@@ -36,10 +37,7 @@ else:
         """Return a communicator whose board is in shared memory, or goes by messages."""
         from mpi4py import MPI
 
-        from arraycomm._transports.mpi import MPITransport
-
-        transport = MPITransport(MPI.COMM_WORLD.Dup(), share=share)
-        return Communicator(transport, Options(timeout=TIMEOUT))
+        return internals.mpi_communicator(MPI.COMM_WORLD.Dup(), share=share, timeout=TIMEOUT)
 
     class TestSharedMemory(Conformance):
         def world(self) -> Communicator:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from arraycomm import Communicator, _launch
 from arraycomm.testing import given, run
-from arraycomm.testing._given import Group, lockstep_over
+from arraycomm.testing._rank_groups import RankGroup, lockstep_over
 from properties.programs import Player, Program, programs
 from properties.test_laws import TIMEOUT
 
@@ -37,11 +37,11 @@ if LAUNCHED:
     from properties.test_laws import over_mpi
 
     class TestSharedMemory(Machine):
-        def _group(self) -> Group:
+        def _group(self) -> RankGroup:
             return lockstep_over(over_mpi(share=True))
 
     class TestMessages(Machine):
-        def _group(self) -> Group:
+        def _group(self) -> RankGroup:
             return lockstep_over(over_mpi(share=False))
 
 else:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arraycomm._trees.fusion import cut, lay_out
+from arraycomm._trees.layout import cut, lay_out
 from arraycomm.testing import strategies as ranked
 
 specs_of_leaves = st.lists(

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.on_ranks import few, is_spared, on_ranks, several, size, transport
+from tests.support.pairwise import thinned
+
+__all__ = ["few", "on_ranks", "several", "size", "transport"]
+
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 # Seconds after which a test hangs, and after which the clock is set back for the next test.
@@ -77,3 +82,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.unregister(reporter)
     config.pluginmanager.register(pytest.TerminalReporter(config, nowhere), "terminalreporter")
     config.pluginmanager.register(_FailuresOfOneRank(rank))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = thinned([item for item in items if not is_spared(item)])
+    left_out = set(items).difference(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.adapters.gradients import SIZES, STEPS, Gradients, gradients, reduced, zeros
-from tests.launcher import needs_mpiexec, run_python
+from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
+from tests.support.launched import run_pytest
+from tests.support.launcher import needs_mpiexec
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
@@ -71,9 +73,14 @@ def test_the_state_is_that_of_the_plain_transformation(make: Make) -> None:
             np.testing.assert_array_equal(leaf, plain, strict=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("make", [sgd, adam, scheduled])
+@pytest.mark.parametrize(
+    ("make", "op", "size"),
+    [
+        *((sgd, "mean", 1), (sgd, "sum", 2), (sgd, "mean", 3), (sgd, "sum", 4)),
+        *((adam, "sum", 1), (adam, "mean", 2), (adam, "sum", 3), (adam, "mean", 4)),
+        *((scheduled, "sum", 3), (scheduled, "mean", 4)),
+    ],
+)
 def test_an_update_is_the_plain_one_with_the_reduced_gradients(
     make: Make, op: str, size: int
 ) -> None:
@@ -183,8 +190,7 @@ def world() -> Iterator[ac.Communicator]:
 class TestCompiled:
     """On as many ranks as there are processes; `test_compiled_on_processes` runs them on more."""
 
-    @pytest.mark.parametrize("op", ["mean", "sum"])
-    @pytest.mark.parametrize("make", [sgd, adam, scheduled])
+    @pytest.mark.parametrize(("make", "op"), [(sgd, "sum"), (adam, "mean"), (scheduled, "sum")])
     def test_an_update_is_the_plain_one_with_the_reduced_gradients(
         self, make: Make, op: str, world: ac.Communicator
     ) -> None:
@@ -237,9 +243,9 @@ class TestCompiled:
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_compiled_on_processes(ranks: int) -> None:
-    command = ("-m", "pytest", "-p", "no:cacheprovider", f"{__file__}::TestCompiled")
-    job = run_python(*command, ranks=ranks)
+@pytest.mark.each_mpi
+def test_compiled_on_processes() -> None:
+    files = (__file__, str(Path(__file__).with_name("test_accumulation.py")))
+    job = run_pytest(*(f"{name}::TestCompiled" for name in files), ranks=3)
     assert job.returncode == 0, job.stdout + job.stderr
     assert " passed" in job.stdout

@@ -4,18 +4,19 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import algorithms
+from arraycomm._collectives import selection
 from arraycomm._communicator import Communicator
-from tests.collectives.standin import DeviceArray, devices
+from tests.support import internals
+from tests.support.device_standin import DeviceArray, devices
 
 
 @pytest.mark.parametrize("count", [0, 1, 16, 17, 100, 4096, 4097, 65_536, 65_537, 200_000])
 def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> None:
     taken: set[str] = set()
-    choose = algorithms.choose
+    choose = selection.choose
 
     def spy(*args) -> str:
-        taken.add(choose(*args))
+        taken.add(choose(*args).value)
         return choose(*args)
 
     def check(comm: Communicator) -> None:
@@ -26,12 +27,12 @@ def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> Non
         comm.barrier()
         comm.allreduce(x)
         comm.barrier()
-        inline = x.nbytes <= comm._inline
+        inline = x.nbytes <= internals.inline_bytes(comm)
         assert taken == (set() if inline else {way})
         assert way == ("local" if comm.size == 1 else way)
         assert (way == "header") == (inline and comm.size > 1)
 
-    monkeypatch.setattr(algorithms, "choose", spy)
+    monkeypatch.setattr(selection, "choose", spy)
     on_ranks(size, check)
 
 

@@ -8,8 +8,8 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
-from tests.collectives.conftest import LAUNCH
-from tests.launcher import needs_mpiexec, run_python
+from tests.support.launcher import needs_mpiexec, run_python
+from tests.support.on_ranks import LAUNCH
 
 EVERYTHING = """
 import numpy as np

@@ -16,13 +16,14 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._collectives import messages
-from arraycomm._communicator import Communicator, Options
+from arraycomm._communicator import Communicator
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
 from arraycomm.testing.strategies import ArrayCase, installed_frameworks
-from tests.collectives.conftest import LAUNCH
-from tests.collectives.oracle import DTYPES, same_bits, sample
-from tests.launcher import needs_mpiexec, run_python
+from tests.support import internals
+from tests.support.launcher import needs_mpiexec, run_python
+from tests.support.on_ranks import LAUNCH
+from tests.support.oracle import DTYPES, same_bits, sample
 
 Array = np.ndarray[Any, Any]
 
@@ -465,9 +466,11 @@ def test_messages_progress_while_the_caller_does_something_else(on_ranks) -> Non
             peer, out = 1 - comm.rank, np.empty(LONG)
             requests = [comm.irecv(peer, out=out), comm.isend(_numbered(LONG, comm.rank), peer)]
             deadline = time.monotonic() + 10
-            while not all(r._task.finished for r in requests) and time.monotonic() < deadline:
+            while (
+                not all(internals.is_finished(r) for r in requests) and time.monotonic() < deadline
+            ):
                 time.sleep(0.001)
-            assert all(request._task.finished for request in requests)
+            assert all(internals.is_finished(request) for request in requests)
             assert np.array_equal(out, _numbered(LONG, peer))
         comm.barrier()
 
@@ -497,7 +500,7 @@ def test_blocking_messages_start_no_thread(on_ranks, size) -> None:
         raise AssertionError("a thread was started for a message that is waited for")
 
     def check(comm: Communicator) -> None:
-        comm._engine._start_progress = refuse  # type: ignore[method-assign]
+        internals.call_instead_of_progress_thread(comm, refuse)
         right, left = _ring(comm)
         for count in LENGTHS:
             comm.sendrecv(_numbered(count, comm.rank), right, left)
@@ -754,27 +757,26 @@ def test_all_receives_that_nobody_sends_say_so(on_ranks) -> None:
 def test_message_that_comes_too_late_finds_its_memory_in_place(on_ranks, transport) -> None:
     if transport == "threads":
         pytest.skip("the receiver fetches from threads; MPI writes")
-    from arraycomm._transports.mpi import _Movement
 
     def check(comm: Communicator) -> None:
         impatient = comm.dup(timeout=TIMEOUT)
         # Other tests may have left some that nobody will ever finish.
-        before = set(_Movement.under_way)
+        before = set(internals.mpi_movements())
         if comm.rank == 1:
             requests = [impatient.irecv(0) for _ in range(3)]
             for request in requests:
                 with pytest.raises(ac.CommTimeoutError):
                     request.wait()
             del requests, request
-            impatient._engine.interrupted = None
+            internals.forget_interruption(impatient)
             gc.collect()
-            assert len(_Movement.under_way - before) == 3
+            assert len(internals.mpi_movements() - before) == 3
         comm.barrier()
         if comm.rank == 0:
             for _ in range(3):
                 impatient.send(np.ones(SHORT), 1)
         comm.barrier()
-        for movement in _Movement.under_way - before:
+        for movement in internals.mpi_movements() - before:
             while not movement.done():
                 time.sleep(0.001)
 
@@ -906,8 +908,8 @@ def test_message_of_a_rank_that_failed_has_some_time_to_arrive() -> None:
                 raise ZeroDivisionError
         comm.barrier()
         if comm.rank == 1:
-            recv = other._link.recv
-            other._link.recv = lambda *args: Late(recv(*args))  # type: ignore[method-assign]
+            recv = internals.transport(other).recv
+            internals.transport(other).recv = lambda *args: Late(recv(*args))  # type: ignore[method-assign]
             assert other.recv(0) == 1
 
     run(2, check)
@@ -926,7 +928,7 @@ def test_mismatch_ends_receives_that_nobody_sends_any_more(on_ranks) -> None:
         comm.barrier()
         # So that MPI is left with nothing under way.
         _, left = _ring(broken)
-        broken._link.send(np.zeros(1, np.uint8), left, 0)
+        internals.transport(broken).send(np.zeros(1, np.uint8), left, 0)
         comm.barrier()
 
     on_ranks(2, check)
@@ -959,7 +961,7 @@ def test_interrupted_receive_takes_no_later_message() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    comm = Communicator(SelfTransport(), Options())
+    comm = internals.communicator(SelfTransport())
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -967,7 +969,7 @@ def test_interrupted_receive_takes_no_later_message() -> None:
             comm.recv(0)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert comm._engine.idle or all(task.finished for task in comm._engine._messages)
+    assert internals.waits_for_no_message(comm)
     with pytest.raises(ac.CommunicatorClosedError, match="KeyboardInterrupt"):
         comm.recv(0)
 
@@ -977,8 +979,9 @@ def test_interrupted_receive_takes_no_later_message() -> None:
 # Without a thread, nothing makes progress between the calls.
 DROPPED = """
 import warnings, numpy as np, arraycomm as ac
+from tests.support import internals
 comm = ac.init()
-comm._engine._threaded = False
+internals.forbid_progress_thread(comm)
 right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 out = np.zeros(20_000)
 comm.isend(np.full(20_000, comm.rank + 1.0), right)
@@ -991,7 +994,7 @@ assert (out == left + 1).all()
 WARNED = """
 (warning,) = caught
 assert issubclass(warning.category, RuntimeWarning)
-assert "request made at <string>:7 was never waited for" in str(warning.message)
+assert "request made at <string>:8 was never waited for" in str(warning.message)
 """
 
 

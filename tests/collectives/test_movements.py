@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,8 +13,10 @@ import pytest
 import arraycomm as ac
 from arraycomm._collectives import algorithms
 from arraycomm._communicator import Communicator
-from arraycomm._transports.base import Blocks
-from tests.collectives.oracle import DTYPES
+from tests.support import internals
+from tests.support.frameworks import converter
+from tests.support.layouts import LAYOUTS, OUTS
+from tests.support.oracle import DTYPES
 
 Array = np.ndarray[Any, Any]
 
@@ -122,13 +124,6 @@ def name(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(params=[1, 3])
-def few(request: pytest.FixtureRequest) -> int:
-    """One rank alone, or several, where the number makes no other difference."""
-    number: int = request.param
-    return number
-
-
 # Nothing, a row, few; around 128 bytes and 32 KiB, up to which data travels with the header; many.
 LENGTHS = [0, 1, 3, 4, 5, 7, 15, 16, 17, 1024, 1025, 2048, 4096, 4097, 20_000]
 
@@ -223,29 +218,6 @@ def test_bcast_of_bfloat16_with_more_than_eight_dimensions(on_ranks, size) -> No
         assert same(comm.bcast(None if comm.rank else x, 0), x)
 
     on_ranks(size, check)
-
-
-def _locked(array: Array) -> Array:
-    array.flags.writeable = False
-    return array
-
-
-def _unaligned(array: Array) -> Array:
-    raw = np.empty(array.nbytes + 1, np.uint8)[1:]
-    view = np.frombuffer(raw.data, array.dtype).reshape(array.shape)
-    view[...] = array
-    return view
-
-
-LAYOUTS: dict[str, Callable[[Array], Array]] = {
-    "contiguous": lambda a: a.copy(),
-    "sliced": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
-    "rows sliced": lambda a: np.repeat(a, 3, axis=0)[::3],
-    "fortran": np.asfortranarray,
-    "negative": lambda a: a[::-1, ::-1].copy()[::-1, ::-1],
-    "read-only": lambda a: _locked(a.copy()),
-    "unaligned": lambda a: _unaligned(a.copy()),
-}
 
 
 @pytest.mark.parametrize("length", [3, 3_000])
@@ -363,7 +335,7 @@ def test_counts_may_be_any_sequence_of_integers(on_ranks, few, kind) -> None:
 def test_more_counts_than_travel_with_the_header(on_ranks, several, name) -> None:
     def check(comm: Communicator) -> None:
         # As on many ranks between nodes: not even one count for each fits.
-        comm._inline = 8
+        internals.set_inline_bytes(comm, 8)
         for length in (0, 1, 3, 9_000):
             arrays, counts = inputs(name, comm.size, length)
             root = comm.size - 1
@@ -408,7 +380,7 @@ def test_more_bytes_than_one_movement_takes_go_in_pieces(
 
     def check(comm: Communicator) -> None:
         # So that little data is more than travels with the header.
-        comm._inline = 128
+        internals.set_inline_bytes(comm, 128)
         for length in (limit // 8 // comm.size, limit // 8, limit // 8 + 1, limit // 2):
             arrays, counts = inputs(name, comm.size, max(length, 20))
             root = comm.size - 1
@@ -442,28 +414,11 @@ def test_no_single_movement_exceeds_its_limit(on_ranks, name, monkeypatch) -> No
 
     def check(comm: Communicator) -> None:
         arrays, counts = inputs(name, comm.size, 9_000)
-        largest = spans(comm._link)
+        largest = internals.spans(comm)
         call(comm, name, arrays[comm.rank], counts[comm.rank])
         assert 0 < max(largest) <= limit
 
     on_ranks(3, check)
-
-
-def spans(link: Any) -> list[int]:
-    """Return a list that gets the bytes that each movement of the transport reaches over."""
-    found: list[int] = []
-    for primitive in ("alltoall", "allgather", "gather", "scatter", "bcast"):
-        setattr(link, primitive, _measured(getattr(link, primitive), found))
-    return found
-
-
-def _measured(move: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
-    def measured(*args: Any) -> Any:
-        buffers = [arg.buffer if isinstance(arg, Blocks) else arg for arg in args]
-        found.extend(buffer.nbytes for buffer in buffers if isinstance(buffer, np.ndarray))
-        return move(*args)
-
-    return measured
 
 
 # Results --------------------------------------------------------------------------------------
@@ -497,15 +452,6 @@ def test_results_are_aligned_for_the_frameworks(on_ranks, few, name) -> None:
             assert result is None or result.ctypes.data % 64 == 0
 
     on_ranks(few, check)
-
-
-OUTS: dict[str, Callable[[Array], Array]] = {
-    "contiguous": np.zeros_like,
-    "transposed": lambda a: np.zeros(a.shape[::-1], a.dtype).T,
-    "strided": lambda a: np.zeros((*a.shape[:-1], a.shape[-1] * 2), a.dtype)[..., ::2],
-    "negative": lambda a: np.zeros_like(a)[::-1],
-    "unaligned": lambda a: _unaligned(np.zeros_like(a)),
-}
 
 
 @pytest.mark.parametrize("length", [4, 9_000])
@@ -591,17 +537,10 @@ def test_out_may_hold_the_part_that_is_sent(on_ranks, few, length) -> None:
 # Frameworks -----------------------------------------------------------------------------------
 
 
-def _framework(name: str) -> Callable[[Array], Any]:
-    if name == "numpy":
-        return lambda a: a
-    pytest.importorskip(name)
-    return lambda a: ac.exchange(a, name, copy=True)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_each_framework_gets_its_own_back(on_ranks, name, framework, dtype) -> None:
-    make = _framework(framework)
+    make = converter(framework)
 
     def check(comm: Communicator) -> None:
         for length in (3, 9_000):
@@ -617,7 +556,7 @@ def test_each_framework_gets_its_own_back(on_ranks, name, framework, dtype) -> N
 
 
 def test_frameworks_may_differ_between_ranks(on_ranks, several, name) -> None:
-    makes = [_framework(framework) for framework in ("jax", "numpy", "torch")]
+    makes = [converter(framework) for framework in ("jax", "numpy", "torch")]
 
     def check(comm: Communicator) -> None:
         for length in (3, 9_000):

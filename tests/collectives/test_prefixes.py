@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import algorithms
+from arraycomm._collectives import algorithms, selection
 from arraycomm._communicator import Communicator
-from tests.collectives.oracle import DTYPES, OPS, expected, family, same_bits, same_result, sample
-from tests.collectives.test_movements import spans
+from tests.support import internals
+from tests.support.layouts import LAYOUTS, OUTS
+from tests.support.oracle import DTYPES, OPS, expected, family, same_bits, same_result, sample
 
 Array = np.ndarray[Any, Any]
 
@@ -60,24 +61,24 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_part_is_the_fold_in_rank_order(on_ranks, size, dtype, monkeypatch) -> None:
+def test_each_part_is_the_fold_in_rank_order(on_ranks, size, name, dtype, monkeypatch) -> None:
     """With the check and without, whether it fits in the header or takes several chunks."""
-    monkeypatch.setattr(algorithms, "CHUNK_BYTES", 2_000)
+    monkeypatch.setattr(selection, "CHUNK_BYTES", 2_000)
 
     def check(comm: Communicator) -> None:
         unchecked = comm.dup(check=False)
         # So that little data is more than travels with the header.
-        comm._inline = unchecked._inline = 128
+        for each in (comm, unchecked):
+            internals.set_inline_bytes(each, 128)
         for op in OPS[family(dtype)]:
             for count in (1, 7, 5_003 // dtype.itemsize // comm.size):
                 arrays = inputs(dtype, comm.size, count, op)
-                for name in PARTS:
-                    right = want(name, arrays, comm.rank, op)
-                    mine = arrays[comm.rank].copy()
-                    for each in (comm, unchecked):
-                        got = getattr(each, name)(mine, op)
-                        assert same(got, right, op), (name, op, count)
-                    assert mine.tobytes() == arrays[comm.rank].tobytes(), "x stays as it is"
+                right = want(name, arrays, comm.rank, op)
+                mine = arrays[comm.rank].copy()
+                for each in (comm, unchecked):
+                    got = getattr(each, name)(mine, op)
+                    assert same(got, right, op), (op, count)
+                assert mine.tobytes() == arrays[comm.rank].tobytes(), "x stays as it is"
 
     on_ranks(size, check)
 
@@ -86,7 +87,7 @@ def test_each_part_is_the_fold_in_rank_order(on_ranks, size, dtype, monkeypatch)
 def test_result_does_not_depend_on_the_chunk_size(on_ranks, name, chunk, monkeypatch) -> None:
     def check(comm: Communicator) -> list[bytes | None]:
         # So that little data is more than travels with the header.
-        comm._inline = 128
+        internals.set_inline_bytes(comm, 128)
         results = []
         for dtype in (np.float32, np.complex128, ml_dtypes.bfloat16):
             x = inputs(dtype, comm.size, 301)[comm.rank]
@@ -94,7 +95,7 @@ def test_result_does_not_depend_on_the_chunk_size(on_ranks, name, chunk, monkeyp
         return [None if result is None else result.tobytes() for result in results]
 
     whole = on_ranks(3, check)
-    monkeypatch.setattr(algorithms, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(selection, "CHUNK_BYTES", chunk)
     assert on_ranks(3, check) == whole
 
 
@@ -110,10 +111,10 @@ def test_more_elements_than_are_folded_at_a_time(on_ranks, size, name) -> None:
 def test_more_bytes_than_one_movement_takes(on_ranks, size, name, monkeypatch) -> None:
     limit = 4096
     monkeypatch.setattr(algorithms, "MAX_BYTES", limit)
-    monkeypatch.setattr(algorithms, "CHUNK_BYTES", 3_000)
+    monkeypatch.setattr(selection, "CHUNK_BYTES", 3_000)
 
     def check(comm: Communicator) -> None:
-        largest = spans(comm._link)
+        largest = internals.spans(comm)
         arrays = inputs(np.float64, comm.size, 5_001)
         got = getattr(comm, name)(arrays[comm.rank])
         assert same(got, want(name, arrays, comm.rank, "sum"), "sum")
@@ -238,10 +239,8 @@ def test_one_number_for_each_rank_is_reduced_and_scattered(on_ranks, size) -> No
     on_ranks(size, check)
 
 
-LAYOUTS = {
-    "sliced": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
-    "fortran": np.asfortranarray,
-    "negative": lambda a: a[::-1, ::-1].copy()[::-1, ::-1],
+PLACED = {
+    **LAYOUTS,
     "broadcast": lambda a: np.broadcast_to(a, a.shape),
     "other byte order": lambda a: a.astype(">f8"),
 }
@@ -249,7 +248,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("count", [3, 9_000])
 def test_layout_does_not_matter_and_may_differ_between_ranks(on_ranks, name, count) -> None:
-    layouts = list(LAYOUTS.values())
+    layouts = list(PLACED.values())
 
     def check(comm: Communicator) -> None:
         arrays = inputs(np.float64, comm.size, count)
@@ -259,14 +258,6 @@ def test_layout_does_not_matter_and_may_differ_between_ranks(on_ranks, name, cou
             assert same(getattr(comm, name)(mine), right, "sum")
 
     on_ranks(3, check)
-
-
-OUTS = {
-    "contiguous": np.zeros_like,
-    "transposed": lambda a: np.zeros(a.shape[::-1], a.dtype).T,
-    "strided": lambda a: np.zeros((*a.shape[:-1], a.shape[-1] * 2), a.dtype)[..., ::2],
-    "negative": lambda a: np.zeros_like(a)[::-1],
-}
 
 
 @pytest.mark.parametrize("kind", OUTS)
@@ -285,7 +276,7 @@ def test_out_of_any_layout(on_ranks, size, name, kind) -> None:
 
 @pytest.mark.parametrize("count", [3, 9_000])
 def test_out_may_be_the_input_or_overlap_it(on_ranks, size, name, count, monkeypatch) -> None:
-    monkeypatch.setattr(algorithms, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(selection, "CHUNK_BYTES", 20_000)
 
     def check(comm: Communicator) -> None:
         total = comm.size * count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._training.data import DistributedDataContainer
-from tests.collectives.oracle import DTYPES, FLOAT, expected, same_bits, sample
+from tests.support.oracle import DTYPES, FLOAT, expected, same_bits, sample
 
 
 def test_rank_and_size_and_printing(on_ranks, size, capsys) -> None:
@@ -54,35 +55,31 @@ def test_container_covers_the_data_and_sums_agree(on_ranks, size, count) -> None
     assert max(lengths) - min(lengths) <= 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_allreduce_of_different_values(on_ranks, size, dtype) -> None:
-    op = "or" if dtype.kind == "b" else "sum"
-
+def test_allreduce_of_different_values(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
-        arrays = [np.full((2, 3), rank + 1).astype(dtype) for rank in range(comm.size)]
-        want = expected(arrays, op)
-        assert same_bits(comm.allreduce(arrays[comm.rank], op), want)
-        assert same_bits(comm.iallreduce(arrays[comm.rank], op).wait(), want)
-        if op == "sum":
-            product = comm.allreduce(arrays[comm.rank], "prod")
-            assert same_bits(product, expected(arrays, "prod"))
+        for dtype in DTYPES:
+            arrays = [np.full((2, 3), rank + 1).astype(dtype) for rank in range(comm.size)]
+            for op in ("or",) if dtype.kind == "b" else ("sum", "prod"):
+                want = expected(arrays, op)
+                assert same_bits(comm.allreduce(arrays[comm.rank], op), want), (dtype, op)
+                got = comm.iallreduce(arrays[comm.rank], op).wait()
+                assert same_bits(got, want), (dtype, op)
 
     on_ranks(size, check)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bcast_of_two_by_three_from_every_root(on_ranks, size, dtype) -> None:
+def test_bcast_of_two_by_three_from_every_root(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
-        for root in range(comm.size):
+        for dtype, root in product(DTYPES, range(comm.size)):
             mine = sample(dtype, 6, comm.rank).reshape(2, 3)
             want = sample(dtype, 6, root).reshape(2, 3)
             before = mine.tobytes()
-            assert same_bits(comm.bcast(mine if comm.rank == root else None, root), want)
-            assert same_bits(comm.bcast(mine, root), want)
-            assert same_bits(comm.ibcast(mine, root).wait(), want)
+            assert same_bits(comm.bcast(mine if comm.rank == root else None, root), want), dtype
+            assert same_bits(comm.bcast(mine, root), want), dtype
+            assert same_bits(comm.ibcast(mine, root).wait(), want), dtype
             assert mine.tobytes() == before
             assert comm.bcast(mine, root, out=mine) is mine
-            assert same_bits(mine, want)
+            assert same_bits(mine, want), dtype
 
     on_ranks(size, check)
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import algorithms
+from arraycomm._collectives import selection
 from arraycomm._communicator import Communicator
-from tests.collectives.oracle import CASES, expected
+from tests.support.on_ranks import SIZES
+from tests.support.oracle import CASES, expected
 
 Array = np.ndarray[Any, Any]
 
@@ -57,9 +58,12 @@ def _oracle(size: int) -> str:
     return _digest([expected([x for x, _ in xs], xs[0][1]) for xs in zip(*everyone, strict=True)])
 
 
-@pytest.mark.parametrize("chunk", [1 << 12, 1 << 22])
+# In chunks of which there are many, or one; that their size does not matter is a law.
+@pytest.mark.parametrize(
+    ("size", "chunk"), [(size, 1 << 22 if size % 2 else 1 << 12) for size in SIZES]
+)
 def test_same_bits_on_every_transport_and_by_every_way(on_ranks, size, chunk, monkeypatch) -> None:
-    monkeypatch.setattr(algorithms, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(selection, "CHUNK_BYTES", chunk)
 
     def check(comm: Communicator) -> list[str]:
         inputs = _inputs(comm.rank)

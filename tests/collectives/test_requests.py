@@ -9,6 +9,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from tests.support import internals
 
 
 def test_many_requests_in_any_order_of_waiting(on_ranks, size) -> None:
@@ -25,6 +26,21 @@ def test_many_requests_in_any_order_of_waiting(on_ranks, size) -> None:
             assert all(request.test() for request in requests)
 
     on_ranks(size, check)
+
+
+def test_request_is_not_finished_before_every_rank_has_started_it(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        if comm.rank > 0:
+            comm.barrier()
+        request = other.iallreduce(1)
+        if comm.rank == 0:
+            assert not request.test()
+            comm.barrier()
+        assert request.wait() == comm.size
+        assert request.test()
+
+    on_ranks(several, check)
 
 
 def test_every_nonblocking_form_gives_what_the_blocking_one_gives(on_ranks, size) -> None:
@@ -148,9 +164,9 @@ def test_requests_progress_while_the_caller_does_something_else(on_ranks, size) 
         out = np.empty(60_000)
         request = comm.iallreduce(np.ones(60_000), out=out)
         deadline = time.monotonic() + 10
-        while not request._task.finished and time.monotonic() < deadline:
+        while not internals.is_finished(request) and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert request._task.finished
+        assert internals.is_finished(request)
         assert (out == comm.size).all()
         comm.barrier()
 

@@ -74,13 +74,13 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="number of the first program")
     parser.add_argument("--transport", choices=("threads", "mpich", "openmpi"), default="threads")
-    parser.add_argument("--board", choices=("shared", "messages"), default="shared")
+    parser.add_argument("--control", choices=("shared", "messages"), default="shared")
     parser.add_argument("--kinds", nargs="*", help="deviations to draw from")
     parser.add_argument("--part", choices=("together", "alone"), default="")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once, for threads")
     parser.add_argument("--show", action="store_true", help="print the programs that failed")
     arguments = parser.parse_args()
-    again = f" --transport {arguments.transport} --board {arguments.control}"
+    again = f" --transport {arguments.transport} --control {arguments.control}"
     summary = Summary(again + (f" --kinds {' '.join(arguments.kinds)}" if arguments.kinds else ""))
     for verdict in _verdicts(arguments):
         summary.add(verdict)

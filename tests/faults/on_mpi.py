@@ -19,7 +19,7 @@ from typing import Any, Final
 from tests.faults.judge import OWN, RETURNED, Verdict, judge, stuck
 from tests.faults.play import DEATHS, ON_PURPOSE, STATUSES, Event, Trace
 from tests.faults.programs import DISAGREEING, Program, draw
-from tests.launcher import SETTINGS
+from tests.support.launcher import SETTINGS
 
 ROOT: Final = Path(__file__).parents[2]
 ENVIRONMENTS: Final = {"mpich": ".venv", "openmpi": ".venv-openmpi"}
@@ -71,7 +71,7 @@ def play_together(
 ) -> Iterator[Verdict]:
     """Run programs one after the other in one job of five ranks."""
     limit = JOB_LIMIT + 3 * len(seeds)
-    job = _launch(python, 5, limit, seeds, kinds, "--board", control)
+    job = _launch(python, 5, limit, seeds, kinds, "--control", control)
     lines = [json.loads(line) for line in job.out.splitlines() if line.startswith("{")]
     told = [line for line in lines if "program" in line]
     verdicts = [
@@ -99,11 +99,11 @@ def play_alone(seed: int, kinds: tuple[str, ...], python: Path, control: str = "
     """Run a program in a job of its own, in which nobody handles an error."""
     program = draw(seed, kinds)
     with tempfile.TemporaryDirectory() as name:
-        fold_function, began = Path(name), time.monotonic()
+        folder, began = Path(name), time.monotonic()
         job = _launch(
-            python, program.size, JOB_LIMIT, [seed], kinds, "--board", control, "--alone", name
+            python, program.size, JOB_LIMIT, [seed], kinds, "--control", control, "--alone", name
         )
-        told = [_told(fold_function / str(rank)) for rank in range(program.size)]
+        told = [_told(folder / str(rank)) for rank in range(program.size)]
     traces = [_trace(lines) for lines in told]
     verdict = judge(program, traces, stuck(program), own_job=True)
     verdict.part = "alone"
@@ -124,6 +124,8 @@ def _judge_job(
     program: Program, job: Job, verdict: Verdict, traces: list[Trace], hides_status: bool
 ) -> None:
     """Judge status, time and output of a job whose ranks have ended in these ways."""
+    if not any(trace.began for trace in traces):
+        verdict.wrong.append("no rank began")
     own = OWN in verdict.ends
     status = STATUSES[program.how % len(STATUSES)]
     well = all(end == RETURNED or (end == OWN and program.kind == "leave") for end in verdict.ends)

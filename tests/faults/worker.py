@@ -17,6 +17,7 @@ from arraycomm import Communicator
 from tests.faults.judge import LIMIT, judge, stuck
 from tests.faults.play import ReleasedError, Trace, play
 from tests.faults.programs import Program, draw
+from tests.support import internals
 
 # Seconds; the short one where some wait for ever, the long one to show who should not have waited.
 SHORT: Final = 1.5
@@ -28,26 +29,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--kinds", nargs="+", required=True)
-    parser.add_argument("--board", default="shared")
+    parser.add_argument("--control", default="shared")
     parser.add_argument(
         "--alone", type=Path, help="where each rank writes what came of its actions"
     )
     arguments = parser.parse_args()
     if arguments.control == "messages":
-        # As between nodes, which share no memory.
-        from arraycomm._transports import mpi
-
-        mpi._shared_memory = lambda *_: None
+        internals.refuse_shared_memory()
     if arguments.alone:
         _play_alone(draw(arguments.seeds[0], tuple(arguments.kinds)), arguments.alone)
     else:
         _play_together(arguments.seeds, tuple(arguments.kinds))
 
 
-def _play_alone(program: Program, fold_function: Path) -> None:
+def _play_alone(program: Program, folder: Path) -> None:
     """Play the only program of a job; what is raised is not handled."""
     world = ac.init(timeout=SHORT if stuck(program) else LONG)
-    with (fold_function / str(world.rank)).open("w") as lines:
+    with (folder / str(world.rank)).open("w") as lines:
 
         def tell(said: dict[str, Any]) -> None:
             lines.write(json.dumps(said) + "\n")
@@ -82,7 +80,7 @@ def _play_together(seeds: list[int], kinds: tuple[str, ...]) -> None:
                 verdict.wrong.append(f"it took {seconds:.1f} s")
             said = asdict(verdict) | {"program": seed, "seconds": seconds}
             print(json.dumps(said), flush=True)
-    unfinished = any(comm._unfinished for comm in world._related)
+    unfinished = any(internals.is_unfinished(comm) for comm in internals.related(world))
     everyone = control.gather(unfinished)
     if everyone is not None:
         print(json.dumps({"unfinished": any(everyone)}), flush=True)
@@ -101,7 +99,7 @@ def _take_part(
     timeout: float,
 ) -> None:
     tag = program.seed % 10_000
-    made_before = len(world._related)
+    made_before = len(internals.related(world))
     comm = group.dup(timeout=timeout)
     _meet_few(control, program.size)
 
@@ -119,13 +117,13 @@ def _take_part(
         error = raised
     if program.kind == "sleep" and comm.rank != program.rank:
         control.send(None, program.rank, tag)
-    made = world._related[made_before:]
+    made = internals.related(world)[made_before:]
     if error is not None:
         for member in made:
-            member.__exit__(type(error), error, error.__traceback__)
+            internals.leave_by_error(member, error)
     if _all_returned(control, program.size, trace.returned):
         for member in reversed(made):
-            member.free()
+            internals.free(member)
 
 
 def _all_returned(control: MPI.Intracomm, size: int, returned: bool) -> bool:

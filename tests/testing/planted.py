@@ -10,22 +10,25 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from arraycomm.testing import given, per_rank
+from arraycomm.testing import _ranks, given, per_rank
 from arraycomm.testing import strategies as ranked
 
-# Explaining a failure takes longer than finding it, and says nothing about ranks.
+# Explaining a failure takes longer than finding it, and says nothing about ranks; neither does the
+# search for a second fault, of which most tests have none.
 hypothesis.settings.register_profile(
     "planted",
     deadline=None,
-    max_examples=60,
+    max_examples=30,
     database=None,
+    report_multiple_bugs=False,
     phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
 )
 hypothesis.settings.load_profile("planted")
+SEVERAL_FAULTS = hypothesis.settings(max_examples=60, report_multiple_bugs=True)
 
-numbers = st.integers(0, 10_000)
-# Where each failure takes the time of a wait in vain.
-few = st.integers(0, 3)
+numbers = st.integers(0, 300)
+# For failures that each take the time of a wait in vain.
+few = st.integers(0, 2)
 
 
 @given(x=numbers)
@@ -71,11 +74,12 @@ def test_one_call_more(comm, x) -> None:
         comm.barrier()
 
 
+@SEVERAL_FAULTS
 @given(x=few, timeout=0.5)
 def test_one_call_less(comm, x) -> None:
     part = comm.split(comm.rank % 2)
     part.allreduce(x)
-    if comm.rank != 1 or x <= 1:
+    if comm.rank != 1 or x < 1:
         comm.allreduce(x)
     part.barrier()
 
@@ -98,20 +102,27 @@ def test_requests_outstanding(comm, x) -> None:
         request.wait()
 
 
-@given(x=few, timeout=0.5)
+@given(ranks=2, x=st.booleans(), timeout=0.5)
 def test_deadlock(comm, x) -> None:
     other = comm.dup()
-    if x > 1:
+    if x:
         (other if comm.rank == 1 else comm).barrier()
 
 
-@given(x=few, timeout=0.5)
-def test_stuck_in_python(comm, x) -> None:
-    while comm.rank == 1 and x > 1:
+@given(ranks=2, timeout=0.5)
+def test_stuck_in_python(comm) -> None:
+    while comm.rank == 1:
         pass
     comm.barrier()
 
 
+@pytest.fixture
+def short_patience(monkeypatch) -> None:
+    """Wait in vain for a shorter time than usual; nothing else depends on it."""
+    monkeypatch.setattr(_ranks, "HOPELESS", 0.5)
+
+
+@pytest.mark.usefixtures("short_patience")
 @hypothesis.settings(phases=["generate"])
 @given(ranks=2, timeout=0.5)
 def test_stuck_outside_python(comm) -> None:
@@ -120,11 +131,12 @@ def test_stuck_outside_python(comm) -> None:
     comm.barrier()
 
 
+@SEVERAL_FAULTS
 @given(x=numbers)
 def test_two_faults(comm, x) -> None:
-    if comm.rank == 1 and 0 < x < 1000:
+    if comm.rank == 1 and 0 < x < 20:
         raise KeyError("the first")
-    if comm.rank == 1 and x >= 1000:
+    if comm.rank == 1 and x >= 20:
         raise IndexError("the second")
     comm.barrier()
 

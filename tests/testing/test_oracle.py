@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from arraycomm.testing._elements import as_array, random_elements, specials
 from arraycomm.testing._oracle import (
     BOOL,
     CASES,
@@ -18,7 +19,6 @@ from arraycomm.testing._oracle import (
     same_bits,
     same_result,
 )
-from arraycomm.testing._values import _as_array, _random, specials
 
 IDS = [f"{dtype.name}-{op}" for dtype, op in CASES]
 
@@ -80,13 +80,13 @@ def _all_pairs(dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
     """Every special element with every other, and a third of them in turn."""
     pairs = list(itertools.product(specials(dtype), repeat=2))
     columns = [*zip(*pairs, strict=True)]
-    return [_as_array(c, dtype) for c in (*columns, columns[0][::-1])]
+    return [as_array(c, dtype) for c in (*columns, columns[0][::-1])]
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
 def test_fold_of_arrays_is_the_fold_of_their_elements(dtype, op) -> None:
     rng = np.random.default_rng(dtype.itemsize)
-    random = [_random(dtype, 200, rng) for _ in range(5)]
+    random = [random_elements(dtype, 200, rng) for _ in range(5)]
     before = [array.tobytes() for array in random]
     for arrays in (_all_pairs(dtype), random, random[:2], random[:1]):
         assert same_bits(expected(arrays, op), _one_by_one(arrays, op))

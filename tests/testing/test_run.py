@@ -12,7 +12,8 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._protocol.engine import Engine
-from arraycomm.testing import Schedule, run
+from arraycomm.testing import Schedule, _ranks, run
+from tests.support import internals
 
 
 def test_results_come_by_rank() -> None:
@@ -107,7 +108,7 @@ def test_what_a_failed_rank_has_under_way_is_given_up(monkeypatch: pytest.Monkey
 
     with pytest.raises(ValueError):
         run(2, part, timeout=5)
-    assert set(given_up) == {comm._engine for comm in comms}
+    assert set(given_up) == {internals.engine(comm) for comm in comms}
 
 
 def _deadlock(comm) -> None:
@@ -154,7 +155,10 @@ def test_rank_that_others_waited_for_in_vain_is_named() -> None:
     assert any("was interrupted here" in note for note in caught.value.__notes__)
 
 
-def test_rank_stuck_outside_python_is_reported_and_left_behind() -> None:
+def test_rank_stuck_outside_python_is_reported_and_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_ranks, "HOPELESS", 0.5)
     release = threading.Event()
 
     def block(comm) -> None:

@@ -12,12 +12,14 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._callsite import describe_exception
-from arraycomm._collectives import algorithms
-from arraycomm._communicator import Communicator, Options
+from arraycomm._collectives import selection
+from arraycomm._communicator import Communicator
 from arraycomm._transports.control import FAILED, FINISHED, SharedControl
 from arraycomm._transports.threads import make_group
 from arraycomm.testing import _schedule
-from arraycomm.testing._schedule import Baton, Schedule, scheduled
+from arraycomm.testing._schedule import Baton, Schedule
+from arraycomm.testing._scheduled_transport import scheduled
+from tests.support import internals
 
 # Longer than any run here takes, many times over.
 _LIMIT = 30.0
@@ -62,7 +64,7 @@ def start(
 ) -> Outcome:
     outcome = Outcome(size)
     wrapped, outcome.baton = scheduled(links or make_group(size), schedule)
-    comms = [Communicator(link, Options(timeout=timeout)) for link in wrapped]
+    comms = [internals.communicator(link, timeout=timeout) for link in wrapped]
 
     def live(rank: int) -> None:
         comm, baton = comms[rank], outcome.baton
@@ -74,9 +76,9 @@ def start(
             outcome.errors[rank] = error
             exit_notice = FAILED, describe_exception(error)
         try:
-            for member in comm._related:
-                if member._closed is None:
-                    member._control.leave(exit_notice[0], member._completed, exit_notice[1])
+            for member in internals.related(comm):
+                if not internals.is_closed(member):
+                    internals.announce_exit(member, *exit_notice)
         finally:
             baton.leave(rank)
 
@@ -114,9 +116,9 @@ def usual_patience(patience: float, monkeypatch: pytest.MonkeyPatch) -> float:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every way of a large reduction be taken by arrays that are quick to fold."""
-    monkeypatch.setattr(algorithms, "MAX_STEPS", 3)
-    monkeypatch.setattr(algorithms, "GATHER_BYTES", 600_000)
-    monkeypatch.setattr(algorithms, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(selection, "MAX_STEPS", 3)
+    monkeypatch.setattr(selection, "GATHER_BYTES", 600_000)
+    monkeypatch.setattr(selection, "CHUNK_BYTES", 1 << 18)
 
 
 def small(comm: Communicator) -> None:
@@ -127,9 +129,9 @@ def small(comm: Communicator) -> None:
 
 
 def large(comm: Communicator) -> None:
-    payload = comm._control.payload
+    payload = internals.control(comm).payload
     limits = [payload + 8, 3 * payload, 3 * payload + 8, 600_000 // comm.size + 8]
-    ways = [algorithms.choose(nbytes, comm.size, payload, True) for nbytes in limits]
+    ways = [selection.choose(nbytes, comm.size, payload, True) for nbytes in limits]
     assert ways == ["steps", "steps", "gather", "slices"]
     for call, nbytes in enumerate([*limits, *limits]):
         x = np.arange(nbytes // 8) * (comm.rank + 1) + call
@@ -197,7 +199,7 @@ PROGRAMS = [small, large, groups, requests]
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(
     ("program", "size", "seeds"),
-    [(small, 2, 60), (small, 4, 100), (large, 3, 30), (groups, 4, 80), (requests, 3, 120)],
+    [(small, 2, 10), (small, 4, 20), (large, 3, 6), (groups, 4, 15), (requests, 3, 25)],
 )
 def test_results_are_right_whatever_the_order(
     program: Callable[[Communicator], None], size: int, seeds: int
@@ -318,7 +320,7 @@ def faulty(schedule: Schedule, program: Callable[[Communicator], None]) -> Outco
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(
     ("program", "seeds", "faults"),
-    [(small, 200, 0.03), (large, 40, 0.006), (groups, 150, 0.03), (requests, 150, 0.03)],
+    [(small, 50, 0.03), (large, 12, 0.006), (groups, 40, 0.03), (requests, 40, 0.03)],
 )
 def test_faults_end_every_rank_with_a_right_result_or_an_error(
     program: Callable[[Communicator], None], seeds: int, faults: float
@@ -346,7 +348,7 @@ def test_rank_that_goes_on_after_a_fault_never_gets_a_wrong_number() -> None:
         return wrong
 
     lengths = set()
-    for seed in range(150):
+    for seed in range(50):
         for wrong in drive(3, Schedule(seed, faults=0.02), go_on).checked().results:
             assert not any(wrong), seed
             lengths.add(len(wrong))
@@ -399,7 +401,7 @@ def test_rank_that_never_enters_is_not_waited_for() -> None:
     baton.enter(0)
     alone = links[0].split(0, [0])
     assert alone is not None
-    assert Communicator(alone, Options()).allreduce(5) == 5
+    assert internals.communicator(alone).allreduce(5) == 5
     assert not baton.exact
 
 

@@ -14,7 +14,10 @@ import pytest
 from arraycomm._protocol.engine import wait_for
 from arraycomm._transports.base import Blocks, Handle, Transport
 from arraycomm._transports.control import FAILED, PAYLOAD
-from tests.collectives.conftest import LAUNCH, OnRanks, on_ranks, several, size, transport
+from tests.support import internals
+from tests.support.on_ranks import LAUNCH, OnRanks, on_ranks, several, size, transport
+
+pytestmark = pytest.mark.both_control_channels
 
 __all__ = ["on_ranks", "several", "size", "transport"]
 
@@ -40,7 +43,7 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            control = comm._link.control
+            control = internals.transport(comm).control
             for number in range(20):
                 payload = np.full(control.payload, number * 7 + comm.rank, np.uint8)
                 control.mine[(control.step + 1) & 1][PAYLOAD:] = payload
@@ -57,7 +60,7 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            link, nbytes = comm._link, 4096
+            link, nbytes = internals.transport(comm), 4096
             offered = link.offer_memory(nbytes) if comm.rank == 0 else ""
             name = comm.bcast_object(offered)
             memory = link.open_memory(name, nbytes)
@@ -65,7 +68,7 @@ class TransportContract:
             if comm.rank == 0 and offered:
                 link.close_memory(offered)
             comm.barrier()
-            if comm._control.shared:
+            if internals.control(comm).shared:
                 assert len(memory) == nbytes
                 memory[comm.rank] = comm.rank + 1
                 comm.barrier()
@@ -81,7 +84,7 @@ class TransportContract:
                 for rank in range(comm.size):
                     send.block(rank)[...] = 10 * comm.rank + rank
                 recv = _blocks([scale * (comm.rank + r) for r in range(comm.size)], 255)
-                _finish(comm._link.alltoall(send, recv))
+                _finish(internals.transport(comm).alltoall(send, recv))
                 for rank in range(comm.size):
                     assert (recv.block(rank) == 10 * rank + comm.rank).all()
 
@@ -92,7 +95,7 @@ class TransportContract:
             for scale in (0, 3, 5000):
                 recv = _blocks([scale * (r + 1) for r in range(comm.size)], 255)
                 recv.block(comm.rank)[...] = comm.rank
-                _finish(comm._link.allgather(recv))
+                _finish(internals.transport(comm).allgather(recv))
                 for rank in range(comm.size):
                     assert (recv.block(rank) == rank).all()
 
@@ -103,7 +106,11 @@ class TransportContract:
             for root in range(comm.size):
                 recv = _blocks([100 * r for r in range(comm.size)], 255)
                 send = np.full(100 * comm.rank, comm.rank, np.uint8)
-                _finish(comm._link.gather(send, recv if comm.rank == root else None, root))
+                _finish(
+                    internals.transport(comm).gather(
+                        send, recv if comm.rank == root else None, root
+                    )
+                )
                 for rank in range(comm.size):
                     want = rank if comm.rank == root else 255
                     assert (recv.block(rank) == want).all()
@@ -118,7 +125,11 @@ class TransportContract:
                     for rank in range(comm.size):
                         send.block(rank)[...] = 10 * root + rank
                     recv = np.full(scale * comm.rank, 255, np.uint8)
-                    _finish(comm._link.scatter(send if comm.rank == root else None, recv, root))
+                    _finish(
+                        internals.transport(comm).scatter(
+                            send if comm.rank == root else None, recv, root
+                        )
+                    )
                     assert (recv == 10 * root + comm.rank).all()
 
         on_ranks(size, check)
@@ -129,7 +140,7 @@ class TransportContract:
             offsets = [7 * (comm.size - 1 - rank) + 2 for rank in range(comm.size)]
             send = Blocks(memory, [5] * comm.size, offsets) if comm.rank == 0 else None
             recv = np.zeros(5, np.uint8)
-            _finish(comm._link.scatter(send, recv, 0))
+            _finish(internals.transport(comm).scatter(send, recv, 0))
             assert recv.tolist() == memory[offsets[comm.rank] :][:5].tolist()
 
         on_ranks(size, check)
@@ -139,14 +150,18 @@ class TransportContract:
             for root in range(comm.size):
                 for count in (0, 5, 100_000):
                     buffer = np.full(count, comm.rank, np.uint8)
-                    _finish(comm._link.bcast(buffer, root))
+                    _finish(internals.transport(comm).bcast(buffer, root))
                     assert (buffer == root).all()
 
         on_ranks(size, check)
 
     def test_messages_of_one_tag_arrive_in_order(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
-            link, right, left = comm._link, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            link, right, left = (
+                internals.transport(comm),
+                (comm.rank + 1) % comm.size,
+                (comm.rank - 1) % comm.size,
+            )
             counts = [0, 7, 4096, 4097, 300_000, 1]
             into = [np.full(count, 255, np.uint8) for count in counts]
             recvs = [link.recv(buffer, left, 3) for buffer in into]
@@ -161,7 +176,11 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            link, right, left = comm._link, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            link, right, left = (
+                internals.transport(comm),
+                (comm.rank + 1) % comm.size,
+                (comm.rank - 1) % comm.size,
+            )
             tags = [0, 1, (1 << 21) - 1]
             sends = [link.send(np.full(100_000, t & 7, np.uint8), right, t) for t in tags]
             for tag in reversed(tags):
@@ -178,8 +197,10 @@ class TransportContract:
     ) -> None:
         def check(comm) -> None:
             into = np.full(100, 255, np.uint8)
-            receiving = comm._link.recv(into, (comm.rank - 1) % comm.size, 0)
-            sending = comm._link.send(np.zeros(40, np.uint8), (comm.rank + 1) % comm.size, 0)
+            receiving = internals.transport(comm).recv(into, (comm.rank - 1) % comm.size, 0)
+            sending = internals.transport(comm).send(
+                np.zeros(40, np.uint8), (comm.rank + 1) % comm.size, 0
+            )
             _finish(sending, receiving)
             assert (into[:40] == 0).all()
             assert (into[40:] == 255).all()
@@ -189,10 +210,10 @@ class TransportContract:
     def test_short_message_to_oneself_waits_for_nothing(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
             mine = np.arange(100, dtype=np.uint8)
-            _finish(comm._link.send(mine, comm.rank, 0))
+            _finish(internals.transport(comm).send(mine, comm.rank, 0))
             mine[...] = 255
             into = np.empty(100, np.uint8)
-            _finish(comm._link.recv(into, comm.rank, 0))
+            _finish(internals.transport(comm).recv(into, comm.rank, 0))
             assert (into == np.arange(100)).all()
 
         on_ranks(size, check)
@@ -201,10 +222,14 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            receiving = comm._link.recv(np.empty(10, np.uint8), (comm.rank - 1) % comm.size, 0)
+            receiving = internals.transport(comm).recv(
+                np.empty(10, np.uint8), (comm.rank - 1) % comm.size, 0
+            )
             assert not any(receiving.done() for _ in range(100))
             comm.barrier()
-            sending = comm._link.send(np.zeros(10, np.uint8), (comm.rank + 1) % comm.size, 0)
+            sending = internals.transport(comm).send(
+                np.zeros(10, np.uint8), (comm.rank + 1) % comm.size, 0
+            )
             _finish(sending, receiving)
 
         on_ranks(size, check)
@@ -213,10 +238,14 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            sending = comm._link.send(np.zeros(10**6, np.uint8), (comm.rank + 1) % comm.size, 0)
+            sending = internals.transport(comm).send(
+                np.zeros(10**6, np.uint8), (comm.rank + 1) % comm.size, 0
+            )
             assert not any(sending.done() for _ in range(100))
             comm.barrier()
-            receiving = comm._link.recv(np.empty(10**6, np.uint8), (comm.rank - 1) % comm.size, 0)
+            receiving = internals.transport(comm).recv(
+                np.empty(10**6, np.uint8), (comm.rank - 1) % comm.size, 0
+            )
             _finish(sending, receiving)
 
         on_ranks(size, check)
@@ -225,7 +254,11 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            link, right, left = comm._link, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            link, right, left = (
+                internals.transport(comm),
+                (comm.rank + 1) % comm.size,
+                (comm.rank - 1) % comm.size,
+            )
             into = np.full((3, 5_000), 255, np.uint8)
             recvs = [link.recv(row, left, 0) for row in into]
             sends = [link.send(np.full(5_000, k, np.uint8), right, 0) for k in range(3)]
@@ -237,9 +270,11 @@ class TransportContract:
     def test_messages_go_beside_movements(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
             into, buffer = np.empty(10**5, np.uint8), np.full(10**5, comm.rank, np.uint8)
-            receiving = comm._link.recv(into, (comm.rank - 1) % comm.size, 0)
-            moving = comm._link.bcast(buffer, 0)
-            sending = comm._link.send(np.full(10**5, 9, np.uint8), (comm.rank + 1) % comm.size, 0)
+            receiving = internals.transport(comm).recv(into, (comm.rank - 1) % comm.size, 0)
+            moving = internals.transport(comm).bcast(buffer, 0)
+            sending = internals.transport(comm).send(
+                np.full(10**5, 9, np.uint8), (comm.rank + 1) % comm.size, 0
+            )
             _finish(moving, receiving, sending)
             assert (buffer == 0).all()
             assert (into == 9).all()
@@ -248,7 +283,10 @@ class TransportContract:
 
     def test_messages_of_split_groups_do_not_mix(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
-            links = [comm._link, comm._link.split(0, list(range(comm.size)))]
+            links = [
+                internals.transport(comm),
+                internals.transport(comm).split(0, list(range(comm.size))),
+            ]
             right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
             sends = [link.send(np.full(9, k, np.uint8), right, 0) for k, link in enumerate(links)]
             for k, link in reversed(list(enumerate(links))):
@@ -263,7 +301,7 @@ class TransportContract:
     def test_split_numbers_members_in_the_order_given(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
             members = list(range(comm.size))[::-1]
-            link: Transport | None = comm._link.split(0, members)
+            link: Transport | None = internals.transport(comm).split(0, members)
             assert link is not None
             assert (link.rank, link.size) == (members.index(comm.rank), comm.size)
             buffer = np.full(10, comm.rank, np.uint8)
@@ -276,15 +314,15 @@ class TransportContract:
     def test_farewell_is_seen(self, on_ranks: OnRanks, several: int) -> None:
         def check(comm) -> None:
             other = comm.dup()
-            control = other._control
+            control = internals.control(other)
             assert not control.exit_notices()
             comm.barrier()
-            control.leave(FAILED, 7, f"bye from {comm.rank}")
+            control.announce_exit(FAILED, 7, f"bye from {comm.rank}")
             comm.barrier()
             said = {peer: (FAILED, 7, f"bye from {peer}") for peer in control.peers}
             deadline = time.monotonic() + 10
             while control.exit_notices() != said and time.monotonic() < deadline:
-                comm._link.progress()
+                internals.transport(comm).progress()
             assert control.exit_notices() == said
             comm.barrier()
 
@@ -313,7 +351,6 @@ class TestSelf(TransportContract):
 
     @pytest.fixture
     def on_ranks(self) -> OnRanks:
-        from arraycomm._communicator import Communicator, Options
         from arraycomm._transports.threads import SelfTransport
 
-        return lambda _, fn, *args: [fn(Communicator(SelfTransport(), Options()), *args)]
+        return lambda _, fn, *args: [fn(internals.communicator(SelfTransport()), *args)]

@@ -1,0 +1,292 @@
+"""Gradients are added up and averaged by their own namespace, where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import arraycomm as ac
+from arraycomm._dtypes import BY_NAME
+from arraycomm._training import arithmetic
+from arraycomm.testing import run
+from tests.adapters.arrays import MAKERS, elements, to_jax, to_strict, to_torch
+
+STEPS = 3
+FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+Array = NDArray[Any]
+
+
+# The dtypes of frameworks that have not all of them.
+OF_NUMPY = {
+    "array_api_strict": ("float32", "float64", *COMPLEX),
+    "remote": ("float16", "float32", "float64", *COMPLEX),
+}
+CASES = [
+    (framework, dtype)
+    for framework in MAKERS
+    for dtype in (*FLOATS, *COMPLEX)
+    if framework not in OF_NUMPY or dtype in OF_NUMPY[framework]
+]
+
+
+class Keep:
+    """An optimizer whose parameters are the last gradients."""
+
+    def update(self, params: Any, grads: Any) -> Any:
+        return grads
+
+
+def accumulate(comm: ac.Communicator, steps: list[Any]) -> Any:
+    optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=len(steps))
+    result = None
+    for grads in steps:
+        result = optimizer.update(result, grads)
+    return result
+
+
+def drawn(dtype: str, rank: int = 0) -> list[Array]:
+    rng = np.random.default_rng(rank)
+    real = rng.standard_normal((STEPS, 5, 4))
+    values = real + 1j * rng.standard_normal(real.shape) if dtype in COMPLEX else real
+    return list(values.astype(BY_NAME[dtype].dtype))
+
+
+def mean(arrays: list[Array]) -> Array:
+    """The mean over steps, by hand: parts of complex numbers are divided as real numbers."""
+    dtype = arrays[0].dtype
+    wide = np.dtype(np.float32) if dtype.name in FLOATS[:4] else dtype
+    total = arrays[0].astype(wide)
+    for array in arrays[1:]:
+        total = total + array.astype(wide)
+    parts = total.reshape(-1).view(total.real.dtype)
+    return np.divide(parts, parts.dtype.type(len(arrays))).view(wide).reshape(5, 4).astype(dtype)
+
+
+@pytest.mark.parametrize(("framework", "dtype"), CASES)
+def test_the_mean_over_steps_has_the_bits_of_numpy(framework: str, dtype: str) -> None:
+    def train(comm: ac.Communicator) -> None:
+        steps = [MAKERS[framework](array) for array in drawn(dtype)]
+        got = accumulate(comm, steps)
+        assert type(got) is type(steps[0])
+        assert elements(got).dtype == BY_NAME[dtype].dtype
+        assert elements(got).tobytes() == mean(drawn(dtype)).tobytes()
+
+    run(1, train)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("framework", MAKERS)
+def test_ranks_reduce_the_means_of_their_steps(framework: str, size: int) -> None:
+    def train(comm: ac.Communicator) -> None:
+        steps = [MAKERS[framework](array) for array in drawn("float32", comm.rank)]
+        want = mean(drawn("float32", 0))
+        for rank in range(1, size):
+            want = want + mean(drawn("float32", rank))
+        got = elements(accumulate(comm, steps))
+        assert got.tobytes() == (want / np.float32(size)).tobytes()
+
+    run(size, train)
+
+
+@pytest.fixture
+def reads(framework: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the host reads of the framework's arrays, from now on."""
+    read: list[str] = []
+
+    def count(kind: Any, method: str) -> None:
+        original = getattr(kind, method)
+
+        def counting(x: Any, *args: Any, **kwargs: Any) -> Any:
+            read.append(method)
+            return original(x, *args, **kwargs)
+
+        monkeypatch.setattr(kind, method, counting)
+
+    example = MAKERS[framework](np.zeros(1, np.float32))
+    methods = {"torch": ("numpy", "__dlpack__", "__array__", "tolist", "cpu")}
+    for method in methods.get(framework, ("__dlpack__", "__array__")):
+        count(type(example), method)
+    return read
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("framework", ["torch", "array_api_strict", "remote"])
+def test_the_host_reads_gradients_in_no_step_but_the_last(
+    framework: str, size: int, reads: list[str]
+) -> None:
+    def train(comm: ac.Communicator) -> tuple[int, int]:
+        steps = [MAKERS[framework](array) for array in drawn("float32")]
+        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=STEPS)
+        if comm.rank == 0:
+            reads.clear()
+        comm.barrier()
+        for grads in steps[:-1]:
+            optimizer.update(None, grads)
+        comm.barrier()
+        before = len(reads)
+        comm.barrier()
+        optimizer.update(None, steps[-1])
+        comm.barrier()
+        return before, len(reads)
+
+    assert run(size, train) == [(0, size)] * size
+
+
+def _has_own_way(framework: str, dtype: str) -> bool:
+    if dtype in COMPLEX:
+        return framework == "torch"
+    return framework != "numpy" and (framework, dtype) != ("jax", "float64")
+
+
+@pytest.mark.parametrize(("framework", "dtype"), [case for case in CASES if _has_own_way(*case)])
+def test_arithmetic_stays_in_the_namespace_of_the_gradients(
+    framework: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arithmetic, "view", None)
+    monkeypatch.setattr(arithmetic, "to_framework", None)
+    first, second, _ = (MAKERS[framework](array) for array in drawn(dtype))
+    operand = arithmetic.operand_of(first, "x")
+    wide = arithmetic.added(arithmetic.widened(operand), arithmetic.operand_of(second, "x"))
+    assert type(wide) is type(first)
+    halved = arithmetic.divided(arithmetic.multiplied(wide, operand, 3.0), operand, 6.0)
+    got = arithmetic.restored(halved, operand)
+    assert type(got) is type(first)
+    assert got.dtype == first.dtype
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_sums_do_not_share_memory_with_gradients(framework: str) -> None:
+    def train(comm: ac.Communicator) -> None:
+        gradient = MAKERS[framework](np.ones(3, np.float32))
+        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
+        optimizer.update(None, gradient)
+        gradient[...] = 3
+        got = optimizer.update(None, gradient)
+        assert elements(got).tolist() == [2.0] * 3
+        gradient[...] = 9
+        assert elements(got).tolist() == [2.0] * 3
+
+    run(2, train)
+
+
+def test_torch_keeps_no_history() -> None:
+    torch: Any = pytest.importorskip("torch")
+
+    def train(comm: ac.Communicator) -> None:
+        leaf = torch.ones(3, requires_grad=True)
+        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
+        with pytest.raises(TypeError, match="allreduce_gradients: tree requires gradients"):
+            optimizer.update(None, leaf)
+        with torch.no_grad():
+            optimizer.update(None, leaf * 1)
+            optimizer.update(None, leaf)
+        optimizer.update(None, torch.ones(3))
+        got = optimizer.update(None, torch.ones(3))
+        assert not got.requires_grad
+        assert got.grad_fn is None
+
+    run(1, train)
+
+
+def test_torch_views_of_conjugates_are_added_up() -> None:
+    torch: Any = pytest.importorskip("torch")
+
+    def train(comm: ac.Communicator) -> None:
+        got = accumulate(comm, [torch.tensor([1 + 2j]).conj(), torch.tensor([3 - 4j])])
+        assert got.tolist() == [2 - 3j]
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("framework", [name for name in MAKERS if name != "remote"])
+def test_parts_of_complex_numbers_are_divided_as_real_numbers(framework: str) -> None:
+    values = np.array([complex(np.inf, -0.0), complex(-0.0, np.inf), 1 - 5j], np.complex64)
+
+    def train(comm: ac.Communicator) -> None:
+        got = elements(accumulate(comm, [MAKERS[framework](values)] * 2))
+        assert got.tobytes() == values.tobytes()
+
+    run(1, train)
+
+
+@pytest.mark.parametrize(
+    "value", [1.5, 2 - 3j, np.float32(1.5), np.float64(2), np.complex64(1j), np.array(1.5)]
+)
+def test_numbers_come_back_as_what_they_are(value: Any) -> None:
+    def train(comm: ac.Communicator) -> None:
+        got = accumulate(comm, [value, value, value])
+        assert type(got) is type(value)
+        assert got == value
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "array_api_strict"])
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_])
+def test_integers_and_booleans_have_no_mean(framework: str, dtype: Any) -> None:
+    def train(comm: ac.Communicator) -> None:
+        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
+        with pytest.raises(TypeError, match=r"allreduce_gradients: tree\['w'\]: op 'mean' is not"):
+            optimizer.update(None, {"w": MAKERS[framework](np.ones(3, dtype))})
+
+    run(1, train)
+
+
+def test_a_torch_tensor_without_memory_of_its_own_is_refused_at_once() -> None:
+    torch: Any = pytest.importorskip("torch")
+
+    def train(comm: ac.Communicator) -> None:
+        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
+        with pytest.raises(TypeError, match=r"allreduce_gradients: tree.* is a tensor of layout"):
+            optimizer.update(None, torch.ones(3).to_sparse())
+
+    run(1, train)
+
+
+def test_gradients_may_change_framework_between_steps() -> None:
+    def train(comm: ac.Communicator) -> None:
+        array = np.array([1.0, 2.0, 6.0], np.float32)
+        steps = [to_torch(array), array, to_strict(array), to_jax(array), to_torch(array)]
+        got = accumulate(comm, steps)
+        assert type(got) is type(steps[-1])
+        np.testing.assert_array_equal(elements(got), array)
+
+    run(2, train)
+
+
+def test_jax_keeps_64_bits_without_its_64_bit_mode() -> None:
+    jax: Any = pytest.importorskip("jax")
+    assert not jax.config.jax_enable_x64
+
+    def train(comm: ac.Communicator) -> None:
+        got = accumulate(comm, [to_jax(np.full(2, 1 + 2.0**-50))] * 3)
+        assert got.dtype == np.float64
+        assert elements(got).tolist() == [1 + 2.0**-50] * 2
+
+    run(1, train)
+
+
+class Exported:
+    """An array of no framework, with nothing but DLPack."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+def test_plain_dlpack_objects_are_added_up_as_numpy_arrays() -> None:
+    def train(comm: ac.Communicator) -> None:
+        got = accumulate(comm, [Exported(np.full(3, step + 1.0)) for step in range(3)])
+        assert isinstance(got, np.ndarray)
+        assert got.tolist() == [2.0] * 3
+
+    run(2, train)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import threading
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from arraycomm._folds import (
+    _round_to_half,
+    _widen_half,
+    fold,
+    fold_function,
+    ieee_mode,
+    in_ieee_mode,
+)
+from tests.support.oracle import CASES, IDS, expected, same_result, sample
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
+def test_fold_is_in_rank_order(dtype, op) -> None:
+    for rows, count in product((1, 2, 3, 9), (0, 1, 70_001)):
+        arrays = [sample(dtype, count, rank, op) for rank in range(rows)]
+        out = np.empty(count, dtype)
+        fold(op, dtype, arrays, out)
+        some = slice(0, None, 700)
+        assert same_result(out[some].copy(), expected([a[some] for a in arrays], op), op)
+
+
+@pytest.mark.parametrize("which", ["all", "finite"])
+def test_every_float16_is_widened_as_numpy_does_it(which) -> None:
+    half = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    if which == "finite":
+        half = half[np.isfinite(half)]
+    wide = np.empty(half.shape, np.float32)
+    _widen_half(wide, half)
+    expected = half.astype(np.float32)
+    nan = np.isnan(expected)
+    assert np.array_equal(np.isnan(wide), nan)
+    assert wide[~nan].tobytes() == expected[~nan].tobytes()
+
+
+def _between_float16() -> np.ndarray:
+    """Every float16, the middle of it and the next, and the float32 on both sides of that."""
+    half = np.sort(np.arange(1 << 16, dtype=np.uint16).view(np.float16))
+    half = half[np.isfinite(half)].astype(np.float32)
+    middle = (half[1:] + half[:-1]) / 2
+    around = [np.nextafter(middle, np.float32(end)) for end in (-np.inf, np.inf)]
+    return np.concatenate([half, middle, *around])
+
+
+@pytest.mark.parametrize("extreme", [None, 65519.9, 65520.0, -1e30, np.inf, np.nan])
+def test_float32_is_rounded_to_float16_as_numpy_does_it(extreme) -> None:
+    wide = _between_float16()
+    if extreme is not None:
+        wide = np.append(wide, np.float32(extreme))
+    rng = np.random.default_rng(0)
+    random = np.ldexp(rng.uniform(-1, 1, 100_000), rng.integers(-30, 17, 100_000))
+    for values in (wide, random.astype(np.float32), np.float32([0.0, -0.0, -1e-30, 1e-45])):
+        with np.errstate(over="ignore"):
+            expected = values.astype(np.float16)
+            half = np.empty(values.shape, np.float16)
+            _round_to_half(half, values.copy())
+        assert np.array_equal(half.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_arrays_without_dimensions_are_folded(dtype) -> None:
+    rows = [np.array(value).astype(dtype) for value in (1, 2, 3)]
+    out = np.empty((), dtype)
+    fold_function("sum", out.dtype)(rows, out)
+    assert float(out) == 6
+
+
+def test_order_of_the_rows_matters() -> None:
+    """1e8 + 1 - 1e8 is 0 in float32, where 1e8 - 1e8 + 1 is 1."""
+    rows = [np.array([value], np.float32) for value in (1e8, 1, -1e8)]
+    out = np.empty(1, np.float32)
+    fold("sum", rows[0].dtype, rows, out)
+    assert out[0] == 0
+    fold("sum", rows[0].dtype, [rows[0], rows[2], rows[1]], out)
+    assert out[0] == 1
+
+
+def test_complex_mean_of_an_infinity_keeps_its_zero_part() -> None:
+    rows = [np.array([complex(np.inf, 0)])] * 3
+    out = np.empty(1, complex)
+    fold("mean", out.dtype, rows, out)
+    assert out[0].real == np.inf
+    assert out[0].imag == 0
+
+
+def test_narrow_overflow_follows_the_format() -> None:
+    for dtype, value, want in (
+        (np.float16, 60000, np.inf),
+        (ml_dtypes.float8_e5m2, 57344, np.inf),
+        (ml_dtypes.float8_e4m3fn, 448, np.nan),
+    ):
+        rows = [np.array([value], dtype)] * 2
+        out = np.empty(1, dtype)
+        fold("sum", out.dtype, rows, out)
+        assert np.array_equal(out.astype(float), [want], equal_nan=True)
+
+
+def test_mode_is_left_as_it_was_found() -> None:
+    torch = pytest.importorskip("torch")
+    seen: list[bool] = []
+
+    def flushing() -> None:
+        torch.set_flush_denormal(True)
+        seen.append(in_ieee_mode())
+        with ieee_mode():
+            seen.append(in_ieee_mode())
+        seen.append(in_ieee_mode())
+
+    thread = threading.Thread(target=flushing)
+    thread.start()
+    thread.join()
+    assert seen == [False, True, False]
+    assert in_ieee_mode()

@@ -1,0 +1,211 @@
+"""Results belong to the caller alone, in the caller's framework."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from arraycomm._arrays.results import allocate, takes_over, to_framework
+from arraycomm._arrays.views import view
+from arraycomm._dtypes import BY_NAME
+from tests.arrays.test_views import Named
+from tests.support.frameworks import PAIRS, content, make, need, pointer, sample
+from tests.support.pairwise import pairwise
+
+SHARING = [(framework, name) for framework, name in PAIRS if framework != "mlx"]
+SHAPES = [(), (1,), (3, 5), (0, 4), (1000,)]
+
+
+def fresh(name: str, shape: tuple[int, ...] = (3, 5)) -> Any:
+    array = allocate(shape, BY_NAME[name].dtype)
+    array[...] = sample(name, shape)
+    return array
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_memory_is_aligned_and_its_own(shape: tuple[int, ...], name: str) -> None:
+    dtype = BY_NAME[name].dtype
+    kept = [allocate(shape, dtype) for _ in range(20)]
+    for array in kept:
+        assert (array.shape, array.dtype) == (shape, dtype)
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        assert pointer(array) % 64 == 0
+    for number, array in enumerate(kept):
+        array.reshape(-1).view(np.uint8)[...] = number
+    for number, array in enumerate(kept):
+        assert (array.reshape(-1).view(np.uint8) == number).all()
+
+
+def test_memory_of_fields_and_strings() -> None:
+    dtype = np.dtype([("a", "i4"), ("b", "U3")])
+    assert allocate((2,), dtype).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "shape"), pairwise((*pair, shape) for pair in PAIRS for shape in SHAPES)
+)
+def test_result_is_the_callers_framework_and_bits(
+    framework: str, name: str, shape: tuple[int, ...]
+) -> None:
+    if framework == "mlx" and shape == (0, 4):
+        shape = (0,)  # MLX forgets the other lengths of an empty array
+    like = view(make(framework, sample(name)))
+    array = fresh(name, shape)
+    expected = content(array.copy())
+    result = to_framework(array, like)
+    assert type(result) is type(like.source)
+    assert content(result) == expected
+
+
+@pytest.mark.parametrize(("framework", "name"), SHARING)
+def test_result_is_handed_over_without_a_copy(framework: str, name: str) -> None:
+    like = view(make(framework, sample(name)))
+    assert takes_over(framework, BY_NAME[name].dtype)
+    for shape in [(), (3,), (3, 5)]:
+        array = fresh(name, shape)
+        address = pointer(array)
+        assert pointer(to_framework(array, like)) == address
+
+
+@pytest.mark.parametrize("framework", ["mlx", "cupy"])
+def test_other_frameworks_copy(framework: str) -> None:
+    assert not takes_over(framework, np.dtype(np.float32))
+
+
+def test_mlx_copies() -> None:
+    array = fresh("float32")
+    result = to_framework(array, view(make("mlx", sample("float32"))))
+    before = content(result)
+    array[...] = 0
+    assert content(result) == before
+
+
+@pytest.mark.parametrize("dtype", ["S3", "M8[s]", [("a", "i4")]])
+def test_dtypes_without_arithmetic_stay_numpys(dtype: Any) -> None:
+    array = np.zeros(2, dtype)
+    assert to_framework(array, view(array)) is array
+    for framework in ("torch", "jax", "array_api_strict"):
+        assert not takes_over(framework, array.dtype)
+
+
+@pytest.mark.parametrize(
+    ("framework", "dtype"),
+    [
+        ("torch", "M8[s]"), ("torch", "S3"), ("jax", "M8[s]"), ("jax", "S3"),
+        ("array_api_strict", "float16"), ("array_api_strict", ml_dtypes.bfloat16),
+        ("mlx", "complex128"),
+    ],
+)  # fmt: skip
+def test_dtypes_that_a_framework_lacks(framework: str, dtype: Any) -> None:
+    like = view(make(framework, sample("float32")))
+    with pytest.raises(TypeError, match=rf"^{framework} has no dtype .*; cast first"):
+        to_framework(np.zeros(2, dtype), like)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "array_api_strict"])
+def test_writing_to_a_result_changes_nothing_else(framework: str) -> None:
+    x = make(framework, sample("int64"))
+    like = view(x)
+    before = content(x)
+    results = [to_framework(fresh("int64"), like) for _ in range(10)]
+    for number, result in enumerate(results):
+        result[...] = number
+    assert all(int(result[0, 0]) == number for number, result in enumerate(results))
+    assert content(x) == before
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "array_api_strict"])
+def test_memory_is_freed_with_the_result(framework: str) -> None:
+    array = fresh("float32", (1000,))
+    memory = weakref.ref(array.base)
+    result = to_framework(array, view(make(framework, sample("float32"))))
+    del array
+    gc.collect()
+    assert memory() is not None
+    assert content(result)[2] == sample("float32", (1000,)).tobytes()
+    del result
+    gc.collect()
+    assert memory() is None
+
+
+@pytest.mark.parametrize("number", [True, 7, 2.5, 1 - 2j])
+def test_python_numbers_come_back_as_themselves(number: Any) -> None:
+    like = view(number)
+    result = to_framework(like.array.copy(), like)
+    assert type(result) is type(number)
+    assert result == number
+    assert type(to_framework(np.ones(3), like)) is np.ndarray
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_numpy_scalars_come_back_as_themselves(name: str) -> None:
+    scalar = sample(name)[1, 2, 3]
+    like = view(scalar)
+    result = to_framework(like.array.copy(), like)
+    assert type(result) is type(scalar)
+    assert result.tobytes() == scalar.tobytes()
+
+
+def test_numpy_arrays_of_no_dimension_stay_arrays() -> None:
+    x = np.array(3.0)
+    assert type(to_framework(x.copy(), view(x))) is np.ndarray
+
+
+def test_subclasses_of_numpy_get_plain_arrays() -> None:
+    x = np.ones(3).view(np.recarray)
+    assert type(to_framework(np.ones(3), view(x))) is np.ndarray
+
+
+def test_unknown_namespaces_get_their_own() -> None:
+    result = to_framework(np.ones(3), view(Named(np.ones(3))))
+    assert type(result) is np.ndarray
+
+
+def test_torch_results_have_no_history() -> None:
+    torch = need("torch")
+    with torch.no_grad():
+        like = view(torch.nn.Parameter(torch.ones(3)))
+    result = to_framework(np.ones(3, np.float32), like)
+    assert type(result) is torch.Tensor
+    assert not result.requires_grad
+
+
+class TestJax:
+    @pytest.fixture(autouse=True)
+    def _jax(self) -> None:
+        self.jax = need("jax")
+        assert not self.jax.config.jax_enable_x64
+
+    @pytest.mark.parametrize("name", ["int64", "uint64", "float64", "complex128"])
+    def test_64_bits_are_never_cut(self, name: str) -> None:
+        like = view(self.jax.numpy.ones(3))
+        with pytest.raises(TypeError, match=rf"^JAX would cut {name}.*jax_enable_x64"):
+            to_framework(fresh(name), like)
+        with self.jax.enable_x64(True):
+            assert to_framework(fresh(name), like).dtype == name
+
+    def test_64_bits_stay_where_the_source_has_them(self) -> None:
+        with self.jax.enable_x64(True):
+            x = self.jax.numpy.ones(3, "float64")
+        assert to_framework(fresh("float64"), view(x)).dtype == np.float64
+        assert not self.jax.config.jax_enable_x64
+
+    @pytest.mark.parametrize("committed", [True, False])
+    def test_results_are_as_free_to_move_as_the_source(self, committed: bool) -> None:
+        x = self.jax.numpy.ones(3)
+        if committed:
+            x = self.jax.device_put(x, self.jax.devices()[0])
+        assert to_framework(fresh("float32"), view(x)).committed is committed
+
+    def test_results_work_under_jit_and_donation(self) -> None:
+        result = to_framework(fresh("int32"), view(self.jax.numpy.ones(3, "int32")))
+        expected = np.asarray(result) + 1
+        added = self.jax.jit(lambda a: a + 1, donate_argnums=0)(result)
+        assert (np.asarray(added) == expected).all()

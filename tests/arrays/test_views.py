@@ -1,0 +1,608 @@
+"""Arrays enter as they are: every framework, dtype and layout, and a clear no to the rest."""
+
+from __future__ import annotations
+
+import array as array_module
+import ctypes
+import gc
+import mmap
+import subprocess
+import sys
+import textwrap
+from contextlib import nullcontext
+from enum import IntEnum
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from arraycomm._arrays.buffer import CPU
+from arraycomm._arrays.results import commit_out
+from arraycomm._arrays.views import result_prototype, view, view_out
+from arraycomm._dtypes import BY_NAME
+from tests.support.frameworks import FRAMEWORKS, PAIRS, content, make, need, pointer, sample
+from tests.support.pairwise import pairwise
+
+LAYOUTS = {
+    "contiguous": lambda a: a,
+    "sliced": lambda a: a[:, 1:, ::2],
+    "transposed": lambda a: a.transpose(2, 0, 1),
+    "fortran": np.asfortranarray,
+    "negative": lambda a: a[::-1, :, ::-1],
+    "broadcast": lambda a: np.broadcast_to(a[:, :1], a.shape),
+    "0-d": lambda a: a[1, 2, 3],
+    "empty": lambda a: a[:, :0],
+}
+
+
+# What comes in ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "layout"),
+    pairwise(
+        (framework, name, layout)
+        for framework, name in PAIRS
+        for layout in LAYOUTS
+        if (framework, layout) != ("torch", "negative")  # torch has no negative strides
+    ),
+)
+def test_elements_are_the_same_bits(framework: str, name: str, layout: str) -> None:
+    expected = np.asarray(LAYOUTS[layout](sample(name)))
+    found = view(make(framework, expected))
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.array.tobytes() == expected.tobytes()
+    assert (found.framework, found.device) == (framework, CPU)
+
+
+@pytest.mark.parametrize(("framework", "name"), PAIRS)
+def test_memory_is_the_callers(framework: str, name: str) -> None:
+    x = make(framework, sample(name))
+    found = view(x)
+    assert found.address == pointer(x)
+    assert not found.copied
+    assert found.source is x
+
+
+@pytest.mark.parametrize("layout", ["sliced", "transposed", "fortran", "broadcast"])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "array_api_strict"])
+def test_strides_are_the_callers(framework: str, layout: str) -> None:
+    expected = LAYOUTS[layout](sample("float32"))
+    if framework == "torch" and layout == "broadcast":
+        x = need("torch").from_numpy(sample("float32"))[:, :1].expand(3, 4, 5)
+    else:
+        x = make(framework, expected)
+    assert view(x).strides == expected.strides
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "array_api_strict"])
+def test_write_reaches_the_caller(framework: str) -> None:
+    x = make(framework, sample("int32"))
+    found = view(x)
+    assert not found.readonly
+    found.array[1, 2, 3] = 42
+    assert int(x[1, 2, 3]) == 42
+
+
+@pytest.mark.parametrize("framework", ["jax", "mlx"])
+def test_immutable_arrays_are_read_only(framework: str) -> None:
+    found = view(make(framework, sample("float32")))
+    assert found.readonly
+    assert not found.array.flags.writeable
+
+
+def test_read_only_numpy_is_read_only() -> None:
+    x = sample("int8")
+    x.flags.writeable = False
+    assert view(x).readonly
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_memory_lives_as_long_as_the_view(framework: str) -> None:
+    expected = sample("int64", (1000,))
+    found = view(make(framework, expected.copy()))
+    gc.collect()
+    np.ones(1000), np.ones(1000)
+    assert found.array.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c16", ">M8[s]", [("a", ">i4"), ("b", ">f8")]])
+def test_other_byte_orders_are_converted(dtype: Any) -> None:
+    x = np.zeros(3, dtype)
+    x.view(np.uint8)[...] = np.arange(x.nbytes)
+    found = view(x)
+    assert found.dtype.isnative
+    assert found.copied
+    assert found.array.tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "m8[us]", "S3", "U2", [("a", "i4"), ("b", "f8")]])
+def test_dtypes_without_arithmetic_pass(dtype: Any) -> None:
+    x = np.zeros(3, dtype)
+    assert view(x).array is x
+
+
+def test_memmap_is_read_in_place(tmp_path: Any) -> None:
+    x = np.memmap(tmp_path / "m", np.float32, "w+", shape=(4,))
+    found = view(x)
+    assert type(found.array) is np.ndarray
+    assert found.address == pointer(x)
+
+
+def test_arrays_of_unaligned_fields_pass() -> None:
+    x = np.zeros(4, np.dtype([("a", "i1"), ("b", "f8")]))["b"]
+    x[...] = range(4)
+    assert view(x).array.tolist() == [0, 1, 2, 3]
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [
+        (True, "bool"),
+        (-7, "int64"),
+        (2.5, "float64"),
+        (1 - 2j, "complex128"),
+        (Level.HIGH, "int64"),
+    ],
+)
+def test_python_numbers(number: Any, dtype: str) -> None:
+    found = view(number)
+    assert (found.framework, found.dtype, found.shape) == ("python", np.dtype(dtype), ())
+    assert found.array.item() == number
+    assert found.readonly
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_numpy_scalars(name: str) -> None:
+    scalar = sample(name)[1, 2, 3]
+    found = view(scalar)
+    assert (found.framework, found.dtype, found.shape) == ("numpy_scalar", scalar.dtype, ())
+    assert found.array.tobytes() == scalar.tobytes()
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**5000], ids=["max", "min", "huge"])
+def test_large_python_integers_overflow(number: int) -> None:
+    with pytest.raises(OverflowError, match=r"^x .* int64"):
+        view(number)
+
+
+def _mapped() -> mmap.mmap:
+    mapped = mmap.mmap(-1, 3)
+    mapped[:] = b"\1\2\3"
+    return mapped
+
+
+@pytest.mark.parametrize(
+    ("buffer", "dtype", "readonly"),
+    [
+        (b"\1\2\3", "u1", True),
+        (bytearray(b"\1\2\3"), "u1", False),
+        (memoryview(b"\1\2\3"), "u1", True),
+        (array_module.array("h", [1, 2, 3]), "i2", False),
+        ((ctypes.c_float * 3)(1, 2, 3), "f4", False),
+        (_mapped(), "u1", False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_buffers_are_read_in_place(buffer: Any, dtype: str, readonly: bool) -> None:
+    found = view(buffer)
+    assert (found.framework, found.dtype, found.readonly) == ("numpy", np.dtype(dtype), readonly)
+    assert found.array.tolist() == [1, 2, 3]
+    if not readonly:
+        found.array[0] = 9
+        assert np.frombuffer(buffer, dtype)[0] == 9
+
+
+class Described:
+    """Has an array interface and nothing else."""
+
+    def __init__(self, array: Any, **changes: Any) -> None:
+        self.owner = array
+        self.__array_interface__ = {**array.__array_interface__, **changes}
+
+
+class Structured:
+    """Has the C form of the array interface and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_struct__ = array.__array_struct__
+
+
+class Named(Structured):
+    """An array of a namespace that the library does not know."""
+
+    def __array_namespace__(self) -> Any:
+        return np
+
+
+@pytest.mark.parametrize("kind", [Described, Structured])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_array_interfaces(kind: Any, layout: str) -> None:
+    expected = np.asarray(LAYOUTS[layout](sample("complex64")))
+    found = view(kind(expected))
+    assert (found.framework, found.dtype) == ("numpy", expected.dtype)
+    assert found.array.tobytes() == expected.tobytes()
+    if expected.size:
+        assert (found.strides, found.address) == (expected.strides, pointer(expected))
+
+
+@pytest.mark.parametrize("kind", [Described, Structured])
+@pytest.mark.parametrize("readonly", [True, False])
+def test_array_interfaces_tell_what_is_read_only(kind: Any, readonly: bool) -> None:
+    x = np.zeros(3)
+    x.flags.writeable = not readonly
+    found = view(kind(x))
+    assert found.readonly is readonly
+    assert found.array.flags.writeable is not readonly
+
+
+def test_array_interface_of_other_byte_order() -> None:
+    x = np.arange(3, dtype=">i4")
+    x.flags.writeable = False
+    found = view(Described(x))
+    assert found.copied
+    assert found.readonly
+    assert found.array.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("memory", [None, bytearray(range(12))])
+def test_array_interface_over_a_buffer(memory: Any) -> None:
+    class Buffer(array_module.array):
+        @property
+        def __array_interface__(self) -> dict[str, Any]:
+            form = {"version": 3, "shape": (2,), "typestr": "<i4"}
+            return {**form, "data": memory, "offset": 4}
+
+    found = view(Buffer("b", range(12)))
+    assert found.array.tobytes() == bytes(range(4, 12))
+
+
+def test_unknown_namespaces_are_told_apart() -> None:
+    assert view(Named(np.ones(3))).framework == "namespace"
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        ("text", "got str; use bcast_object .* allreduce_tree"),
+        ([1, 2], "got list"),
+        ((1, 2), "got tuple"),
+        ({"w": 1}, "got dict"),
+        ({1}, "got set"),
+        (None, "got NoneType"),
+        (np.ndarray, "got the class ndarray"),
+        (Fraction(1, 2), "fractions.Fraction"),
+        (object(), "got object"),
+        (np.ma.masked_array([1, 2], [0, 1]), "masked .*filled"),
+        (np.array([None, 1]), "Python objects.* bcast_object"),
+        (np.ones(2, np.longdouble), "not supported; cast to one of bool"),
+        (np.ones(2, np.clongdouble), "not supported; cast to one of bool"),
+        (np.ones(2, ml_dtypes.int4), "int4 is not supported"),
+        (np.longdouble(1), "not supported"),
+        (np.array(["a"], np.dtypes.StringDType()), "Python objects"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_array_is_a_type_error(x: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        view(x)
+
+
+class TestTorch:
+    @pytest.fixture(autouse=True)
+    def _torch(self) -> None:
+        self.torch = need("torch")
+
+    def test_history_is_not_dropped(self) -> None:
+        x = self.torch.ones(3, requires_grad=True)
+        with pytest.raises(TypeError, match=r"gradients.*arraycomm\.adapters\.torch.*no_grad"):
+            view(x)
+        with self.torch.no_grad():
+            assert view(x).address == x.data_ptr()
+
+    def test_parameters(self) -> None:
+        x = self.torch.nn.Parameter(self.torch.ones(3))
+        with self.torch.no_grad():
+            assert view(x).framework == "torch"
+
+    @pytest.mark.parametrize("part", ["conj", "imag"])
+    def test_lazy_signs_are_resolved(self, part: str) -> None:
+        z = self.torch.tensor([1 + 2j, 3 - 4j]).conj()
+        x = z if part == "conj" else z.imag
+        found = view(x)
+        assert found.copied
+        assert found.array.tolist() == x.tolist()
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize(
+        ("kind", "words"),
+        [
+            ("sparse", "to_dense"),
+            ("mkldnn", "to_dense"),
+            ("quantized", "dequantize"),
+            ("meta", "meta device"),
+            ("nested", "nested"),
+            ("fake", "FakeTensor"),
+            ("zero", "pass a plain"),
+            ("float8_e4m3fnuz", "cast to one of"),
+            ("complex32", "cast to one of"),
+        ],
+    )
+    def test_tensors_without_dense_memory(self, kind: str, words: str) -> None:
+        with pytest.raises(TypeError, match=rf"^x is .*{words}"):
+            view(self._unusual(kind))
+
+    def _unusual(self, kind: str) -> Any:
+        torch = self.torch
+        x = torch.ones(2, 3)
+        if kind == "fake":
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            with FakeTensorMode():
+                return torch.ones(3)
+        makers = {
+            "sparse": x.to_sparse,
+            "mkldnn": x.to_mkldnn,
+            "quantized": lambda: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8),
+            "meta": lambda: torch.ones(3, device="meta"),
+            "nested": lambda: torch.nested.nested_tensor([x[0], x[1, :2]]),
+            "zero": lambda: torch._efficientzerotensor(3),
+        }
+        return makers[kind]() if kind in makers else x.to(getattr(torch, kind))
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+    @pytest.mark.parametrize("transform", ["vmap", "grad", "functionalize", "jvp"])
+    def test_traced_tensors(self, transform: str) -> None:
+        func = self.torch.func
+
+        def body(x: Any) -> Any:
+            with self.torch.no_grad():
+                view(x)
+            return x.sum()
+
+        x = self.torch.ones(2, 3)
+        calls = {
+            "vmap": lambda: func.vmap(body)(x),
+            "grad": lambda: func.grad(body)(x),
+            "functionalize": lambda: func.functionalize(body)(x),
+            "jvp": lambda: func.jvp(body, (x,), (x,)),
+        }
+        with pytest.raises(TypeError, match=r"^x is traced by torch\.func"):
+            calls[transform]()
+
+    @pytest.mark.parametrize("left", [0, 8])
+    def test_freed_storage(self, left: int) -> None:
+        x = self.torch.ones(100)
+        views = (x, x[::2], x.view(10, 10).T)
+        x.untyped_storage().resize_(left)
+        for freed in views:
+            with pytest.raises(BufferError, match="no memory behind"):
+                view(freed)
+
+
+class TestJax:
+    @pytest.fixture(autouse=True)
+    def _jax(self) -> None:
+        self.jax = need("jax")
+
+    @pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
+    def test_tracers(self, transform: str) -> None:
+        def body(x: Any) -> Any:
+            view(x)
+            return x.sum()
+
+        with pytest.raises(TypeError, match=r"^x is traced.*arraycomm\.adapters\.jax"):
+            getattr(self.jax, transform)(body)(self.jax.numpy.ones(3))
+
+    def test_deleted_arrays(self) -> None:
+        x = self.jax.numpy.ones(3)
+        x.delete()
+        with pytest.raises(ValueError, match=r"^x is a JAX array that was deleted"):
+            view(x)
+
+    def test_typed_keys(self) -> None:
+        with pytest.raises(TypeError, match=r"^x is a typed key.*jax\.random\.key_data"):
+            view(self.jax.random.key(0))
+
+    def test_shapes_without_elements(self) -> None:
+        with pytest.raises(TypeError, match=r"^x must be an array"):
+            view(self.jax.ShapeDtypeStruct((3,), np.float32))
+
+    def test_small_integers(self) -> None:
+        with pytest.raises(TypeError, match="int4 is not supported"):
+            view(self.jax.numpy.ones(3, self.jax.numpy.int4))
+
+    def test_arrays_on_several_devices(self) -> None:
+        script = """
+            import jax, numpy as np
+            from jax.sharding import NamedSharding, PartitionSpec as P
+            from arraycomm._arrays.results import allocate, to_framework
+            from arraycomm._arrays.views import view
+            mesh = jax.make_mesh((2,), ("d",))
+            x = jax.numpy.arange(6.0).reshape(2, 3)
+            replicated = view(jax.device_put(x, NamedSharding(mesh, P())))
+            assert replicated.array.tolist() == x.tolist()
+            result = to_framework(np.ones(4, np.float32), replicated)
+            assert len(result.sharding.device_set) == 2, result.sharding
+            assert result.tolist() == [1] * 4
+            second = jax.device_put(x, jax.devices()[1])
+            assert to_framework(np.ones(4, np.float32), view(second)).device == jax.devices()[1]
+            try:
+                view(jax.device_put(x, NamedSharding(mesh, P("d"))))
+            except TypeError as error:
+                print(error)
+        """
+        found = _run(script, {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
+        assert "x is sharded over 2 devices" in found
+
+
+def _run(script: str, environment: dict[str, str] | None = None) -> str:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_no_framework_is_imported() -> None:
+    script = """
+        import sys
+        import arraycomm._arrays.exchange, arraycomm._arrays.results, arraycomm._arrays.views
+        import numpy as np
+        arraycomm._arrays.views.view(np.ones(3))
+        arraycomm._arrays.views.view(memoryview(b"abc"))
+        print({"torch", "jax", "cupy", "mlx", "array_api_strict", "mpi4py.MPI"} & set(sys.modules))
+    """
+    assert _run(script).strip() == "set()"
+
+
+def test_device_memory_without_cupy_says_so() -> None:
+    if "cupy" in sys.modules:
+        pytest.skip("CuPy is installed")
+
+    class OnDevice:
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {"version": 3, "shape": (2,), "typestr": "<f4", "data": (1 << 40, False)}
+
+    with pytest.raises(BufferError, match=r"device memory.*CuPy"):
+        view(OnDevice())
+
+
+# Destinations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "layout"),
+    pairwise(
+        (framework, name, layout)
+        for framework, name in PAIRS
+        for layout in ("contiguous", "sliced", "transposed", "fortran", "negative")
+        if framework != "jax" and (framework, layout) != ("torch", "negative")
+    ),
+)
+def test_out_receives_what_is_written(framework: str, name: str, layout: str) -> None:
+    out = make(framework, LAYOUTS[layout](sample(name).copy()))
+    value = sample(name, tuple(out.shape), seed=1)
+    found = view_out(out, tuple(out.shape), value.dtype)
+    found.array[...] = value
+    assert commit_out(found) is out
+    assert content(out) == content(value)
+
+
+def test_out_of_other_byte_order() -> None:
+    out = np.zeros(3, ">i4")
+    found = view_out(out, (3,), np.dtype("i4"))
+    found.array[...] = [1, 2, 3]
+    commit_out(found)
+    assert out.tolist() == [1, 2, 3]
+
+
+def test_out_with_lazy_conjugation() -> None:
+    torch = need("torch")
+    out = torch.zeros(2, dtype=torch.complex64).conj()
+    found = view_out(out, (2,), np.dtype("c8"))
+    found.array[...] = [1 + 2j, 3 - 4j]
+    assert commit_out(found).tolist() == [1 + 2j, 3 - 4j]
+
+
+def test_autograd_notices_a_written_out() -> None:
+    torch = need("torch")
+    w = torch.ones(3, requires_grad=True)
+    out = torch.ones(3)
+    loss = (w * out).sum()
+    commit_out(view_out(out, (3,), np.dtype("f4")))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def _read_only() -> Any:
+    x = np.zeros(3, "f4")
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "words"),
+    [
+        (np.zeros(4, "f4"), ValueError, r"shape \(3,\); got \(4,\)"),
+        (np.zeros((3, 1), "f4"), ValueError, r"got \(3, 1\)"),
+        (np.zeros(3, "f8"), TypeError, "dtype float32; got float64"),
+        (_read_only(), BufferError, "read-only"),
+        (bytes(3), TypeError, "dtype float32; got uint8"),
+        (memoryview(_read_only()), BufferError, "read-only"),
+        (np.broadcast_to(np.zeros(1, "f4"), 3), BufferError, "read-only"),
+        (np.lib.stride_tricks.as_strided(np.zeros(1, "f4"), (3,), (0,)), BufferError, "share mem"),
+        (np.lib.stride_tricks.as_strided(np.zeros(3, "f4"), (3,), (2,)), BufferError, "share mem"),
+        (1.0, TypeError, "must be an array; got float"),
+        (np.float32(1), TypeError, "must be an array; got float32"),
+        ([1.0, 2.0, 3.0], TypeError, "got list"),
+        ("out", TypeError, "got str"),
+    ],
+    ids=lambda value: str(value)[:20] if isinstance(value, str) else type(value).__name__,
+)
+def test_out_that_cannot_take_the_result(out: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=rf"^(elements of )?out .*{words}"):
+        view_out(out, (3,), np.dtype("f4"))
+
+
+def test_out_that_overlaps_itself_in_torch() -> None:
+    out = need("torch").zeros(1).expand(3)
+    with pytest.raises(BufferError, match="share memory"):
+        view_out(out, (3,), np.dtype("f4"))
+
+
+def test_out_that_requires_gradients() -> None:
+    torch = need("torch")
+    out = torch.zeros(3, requires_grad=True)
+    with pytest.raises(TypeError, match=r"^out requires gradients"):
+        view_out(out, (3,), np.dtype("f4"))
+    with torch.no_grad():
+        found = view_out(out, (3,), np.dtype("f4"))
+        found.array[...] = 5
+        assert commit_out(found).tolist() == [5, 5, 5]
+
+
+def test_out_of_jax_is_immutable() -> None:
+    out = need("jax").numpy.zeros(3)
+    with pytest.raises(BufferError, match=r"^out is a JAX array, which is immutable"):
+        view_out(out, (3,), np.dtype("f4"))
+
+
+# Likeness ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> str:
+    need(request.param)
+    return request.param
+
+
+def test_likeness_tells_framework_and_device(framework: str) -> None:
+    x = make(framework, sample("float32"))
+    like = result_prototype(x, "like")
+    assert like.source is x
+    assert (like.framework, like.device) == (framework, CPU)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_likeness_takes_tensors_with_gradients(grad: bool) -> None:
+    torch = need("torch")
+    with nullcontext() if grad else torch.no_grad():
+        like = result_prototype(torch.ones(3, requires_grad=True), "like")
+    assert like.framework == "torch"

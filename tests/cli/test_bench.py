@@ -1,0 +1,571 @@
+"""The benchmark: its arithmetic, its tables, and a run of it on two ranks. Nothing here is timed."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arraycomm.cli import main
+from arraycomm.cli.bench import arguments as bench
+from arraycomm.cli.bench import device as bench_device
+from arraycomm.cli.bench.contenders import REFERENCES, TITLES, Case, Contender, parse_dtype, pattern
+from arraycomm.cli.bench.lines import Entry, measured, verify
+from arraycomm.cli.bench.report import complaints, tables
+from arraycomm.cli.bench.results import FORMAT
+from arraycomm.cli.bench.tables import (
+    Table,
+    as_markdown,
+    as_text,
+    number_text,
+    ratio_text,
+    size_text,
+)
+from arraycomm.cli.bench.timing import (
+    FEWEST,
+    Figures,
+    figures,
+    measure,
+    no_garbage_collection,
+    plan,
+    ratio,
+    rotated,
+)
+from tests.support.launcher import needs_mpiexec, run_python
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+class Alone:
+    """A meeting of one rank, which is its own MPI."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.barriers = 0
+        self.mpi = SimpleNamespace(allgather=lambda said: [said])
+
+    def barrier(self) -> None:
+        self.barriers += 1
+
+    def finish(self) -> None:
+        pass
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        return list(seconds)
+
+
+# Timing
+
+
+def test_every_contender_takes_every_place_in_turn() -> None:
+    orders = [rotated("abc", repetition) for repetition in range(6)]
+    for place in range(3):
+        assert sorted(order[place] for order in orders) == list("aabbcc")
+
+
+def test_every_second_repetition_runs_backwards() -> None:
+    assert rotated("abc", 0) == ["a", "b", "c"]
+    assert rotated("abc", 1) == ["a", "c", "b"]
+    assert rotated([], 1) == []
+
+
+def test_a_plan_gives_every_contender_the_same_time() -> None:
+    assert plan([1e-3, 1e-4], repetitions=10, seconds=1.0).calls == (50, 500)
+
+
+def test_a_plan_takes_fewer_samples_of_slow_calls_but_never_too_few() -> None:
+    assert plan([0.01], repetitions=25, seconds=1.0).repetitions == 25
+    assert plan([0.1], repetitions=25, seconds=1.0).repetitions == 10
+    assert plan([10.0], repetitions=25, seconds=1.0).repetitions == FEWEST
+    assert plan([10.0], repetitions=2, seconds=1.0).repetitions == 2
+
+
+def test_a_plan_of_nothing_is_empty() -> None:
+    assert plan([], repetitions=3, seconds=1.0).calls == ()
+
+
+def test_figures_are_the_median_and_the_extremes() -> None:
+    assert figures([5.0, 1.0, 3.0]) == Figures(median=3.0, min=1.0, max=5.0)
+
+
+def test_a_ratio_compares_samples_of_the_same_repetition() -> None:
+    # Twice as slow throughout, on a machine that was ten times slower at one time.
+    assert ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0
+    assert ratio([4.0, 20.0, 2.0], [2.0, 10.0, 4.0]) == 2.0
+
+
+def test_the_slowest_rank_counts() -> None:
+    class Slow(Alone):
+        def slowest(self, seconds: Sequence[float]) -> list[float]:
+            return [7.0] * len(seconds)
+
+    _, samples = measure([lambda: None], repetitions=3, seconds=1e-3, meeting=Slow())
+    assert samples == [[7.0] * 3]
+
+
+def test_every_sample_begins_with_a_barrier() -> None:
+    meeting = Alone()
+    before_calls = []
+    done, _ = measure([lambda: before_calls.append(meeting.barriers)], 4, 1e-3, meeting)
+    assert meeting.barriers == len(set(before_calls))
+    assert meeting.barriers > done.repetitions
+
+
+def test_the_end_of_what_calls_have_begun_is_waited_for_and_counts() -> None:
+    begun: list[None] = []
+
+    class Idle(Alone):
+        def barrier(self) -> None:
+            assert not begun
+
+    def finish() -> None:
+        time.sleep(2e-3)
+        begun.clear()
+
+    done, (row,) = measure([lambda: begun.append(None)], 3, 1e-3, Idle(), finish)
+    assert not begun
+    assert min(row) * done.calls[0] >= 2e-3
+
+
+def test_no_garbage_is_collected_while_timing() -> None:
+    assert gc.isenabled()
+    with no_garbage_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+# Verification
+
+
+def entry_of(answer: Any) -> Entry:
+    field: Any = Alone()
+    case = Case("float32", 64, rank=0, size=1)
+    entry = Entry("mpi4py", "numpy")
+    verify(field, case, Contender("mpi4py", "numpy", lambda: None, lambda: answer(case)), entry)
+    return entry
+
+
+def test_a_right_answer_takes_part() -> None:
+    entry = entry_of(lambda case: case.x.copy())
+    assert (entry.status, entry.reason) == ("ok", "")
+    assert entry.contender is not None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda case: case.x + 1, "16 of 16 elements are wrong"),
+        (lambda case: np.where(np.arange(16) == 5, 9, case.x).astype(np.float32), "1 of 16"),
+        (lambda case: case.x.astype(np.float64), "the result is float64"),
+        (lambda case: case.x[:3], "(3,)"),
+        (lambda case: case.x * np.float32("nan"), "are wrong"),
+    ],
+    ids=["other numbers", "one number", "other dtype", "other shape", "NaN"],
+)
+def test_a_wrong_answer_is_reported_and_not_timed(answer: Any, reason: str) -> None:
+    entry = entry_of(answer)
+    assert entry.status == "wrong"
+    assert reason in entry.reason
+    assert entry.contender is None
+
+
+def test_a_wrong_answer_of_another_rank_counts() -> None:
+    field: Any = Alone()
+    field.mpi.allgather = lambda said: [said, ("wrong", "2 of 16 elements are wrong")]
+    case, entry = Case("float32", 64, rank=0, size=1), Entry("out", "numpy")
+    verify(field, case, Contender("out", "numpy", lambda: None, lambda: case.x), entry)
+    assert (entry.status, entry.contender) == ("wrong", None)
+    assert entry.reason.startswith("rank 1: 2 of 16")
+
+
+def test_a_contender_that_raises_is_reported() -> None:
+    def answer(_: Case) -> Any:
+        raise RuntimeError("no such thing")
+
+    entry = entry_of(answer)
+    assert entry.status == "error"
+    assert "RuntimeError: no such thing" in entry.reason
+
+
+def test_what_the_last_contender_left_behind_does_not_count_as_an_answer() -> None:
+    field: Any = Alone()
+    case, entry = Case("float32", 64, rank=0, size=1), Entry("out", "numpy")
+    case.y[...] = case.expected
+    verify(field, case, Contender("out", "numpy", lambda: None, lambda: case.y), entry)
+    assert entry.status == "wrong"
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float8_e4m3fn", "complex64"])
+def test_the_expected_sum_is_exact(dtype: str) -> None:
+    case = Case(dtype, 240, rank=1, size=4)
+    total = np.sum([pattern(rank, case.count).astype(np.int64) for rank in range(4)], axis=0)
+    np.testing.assert_array_equal(case.expected.astype(np.complex128).real, total)
+
+
+def test_every_rank_has_other_numbers() -> None:
+    assert len({pattern(rank, 64).tobytes() for rank in range(8)}) == 8
+
+
+# Tables
+
+
+def line_of(status: str = "ok", **more: Any) -> dict[str, Any]:
+    field: Any = Alone()
+    case = Case("float32", 8, rank=0, size=1)
+    entries = [Entry("out", "numpy"), Entry("mpi4py", "numpy")]
+    for entry in entries:
+        entry.contender = Contender(entry.key, "numpy", lambda: None, lambda: case.x)
+    entries[1].status, entries[1].reason = status, "its reason"
+    if status != "ok":
+        entries[1].contender = None
+    line = measured(field, case, "latency", entries, repetitions=3, seconds=1e-3)
+    return {**line, **more}
+
+
+def test_a_line_holds_every_contender() -> None:
+    own, other = line_of()["contenders"]
+    assert len(own["samples"]) == len(other["samples"]) == 3
+    assert own["min"] <= own["median"] <= own["max"]
+    assert own["ratios"].keys() == {"mpi4py"}
+    assert other["ratios"] == {"mpi4py": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("status", "cell"), [("unsupported", "–"), ("wrong", "wrong"), ("error", "error")]
+)
+def test_a_table_says_what_was_not_timed(status: str, cell: str) -> None:
+    (table,) = tables([line_of(status)], ranks=2)
+    assert list(table.header) == ["size", "arraycomm, out=", "mpi4py Allreduce"]
+    assert table.rows[0][2] == cell
+
+
+def test_a_wrong_contender_is_named_below_the_tables() -> None:
+    (sentence,) = complaints([line_of("wrong"), line_of("unsupported")])
+    assert sentence == "mpi4py Allreduce with NumPy arrays, float32, 8 B: its reason"
+
+
+def test_a_table_has_a_ratio_of_arraycomm_to_each_reference() -> None:
+    line = line_of()
+    line["contenders"][0].update(median=3e-6, ratios={"mpi4py": 1.5})
+    line["contenders"][1].update(median=2e-6)
+    (table,) = tables([line], ranks=2)
+    assert table.title == "float32, NumPy arrays, 2 ranks: µs per call"
+    assert list(table.header)[-1] == "out= ÷ mpi4py"
+    assert list(table.rows[0]) == ["8 B", "3.00", "2.00", "1.50"]
+
+
+def test_bandwidth_is_the_arrays_bytes_by_the_time() -> None:
+    line = line_of(mode="bandwidth", nbytes=1 << 20)
+    line["contenders"][0].update(median=1e-3)
+    (table,) = tables([line], ranks=2)
+    assert table.rows[0][:2] == ["1 MB", "1.00 (1.05)"]
+
+
+TABLE = Table("A title", ["size", "time"], [["8 B", "1.25"], ["1000 B", "100"]])
+
+
+def test_text_stands_in_columns() -> None:
+    assert as_text(TABLE).splitlines() == [
+        "A title",
+        "",
+        "size     time",
+        "8 B      1.25",
+        "1000 B    100",
+    ]
+
+
+def test_markdown_aligns_numbers_to_the_right() -> None:
+    assert as_markdown(TABLE).splitlines()[:3] == [
+        "| size | time |",
+        "| --- | ---: |",
+        "| 8 B | 1.25 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0157, "0.0157"), (0.34, "0.340"), (2.5, "2.50"), (31.25, "31.2"), (4355.4, "4355")],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert number_text(value) == text
+
+
+def test_ratios_have_two_decimals_unless_they_are_tiny() -> None:
+    assert [ratio_text(value) for value in (12.0, 0.5, 0.0021)] == ["12.00", "0.50", "0.002"]
+
+
+def test_sizes_are_in_the_largest_unit_that_divides_them() -> None:
+    assert [size_text(n) for n in (8, 1000, 1 << 10, 64 << 20)] == [
+        "8 B",
+        "1000 B",
+        "1 KB",
+        "64 MB",
+    ]
+
+
+# Arguments
+
+
+def test_sizes_are_read_with_their_suffixes() -> None:
+    assert parse("--sizes", "8,64K,2m").sizes == [8, 64 << 10, 2 << 20]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--sizes", "x"),
+        ("--sizes", "0"),
+        ("--dtypes", "bool"),
+        ("--dtypes", "float99"),
+        ("--frameworks", "abacus"),
+        ("--only", "nobody"),
+        ("--ranks", "0"),
+        ("--device", "tpu"),
+        ("speed",),
+    ],
+)
+def test_wrong_arguments_are_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit):
+        parse(*words)
+
+
+def test_dtypes_without_a_sum_are_refused() -> None:
+    with pytest.raises(TypeError, match="bool"):
+        parse_dtype("bool")
+
+
+def test_sizes_without_a_mode_are_told_apart_by_their_size() -> None:
+    lines = bench.requests(None, [1 << 20, 8], ["float32"])
+    assert [(line.mode, line.nbytes) for line in lines] == [("latency", 8), ("bandwidth", 1 << 20)]
+
+
+def test_a_mode_takes_all_sizes_given() -> None:
+    lines = bench.requests("latency", [1 << 20, 8], ["int8", "int16"])
+    assert {line.mode for line in lines} == {"latency"}
+    assert len(lines) == 4
+
+
+def test_the_command_line_survives_the_launcher() -> None:
+    words = ["latency", "--sizes", "8,1M", "--dtypes", "int8", "--only", "out,gloo"]
+    arguments = parse(*words, "--frameworks", "numpy", "--json", "x.json", "--seconds", "0.5")
+    again = bench.command(arguments)
+    assert again[0] == "bench"
+    assert parse(*again[1:]) == arguments
+
+
+# Devices
+
+
+@pytest.fixture
+def with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_device.device, "missing", lambda: None)
+
+
+def test_the_device_survives_the_launcher() -> None:
+    arguments = parse("latency", "--device", "cuda", "--only", "out,nccl,torch-nccl,copy")
+    assert parse(*bench.command(arguments)[1:]) == arguments
+    assert "--device" not in bench.command(parse("latency"))
+
+
+def test_without_a_device_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_device.device, "missing", lambda: "there is no CUDA device")
+    said = bench_device.refusal((), None)
+    assert said == "--device cuda: there is no CUDA device"
+
+
+@pytest.mark.parametrize(
+    ("names", "mode", "text"),
+    [
+        (("numpy",), None, "the frameworks are cupy, torch; got numpy"),
+        (("cupy", "jax"), None, "got jax"),
+        ((), "trees", "on the host only"),
+    ],
+)
+def test_what_devices_do_not_have_is_refused(
+    with_a_device: None, names: tuple[str, ...], mode: str | None, text: str
+) -> None:
+    assert text in bench_device.refusal(names, mode)
+    assert bench_device.refusal(("cupy",), "latency") == ""
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_a_torch_without_cuda_is_refused(
+    with_a_device: None, monkeypatch: pytest.MonkeyPatch, has_cuda: bool
+) -> None:
+    cuda = SimpleNamespace(is_available=lambda: has_cuda)
+    torch: Any = SimpleNamespace(__version__="2.13.0+cpu", cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    said = bench_device.refusal(("torch",), None)
+    assert said == "" if has_cuda else "this PyTorch (2.13.0+cpu) has no CUDA" in said
+
+
+def test_cupy_is_of_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "installed", lambda name: True)
+    assert "pass --device cuda" in bench.refusal(parse("--frameworks", "cupy"))
+    assert bench.refusal(parse("--frameworks", "numpy")) == ""
+
+
+def test_who_takes_part_on_a_device_has_a_name_and_its_references() -> None:
+    for framework in bench_device.FRAMEWORKS:
+        keys = bench_device.keys_of(framework)
+        assert set(keys) <= TITLES.keys()
+        assert len(set(keys) & set(REFERENCES)) == 2
+
+
+class OnHost(bench_device.DeviceCase):
+    """The host stands in for the device."""
+
+    def moved(self, array: Any, framework: str) -> Any:
+        return pytest.importorskip("torch").from_numpy(array.copy())
+
+
+def test_on_a_device_a_result_that_is_not_written_is_seen() -> None:
+    field: Any = Alone()
+    field.number, field.finish = 0, lambda: None
+    field.comm = field.unchecked = SimpleNamespace(allreduce=_sum_of_one)
+    case = OnHost("float32", 64, field)
+    for key in ("out", "fresh", "unchecked", "copy"):
+        maker = bench_device._copy if key == "copy" else bench_device._own
+        arguments = ("torch", case, field) if key == "copy" else (key, "torch", case, field)
+        made: Any = maker(*arguments)
+        assert case.verify(made) == "", key
+    field.comm = SimpleNamespace(allreduce=lambda x, out: out)
+    idle = bench_device._own("out", "torch", case, field)
+    assert "are wrong" in case.verify(idle)
+
+
+def _sum_of_one(x: Any, out: Any = None) -> Any:
+    return x.clone() if out is None else out.copy_(x)
+
+
+@pytest.mark.skipif(bench_device.device.missing() is None, reason="a device is here")
+def test_the_command_ends_with_a_message_where_there_is_no_device(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "--device", "cuda"]) == 1
+    assert capsys.readouterr().err.startswith("bench: --device cuda: ")
+
+
+@needs_mpiexec
+@pytest.mark.skipif(bench_device.device.missing() is None, reason="a device is here")
+def test_every_rank_ends_with_a_message_where_there_is_no_device(tmp_path: Path) -> None:
+    done = run_python("-m", "arraycomm", "bench", "--device", "cuda", ranks=2, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("bench: --device cuda: ")
+    assert "Traceback" not in done.stderr
+
+
+# The command
+
+
+TINY = ("--sizes", "8,64K", "--repeats", "2", "--seconds", "0.01")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the command gives where it launches its ranks itself."""
+    pytest.importorskip("mpi4py")
+    directory = tmp_path_factory.mktemp("bench")
+    command = ["-m", "arraycomm", "bench", *TINY, "--dtypes", "float32,bfloat16"]
+    done = run_python(*command, "--json", "results.json", cwd=directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    loaded: dict[str, Any] = json.loads((directory / "results.json").read_text("utf-8"))
+    return {**loaded, "printed": done.stdout}
+
+
+@needs_mpiexec
+def test_the_results_say_what_was_measured_where(results: dict[str, Any]) -> None:
+    assert results["format"] == FORMAT
+    assert results["ranks"] == 2
+    assert results["mpi"]
+    assert results["machine"]["cores"] >= 1
+    assert {"python", "arraycomm", "numpy", "mpi4py"} <= results["versions"].keys()
+    assert results["command"][:3] == ["mpiexec", "-n", "2"]
+
+
+@needs_mpiexec
+def test_the_results_hold_a_line_for_each_size_and_dtype(results: dict[str, Any]) -> None:
+    found = [(line["mode"], line["dtype"], line["nbytes"]) for line in results["lines"]]
+    assert found == [
+        ("latency", "float32", 8),
+        ("latency", "bfloat16", 8),
+        ("bandwidth", "float32", 64 << 10),
+        ("bandwidth", "bfloat16", 64 << 10),
+    ]
+
+
+@needs_mpiexec
+def test_every_contender_gives_the_right_result_or_says_that_it_cannot(
+    results: dict[str, Any],
+) -> None:
+    for line in results["lines"]:
+        for entry in line["contenders"]:
+            unable = (entry["key"], line["dtype"]) == ("mpi4py", "bfloat16")
+            assert entry["status"] == ("unsupported" if unable else "ok"), entry
+            assert len(entry.get("samples", ())) == (0 if unable else line["repetitions"])
+
+
+@needs_mpiexec
+def test_every_table_is_printed_once(results: dict[str, Any]) -> None:
+    printed = results["printed"]
+    for table in tables(results["lines"], results["ranks"]):
+        assert printed.count(as_text(table)) == 1
+
+
+@needs_mpiexec
+def test_only_frameworks_that_take_part_are_imported(tmp_path: Path) -> None:
+    script = (
+        "import sys; from arraycomm.cli import main\n"
+        "status = main(['bench', '--sizes', '8', '--only', 'out,mpi4py', '--frameworks', 'numpy',"
+        " '--repeats', '1', '--seconds', '0.01'])\n"
+        "assert not {'torch', 'jax'} & sys.modules.keys()\n"
+        "sys.exit(status)"
+    )
+    done = run_python("-c", script, ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# The page
+
+
+@pytest.fixture
+def page() -> Any:
+    return importlib.import_module("docs.studies.benchmarks.page")
+
+
+def test_the_page_is_what_the_figures_give(page: Any) -> None:
+    assert page.PAGE.read_text("utf-8") == page.written(page.stored())
+
+
+def test_the_page_shows_a_ratio_that_is_lost(page: Any) -> None:
+    line = line_of()
+    line["contenders"][0].update(median=9e-6, samples=[9e-6])
+    line["contenders"][1].update(median=3e-6, samples=[3e-6])
+    said = page.compared({"lines": [line]}, page.CLAIMS[0])
+    assert said == "9.00 µs against 3.00 µs: **3.00**"
+
+
+def test_the_page_says_where_nothing_was_measured(page: Any) -> None:
+    assert page.compared({"lines": [line_of("error")]}, page.CLAIMS[0]) == "–"
+    assert page.compared({"lines": []}, page.CLAIMS[0]) == "–"
+
+
+def test_the_page_says_that_the_machine_was_busy(page: Any) -> None:
+    machine = {"processor": "P", "cores": 2, "system": "S"}
+    assert page.caution({"machine": {**machine, "load": 0.4}}) == ""
+    assert "rough" in page.caution({"machine": {**machine, "load": 9.0}})

@@ -1,0 +1,262 @@
+"""The demonstration: that it passes, and that it fails where something is wrong."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm.cli import launch as demo_launch
+from arraycomm.cli import main
+from arraycomm.cli.demo import command as demo
+from arraycomm.cli.demo import data as demo_data
+from arraycomm.cli.demo import runs as demo_runs
+from arraycomm.cli.demo import verdict as demo_verdict
+from arraycomm.testing import run
+from tests.cli.faulty_demo import FAULTS, NONE, RAISES
+from tests.support.launcher import needs_mpiexec, run_python
+
+MODULES = {"numpy": ["numpy"], "torch": ["torch"], "jax": ["jax", "optax"]}
+INSTALLED = [name for name, needs in MODULES.items() if all(map(find_spec, needs))]
+# Enough for an accuracy over 0.9.
+EPOCHS = "20"
+
+needs_digits = pytest.mark.skipif(find_spec("sklearn") is None, reason="no scikit-learn")
+
+
+def run_demo(*options: str) -> tuple[int, str, str]:
+    job = run_python("-m", "arraycomm", "demo", *options)
+    return job.returncode, job.stdout, job.stderr
+
+
+@needs_digits
+@needs_mpiexec
+@pytest.mark.skipif(len(INSTALLED) < 2, reason="fewer than two frameworks")
+def test_each_framework_and_different_ones_in_lock_step() -> None:
+    frameworks = INSTALLED[-2:]
+    status, out, err = run_demo(
+        *("--frameworks", ",".join(frameworks), "--ranks", "2", "--epochs", EPOCHS)
+    )
+    assert (status, err) == (0, ""), out + err
+    for number, framework in enumerate(frameworks, 1):
+        assert f"[{number}/3] {framework} on every rank" in out
+    together = out.partition("together, in lock step: ")[2]
+    for rank, framework in enumerate(frameworks):
+        assert f"{framework} on rank {rank}" in together
+    assert "the same bits on every rank" in together
+    assert "Passed: 3 runs " in out
+
+
+@needs_digits
+def test_one_rank_needs_no_launcher() -> None:
+    status, out, err = run_demo("--frameworks", "numpy", "--ranks", "1", "--epochs", EPOCHS)
+    assert (status, err) == (0, ""), out + err
+    assert "0.0e+00 from the run in one process" in out
+
+
+@lru_cache
+def _faulty() -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "tests.cli.faulty_demo", EPOCHS, ranks=3)
+
+
+def _said_with(fault: str) -> tuple[str, str]:
+    """Return what the demonstration says of a fault, and the status on each rank."""
+    said, found, rest = _faulty().stdout.partition(f"<{fault}>")[2].partition("<status ")
+    assert found, _faulty()
+    return said, rest.partition(">")[0]
+
+
+@needs_digits
+@needs_mpiexec
+class TestFailing:
+    def test_without_a_fault_the_program_passes(self) -> None:
+        said, status = _said_with(NONE)
+        assert status == "[0, 0, 0]", said
+        assert "3 ranks learn" in said
+        assert "[1/1] numpy on every rank" in said
+        assert "Passed: 1 run " in said
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_a_fault_is_noticed(self, fault: str) -> None:
+        said, status = _said_with(fault)
+        assert status == "[1, 1, 1]", said
+        failure = said.partition("FAILED")[2]
+        assert "numpy on every rank: " in failure
+        assert "parameters" in failure
+        assert "test accuracy is" in failure
+
+    def test_a_rank_that_raises_fails_the_job(self) -> None:
+        job = _faulty()
+        assert job.returncode != 0
+        assert "the disk of rank 1 is gone" in job.stderr
+        assert "Passed" not in job.stdout.partition(f"<{RAISES}>")[2]
+
+    def test_the_status_of_the_ranks_reaches_the_caller_of_the_launcher(self, capfd) -> None:
+        assert demo_launch.launch(2, ["demo", "--frameworks", "keras"]) == 2
+        assert capfd.readouterr().err.count("must be of numpy, torch, jax; got 'keras'") == 2
+
+
+# The verdict
+
+GOOD = demo_verdict.Outcome(
+    accuracy=0.95,
+    ranks_agree=True,
+    difference=1e-7,
+    tolerance=1e-5,
+    seconds=1.0,
+    communicating=0.1,
+)
+
+
+def test_a_good_outcome_has_no_complaint() -> None:
+    assert demo_verdict.complaints(GOOD) == []
+    assert demo_verdict.complaints(GOOD._replace(difference=GOOD.tolerance)) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"difference": 1.01e-5}, "parameters differ by"),
+        ({"difference": math.nan}, "parameters differ by"),
+        ({"ranks_agree": False}, "different parameters"),
+        ({"accuracy": 0.899}, "test accuracy is 0.899"),
+        ({"accuracy": math.nan}, "test accuracy is nan"),
+    ],
+)
+def test_each_fault_of_an_outcome_is_complained_of(wrong: dict[str, Any], complaint: str) -> None:
+    (said,) = demo_verdict.complaints(GOOD._replace(**wrong))
+    assert complaint in said
+
+
+def test_one_bit_on_one_rank_is_a_disagreement() -> None:
+    rows = np.zeros((3, 5), np.float32)
+    assert demo_verdict.same_bits(rows)
+    rows[2, 4] = -0.0
+    assert not demo_verdict.same_bits(rows)
+
+
+def test_the_difference_is_the_largest_of_any_parameter() -> None:
+    one = demo_data.Linear(np.zeros((2, 2), np.float32), np.zeros(2, np.float32))
+    other = demo_data.Linear(np.full((2, 2), 0.5, np.float32), np.array([0, -2], np.float32))
+    assert demo_verdict.difference(one, other) == 2
+
+
+def test_the_tolerance_grows_with_the_steps_and_shrinks_with_eps() -> None:
+    once = demo_verdict.tolerance(np.float32, 1, 1.0)
+    assert once > np.finfo(np.float32).eps
+    assert demo_verdict.tolerance(np.float32, 100, 1.0) == pytest.approx(100 * once)
+    assert demo_verdict.tolerance(np.float64, 1, 1.0) == pytest.approx(once / 2**29)
+
+
+def test_the_learning_rate_multiplies_without_rounding() -> None:
+    assert math.frexp(demo_verdict.LEARNING_RATE)[0] == 0.5
+
+
+@needs_digits
+def test_the_learning_rate_is_below_two_over_the_curvature() -> None:
+    train, _ = demo_data.load_digits()
+    curvature = max(float(image @ image) + 1 for image, _ in train) / 2
+    assert curvature * demo_verdict.LEARNING_RATE < 2
+
+
+# The data
+
+SAMPLES = [(np.full(demo_data.PIXELS, i, np.float32), i) for i in range(2 * 128 + 2)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_ranks_share_out_each_global_batch(size: int) -> None:
+    """Two full batches that three ranks cannot share evenly, then one of two images."""
+
+    def on_rank(comm: ac.Communicator) -> list[demo_data.Batch]:
+        return list(demo_data.batches(demo_data.distribute(SAMPLES, comm), len(SAMPLES), comm))
+
+    ranks = run(size, on_rank)
+    (alone,) = run(1, on_rank)
+    assert all(len(batches) == len(alone) == 3 for batches in ranks)
+    for whole, *parts in zip(alone, *ranks, strict=True):
+        weights = np.concatenate([part.weights for part in parts])
+        labels = np.concatenate([part.labels for part in parts])
+        assert sorted(labels[weights > 0]) == sorted(whole.labels[whole.weights > 0])
+        assert set(weights[weights > 0]) == set(whole.weights[whole.weights > 0])
+        assert weights.sum() == 1
+        assert all((part.images[:, 0] == part.labels).all() for part in parts)
+
+
+def test_all_batches_of_a_rank_have_one_shape() -> None:
+    def on_rank(comm: ac.Communicator) -> set[tuple[int, ...]]:
+        part = demo_data.distribute(SAMPLES, comm)
+        return {batch.images.shape for batch in demo_data.batches(part, len(SAMPLES), comm)}
+
+    assert run(3, on_rank) == [{(43, demo_data.PIXELS)}] * 3
+
+
+def test_different_seeds_start_from_different_parameters() -> None:
+    first, second = map(demo_data.initial_parameters, (0, 1))
+    assert demo_verdict.difference(first, second) > 0.1
+
+
+# The command line
+
+
+def test_frameworks_are_repeated_over_the_ranks() -> None:
+    *_, together = demo_runs.plan_runs(("numpy", "jax"), 3)
+    assert together.by_rank == ("numpy", "jax", "numpy")
+
+
+@pytest.mark.parametrize(("frameworks", "size"), [(("numpy",), 3), (("numpy", "jax"), 1)])
+def test_nothing_runs_together_where_there_is_one_framework(
+    frameworks: tuple[str, ...], size: int
+) -> None:
+    assert len(demo_runs.plan_runs(frameworks, size)) == len(frameworks)
+
+
+def test_a_framework_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "torch" else object())
+    assert main(["demo", "--frameworks", "numpy,torch"]) == 2
+    said = capsys.readouterr().err
+    assert "got no module torch" in said
+    assert "pip install 'arraycomm[torch]'" in said
+    assert "--frameworks numpy" in said
+
+
+def test_data_that_are_not_installed_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "sklearn" else object())
+    assert main(["demo", "--frameworks", "numpy"]) == 2
+    assert "pip install 'arraycomm[demo]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["--frameworks", "numpy,keras"], ["--frameworks", ","], ["--ranks", "0"]]
+)
+def test_wrong_options_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", *options])
+    assert stop.value.code == 2
+    assert "must be" in capsys.readouterr().err
+
+
+def test_without_a_launcher_it_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_launch, "find_launcher", lambda: None)
+    assert demo_launch.launch(3, ["demo"]) == 127
+    assert "pip install 'arraycomm[mpich]'" in capsys.readouterr().err
+
+
+@needs_mpiexec
+def test_only_open_mpis_launcher_is_told_to_oversubscribe() -> None:
+    said = run_python("-c", "from mpi4py import MPI; print(MPI.get_vendor()[0])").stdout.strip()
+    launcher = demo_launch.find_launcher()
+    assert launcher is not None
+    assert launcher[1:] == (["--oversubscribe"] if said == "Open MPI" else [])

@@ -1,0 +1,549 @@
+"""Reductions of the user's own: any function of two arrays, in rank order, the same bits everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from itertools import accumulate, product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._communicator import Communicator
+from arraycomm.testing import run
+from arraycomm.testing.strategies import ArrayCase, installed_frameworks
+from tests.support.on_ranks import LAUNCH
+from tests.support.oracle import same_bits
+
+Array = np.ndarray[Any, Any]
+
+# Sides of square matrices of float64 that travel with the header, and that do not.
+SIDES = [1, 3, 90]
+
+alone = pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
+
+
+def minus(a: Any, b: Any) -> Any:
+    return a - b
+
+
+def second(_a: Any, b: Any) -> Any:
+    return b
+
+
+def matmul(a: Any, b: Any) -> Any:
+    return a @ b
+
+
+def turned(a: Any, b: Any) -> Any:
+    """Neither commutative nor elementwise; the result is no contiguous array."""
+    return a.T - b
+
+
+def in_place(a: Any, b: Any) -> Any:
+    a -= b
+    return a
+
+
+def upside_down(a: Any, b: Any) -> Any:
+    return a[::-1] - b
+
+
+FUNCTIONS = [minus, second, matmul, turned, in_place]
+
+
+def _matrix(side: int, rank: int) -> Array:
+    return np.random.default_rng((side, rank)).integers(-3, 4, (side, side)).astype(np.float64)
+
+
+def _matrices(comm: Communicator, side: int) -> list[Array]:
+    return [_matrix(side, rank) for rank in range(comm.size)]
+
+
+def _prefixes(fn: Callable[[Any, Any], Any], arrays: list[Array]) -> list[Array]:
+    """What scan gives each rank; the last is what allreduce gives."""
+    return list(accumulate((array.copy() for array in arrays), lambda a, b: fn(a.copy(), b)))
+
+
+# Every operation, in rank order
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_allreduce_folds_in_rank_order(on_ranks, size, fn) -> None:
+    def check(comm: Communicator) -> None:
+        for side in SIDES:
+            arrays = _matrices(comm, side)
+            got = comm.allreduce(arrays[comm.rank], ac.op(fn))
+            assert same_bits(got, np.ascontiguousarray(_prefixes(fn, arrays)[-1]))
+            assert got.flags.c_contiguous
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("fn", [minus, turned], ids=lambda fn: fn.__name__)
+def test_reduce_gives_the_root_what_allreduce_gives(on_ranks, size, fn) -> None:
+    def check(comm: Communicator) -> None:
+        for side in SIDES:
+            arrays = _matrices(comm, side)
+            for root in range(comm.size):
+                got = comm.reduce(arrays[comm.rank], ac.op(fn), root)
+                assert (got is None) == (comm.rank != root)
+                if got is not None:
+                    assert same_bits(got, np.ascontiguousarray(_prefixes(fn, arrays)[-1]))
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("fn", [minus, turned], ids=lambda fn: fn.__name__)
+def test_scan_and_exscan_give_the_prefixes(on_ranks, size, fn) -> None:
+    def check(comm: Communicator) -> None:
+        for side in SIDES:
+            arrays = _matrices(comm, side)
+            want = _prefixes(fn, arrays)
+            got = comm.scan(arrays[comm.rank], ac.op(fn))
+            assert same_bits(got, np.ascontiguousarray(want[comm.rank]))
+            before = comm.exscan(arrays[comm.rank], ac.op(fn))
+            assert (before is None) == (comm.rank == 0)
+            if before is not None:
+                assert same_bits(before, np.ascontiguousarray(want[comm.rank - 1]))
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("fn", [minus, matmul], ids=lambda fn: fn.__name__)
+def test_reduce_scatter_folds_the_rows_of_each_rank(on_ranks, fn) -> None:
+    def check(comm: Communicator) -> None:
+        for side in SIDES:
+            rows = [
+                [_matrix(side, 10 * rank + row) for row in range(comm.size)]
+                for rank in range(comm.size)
+            ]
+            got = comm.reduce_scatter(np.stack(rows[comm.rank]), ac.op(fn))
+            want = _prefixes(fn, [mine[comm.rank] for mine in rows])[-1]
+            assert same_bits(got, want)
+
+    on_ranks(3, check)
+
+
+def test_reduce_scatter_gives_the_rows_that_allreduce_gives(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (1, 100, 30_000):
+            mine = np.random.default_rng((comm.rank, count)).standard_normal((comm.size, count))
+            whole = comm.allreduce(mine, ac.op(upside_down))
+            got = comm.reduce_scatter(mine, ac.op(upside_down))
+            assert same_bits(got, whole[comm.rank])
+
+    on_ranks(size, check)
+
+
+def test_elementwise_folds_give_what_whole_ones_give(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (0, 1, 17, 5_000, 70_001):
+            arrays = [
+                np.random.default_rng((count, r)).standard_normal(count) for r in range(comm.size)
+            ]
+            _check_elementwise(comm, arrays)
+
+    on_ranks(size, check)
+
+
+def _check_elementwise(comm: Communicator, arrays: list[Array]) -> None:
+    mine, root = arrays[comm.rank], comm.size - 1
+    made = ac.op(minus, elementwise=True)
+    want = _prefixes(minus, arrays)
+    assert same_bits(comm.allreduce(mine, made), want[-1])
+    reduced = comm.reduce(mine, made, root)
+    assert reduced is None or same_bits(reduced, want[-1])
+    assert same_bits(comm.scan(mine, made), want[comm.rank])
+    before = comm.exscan(mine, made)
+    assert before is None or same_bits(before, want[comm.rank - 1])
+    rows = np.stack([mine] * comm.size)
+    assert same_bits(comm.reduce_scatter(rows, made), want[-1])
+
+
+# What the function gets
+
+ARITHMETIC = [f for f in installed_frameworks() if f not in ("buffer", "dlpack")]
+
+
+@pytest.mark.parametrize("framework", ARITHMETIC)
+@pytest.mark.parametrize("shape", [(2, 3), (90, 130)], ids=str)
+def test_function_gets_whole_arrays_of_the_callers_framework(on_ranks, framework, shape) -> None:
+    def check(comm: Communicator) -> None:
+        cases = [_case(shape, framework, rank) for rank in range(comm.size)]
+        mine = cases[comm.rank].build()
+        seen: list[tuple[type, tuple[int, ...], Any]] = []
+
+        def fn(a: Any, b: Any) -> Any:
+            seen.extend((type(x), tuple(x.shape), x.dtype) for x in (a, b))
+            return a - b
+
+        got = comm.allreduce(mine, ac.op(fn))
+        assert type(got) is type(mine)
+        assert same_bits(_numpy(got), reduce(minus, [case.numpy() for case in cases]))
+        assert set(seen) <= {(type(mine), shape, mine.dtype)}
+        assert len(seen) == (4 if comm.rank == 0 else 0)
+
+    on_ranks(3, check)
+
+
+def _case(shape: tuple[int, ...], framework: str, rank: int) -> ArrayCase:
+    elements = tuple(np.random.default_rng(rank).standard_normal(11).tolist())
+    return ArrayCase("float32", shape, framework=framework, elements=elements)
+
+
+def _numpy(array: Any) -> Array:
+    return np.asarray(ac.exchange(array, "numpy"))
+
+
+@pytest.mark.parametrize("framework", ARITHMETIC)
+def test_elementwise_function_gets_slices_of_the_callers_framework(on_ranks, framework) -> None:
+    def check(comm: Communicator) -> None:
+        cases = [_case((90, 130), framework, rank) for rank in range(comm.size)]
+        mine = cases[comm.rank].build()
+        seen: list[tuple[type, tuple[int, ...]]] = []
+
+        def fn(a: Any, b: Any) -> Any:
+            seen.extend((type(x), tuple(x.shape)) for x in (a, b))
+            return a - b
+
+        got = comm.allreduce(mine, ac.op(fn, elementwise=True))
+        assert same_bits(_numpy(got), reduce(minus, [case.numpy() for case in cases]))
+        assert set(seen) == {(type(mine), (90 * 130 // comm.size,))}
+
+    on_ranks(3, check)
+
+
+def test_function_is_called_once_for_each_further_rank_on_one_rank(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for side in SIDES:
+            calls: list[int] = []
+
+            def count(a: Any, b: Any, calls: list[int] = calls) -> Any:
+                calls.append(1)
+                return a + b
+
+            made, mine, root = ac.op(count), _matrix(side, comm.rank), comm.size - 1
+            for on, call in (
+                (0, partial(comm.allreduce, mine, made)),
+                (root, partial(comm.reduce, mine, made, root)),
+                (0, partial(comm.scan, mine, made)),
+                (0, partial(comm.exscan, mine, made)),
+            ):
+                calls.clear()
+                call()
+                assert len(calls) == (comm.size - 1 if comm.rank == on else 0)
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("value", [2.5, 3, 1j, True, np.float32(1.5), np.int8(3)], ids=repr)
+def test_numbers_stay_numbers(on_ranks, value) -> None:
+    def check(comm: Communicator) -> None:
+        kind = type(value)
+        seen: set[type] = set()
+
+        def last(a: Any, b: Any) -> Any:
+            seen.update((type(a), type(b)))
+            return b
+
+        got = comm.allreduce(kind(value * (comm.rank == comm.size - 1)), ac.op(last))
+        assert type(got) is kind
+        assert got == value
+        assert seen <= {kind}
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint64", "bool", ml_dtypes.bfloat16, "float16", "c8"], ids=str
+)
+def test_each_dtype_stays_as_it_is(on_ranks, dtype) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (3, 40_000):
+            mine = np.full(count, comm.rank + 1).astype(dtype)
+            got = comm.allreduce(mine, ac.op(second))
+            assert same_bits(got, np.full(count, comm.size).astype(dtype))
+
+    on_ranks(3, check)
+
+
+def test_dtypes_without_arithmetic_can_be_reduced(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (2, 9_000):
+            dates = np.full(count, np.datetime64(comm.rank, "D"))
+            assert (
+                comm.allreduce(dates, ac.op(np.maximum)) == np.datetime64(comm.size - 1, "D")
+            ).all()
+            pairs = np.full(count, comm.rank).astype("i4,f8")
+            assert (comm.scan(pairs, ac.op(second)) == pairs).all()
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,) * 9], ids=str)
+def test_scalars_empty_arrays_and_many_dimensions(on_ranks, shape) -> None:
+    def check(comm: Communicator) -> None:
+        arrays = [np.full(shape, rank + 1.0) for rank in range(comm.size)]
+        want = _prefixes(minus, arrays)
+        assert same_bits(comm.allreduce(arrays[comm.rank], ac.op(minus)), np.asarray(want[-1]))
+        assert same_bits(comm.scan(arrays[comm.rank], ac.op(minus)), np.asarray(want[comm.rank]))
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_arrays_passed_stay_as_they_are(on_ranks, elementwise) -> None:
+    def check(comm: Communicator) -> None:
+        made = ac.op(in_place, elementwise=elementwise)
+        for side in SIDES:
+            mine = _matrix(side, comm.rank)
+            for call in (comm.allreduce, comm.reduce, comm.scan, comm.exscan):
+                call(mine, made)
+                assert same_bits(mine, _matrix(side, comm.rank))
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_result_goes_into_out(on_ranks, elementwise) -> None:
+    def check(comm: Communicator) -> None:
+        made = ac.op(minus, elementwise=elementwise)
+        for side in SIDES:
+            arrays = _matrices(comm, side)
+            want = _prefixes(minus, arrays)
+            apart = np.empty((side, side, 2))[..., 0]
+            assert comm.allreduce(arrays[comm.rank], made, out=apart) is apart
+            assert same_bits(apart.copy(), want[-1])
+            for call, last in ((comm.allreduce, -1), (comm.scan, comm.rank)):
+                same = arrays[comm.rank].copy()
+                assert call(same, made, out=same) is same
+                assert same_bits(same, want[last])
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_every_rank_gets_the_same_bits_whatever_its_framework(
+    on_ranks, several, elementwise
+) -> None:
+    def check(comm: Communicator) -> None:
+        for shape in ((2, 3), (90, 130)):
+            framework = ARITHMETIC[comm.rank % len(ARITHMETIC)]
+            mine = _case(shape, framework, comm.rank).build()
+            got = comm.allreduce(mine, ac.op(_noisy, elementwise=elementwise))
+            assert type(got) is type(mine)
+            said = comm.allgather_object(_numpy(got).tobytes())
+            assert said == [said[0]] * comm.size
+
+    on_ranks(several, check)
+
+
+def _noisy(a: Any, b: Any) -> Any:
+    """Something that frameworks round differently."""
+    return (a * a * a + b / 3) * (a + b)
+
+
+# Requests
+
+
+def test_requests_reduce_by_functions(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        arrays = _matrices(comm, 90)
+        mine, root = arrays[comm.rank], comm.size - 1
+        requests = [
+            comm.iallreduce(mine, ac.op(turned)),
+            comm.ireduce(mine, ac.op(minus), root),
+            comm.iscan(mine, ac.op(turned)),
+            comm.iallreduce(mine),
+            comm.iexscan(mine, ac.op(minus, elementwise=True)),
+            comm.iallreduce(mine, ac.op(minus, elementwise=True)),
+        ]
+        order = np.random.default_rng(comm.rank).permutation(len(requests))
+        results = {int(k): requests[k].wait() for k in order}
+        turns, differences = _prefixes(turned, arrays), _prefixes(minus, arrays)
+        assert same_bits(results[0], np.ascontiguousarray(turns[-1]))
+        assert results[1] is None or same_bits(results[1], differences[-1])
+        assert same_bits(results[2], np.ascontiguousarray(turns[comm.rank]))
+        assert same_bits(results[3], reduce(np.add, arrays))
+        assert results[4] is None or same_bits(results[4], differences[comm.rank - 1])
+        assert same_bits(results[5], differences[-1])
+
+    on_ranks(size, check)
+
+
+# What goes wrong
+
+OPERATIONS = ["allreduce", "reduce", "reduce_scatter", "scan", "exscan"]
+
+
+def _call(comm: Communicator, operation: str, count: int, made: Any) -> Any:
+    shape = (comm.size, count) if operation == "reduce_scatter" else (count,)
+    return getattr(comm, operation)(np.ones(shape), made)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("count", [3, 30_000])
+def test_exception_of_one_rank_is_raised_by_all_and_they_go_on(on_ranks, operation, count) -> None:
+    def check(comm: Communicator) -> None:
+        def fails(a: Any, b: Any) -> Any:
+            if comm.rank == culprit:
+                raise ZeroDivisionError("of the user's")
+            return a + b
+
+        for elementwise in (False, True):
+            for culprit in range(comm.size):
+                if not _folds(operation, count, elementwise, culprit):
+                    continue
+                kind = ZeroDivisionError if comm.rank == culprit else ac.PeerError
+                with pytest.raises(kind, match="of the user's") as caught:
+                    _call(comm, operation, count, ac.op(fails, elementwise=elementwise))
+                if comm.rank != culprit:
+                    assert caught.value.rank == culprit
+                    assert "test_custom_ops.py" in caught.value.traceback
+                assert comm.allreduce(1) == comm.size
+
+    on_ranks(3, check)
+
+
+def _folds(operation: str, count: int, elementwise: bool, rank: int) -> bool:
+    """Tell whether a rank calls the function."""
+    large = count > 3 and operation in ("allreduce", "reduce")
+    return rank == 0 or (elementwise and (large or operation == "reduce_scatter"))
+
+
+WRONG: dict[str, Callable[[Any, Any], Any]] = {
+    "shape": lambda a, b: (a - b)[..., :1],
+    "more dimensions": lambda a, b: (a - b)[None],
+    "dtype": lambda a, b: (a - b).astype(np.float32),
+    "nothing": lambda a, b: None,
+    "list": lambda a, b: [1.0],
+    "number": lambda a, b: 1.0,
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_result_is_a_type_error_and_the_ranks_go_on(on_ranks, case) -> None:
+    def check(comm: Communicator) -> None:
+        for operation, count in product(OPERATIONS, (3, 30_000)):
+            with pytest.raises((TypeError, ac.PeerError), match=operation) as caught:
+                _call(comm, operation, count, ac.op(WRONG[case]))
+            folds = _folds(operation, count, False, comm.rank)
+            assert isinstance(caught.value, TypeError) == folds
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(2, check)
+
+
+DIFFERENT: dict[str, tuple[Any, Any, str]] = {
+    "functions": (
+        ac.op(minus),
+        ac.op(second),
+        r"op\(tests\.collectives\.test_custom_ops\.second\)",
+    ),
+    "kinds": (ac.op(minus), ac.op(minus, elementwise=True), "minus, elementwise=True"),
+    "name": (ac.op(minus), "sum", r"allreduce\(sum\)"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_different_functions_are_a_mismatch(on_ranks, case) -> None:
+    def check(comm: Communicator) -> None:
+        usual, other, message = DIFFERENT[case]
+        for count in (3, 30_000):
+            with pytest.raises(ac.MismatchError, match=message):
+                comm.dup().allreduce(np.ones(count), other if comm.rank else usual)
+
+    on_ranks(2, check)
+
+
+class Shift:
+    """An object that can be called, one on each rank."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, a: Any, b: Any) -> Any:
+        return a + b + self.by
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Shift(1.0), lambda: partial(_shifted, 1.0), lambda: Shift(1.0).__call__],
+    ids=["object", "partial", "method"],
+)
+def test_ranks_may_make_their_functions_anew(on_ranks, make) -> None:
+    def check(comm: Communicator) -> None:
+        kept = [make() for _ in range(comm.rank)]
+        got = comm.allreduce(np.ones(3), ac.op(make()))
+        assert (got == 2 * comm.size - 1).all()
+        assert len(kept) == comm.rank
+
+    on_ranks(3, check)
+
+
+def _shifted(by: float, a: Any, b: Any) -> Any:
+    return a + b + by
+
+
+def test_function_is_named_alike_in_every_process() -> None:
+    for make in (lambda: Shift(1.0), lambda: partial(_shifted, 1.0), lambda: partial(Shift(1.0))):
+        one, other = make(), make()
+        assert ac.op(one).name == ac.op(other).name
+        assert " at 0x" not in ac.op(one).name
+
+
+def test_ufuncs_and_builtins_are_told_apart() -> None:
+    names = {ac.op(fn).name for fn in (np.add, np.maximum, max, min, np.logical_xor)}
+    assert len(names) == 5
+
+
+@pytest.mark.parametrize("wrong", ["sum", None, 3], ids=repr)
+def test_what_cannot_be_called_is_a_type_error(wrong) -> None:
+    with pytest.raises(TypeError, match="op: fn must be a function"):
+        ac.op(wrong)
+
+
+def test_function_that_op_was_not_made_of_is_refused_by_all(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises(TypeError, match=r"arraycomm\.op"):
+            comm.allreduce(np.ones(3), minus)
+        with pytest.raises(TypeError):
+            ac.allreduce_tree([np.ones(3)], ac.op(minus), comm=comm)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(2, check)
+
+
+def test_without_the_check_functions_reduce_as_well(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        unchecked = comm.dup(check=False)
+        for side in SIDES:
+            arrays = _matrices(comm, side)
+            for elementwise in (False, True):
+                made = ac.op(minus, elementwise=elementwise)
+                for _ in range(2):
+                    got = unchecked.allreduce(arrays[comm.rank], made)
+                    assert same_bits(got, _prefixes(minus, arrays)[-1])
+                assert same_bits(
+                    unchecked.scan(arrays[comm.rank], made), _prefixes(minus, arrays)[comm.rank]
+                )
+
+    on_ranks(size, check)
+
+
+@alone
+@pytest.mark.parametrize("seed", range(8))
+def test_folds_by_functions_do_not_depend_on_the_schedule(seed) -> None:
+    def check(comm: Communicator) -> None:
+        arrays = _matrices(comm, 70)
+        mine = arrays[comm.rank]
+        request = comm.iallreduce(mine, ac.op(turned))
+        scanned = comm.scan(mine, ac.op(minus))
+        assert same_bits(scanned, _prefixes(minus, arrays)[comm.rank])
+        assert same_bits(request.wait(), np.ascontiguousarray(_prefixes(turned, arrays)[-1]))
+
+    run(1 + seed % 4, check, schedule=seed)

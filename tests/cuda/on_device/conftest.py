@@ -1,0 +1,285 @@
+"""Tests that need a CUDA device. On a machine with one, this runs them, over NCCL where it can be had:
+
+    mpiexec -n 2 python -m pytest tests/cuda/on_device
+
+and this those with one rank, with ranks that are threads, and the programs that are launched:
+
+    python -m pytest tests/cuda/on_device
+
+CuPy has to be installed; PyTorch with CUDA, JAX with CUDA, mpi4py and Hypothesis for the tests of
+each. Without a device everything here is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from arraycomm import _launch
+from arraycomm._callsite import describe_exception
+from arraycomm._communicator import Communicator
+from arraycomm._cuda import device
+from arraycomm._errors import BackendUnavailableError
+from arraycomm.testing import run
+from arraycomm.testing._oracle import NARROW
+from tests.support import internals
+
+Array = np.ndarray[Any, Any]
+OnRanks = Callable[[Callable[[Communicator], Any]], None]
+
+TIMEOUT = 60.0
+LAUNCH = _launch.detect(os.environ)
+_SETTINGS = {
+    # Several ranks may share one device.
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    # Else the first rank's JAX takes most of the device's memory.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+_SPIN = """
+extern "C" __global__ void spin(long long cycles) {
+    const long long start = clock64();
+    while (clock64() - start < cycles) {}
+}
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            # What libraries of CUDA's warn of is no failure of what is tested.
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def device_number() -> Iterator[int]:
+    """This rank's device, which is the current one of CuPy and of PyTorch."""
+    reason = device.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    import cupy
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _SETTINGS.items():
+            if name not in os.environ:
+                patch.setenv(name, value)
+        number = device.choose_device(_local_rank(), None)
+        with cupy.cuda.Device(number):
+            yield number
+
+
+def _local_rank() -> int:
+    if LAUNCH is None:
+        return 0
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).rank)
+
+
+# Frameworks -------------------------------------------------------------------------------------
+
+
+class Framework(NamedTuple):
+    """One framework: arrays on the device of NumPy's, and back.
+
+    `side` is a context in which a stream is current that waits for no other by itself; it gives the
+    stream's handle, None where the framework shows none.
+    """
+
+    name: str
+    make: Callable[[Array], Any]
+    back: Callable[[Any], Array]
+    side: Callable[[], AbstractContextManager[Any]]
+
+
+def _cupy(number: int) -> Framework:
+    import cupy
+
+    def make(array: Array) -> Any:
+        there = cupy.asarray(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        return cupy.ndarray(array.shape, array.dtype, there.data)
+
+    def back(array: Any) -> Array:
+        if array.dtype not in NARROW:
+            return np.asarray(array.get())
+        return np.asarray(array.view(f"u{array.dtype.itemsize}").get().view(array.dtype))
+
+    return Framework("cupy", make, back, lambda: cupy.cuda.Stream(non_blocking=True))
+
+
+def _torch(number: int) -> Framework:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    torch.cuda.set_device(number)
+    build, elements_of = _by_hypothesis("torch")
+
+    def make(array: Array) -> Any:
+        return build(np.array(array)).to(f"cuda:{number}")
+
+    return Framework(
+        "torch",
+        make,
+        lambda tensor: elements_of(tensor.detach().cpu()),
+        lambda: torch.cuda.stream(torch.cuda.Stream()),
+    )
+
+
+def _by_hypothesis(name: str) -> tuple[Callable[[Array], Any], Callable[[Any], Array]]:
+    """Return what makes a framework's arrays on the host, of any dtype, and what reads them."""
+    pytest.importorskip("hypothesis")
+    from arraycomm.testing._frameworks import FRAMEWORKS, elements_of
+
+    return FRAMEWORKS[name].build, elements_of
+
+
+def _jax(number: int) -> Framework:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this JAX has no CUDA")
+    there = jax.local_devices()[number]
+    build, _ = _by_hypothesis("jax")
+
+    def make(array: Array) -> Any:
+        with jax.enable_x64(True):
+            return jax.device_put(build(array), there)
+
+    return Framework("jax", make, np.asarray, nullcontext)
+
+
+_FRAMEWORKS = {"cupy": _cupy, "torch": _torch, "jax": _jax}
+
+
+@pytest.fixture(params=_FRAMEWORKS)
+def framework(request: pytest.FixtureRequest, device_number: int) -> Framework:
+    return _FRAMEWORKS[request.param](device_number)
+
+
+@pytest.fixture(params=["cupy", "torch"])
+def writable(request: pytest.FixtureRequest, device_number: int) -> Framework:
+    """A framework whose arrays can be written, in streams that it shows."""
+    return _FRAMEWORKS[request.param](device_number)
+
+
+def stream_of(framework: Framework) -> int:
+    """Return the framework's current stream."""
+    if framework.name == "torch":
+        import torch
+
+        return int(torch.cuda.current_stream().cuda_stream)
+    import cupy
+
+    return int(cupy.cuda.get_current_stream().ptr)
+
+
+def spin(stream: int, cycles: int = 400_000_000) -> None:
+    """Keep a stream busy, for some tenths of a second."""
+    import cupy
+
+    kernel = cupy.RawKernel(_SPIN, "spin")
+    kernel((1,), (1,), (np.int64(cycles),), stream=SimpleNamespace(ptr=stream))
+
+
+def is_busy(stream: int) -> bool:
+    """Tell whether the device is still to do something that was put on a stream."""
+    import cupy
+
+    return bool(cupy.cuda.runtime.streamQuery(stream) != 0)
+
+
+# Ranks ------------------------------------------------------------------------------------------
+
+
+class Job:
+    """The ranks of this job, of which there is one without mpiexec.
+
+    They keep their communicator from test to test, since it takes NCCL long to make one, until a
+    test fails.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._comm: Communicator | None = None
+        self._missing = ""
+
+    def __call__(self, fn: Callable[[Communicator], Any]) -> None:
+        from mpi4py import MPI
+
+        world, error = MPI.COMM_WORLD, None
+        world.Barrier()
+        comm = self.comm
+        try:
+            fn(comm)
+        except Exception as raised:
+            error = raised
+            internals.close(comm, error)
+        said = world.allgather("" if error is None else describe_exception(error))
+        failed = [f"on rank {rank}:\n{text}" for rank, text in enumerate(said) if text]
+        if failed:
+            self._comm = None
+        if error is not None:
+            raise error
+        if failed:
+            pytest.fail(failed[0], pytrace=False)
+
+    @property
+    def comm(self) -> Communicator:
+        if self._missing:
+            pytest.skip(self._missing)
+        if self._comm is None:
+            try:
+                self._comm = self._open()
+            except BackendUnavailableError as error:
+                self._missing = str(error)
+                pytest.skip(self._missing)
+        return self._comm
+
+    def _open(self) -> Communicator:
+        from mpi4py import MPI
+
+        comm = internals.mpi_communicator(MPI.COMM_WORLD.Dup(), timeout=TIMEOUT)
+        internals.require_backend(comm, self._backend)
+        return comm
+
+    def free(self) -> None:
+        if self._comm is not None:
+            self._comm.free()
+
+
+def _threads(fn: Callable[[Communicator], Any]) -> None:
+    run(3, fn, timeout=TIMEOUT)
+
+
+@pytest.fixture(scope="package")
+def nccl_job(device_number: int) -> Iterator[Job]:
+    """The ranks of this job, joined by NCCL."""
+    yield from _job("nccl")
+
+
+@pytest.fixture(scope="package")
+def mpi_job(device_number: int) -> Iterator[Job]:
+    """The ranks of this job, joined by MPI, that reads device memory or is handed copies."""
+    yield from _job("mpi")
+
+
+def _job(backend: str) -> Iterator[Job]:
+    pytest.importorskip("mpi4py")
+    job = Job(backend)
+    yield job
+    job.free()
+
+
+@pytest.fixture(params=["nccl", "mpi", *([] if LAUNCH else ["threads"])])
+def on_ranks(request: pytest.FixtureRequest) -> OnRanks:
+    """Runs a function on all ranks: each of the ways in which their arrays may go."""
+    if request.param == "threads":
+        return _threads
+    job: OnRanks = request.getfixturevalue(f"{request.param}_job")
+    return job

@@ -1,0 +1,274 @@
+"""Collectives of arrays on a device, whichever way they go: results come back there, and are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import Communicator
+from arraycomm._cuda.gpu_aware import gpu_aware
+from tests.cuda.on_device.conftest import Framework, Job, OnRanks
+from tests.support import internals
+from tests.support.collectives import COLLECTIVES
+from tests.support.oracle import expected, same_bits, sample
+
+Array = np.ndarray[Any, Any]
+
+
+def rows(comm: Communicator, count: int, dtype: str = "float32") -> Array:
+    """One row a rank, other values on every rank."""
+    return (np.arange(comm.size * count) * 7 % 23 + comm.rank).astype(dtype).reshape(comm.size, -1)
+
+
+# Of these, the ranks but the root pass nothing, so that nothing tells where the result is to be.
+ROOTED = ("bcast to None", "scatter", "scatterv")
+
+
+def check_like(got: Any, like: Any) -> None:
+    assert type(got) is type(like)
+    if not isinstance(like, np.ndarray):
+        assert str(got.device) == str(like.device)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_device_gives_what_the_host_gives(
+    on_ranks: OnRanks, framework: Framework, name: str
+) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (0, 1, 5, 9000, 300_000):
+            x = rows(comm, count)
+            want = COLLECTIVES[name](comm, x)
+            mine = framework.make(x)
+            for _ in range(2):
+                got = COLLECTIVES[name](comm, mine)
+                if want is None:
+                    assert got is None
+                    continue
+                if name not in ROOTED or comm.rank == 0:
+                    check_like(got, mine)
+                found = got if isinstance(got, np.ndarray) else framework.back(got)
+                assert found.tobytes() == want.tobytes()
+                assert tuple(got.shape) == want.shape
+            assert framework.back(mine).tobytes() == x.tobytes()
+
+    on_ranks(check)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "complex64"])
+def test_allreduce_is_the_fold(on_ranks: OnRanks, framework: Framework, dtype: str) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (5, 40_000):
+            arrays = [sample(np.dtype(dtype), count, rank) for rank in range(comm.size)]
+            got = framework.back(comm.allreduce(framework.make(arrays[comm.rank])))
+            assert same_bits(got, expected(arrays, "sum"))
+
+    on_ranks(check)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_host_and_device_arrays_meet(on_ranks: OnRanks, framework: Framework, name: str) -> None:
+    """Each rank in turn is the odd one; results are where that rank's own array is."""
+
+    def check(comm: Communicator) -> None:
+        for count in (2, 9000):
+            x = rows(comm, count)
+            want = COLLECTIVES[name](comm, x)
+            for odd in range(comm.size):
+                for on_host in (True, False):
+                    mine = x if (comm.rank == odd) == on_host else framework.make(x)
+                    got = COLLECTIVES[name](comm, mine)
+                    if want is None:
+                        assert got is None
+                        continue
+                    found = got if isinstance(got, np.ndarray) else framework.back(got)
+                    assert found.tobytes() == want.tobytes()
+
+    on_ranks(check)
+
+
+def test_mpi_that_reads_no_device_memory_is_handed_copies(mpi_job: Job) -> None:
+    def check(comm: Communicator) -> None:
+        cupy = pytest.importorskip("cupy")
+        # Several chunks, and a part of one.
+        x = rows(comm, 3_000_001)
+        got = comm.allreduce(cupy.asarray(x))
+        assert got.get().tobytes() == comm.allreduce(x).tobytes()
+        link = internals.device_link(comm)
+        assert link is not None
+        assert link.name == ("mpi" if gpu_aware() else "staged")
+
+    mpi_job(check)
+
+
+def test_frameworks_meet(on_ranks: OnRanks, framework: Framework) -> None:
+    cupy = pytest.importorskip("cupy")
+
+    def check(comm: Communicator) -> None:
+        x = rows(comm, 1000)
+        mine = framework.make(x) if comm.rank else cupy.asarray(x)
+        got = comm.allreduce(mine)
+        check_like(got, mine)
+        found = framework.back(got) if comm.rank else got.get()
+        assert found.tobytes() == comm.allreduce(x).tobytes()
+
+    on_ranks(check)
+
+
+def test_root_sends_to_ranks_that_say_what_it_is_like(
+    on_ranks: OnRanks, framework: Framework
+) -> None:
+    def check(comm: Communicator) -> None:
+        mine = framework.make(np.full((2, 3), comm.rank, np.float32))
+        got = comm.bcast(mine if comm.rank == 0 else None, 0, like=mine)
+        check_like(got, mine)
+        assert (framework.back(got) == 0).all()
+
+    on_ranks(check)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_out_is_written(on_ranks: OnRanks, writable: Framework, step: int) -> None:
+    def check(comm: Communicator) -> None:
+        x = rows(comm, 500)
+        mine, want = writable.make(x), comm.allreduce(x)
+        whole = writable.make(np.zeros((step * comm.size, 500), np.float32))
+        for own in (mine, x):
+            out = whole[::step]
+            assert comm.allreduce(own, out=out) is out
+            assert writable.back(whole)[::step].tobytes() == want.tobytes()
+            assert (writable.back(whole)[1::step] == 0).all() or step == 1
+        on_host = np.zeros_like(x)
+        assert comm.allreduce(mine, out=on_host) is on_host
+        assert on_host.tobytes() == want.tobytes()
+        assert comm.allreduce(mine, out=mine) is mine
+        assert writable.back(mine).tobytes() == want.tobytes()
+
+    on_ranks(check)
+
+
+def test_jax_is_no_out(on_ranks: OnRanks, framework: Framework) -> None:
+    if framework.name != "jax":
+        pytest.skip("can be written")
+
+    def check(comm: Communicator) -> None:
+        x = framework.make(np.ones(1000, np.float32))
+        with pytest.raises(BufferError, match="immutable"):
+            comm.allreduce(x, out=x)
+
+    on_ranks(check)
+
+
+def test_strided_arrays_are_read(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        x = rows(comm, 600)
+        there = framework.make(x)
+        for part, want in ((there[:, ::2], x[:, ::2]), (there.T, x.T), (there[:, 3], x[:, 3])):
+            got = comm.allreduce(part)
+            assert framework.back(got).tobytes() == comm.allreduce(want.copy()).tobytes()
+
+    on_ranks(check)
+
+
+# Trees ------------------------------------------------------------------------------------------
+
+
+def tree_of(comm: Communicator) -> dict[str, Array]:
+    x = np.arange(6, dtype="float32").reshape(2, 3) + comm.rank
+    long = np.arange(50_000, dtype="float32") * (comm.rank + 1)
+    return {"a": x, "b": x.astype("float64")[0], "c": x[:0], "d": long, "e": x[1, 1:2] * 5}
+
+
+@pytest.mark.parametrize("where", ["abcde", "ad", "b"])
+def test_leaves_are_reduced_where_they_are(
+    on_ranks: OnRanks, framework: Framework, where: str
+) -> None:
+    def check(comm: Communicator) -> None:
+        plain = tree_of(comm)
+
+        def tree() -> dict[str, Any]:
+            return {
+                name: framework.make(leaf) if name in where else leaf
+                for name, leaf in plain.items()
+            }
+
+        want = ac.allreduce_tree(plain, "sum", comm=comm)
+        plan = comm.plan(tree(), "sum")
+        for _ in range(3):
+            for got in (
+                ac.allreduce_tree(tree(), "sum", comm=comm),
+                ac.allreduce_gradients(tree(), "sum", comm=comm),
+                plan(tree()),
+            ):
+                for name, leaf in got.items():
+                    assert isinstance(leaf, np.ndarray) == (name not in where)
+                    found = framework.back(leaf) if name in where else leaf
+                    assert found.tobytes() == want[name].tobytes()
+                    assert found.shape == want[name].shape
+
+    on_ranks(check)
+
+
+def test_leaves_may_be_elsewhere_on_other_ranks(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.full(1000, comm.rank, np.float32)
+        tree = {"a": framework.make(x) if comm.rank else x, "b": framework.make(x)}
+        total = sum(range(comm.size))
+        for _ in range(2):
+            got = ac.allreduce_tree(tree, "sum", comm=comm)
+            assert (framework.back(got["b"]) == total).all()
+            found = framework.back(got["a"]) if comm.rank else got["a"]
+            assert (found == total).all()
+
+    on_ranks(check)
+
+
+def test_thousands_of_leaves_are_reduced(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.arange(3, dtype="float32") + comm.rank
+        one = framework.make(x)
+        tree = [one] * 2500
+        want = comm.allreduce(x)
+        got = ac.allreduce_tree(tree, "sum", comm=comm)
+        assert all((framework.back(leaf) == want).all() for leaf in got[::97])
+
+    on_ranks(check)
+
+
+def test_trees_are_synchronized(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        mine = {
+            "device": framework.make(np.full(7, comm.rank, np.float32)),
+            "host": np.full(3, comm.rank),
+        }
+        same = ac.synchronize(mine, root=comm.size - 1, comm=comm)
+        check_like(same["device"], mine["device"])
+        assert (framework.back(same["device"]) == comm.size - 1).all()
+        assert (same["host"] == comm.size - 1).all()
+
+    on_ranks(check)
+
+
+def test_messages_arrive(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        mine = framework.make(np.full(1000, comm.rank, np.float32))
+        before = (comm.rank - 1) % comm.size
+        got = comm.sendrecv(mine, (comm.rank + 1) % comm.size, before)
+        found = got if isinstance(got, np.ndarray) else framework.back(got)
+        assert (found == before).all()
+
+    on_ranks(check)
+
+
+def test_requests_give_what_calls_give(on_ranks: OnRanks, framework: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        x = rows(comm, 9000)
+        there = framework.make(x)
+        requests = [comm.iallreduce(there), comm.iallgather(there), comm.ibcast(there, 0)]
+        wanted = [comm.allreduce(x), comm.allgather(x), comm.bcast(x, 0)]
+        for request, want in zip(requests, wanted, strict=True):
+            assert framework.back(request.wait()).tobytes() == want.tobytes()
+
+    on_ranks(check)

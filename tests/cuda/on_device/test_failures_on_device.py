@@ -1,0 +1,172 @@
+"""What happens on the device when ranks disagree, fail or do not come: programs with a time limit."""
+
+from __future__ import annotations
+
+import subprocess
+import textwrap
+
+import pytest
+
+from tests.support.launcher import needs_mpiexec, run_python
+
+pytestmark = needs_mpiexec
+
+LIMIT = 120.0
+HEAD = """
+import sys, time
+import cupy
+import arraycomm as ac
+
+try:
+    comm = ac.init("nccl", timeout={timeout})
+except ac.BackendUnavailableError as error:
+    print("unavailable:", error, flush=True)
+    sys.exit(0)
+
+
+def say(*words):
+    print("rank", comm.rank, *words, flush=True)
+
+
+def wait_for_the_device():
+    cupy.cuda.get_current_stream().synchronize()
+    say("is through")
+
+
+def next_call():
+    try:
+        comm.barrier()
+    except ac.ArrayCommError as error:
+        say(type(error).__name__, error)
+
+
+x = cupy.ones(100_000, "float32")
+assert (comm.allreduce(x) == comm.size).all()
+"""
+
+
+def launch(program: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run on two ranks, which have made one collective on the device before."""
+    text = HEAD.format(timeout=timeout) + textwrap.dedent(program)
+    done = run_python("-c", text, ranks=2, timeout=LIMIT)
+    if "unavailable:" in done.stdout:
+        pytest.skip(done.stdout.strip().splitlines()[0])
+    return done
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "comm.allreduce(x[: 50_000 + 1000 * comm.rank])",
+        'comm.allreduce(x, "sum" if comm.rank else "max")',
+        "comm.allreduce(x) if comm.rank else comm.allgather(x)",
+        "comm.bcast(x, comm.rank)",
+        'comm.allreduce(x.astype("float64" if comm.rank else "float32"))',
+    ],
+)
+def test_disagreement_is_an_error_on_all_and_hangs_nobody(call: str) -> None:
+    done = launch(f"""
+        {call}
+        wait_for_the_device()
+        next_call()
+    """)
+    said = done.stdout + done.stderr
+    for rank in range(2):
+        assert f"rank {rank} is through" in done.stdout, said
+        assert f"rank {rank} MismatchError" in done.stdout, said
+
+
+def test_disagreement_of_trees_is_an_error_on_all() -> None:
+    done = launch("""
+        try:
+            ac.allreduce_tree({"a": x, "b": x[: 5 + comm.rank]}, "sum", comm=comm)
+        except ac.MismatchError:
+            say("MismatchError")
+        wait_for_the_device()
+    """)
+    for rank in range(2):
+        assert f"rank {rank} MismatchError" in done.stdout, done.stdout + done.stderr
+        assert f"rank {rank} is through" in done.stdout
+
+
+def test_rank_that_raises_releases_the_others_device() -> None:
+    done = launch("""
+        if comm.rank == 1:
+            raise RuntimeError("out of data")
+        comm.allreduce(x)
+        wait_for_the_device()
+        next_call()
+    """)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "out of data" in done.stderr
+    assert "rank 0 is through" in done.stdout, said
+    assert "rank 0 PeerError" in done.stdout, said
+
+
+def test_rank_that_raises_in_a_call_is_heard_by_the_others() -> None:
+    done = launch("""
+        try:
+            comm.allreduce(x if comm.rank else "no array")
+        except (TypeError, ac.ArrayCommError) as error:
+            say(type(error).__name__)
+        wait_for_the_device()
+        next_call()
+    """)
+    said = done.stdout + done.stderr
+    assert "rank 0 TypeError" in done.stdout, said
+    assert "rank 1 is through" in done.stdout, said
+    assert "rank 1 PeerError" in done.stdout, said
+
+
+def test_rank_that_sleeps_is_given_up_and_the_device_released() -> None:
+    done = launch(
+        """
+        if comm.rank == 1:
+            time.sleep(20)
+        began = time.monotonic()
+        comm.allreduce(x)
+        wait_for_the_device()
+        if comm.rank == 0:
+            assert time.monotonic() - began < 15, time.monotonic() - began
+        next_call()
+        """,
+        timeout=4,
+    )
+    said = done.stdout + done.stderr
+    assert "rank 0 is through" in done.stdout, said
+    assert "rank 0 CommTimeoutError" in done.stdout, said
+
+
+def test_device_is_of_use_after_an_error() -> None:
+    done = launch("""
+        comm.allreduce(x[: 50_000 + 1000 * comm.rank])
+        wait_for_the_device()
+        next_call()
+        assert float((x * 2).sum()) == 200_000
+        say("goes on")
+    """)
+    assert done.stdout.count("goes on") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "ac.finalize()", "part = comm.dup(); part.allreduce(x)"])
+def test_programs_end_well(end: str) -> None:
+    done = launch(f"""
+        comm.allreduce(x)
+        {end}
+    """)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nccl_that_cannot_be_used_is_an_error_on_all() -> None:
+    done = launch("""
+        ac.finalize()
+        import os
+        os.environ["NCCL_COMM_BLOCKING"] = "1"
+        try:
+            ac.init("nccl", timeout=30)
+        except ac.BackendUnavailableError as error:
+            print("refused", error, flush=True)
+    """)
+    assert done.stdout.count("refused") == 2, done.stdout + done.stderr
+    assert "NCCL_COMM_BLOCKING" in done.stdout

@@ -1,0 +1,234 @@
+"""The order of streams, both ways: each of these fails where something on the device is not waited for.
+
+Kernels that take long are put on a stream of its own before the call, or the other ranks come late;
+what the caller does after the call is put there while the device is still to come to the call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import Communicator
+from tests.cuda.on_device.conftest import Framework, Job, OnRanks, is_busy, spin, stream_of
+
+LENGTH = 1 << 20
+LATE = 0.3
+
+Call = Callable[[Communicator, Any], Any]
+
+# What every element of the result is, where every element of rank r's array is r + 1.
+CALLS: dict[str, tuple[Call, Callable[[int, int], float]]] = {
+    "allreduce": (lambda comm, x: comm.allreduce(x), lambda size, _: sum(range(size + 1))),
+    "native": (
+        lambda comm, x: comm.allreduce(x.view(dtype_of(x, "int32")), "max").view(x.dtype),
+        lambda size, _: size,
+    ),
+    "allgather": (lambda comm, x: comm.allgather(x)[-1], lambda size, _: size),
+    "bcast": (lambda comm, x: comm.bcast(x, comm.size - 1), lambda size, _: size),
+    "scan": (lambda comm, x: comm.scan(x), lambda _, rank: sum(range(rank + 2))),
+    "alltoall": (
+        lambda comm, x: comm.alltoall(x.reshape((comm.size, -1)))[-1],
+        lambda size, _: size,
+    ),
+    "tree": (
+        lambda comm, x: ac.allreduce_tree({"x": x}, "sum", comm=comm)["x"],
+        lambda size, _: sum(range(size + 1)),
+    ),
+}
+
+
+def dtype_of(x: Any, name: str) -> Any:
+    """Return a dtype in the words of the array's framework."""
+    if type(x).__module__.startswith("torch"):
+        import torch
+
+        return getattr(torch, name)
+    return np.dtype(name)
+
+
+def set_to(x: Any, value: float) -> None:
+    """Put a write on the current stream."""
+    x[...] = value
+
+
+def length(comm: Communicator) -> int:
+    return LENGTH - LENGTH % comm.size
+
+
+def begun(comm: Communicator, writable: Framework) -> None:
+    """Have everything compiled, connected and allocated, which may wait for the device."""
+    x = writable.make(np.ones(length(comm), np.float32))
+    for call, _ in CALLS.values():
+        call(comm, x)
+    spin(stream_of(writable), 1000)
+    writable.back(x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_read_what_is_still_to_be_written(
+    on_ranks: OnRanks, writable: Framework, name: str
+) -> None:
+    call, wanted = CALLS[name]
+
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        for _ in range(3):
+            with writable.side():
+                x = writable.make(np.zeros(length(comm), np.float32))
+                spin(stream_of(writable))
+                x += comm.rank + 1
+                got = call(comm, x)
+                twice = got * 2
+                # Overwritten in order, while the call may be still to come.
+                set_to(x, -1000)
+                assert (writable.back(twice) == 2 * wanted(comm.size, comm.rank)).all()
+                assert (writable.back(got) == wanted(comm.size, comm.rank)).all()
+                assert (writable.back(x) == -1000).all()
+
+    on_ranks(check)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("name", CALLS)
+def test_input_may_be_overwritten_while_others_are_missing(
+    nccl_job: Job, writable: Framework, name: str, late: int
+) -> None:
+    call, wanted = CALLS[name]
+
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        comm.barrier()
+        with writable.side():
+            x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
+            if comm.rank % 2 == late:
+                time.sleep(LATE)
+                spin(stream_of(writable))
+            got = call(comm, x)
+            set_to(x, -1000)
+            # Memory that is given back here is given out at once, for what comes later.
+            del x
+            other = writable.make(np.full(length(comm), 7, np.float32))
+            assert (writable.back(got + 0) == wanted(comm.size, comm.rank)).all()
+            assert (writable.back(other) == 7).all()
+
+    nccl_job(check)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "tree"])
+def test_the_host_does_not_wait_for_the_device(
+    nccl_job: Job, writable: Framework, name: str
+) -> None:
+    call, wanted = CALLS[name]
+
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        with writable.side():
+            x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
+            # Once more on this stream, for which memory is set apart.
+            call(comm, x)
+            writable.back(x)
+            comm.barrier()
+            spin(stream_of(writable), 4_000_000_000)
+            got = call(comm, x)
+            assert is_busy(stream_of(writable))
+            assert (writable.back(got) == wanted(comm.size, comm.rank)).all()
+
+    nccl_job(check)
+
+
+def test_calls_in_several_streams_come_in_their_order(nccl_job: Job, writable: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        results = []
+        for turn in range(6):
+            with writable.side():
+                x = writable.make(np.full(length(comm), turn, np.float32))
+                if turn % 2 == comm.rank % 2:
+                    spin(stream_of(writable))
+                x += 1
+                results.append((comm.allreduce(x), stream_of(writable), x))
+        import cupy
+
+        for turn, (got, stream, _) in enumerate(results):
+            cupy.cuda.runtime.streamSynchronize(stream)
+            assert (writable.back(got) == (turn + 1) * comm.size).all()
+
+    nccl_job(check)
+
+
+def test_out_is_written_in_order(on_ranks: OnRanks, writable: Framework) -> None:
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        for step in (1, 2):
+            with writable.side():
+                x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
+                whole = writable.make(np.zeros(step * length(comm), np.float32))
+                spin(stream_of(writable))
+                # Before the call in the stream, and so not to be seen after it.
+                set_to(whole, 5)
+                out = whole[::step]
+                comm.allreduce(x, out=out)
+                out += 1
+                want = np.full(step * length(comm), 5, np.float32)
+                want[::step] = sum(range(comm.size + 1)) + 1
+                assert np.array_equal(writable.back(whole), want)
+
+    on_ranks(check)
+
+
+def test_memory_of_results_is_not_used_too_early(on_ranks: OnRanks, writable: Framework) -> None:
+    """Results are dropped while they are still to be written, and their memory is taken again."""
+
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        with writable.side():
+            x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
+            for _ in range(30):
+                spin(stream_of(writable), 4_000_000)
+                comm.allreduce(x)
+                mine = x * 0 + 3
+                comm.allgather(x)
+                assert (writable.back(mine) == 3).all()
+
+    on_ranks(check)
+
+
+def test_jaxs_work_comes_before_and_after(on_ranks: OnRanks, framework: Framework) -> None:
+    if framework.name != "jax":
+        pytest.skip("has streams of its own")
+    import jax
+
+    work = jax.jit(lambda a: jax.lax.fori_loop(0, 300, lambda _, b: b @ b / 2000, a))
+
+    def check(comm: Communicator) -> None:
+        start = framework.make(np.ones((2000, 2000), np.float32))
+        work(start).block_until_ready()
+        for _ in range(3):
+            x = work(start) * (comm.rank + 1)
+            got = comm.allreduce(x)
+            del x
+            again = work(got / sum(range(comm.size + 1))) + 1
+            assert np.allclose(framework.back(again), 2, rtol=1e-2)
+            total = sum(range(comm.size + 1))
+            assert np.allclose(framework.back(got), total, rtol=1e-2)
+
+    on_ranks(check)
+
+
+def test_a_result_is_the_start_of_the_next_step(on_ranks: OnRanks, framework: Framework) -> None:
+    """As in training: nothing is waited for between the steps."""
+
+    def check(comm: Communicator) -> None:
+        with framework.side():
+            x = framework.make(np.full(LENGTH, 1.0, np.float32))
+            for _ in range(100):
+                x = comm.allreduce(x) / comm.size + 1
+            assert (framework.back(x) == 101).all()
+
+    on_ranks(check)

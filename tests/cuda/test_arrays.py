@@ -1,0 +1,896 @@
+"""The door for arrays on a device, where host memory stands in for it.
+
+Torch's tensors and JAX's arrays are real, on the host; CuPy is a few lines over NumPy, and tells
+nothing about CuPy. What the device itself does is for tests/cuda/on_device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arraycomm._arrays import dlpack, views
+from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Piece
+from arraycomm._arrays.frameworks.cupy import read_cupy
+from arraycomm._arrays.frameworks.jax import WIDE
+from arraycomm._cuda import arrays, frameworks, layouts, streams
+from arraycomm._dtypes import TABLE, DType
+
+Array = np.ndarray[Any, Any]
+DTYPES = [row.dtype for row in TABLE]
+# The streams of the frameworks, and the memory's own.
+TORCH, CUPY, OWN, PRODUCER = 7, 11, 5, 21
+LAYOUTS: dict[str, Any] = {
+    "contiguous": lambda a: a,
+    "sliced": lambda a: a[:, ::2],
+    "transposed": lambda a: a.T,
+    "offset": lambda a: a[1:, 1:],
+    "0-d": lambda a: a[1, 2],
+    "empty": lambda a: a[:0, ::2],
+    "one row": lambda a: a[:1],
+}
+
+
+class LoggedMark:
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory, self.stream, self.passed = memory, memory.stream, False
+
+    def done(self) -> bool:
+        return self.passed
+
+    def wait_on(self, stream: int) -> None:
+        self.memory.log.append((stream, "after", self.stream))
+
+
+class HostMemory(DeviceMemory):
+    """Does everything at once, on the host, and keeps a log of what waits for what."""
+
+    def __init__(self, device: int = 0) -> None:
+        self.device, self.stream = device, OWN
+        self.log: list[Any] = []
+        self.marks: list[LoggedMark] = []
+
+    def allocate(self, nbytes: int) -> DeviceBuffer:
+        array = np.empty(nbytes + 256, np.uint8)
+        start = -address_of(array) % 256
+        return DeviceBuffer(address_of(array) + start, nbytes, array.dtype, array, self)
+
+    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
+        self.log.append("copy")
+        ctypes.memmove(target.address, source.address, source.nbytes)
+
+    def record(self) -> LoggedMark:
+        self.marks.append(LoggedMark(self))
+        return self.marks[-1]
+
+    def upload(self, array: Array) -> DeviceBuffer:
+        raise NotImplementedError
+
+    def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
+        raise NotImplementedError
+
+    def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
+        raise NotImplementedError
+
+    def prefixes(
+        self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
+    ) -> None:
+        raise NotImplementedError
+
+    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
+        raise NotImplementedError
+
+
+def address_of(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def elements(device_buffer: DeviceBuffer) -> Array:
+    """What is in a span, without a copy."""
+    return dlpack.array_at(
+        device_buffer.address,
+        (device_buffer.size,),
+        None,
+        device_buffer.dtype,
+        False,
+        device_buffer,
+        "device_buffer",
+    )
+
+
+def flat_of(array: Array, memory: DeviceMemory) -> DeviceBuffer:
+    array = np.ascontiguousarray(array).reshape(-1)
+    return DeviceBuffer(address_of(array), array.size, array.dtype, array, memory)
+
+
+def some(dtype: Any) -> Array:
+    return np.arange(12).reshape(3, 4).astype(dtype)
+
+
+@pytest.fixture
+def memory() -> HostMemory:
+    return HostMemory()
+
+
+@pytest.fixture(autouse=True)
+def no_loans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "LEASES", streams.Leases())
+
+
+# A CuPy of NumPy's memory ------------------------------------------------------------------------
+
+
+class _NumPyAsCuPy(np.ndarray[Any, Any]):
+    __module__ = "cupy"
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+
+    @property
+    def device(self) -> Any:
+        return SimpleNamespace(id=0)
+
+    def __dlpack__(self, *, stream: int) -> Any:  # type: ignore[override]
+        assert stream == -1
+        return self.view(np.ndarray).__dlpack__()
+
+
+def _array_at(shape: Any, dtype: Any, pointer: Any, steps: Any = None) -> Any:
+    found = dlpack.array_at(pointer.ptr, shape, steps, np.dtype(dtype), False, pointer, "fake")
+    return found.view(_NumPyAsCuPy)
+
+
+def _alloc(nbytes: int) -> Any:
+    space = np.empty(nbytes, np.uint8)
+    return SimpleNamespace(ptr=address_of(space), space=space)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = ModuleType("cupy")
+    module.ndarray = _array_at
+    module.cuda = SimpleNamespace(
+        Device=lambda _: nullcontext(),
+        UnownedMemory=lambda ptr, _size, owner, _device: SimpleNamespace(ptr=ptr, owner=owner),
+        MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
+        alloc=_alloc,
+        get_current_stream=lambda _: SimpleNamespace(ptr=CUPY),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setitem(views._READERS, _NumPyAsCuPy, read_cupy)
+    return module
+
+
+def as_cupy(array: Array) -> Any:
+    return array.view(_NumPyAsCuPy)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cupy_is_read_where_it_is(cupy: Any, memory: HostMemory, dtype: DType, layout: str) -> None:
+    x = as_cupy(np.asarray(LAYOUTS[layout](some(dtype)), dtype))
+    assert arrays.on_cuda(x)
+    found = arrays.device_view(x, "x", memory)
+    assert (found.framework, found.device, found.source is x) == ("cupy", ("cuda", 0), True)
+    assert (found.shape, found.dtype, found.readonly) == (x.shape, dtype, False)
+    assert elements(found.device_buffer).tobytes() == np.asarray(x).tobytes()
+    assert found.copied == (not x.flags.c_contiguous)
+    if x.size:
+        assert (found.device_buffer.address == x.data.ptr) == x.flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_of_cupy_are_in_its_own_memory(cupy: Any, memory: HostMemory, dtype: DType) -> None:
+    like = arrays.device_view(as_cupy(some(np.int8)), "x", memory)
+    made, device_buffer = arrays.empty_like(like, (2, 3), dtype, memory)
+    elements(device_buffer)[...] = np.arange(6).astype(dtype)
+    result = arrays.finish(made, like)
+    assert isinstance(result, _NumPyAsCuPy)
+    assert (result.data.ptr, result.shape, result.dtype) == (device_buffer.address, (2, 3), dtype)
+    assert np.asarray(result).tolist() == np.arange(6).astype(dtype).reshape(2, 3).tolist()
+
+
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n not in {"0-d", "empty"}])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cupy_out_is_written_in_place(
+    cupy: Any, memory: HostMemory, dtype: DType, layout: str
+) -> None:
+    whole = np.zeros((3, 4), dtype)
+    out = as_cupy(LAYOUTS[layout](whole))
+    values = (1 + np.arange(out.size)).astype(dtype)
+    found = arrays.view_out(out, out.shape, dtype, memory)
+    assert (found.device_buffer.address == out.data.ptr) == out.flags.c_contiguous
+    elements(found.device_buffer)[...] = values
+    assert arrays.commit_out(found, found.device_buffer) is out
+    assert "copy" not in memory.log
+    assert np.asarray(out).reshape(-1).tolist() == values.tolist()
+    untouched = np.ones((3, 4), bool)
+    LAYOUTS[layout](untouched)[...] = False
+    assert not whole[untouched].any()
+
+
+def test_a_result_elsewhere_is_copied_into_out(cupy: Any, memory: HostMemory) -> None:
+    out = as_cupy(np.zeros(4))
+    found = arrays.view_out(out, (4,), np.dtype(float), memory)
+    arrays.commit_out(found, flat_of(np.arange(4.0), memory))
+    assert out.tolist() == [0, 1, 2, 3]
+    assert memory.log.count("copy") == 1
+
+
+def test_cupys_streams_wait_both_ways(cupy: Any, memory: HostMemory) -> None:
+    x = as_cupy(some(float))
+    assert arrays.stream_of(x) == CUPY
+    found = arrays.device_view(x, "x", memory)
+    assert memory.log == [(OWN, "after", CUPY)]
+    memory.log.clear()
+    made, _ = arrays.empty_like(found, (3,), found.dtype, memory)
+    assert memory.log == [(OWN, "after", CUPY)]
+    memory.log.clear()
+    arrays.finish(made, found)
+    assert set(memory.log) == {(CUPY, "after", OWN)}
+    assert memory.stream == OWN
+
+
+def test_a_framework_may_go_on_in_another_stream(cupy: Any, memory: HostMemory) -> None:
+    x = as_cupy(some(float))
+    found = arrays.device_view(x, "x", memory)
+    out = arrays.view_out(x, (3, 4), x.dtype, memory)
+    made, _ = arrays.empty_like(found, (3,), found.dtype, memory)
+    cupy.cuda.get_current_stream = lambda _: SimpleNamespace(ptr=99)
+    wanted = [(CUPY, "after", OWN), (99, "after", OWN)]
+    for end in (
+        lambda: arrays.finish(made, found),
+        lambda: arrays.release(found),
+        lambda: arrays.commit_out(out, out.device_buffer),
+    ):
+        memory.log.clear()
+        end()
+        assert memory.log == wanted
+
+
+def test_what_is_only_like_the_result_orders_it(cupy: Any, memory: HostMemory) -> None:
+    like = BufferView(views.NOTHING, "cupy", None, True, True, ("cuda", 0))
+    made, _ = arrays.empty_like(like, (3,), np.dtype(float), memory)
+    assert memory.log == [(OWN, "after", CUPY)]
+    arrays.finish(made, like)
+    assert memory.log[1:] == [(CUPY, "after", OWN)]
+
+
+def test_one_stream_needs_no_events(cupy: Any, memory: HostMemory) -> None:
+    x = as_cupy(some(float).T)
+    memory.at(CUPY)
+    found = arrays.device_view(x, "x", memory)
+    arrays.finish(arrays.empty_like(found, (3,), found.dtype, memory)[0], found)
+    out = arrays.view_out(x, x.shape, x.dtype, memory)
+    arrays.commit_out(out, out.device_buffer)
+    assert not memory.log
+    assert not memory.marks
+
+
+def test_cupys_copies_are_between_the_memorys_work(cupy: Any, memory: HostMemory) -> None:
+    out = arrays.view_out(as_cupy(some(float).T), (4, 3), np.dtype(float), memory)
+    memory.log.clear()
+    arrays.commit_out(out, out.device_buffer)
+    assert memory.log == [(CUPY, "after", OWN), (OWN, "after", CUPY), (CUPY, "after", OWN)]
+
+
+@pytest.mark.parametrize(("stream", "other", "same"), [(0, 1, True), (1, 0, True), (0, 2, False)])
+def test_the_legacy_stream_has_two_names(
+    memory: HostMemory, stream: int, other: int, same: bool
+) -> None:
+    streams.order(memory, (stream,), (other,))
+    assert memory.log == ([] if same else [(other, "after", stream)])
+
+
+def test_an_array_of_another_device_is_refused(cupy: Any) -> None:
+    with pytest.raises(ValueError, match=r"^x is on cuda:0, but this communicator .* cuda:1"):
+        arrays.device_view(as_cupy(some(float)), "x", HostMemory(1))
+
+
+def test_dtypes_that_do_not_travel_are_refused(cupy: Any, memory: HostMemory) -> None:
+    with pytest.raises(TypeError, match=r"^dtype \w+ is not supported"):
+        arrays.device_view(as_cupy(some(np.longdouble)), "x", memory)
+
+
+class TestOut:
+    """`out` gets the errors that the host's door has, word for word."""
+
+    def message(self, kind: type[Exception], view_out: Any, *arguments: Any) -> str:
+        with pytest.raises(kind) as caught:
+            view_out(*arguments)
+        return str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("kind", "make", "shape", "dtype"),
+        [
+            (ValueError, lambda: some(float), (4, 3), float),
+            (TypeError, lambda: some(float), (3, 4), np.float32),
+            (
+                BufferError,
+                lambda: np.lib.stride_tricks.as_strided(some(float), (3, 2), (8, 8)),
+                (3, 2),
+                float,
+            ),
+            (
+                BufferError,
+                lambda: np.lib.stride_tricks.as_strided(some(float), (3, 2), (0, 8)),
+                (3, 2),
+                float,
+            ),
+        ],
+    )
+    def test_errors_are_the_hosts(
+        self, cupy: Any, memory: HostMemory, kind: Any, make: Any, shape: Any, dtype: Any
+    ) -> None:
+        wanted = self.message(kind, views.view_out, make(), shape, np.dtype(dtype))
+        out = as_cupy(make())
+        assert wanted == self.message(kind, arrays.view_out, out, shape, np.dtype(dtype), memory)
+
+    def test_read_only_out_is_refused(self, cupy: Any, memory: HostMemory) -> None:
+        array = some(float)
+        array.flags.writeable = False
+        wanted = self.message(BufferError, views.view_out, array, (3, 4), array.dtype)
+        out = Producer(array)
+        assert wanted == self.message(
+            BufferError, arrays.view_out, out, (3, 4), array.dtype, memory
+        )
+
+    @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "0-d"])
+    def test_no_slice_overlaps_itself(self, layout: str) -> None:
+        array = LAYOUTS[layout](some(float))[::-1]
+        shown = layouts.Layout(1, array.shape, array.strides, array.dtype)
+        assert not shown.overlaps_itself
+        assert shown.contiguous == array.flags.c_contiguous
+
+    def test_no_elements_share_no_memory(self) -> None:
+        assert not layouts.Layout(1, (3, 0), (0, 8), np.dtype(float)).overlaps_itself
+
+
+# Protocols ---------------------------------------------------------------------------------------
+
+
+class Producer:
+    """Shows NumPy's memory as a device's, by DLPack."""
+
+    def __init__(
+        self, array: Array, place: tuple[int, int] = (2, 0), versioned: bool = True
+    ) -> None:
+        self.array, self.place, self.versioned = array, place, versioned
+        self.asked: list[Any] = []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.place
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self.asked.append(options.pop("stream"))
+        carrier = self.array
+        if not self.versioned and options:
+            raise TypeError("no such keyword")
+        if carrier.dtype.kind == "V" or carrier.dtype.name.startswith("float8"):
+            carrier = carrier.view(f"u{carrier.itemsize}")
+        return on_cuda(carrier.__dlpack__(**options), self.array.dtype, self.place)
+
+
+def on_cuda(capsule: Any, dtype: DType, place: tuple[int, int] = (2, 0)) -> Any:
+    layouts.relabel(capsule, dtype)
+    tensor, _ = dlpack.open_capsule(capsule, "test")
+    tensor.device_type, tensor.device_id = place
+    return capsule
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dlpack_is_read_where_it_is(
+    cupy: Any, memory: HostMemory, dtype: DType, layout: str
+) -> None:
+    array = np.asarray(LAYOUTS[layout](some(dtype)), dtype)
+    x = Producer(array)
+    assert arrays.device_of(x) == 0
+    found = arrays.device_view(x, "x", memory)
+    assert x.asked == [OWN]
+    assert (found.framework, found.shape, found.dtype) == ("cupy", array.shape, dtype)
+    assert elements(found.device_buffer).tobytes() == array.tobytes()
+    if array.size and array.flags.c_contiguous:
+        assert found.device_buffer.address == address_of(array)
+
+
+def test_dlpack_without_a_version_is_read_only(cupy: Any, memory: HostMemory) -> None:
+    x = Producer(some(float), versioned=False)
+    assert arrays.device_view(x, "x", memory).readonly
+    assert x.asked == [OWN, OWN]
+
+
+def test_the_legacy_stream_is_number_one_in_dlpack(cupy: Any, memory: HostMemory) -> None:
+    x = Producer(some(float))
+    arrays.device_view(x, "x", memory.at(0))
+    assert x.asked == [1]
+
+
+@pytest.mark.parametrize(
+    ("place", "device"),
+    [((2, 3), 3), ((13, 5), -1), ((1, 0), None), ((3, 0), None), ((10, 0), None)],
+)
+def test_dlpacks_places(place: tuple[int, int], device: int | None) -> None:
+    x = Producer(some(float), place)
+    assert arrays.device_of(x) == device
+    assert arrays.on_cuda(x) == (device is not None)
+    assert not x.asked
+
+
+def test_managed_memory_is_of_every_device(cupy: Any) -> None:
+    x = Producer(some(float), (13, 0))
+    assert arrays.device_view(x, "x", HostMemory(2)).device == ("cuda", 2)
+
+
+def test_a_capsule_of_the_host_is_refused(cupy: Any, memory: HostMemory) -> None:
+    class Wrong(Producer):
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.array.__dlpack__()
+
+    with pytest.raises(BufferError, match=r"^x.__dlpack__\(\) returned memory of device type 1"):
+        arrays.device_view(Wrong(some(float)), "x", memory)
+
+
+@pytest.mark.parametrize("capsule", [None, 3, "capsule"])
+def test_what_is_no_capsule_is_refused(cupy: Any, memory: HostMemory, capsule: Any) -> None:
+    class Wrong(Producer):
+        def __dlpack__(self, **options: Any) -> Any:
+            return capsule
+
+    with pytest.raises(BufferError, match="must return a DLPack capsule"):
+        arrays.device_view(Wrong(some(float)), "x", memory)
+
+
+def test_an_error_of_the_producer_is_told(cupy: Any, memory: HostMemory) -> None:
+    class Wrong(Producer):
+        def __dlpack__(self, **options: Any) -> Any:
+            raise RuntimeError("no luck")
+
+    with pytest.raises(BufferError, match="RuntimeError: no luck"):
+        arrays.device_view(Wrong(some(float)), "x", memory)
+
+
+def test_the_producer_lives_as_long_as_the_span(cupy: Any, memory: HostMemory) -> None:
+    array = some(float)
+    before = sys.getrefcount(array)
+    device_buffer = arrays.device_view(Producer(array), "x", memory).device_buffer[2:5]
+    assert sys.getrefcount(array) > before
+    assert elements(device_buffer).tolist() == [2, 3, 4]
+    del device_buffer
+    assert sys.getrefcount(array) == before
+
+
+class Interface:
+    def __init__(self, array: Array, **changes: Any) -> None:
+        shown = dict(array.__array_interface__)
+        shown["strides"] = None if array.flags.c_contiguous else array.strides
+        self.array = array
+        self.__cuda_array_interface__ = {**shown, "version": 3, **changes}
+
+
+@pytest.fixture
+def placed(cupy: Any) -> Any:
+    """CuPy knows of addresses what is set here."""
+    found = SimpleNamespace(type=2, device=0)
+    cupy.cuda.runtime = SimpleNamespace(
+        pointerGetAttributes=lambda _: found,
+        memoryTypeUnregistered=0,
+        memoryTypeHost=1,
+        memoryTypeDevice=2,
+        memoryTypeManaged=3,
+    )
+    return found
+
+
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "empty"])
+def test_the_array_interface_is_read_where_it_is(
+    placed: Any, memory: HostMemory, layout: str
+) -> None:
+    array = np.asarray(LAYOUTS[layout](some(np.float32)))
+    found = arrays.device_view(Interface(array), "x", memory)
+    assert (found.framework, found.shape, found.dtype) == ("cupy", array.shape, array.dtype)
+    assert elements(found.device_buffer).tobytes() == array.tobytes()
+    assert found.copied != array.flags.c_contiguous
+
+
+def test_the_array_interfaces_stream_waits_both_ways(placed: Any, memory: HostMemory) -> None:
+    out = Interface(some(float), stream=PRODUCER)
+    found = arrays.view_out(out, (3, 4), np.dtype(float), memory)
+    assert memory.log == [(OWN, "after", CUPY), (OWN, "after", PRODUCER)]
+    memory.log.clear()
+    arrays.commit_out(found, found.device_buffer)
+    assert memory.log == [(CUPY, "after", OWN), (PRODUCER, "after", OWN)]
+
+
+@pytest.mark.parametrize(("offset", "unit"), [(0, 4), (1, 1), (2, 2)])
+def test_elements_are_copied_by_what_their_places_allow(
+    placed: Any, cupy: Any, memory: HostMemory, offset: int, unit: int
+) -> None:
+    units: set[int] = set()
+
+    def array_at(shape: Any, dtype: DType, *place: Any) -> Any:
+        units.add(dtype.itemsize)
+        return _array_at(shape, dtype, *place)
+
+    cupy.ndarray = array_at
+    fields = {"names": ["x"], "formats": ["f8"], "offsets": [offset], "itemsize": 12 + offset % 2}
+    array = np.zeros(5, np.dtype(fields))["x"]
+    array[...] = np.arange(5) / 3
+    found = arrays.device_view(Interface(array), "x", memory)
+    assert elements(found.device_buffer).tolist() == array.tolist()
+    assert min(units) == unit
+
+
+@pytest.mark.parametrize(("kind", "device"), [(0, None), (1, None), (2, 4), (3, -1)])
+def test_the_array_interfaces_places(placed: Any, kind: int, device: int | None) -> None:
+    placed.type, placed.device = kind, 4
+    assert arrays.device_of(Interface(some(float))) == device
+
+
+def test_an_array_interface_without_elements_is_on_no_device(placed: Any) -> None:
+    empty = np.empty((0, 3))
+    assert arrays.device_of(Interface(empty)) == 0
+    assert arrays.device_of(Interface(empty, data=(0, False))) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"stream": 0}, BufferError, "stream"),
+        ({"stream": "a"}, BufferError, "stream"),
+        ({"mask": 1}, TypeError, "mask"),
+        ({"typestr": "x"}, BufferError, "type string"),
+        ({"typestr": ">f8"}, TypeError, "not supported"),
+        ({"shape": [3, 4]}, BufferError, "tuple"),
+        ({"strides": (8,)}, BufferError, "strides"),
+        ({"data": None}, BufferError, "address"),
+        ({"data": (0, False)}, BufferError, "null pointer"),
+    ],
+)
+def test_a_malformed_array_interface_is_refused(
+    placed: Any, memory: HostMemory, changes: Any, error: Any, match: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(frameworks._Protocols, "device", lambda *_: 0)
+    with pytest.raises(error, match=match) as caught:
+        arrays.device_view(Interface(some(float), **changes), "x", memory)
+    assert str(caught.value).startswith(("x.", "dtype "))
+
+
+def test_a_malformed_object_is_on_no_device(cupy: Any) -> None:
+    class Wrong:
+        __cuda_array_interface__ = 3
+
+        def __dlpack__(self) -> None: ...
+        def __dlpack_device__(self) -> None: ...
+
+    assert not arrays.on_cuda(Wrong())
+    del Wrong.__dlpack__
+    assert not arrays.on_cuda(Wrong())
+
+
+# PyTorch -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """PyTorch, whose host is taken for a device with a stream of its own."""
+    module = pytest.importorskip("torch")
+    monkeypatch.setattr(frameworks._Torch, "device", lambda *_: 0)
+    monkeypatch.setattr(frameworks._Torch, "streams", lambda *_: (TORCH,))
+    return module
+
+
+def tensor_of(torch: Any, dtype: DType) -> Any:
+    return torch.arange(12).reshape(3, 4).to(getattr(torch, dtype.name))
+
+
+def bits(tensor: Any) -> bytes:
+    import torch
+
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_is_read_where_it_is(
+    torch: Any, memory: HostMemory, dtype: DType, layout: str
+) -> None:
+    x = LAYOUTS[layout](tensor_of(torch, dtype))
+    found = arrays.device_view(x, "x", memory)
+    assert (found.framework, found.shape, found.dtype) == ("torch", tuple(x.shape), dtype)
+    assert elements(found.device_buffer).tobytes() == bits(x)
+    assert found.copied != x.is_contiguous()
+    if x.numel():
+        assert (found.device_buffer.address == x.data_ptr()) == x.is_contiguous()
+    assert memory.log[0] == (OWN, "after", TORCH)
+    assert (OWN, "after", CUPY) not in memory.log  # torch gathers by itself
+
+
+def test_torchs_copies_are_between_the_memorys_work(torch: Any, memory: HostMemory) -> None:
+    x = torch.zeros(3, 4).T
+    arrays.device_view(x, "x", memory)
+    assert memory.log == [(OWN, "after", TORCH)] * 2  # the elements, and then their copy
+    out = arrays.view_out(x, (4, 3), np.dtype("float32"), memory)
+    memory.log.clear()
+    arrays.commit_out(out, out.device_buffer)
+    assert memory.log == [(TORCH, "after", OWN)] * 2  # before torch copies, and when all is done
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_of_torch_are_in_its_own_memory(
+    torch: Any, memory: HostMemory, dtype: DType
+) -> None:
+    like = arrays.device_view(torch.ones(3), "x", memory)
+    memory.log.clear()
+    made, device_buffer = arrays.empty_like(like, (2, 3), dtype, memory)
+    assert memory.log == [(OWN, "after", TORCH)]
+    elements(device_buffer)[...] = np.arange(6).astype(dtype)
+    memory.log.clear()
+    result = arrays.finish(made, like)
+    assert set(memory.log) == {(TORCH, "after", OWN)}
+    assert (result.data_ptr(), tuple(result.shape)) == (device_buffer.address, (2, 3))
+    assert bits(result) == np.arange(6).astype(dtype).tobytes()
+
+
+def test_a_dtype_that_torch_lacks_is_told(torch: Any, memory: HostMemory) -> None:
+    like = arrays.device_view(torch.ones(3), "x", memory)
+    with pytest.raises(TypeError, match=r"torch has no dtype datetime64\[s\]"):
+        arrays.empty_like(like, (3,), np.dtype("M8[s]"), memory)
+
+
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n not in {"0-d", "empty"}])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_out_is_written_in_place(
+    torch: Any, memory: HostMemory, dtype: DType, layout: str
+) -> None:
+    whole = torch.zeros((3, 4), dtype=getattr(torch, dtype.name))
+    out = LAYOUTS[layout](whole)
+    version = whole._version
+    values = (1 + np.arange(out.numel())).astype(dtype)
+    found = arrays.view_out(out, tuple(out.shape), dtype, memory)
+    elements(found.device_buffer)[...] = values
+    memory.log.clear()
+    assert arrays.commit_out(found, found.device_buffer) is out
+    assert memory.log[0] == (TORCH, "after", OWN)
+    assert bits(out) == values.tobytes()
+    assert whole._version > version
+
+
+def test_autograd_notices_a_write(torch: Any, memory: HostMemory) -> None:
+    w = torch.ones(3, requires_grad=True)
+    x = torch.ones(3)
+    loss = (w * x).sum()
+    out = arrays.view_out(x, (3,), np.dtype("float32"), memory)
+    arrays.commit_out(out, out.device_buffer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_conjugates_are_resolved(torch: Any, memory: HostMemory) -> None:
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    found = arrays.device_view(x.conj(), "x", memory)
+    assert elements(found.device_buffer).tolist() == [1 - 2j, 3 + 4j]
+    assert found.copied
+    out = arrays.view_out(x.conj(), (2,), np.dtype("complex64"), memory)
+    elements(out.device_buffer)[...] = [5 + 6j, 7]
+    arrays.commit_out(out, out.device_buffer)
+    assert x.tolist() == [5 - 6j, 7]
+
+
+def test_negatives_are_resolved(torch: Any, memory: HostMemory) -> None:
+    x = torch._neg_view(torch.tensor([1.0, 2.0]))
+    assert x.is_neg()
+    found = arrays.device_view(x, "x", memory)
+    assert elements(found.device_buffer).tolist() == [-1, -2]
+    assert found.copied
+    out = arrays.view_out(x, (2,), np.dtype("float32"), memory)
+    elements(out.device_buffer)[...] = [5, 6]
+    arrays.commit_out(out, out.device_buffer)
+    assert x.tolist() == [5, 6]
+
+
+class TestRefusals:
+    """What the host's door refuses, in its words."""
+
+    def check(self, x: Any, memory: DeviceMemory) -> None:
+        with pytest.raises((TypeError, BufferError)) as wanted:
+            views.view(x)
+        with pytest.raises(wanted.type) as caught:
+            arrays.device_view(x, "x", memory)
+        assert str(caught.value) == str(wanted.value)
+
+    def test_gradients(self, torch: Any, memory: HostMemory) -> None:
+        x = torch.ones(3, requires_grad=True)
+        self.check(x, memory)
+        self.check(x * 2, memory)
+        with torch.no_grad():
+            found = arrays.device_view(x, "x", memory)
+        assert found.device_buffer.address == x.data_ptr()
+
+    def test_tensors_without_memory(self, torch: Any, memory: HostMemory) -> None:
+        self.check(torch.eye(3).to_sparse(), memory)
+        self.check(torch.ones(3, device="meta"), memory)
+        self.check(torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged), memory)
+        resized = torch.ones(3)
+        resized.untyped_storage().resize_(0)
+        self.check(resized, memory)
+
+    def test_transformed_tensors(self, torch: Any, memory: HostMemory) -> None:
+        def inside(x: Any) -> Any:
+            self.check(x, memory)
+            return x
+
+        torch.vmap(inside)(torch.ones(2, 3))
+
+
+# JAX ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jax(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Any:
+    """JAX, whose host is taken for a device; `asked` are the streams that it let wait."""
+    module = pytest.importorskip("jax")
+    asked: list[int] = []
+
+    def request(x: Any, keyword_fallbacks: Any, _label: str) -> Any:
+        asked.append(keyword_fallbacks[0]["stream"])
+        return on_cuda(x.__dlpack__(), np.dtype(x.dtype))
+
+    monkeypatch.setattr(dlpack, "request", request)
+    monkeypatch.setattr(frameworks, "jax_device", lambda _: ("cuda", 0))
+    monkeypatch.setattr(frameworks, "_local_id", lambda _: 0)
+    monkeypatch.setattr(frameworks._Handover, "__dlpack_device__", lambda _: (1, 0))
+    return SimpleNamespace(numpy=module.numpy, asked=asked, module=module)
+
+
+JAX_DTYPES = [d for d in DTYPES if d not in WIDE]
+
+
+@pytest.mark.parametrize("dtype", JAX_DTYPES, ids=str)
+def test_jax_is_read_where_it_is(jax: Any, memory: HostMemory, dtype: DType) -> None:
+    x = jax.numpy.arange(12).reshape(3, 4).astype(dtype)
+    assert arrays.stream_of(x) is None
+    found = arrays.device_view(x, "x", memory)
+    assert (found.framework, found.shape, found.dtype) == ("jax", (3, 4), dtype)
+    assert (found.device_buffer.address, found.copied) == (x.unsafe_buffer_pointer(), False)
+    assert elements(found.device_buffer).tobytes() == np.asarray(x).tobytes()
+    assert found.readonly
+    assert jax.asked == [OWN]
+
+
+def test_jaxs_memory_is_read_only_whatever_its_capsule_says(
+    jax: Any, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_dlpack(*arguments: Any) -> Any:
+        return layouts.by_dlpack(*arguments)._replace(readonly=False)
+
+    monkeypatch.setattr(frameworks, "by_dlpack", by_dlpack)
+    assert arrays.device_view(jax.numpy.ones(3), "x", memory).readonly
+
+
+@pytest.mark.parametrize("dtype", JAX_DTYPES, ids=str)
+def test_results_of_jax_are_handed_over(jax: Any, memory: HostMemory, dtype: DType) -> None:
+    like = arrays.device_view(jax.numpy.ones(3), "x", memory)
+    made, device_buffer = arrays.empty_like(like, (2, 3), dtype, memory)
+    elements(device_buffer)[...] = np.arange(6).astype(dtype)
+    assert not memory.log
+    result = arrays.finish(made, like)
+    assert memory.log == [(0, "after", OWN)]  # the stream that JAX named; none on the host
+    assert isinstance(result, jax.module.Array)
+    assert (result.shape, result.dtype) == ((2, 3), dtype)
+    assert result.unsafe_buffer_pointer() == device_buffer.address
+    assert np.asarray(result).tobytes() == np.arange(6).astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), ()])
+def test_results_of_jax_have_any_shape(jax: Any, memory: HostMemory, shape: Any) -> None:
+    like = arrays.device_view(jax.numpy.ones(3), "x", memory)
+    made, device_buffer = arrays.empty_like(like, shape, np.dtype("float32"), memory)
+    elements(device_buffer)[...] = 2
+    result = arrays.finish(made, like)
+    assert result.shape == shape
+    assert (result == 2).all()
+    assert bool(memory.log) == bool(result.size)  # memory of no bytes is not handed over
+
+
+def test_jax_keeps_the_memory_of_its_results(jax: Any, memory: HostMemory) -> None:
+    like = arrays.device_view(jax.numpy.ones(3), "x", memory)
+    made, device_buffer = arrays.empty_like(like, (3,), np.dtype("float32"), memory)
+    elements(device_buffer)[...] = 2
+    before = sys.getrefcount(device_buffer)
+    result = arrays.finish(made, like)
+    assert sys.getrefcount(device_buffer) > before
+    assert result.tolist() == [2, 2, 2]
+
+
+def test_jax_keeps_64_bits_only_where_it_may(jax: Any, memory: HostMemory) -> None:
+    like = arrays.device_view(jax.numpy.ones(3), "x", memory)
+    made, _ = arrays.empty_like(like, (3,), np.dtype("float64"), memory)
+    with pytest.raises(TypeError, match="64-bit mode is off"):
+        arrays.finish(made, like)
+    with jax.module.enable_x64(True):
+        made, device_buffer = arrays.empty_like(like, (3,), np.dtype("float64"), memory)
+        elements(device_buffer)[...] = 1 / 3
+        assert arrays.finish(made, like).tolist() == [1 / 3] * 3
+
+
+def test_jaxs_memory_is_held_until_the_device_is_done(jax: Any, memory: HostMemory) -> None:
+    held = arrays.LEASES._kept
+    found = arrays.device_view(jax.numpy.ones(3), "x", memory)
+    arrays.release(found)
+    mark = memory.marks[-1]
+    assert [(m, v) for m, v in held] == [(mark, found)]
+    arrays.device_view(jax.numpy.ones(3), "x", memory)
+    assert held
+    mark.passed = True
+    arrays.device_view(jax.numpy.ones(3), "x", memory)
+    assert not held
+
+
+def test_a_jax_array_is_no_out(jax: Any, memory: HostMemory) -> None:
+    x = jax.numpy.ones(3)
+    with pytest.raises(BufferError) as wanted:
+        views.view_out(x, (3,), np.dtype("float32"))
+    with pytest.raises(BufferError) as caught:
+        arrays.view_out(x, (3,), np.dtype("float32"), memory)
+    assert str(caught.value) == str(wanted.value)
+
+
+def test_keys_and_deleted_arrays_are_refused(jax: Any, memory: HostMemory) -> None:
+    deleted = jax.numpy.ones(3)
+    deleted.delete()
+    for x in (jax.module.random.key(0), deleted):
+        with pytest.raises((TypeError, ValueError)) as wanted:
+            views.view(x)
+        with pytest.raises(wanted.type) as caught:
+            arrays.device_view(x, "x", memory)
+        assert str(caught.value) == str(wanted.value)
+
+
+# Everything else ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "x",
+    [1, 2.0, None, [1], "a", np.ones(3), np.float32(1), np.ma.ones(3), b"abc", memoryview(b"a")],
+)
+def test_the_host_is_no_device(x: Any) -> None:
+    assert not arrays.on_cuda(x)
+    assert arrays.stream_of(x) is None
+
+
+def test_arrays_of_frameworks_on_the_host_are_no_devices() -> None:
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    assert not arrays.on_cuda(torch.ones(3))
+    assert not arrays.on_cuda(jax.numpy.ones(3))
+
+
+def test_a_view_of_the_host_has_nothing_to_release() -> None:
+    arrays.release(BufferView(np.ones(3), "numpy", None, False))
+
+
+def test_the_question_imports_nothing() -> None:
+    program = """
+import sys, numpy
+from arraycomm._cuda import arrays
+from arraycomm._arrays import pinned
+class Array:
+    __cuda_array_interface__ = {"shape": (3,), "typestr": "<f4", "data": (16, False), "version": 3}
+assert not any(map(arrays.on_cuda, (numpy.ones(3), 1, Array())))
+print({"torch", "jax", "cupy", "mlx", "mpi4py.MPI"} & set(sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

@@ -1,0 +1,389 @@
+"""The kernels for devices, compiled for the host: no device is needed, and none is tested here.
+
+One thread of the grid runs after another. How a compiler for devices treats the arithmetic is read
+from what it makes of the same source.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from arraycomm import _folds
+from arraycomm._arrays.device_memory import DeviceBuffer
+from arraycomm._cuda import kernels
+from arraycomm._cuda.kernels import CHUNK_BYTES, MAX_PIECES, MAX_ROWS, Kernels
+from tests.support.oracle import CASES, COMPLEX, FLOAT, IDS, INTEGER, NARROW, same_result
+
+Array = np.ndarray[Any, Any]
+
+_GUARD = 0x5A
+
+# Sizes and limits stand in both languages; the table of a launch has to fit in what CUDA passes by value.
+_SAME = f"""
+static_assert(sizeof(Rows) == {kernels.ROWS.itemsize} && sizeof(Rows) <= 4096, "");
+static_assert(sizeof(Pieces) == {kernels.PIECES.itemsize} && sizeof(Pieces) <= 4096, "");
+static_assert(MAX_ROWS == {MAX_ROWS} && MAX_PIECES == {MAX_PIECES}, "");
+static_assert(CHUNK_BYTES == {CHUNK_BYTES}, "");
+"""
+_HOST = r"""
+template <class Argument>
+void run(void (*body)(const Argument &), unsigned blocks, unsigned threads, const Argument &argument) {
+    gridDim.x = blocks, blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) body(argument);
+}
+
+#define REDUCTION(OP, DTYPE)                                                                        \
+    extern "C" void fold_##OP##_##DTYPE(unsigned blocks, unsigned threads, const Rows *call) {      \
+        run(reduce_rows<dtype_##DTYPE, op_##OP<dtype_##DTYPE>, false>, blocks, threads, *call);     \
+    }                                                                                               \
+    extern "C" void prefixes_##OP##_##DTYPE(unsigned blocks, unsigned threads, const Rows *call) {  \
+        run(reduce_rows<dtype_##DTYPE, op_##OP<dtype_##DTYPE>, true>, blocks, threads, *call);      \
+    }
+#define CONVERSIONS(DTYPE)                                                                          \
+    extern "C" void widen_##DTYPE(const dtype_##DTYPE::Element *from, float *to, Size count) {      \
+        for (Size i = 0; i < count; ++i) to[i] = dtype_##DTYPE::widen(from[i]);                     \
+    }                                                                                               \
+    extern "C" void narrow_##DTYPE(const float *from, dtype_##DTYPE::Element *to, Size count) {     \
+        for (Size i = 0; i < count; ++i) to[i] = dtype_##DTYPE::narrow(from[i]);                    \
+    }
+extern "C" void pieces(unsigned blocks, unsigned threads, const Pieces *call) {
+    run(copy_chunk, blocks, threads, *call);
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Every reduction, as functions of a library of the host."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++, to compile the kernels for the host")
+    fold_function = tmp_path_factory.mktemp("kernels")
+    source, library = fold_function / "host.cpp", fold_function / "host.so"
+    lines = [f'#include "{kernels.SOURCE}"', _SAME, _HOST]
+    lines += [f"REDUCTION({op}, {dtype.name})" for dtype, op in CASES]
+    lines += [f"CONVERSIONS({dtype.name})" for dtype in NARROW]
+    source.write_text("\n".join(lines))
+    # -O1: more takes longer here than the tests do.
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
+    subprocess.run([compiler, *options, source, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
+
+
+class HostKernels(Kernels):
+    """Launches on the host, with as many blocks and threads as are given, or as on a device."""
+
+    def __init__(self, host: ctypes.CDLL, blocks: int | None = None, threads: int = 256) -> None:
+        super().__init__(0, self._on_host)
+        self._host = host
+        self._blocks = blocks
+        self._threads = threads
+        self.launches = 0
+
+    def _on_host(self, nbytes: int) -> DeviceBuffer:
+        memory = np.full(nbytes, _GUARD, np.uint8)
+        return DeviceBuffer(memory.ctypes.data, nbytes, memory.dtype, memory, memory=None)
+
+    def _launch(
+        self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: Array, stream: int
+    ) -> None:
+        self.launches += 1
+        name = "pieces"
+        if definitions:
+            op, dtype = (re.sub(r"^-D\w+=(op|dtype)_", "", one) for one in definitions)
+            name = f"{kernel}_{op}_{dtype}"
+        address = ctypes.c_void_p(argument.ctypes.data)
+        self._host[name](self._blocks or blocks, self._threads, address)
+
+
+@pytest.fixture
+def launcher(host: ctypes.CDLL) -> HostKernels:
+    return HostKernels(host)
+
+
+def _special(dtype: np.dtype[Any]) -> Array:
+    if dtype in INTEGER:
+        bounds = np.iinfo(dtype)
+        return np.array([bounds.min, bounds.max, 0, 1, bounds.max - 1], dtype)
+    real = np.empty(0, dtype).real.dtype
+    limits = ml_dtypes.finfo(real)
+    values = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0]
+    values += [float(limits.max), -float(limits.max)]
+    values += [float(limits.tiny), -float(limits.smallest_subnormal)]
+    with np.errstate(all="ignore"):
+        return np.array(values, real)
+
+
+@functools.cache
+def _values(dtype: np.dtype[Any], count: int, seed: int) -> Array:
+    """Numbers of like magnitude, then any bits, and special values among them."""
+    rng = np.random.default_rng((seed, count))
+    if dtype == np.bool_:
+        return rng.integers(0, 2, count).astype(bool)
+    if dtype in COMPLEX:
+        parts = _values(np.empty(0, dtype).real.dtype, 2 * count, seed)
+        return parts.view(dtype)
+    array = rng.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
+    if dtype not in INTEGER:
+        array[::2] = rng.standard_normal(len(array[::2])).astype(dtype)
+    some = rng.random(count) < 0.2
+    array[some] = rng.choice(_special(dtype), int(some.sum()))
+    return array
+
+
+def _guarded(count: int, dtype: np.dtype[Any], offset: int = 0) -> tuple[Array, Array]:
+    """Elements between bytes that nobody may write, and all of the bytes; aligned but for `offset`."""
+    whole = np.full(count * dtype.itemsize + 256, _GUARD, np.uint8)
+    start = 64 + -whole.ctypes.data % 64 + offset
+    return whole[start : start + count * dtype.itemsize].view(dtype), whole
+
+
+def _placed(array: Array, offset: int) -> Array:
+    placed, _ = _guarded(len(array), array.dtype, offset)
+    placed[...] = array
+    return placed
+
+
+def _addresses(arrays: Sequence[Array]) -> list[int]:
+    return [array.ctypes.data for array in arrays]
+
+
+def _check_guard(whole: Array, part: Array) -> None:
+    start = part.ctypes.data - whole.ctypes.data
+    assert (whole[:start] == _GUARD).all()
+    assert (whole[start + part.nbytes :] == _GUARD).all()
+
+
+def _check_fold(launcher: HostKernels, dtype, op, rows: Sequence[Array], offset: int = 0) -> None:
+    count = len(rows[0])
+    wanted = np.empty(count, dtype)
+    _folds.fold(op, dtype, rows, wanted)
+    out, whole = _guarded(count, dtype, offset)
+    launcher.fold(op, dtype, _addresses(rows), out.ctypes.data, count, 0)
+    assert same_result(out.copy(), wanted, op)
+    _check_guard(whole, out)
+
+
+def _check_prefixes(
+    launcher: HostKernels, dtype, op, rows: Sequence[Array], offset: int = 0
+) -> None:
+    count = len(rows[0])
+    wanted = [np.empty(count, dtype) for _ in rows]
+    _folds.prefixes(op, dtype, rows, wanted)
+    outs = [_guarded(count, dtype, offset) for _ in rows]
+    launcher.prefixes(op, dtype, _addresses(rows), _addresses([out for out, _ in outs]), count, 0)
+    for (out, whole), want in zip(outs, wanted, strict=True):
+        assert same_result(out.copy(), want, op)
+        _check_guard(whole, out)
+
+
+_CHECKS = pytest.mark.parametrize("check", [_check_fold, _check_prefixes], ids=["fold", "prefixes"])
+_CASES = pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
+_CARRIED = [
+    (dtype, op)
+    for dtype, op in CASES
+    if op in ("sum", "mean", "prod") and dtype.name not in ("int8", "int32", "int64", "uint64")
+]
+
+
+@_CHECKS
+@_CASES
+def test_kernels_do_what_the_folds_of_the_host_do(launcher, dtype, op, check) -> None:
+    for count, rows in [(0, 3), (1, 4), (1000, 70), *((7, rows) for rows in range(1, 6))]:
+        check(launcher, dtype, op, [_placed(_values(dtype, count, k), 0) for k in range(rows)])
+
+
+@_CHECKS
+@pytest.mark.parametrize(("dtype", "op"), _CARRIED, ids=str)
+def test_more_rows_than_one_launch_takes_are_rounded_once(launcher, dtype, op, check) -> None:
+    rows = 2 * MAX_ROWS + 3
+    check(launcher, dtype, op, [_placed(_values(dtype, 37, k), 0) for k in range(rows)])
+    assert launcher.launches == 3
+
+
+@_CHECKS
+@_CASES
+def test_memory_need_only_be_aligned_to_elements(launcher, dtype, op, check) -> None:
+    rows = [_placed(_values(dtype, 100, k), k * dtype.alignment) for k in range(3)]
+    check(launcher, dtype, op, rows, dtype.alignment)
+
+
+@_CHECKS
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "complex128"])
+@pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (1, 32), (3, 5)])
+def test_threads_take_what_the_grid_does_not_cover(host, dtype, check, blocks, threads) -> None:
+    few = HostKernels(host, blocks, threads)
+    rows = [_placed(_values(np.dtype(dtype), 1000, k), 0) for k in range(3)]
+    check(few, np.dtype(dtype), "sum", rows)
+
+
+@_CASES
+@pytest.mark.parametrize("many", [3, MAX_ROWS + 2])
+def test_the_fold_may_replace_the_first_row(host, dtype, op, many) -> None:
+    rows = [_placed(_values(dtype, 100, k), 0) for k in range(many)]
+    wanted, before = np.empty(100, dtype), [row.tobytes() for row in rows[1:]]
+    _folds.fold(op, dtype, [row.copy() for row in rows], wanted)
+    # Few threads, each of which has several shares: one that was taken twice would show here.
+    few = HostKernels(host, blocks=3, threads=2)
+    few.fold(op, dtype, _addresses(rows), rows[0].ctypes.data, 100, 0)
+    assert same_result(rows[0].copy(), wanted, op)
+    assert [row.tobytes() for row in rows[1:]] == before
+
+
+@pytest.mark.parametrize(
+    ("op", "wanted"), [("and", 1), ("or", 1), ("xor", 0), ("min", 1), ("max", 1)]
+)
+def test_any_byte_but_zero_is_true(launcher, op, wanted) -> None:
+    rows = [np.full(20, byte, np.uint8) for byte in (2, 4)]
+    out = np.full(20, _GUARD, np.uint8)
+    launcher.fold(op, np.dtype(bool), _addresses(rows), out.ctypes.data, 20, 0)
+    assert (out == wanted).all()
+
+
+def test_misaligned_elements_are_refused(launcher) -> None:
+    row = _placed(np.zeros(2, np.float32), 1)
+    with pytest.raises(ValueError, match="aligned to 4 bytes"):
+        launcher.fold("sum", row.dtype, [row.ctypes.data], row.ctypes.data, 2, 0)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_every_narrow_float_is_widened_as_ml_dtypes_does_it(host, dtype) -> None:
+    count = 1 << (8 * dtype.itemsize)
+    every = np.arange(count).astype(f"uint{8 * dtype.itemsize}").view(dtype)
+    wide = np.empty(count, np.float32)
+    host[f"widen_{dtype.name}"](*_pointers(every, wide), ctypes.c_int64(count))
+    assert same_result(wide, every.astype(np.float32), "sum")
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_float32_is_rounded_as_ml_dtypes_does_it(host, dtype) -> None:
+    """At every narrow float, halfway to the next, beside that, beyond them all, and anywhere."""
+    every = np.arange(1 << (8 * dtype.itemsize)).astype(f"uint{8 * dtype.itemsize}").view(dtype)
+    wide = every.astype(np.float32)
+    finite = np.unique(wide[np.isfinite(wide)].astype(float))
+    beyond = 2 * finite[-1] - finite[-2]
+    middle = ((finite + np.append(finite[1:], beyond)) / 2).astype(np.float32)
+    beside = [np.nextafter(middle, np.float32(end)) for end in (-np.inf, np.inf)]
+    rng = np.random.default_rng(0)
+    anywhere = rng.integers(0, 1 << 32, 500_000, np.uint32).view(np.float32)
+    values = np.concatenate([wide, middle, -middle, *beside, anywhere])
+    narrow = np.empty(len(values), dtype)
+    host[f"narrow_{dtype.name}"](*_pointers(values, narrow), ctypes.c_int64(len(values)))
+    with np.errstate(all="ignore"):
+        assert same_result(narrow, values.astype(dtype), "sum")
+
+
+def _pointers(*arrays: Array) -> Iterator[ctypes.c_void_p]:
+    return (ctypes.c_void_p(array.ctypes.data) for array in arrays)
+
+
+def _piece(nbytes: int, offset: int) -> Array:
+    return _placed(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8), offset)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 4, 12])
+def test_pieces_are_gathered_where_they_belong(launcher, offset) -> None:
+    sizes = [0, 1, 16, 5, CHUNK_BYTES, 3, CHUNK_BYTES + 1, 0, 3 * CHUNK_BYTES, 100]
+    sources = [_piece(size, offset * (place % 2)) for place, size in enumerate(sizes)]
+    target, whole = _guarded(sum(sizes) + 8 * len(sizes), np.dtype(np.uint8), offset)
+    wanted, pieces, end = target.copy(), [], 0
+    for place, source in enumerate(sources):
+        zeros = place in (2, 6)
+        pieces.append((0 if zeros else source.ctypes.data, end, source.size))
+        wanted[end : end + source.size] = 0 if zeros else source
+        end += source.size + 8
+    launcher.gather_pieces(pieces, target.ctypes.data, 0)
+    assert np.array_equal(target, wanted)
+    _check_guard(whole, target)
+
+
+def test_more_pieces_than_one_launch_takes_are_all_gathered(launcher) -> None:
+    values = np.arange(2 * MAX_PIECES + 1, dtype=np.int64)
+    addresses = [values[k:].ctypes.data for k in range(len(values))]
+    target = np.zeros_like(values)
+    pieces = [(address, 8 * k, 8) for k, address in enumerate(addresses)]
+    launcher.gather_pieces(pieces, target.ctypes.data, 0)
+    assert np.array_equal(target, values)
+    assert launcher.launches == 3
+
+
+def test_nothing_is_launched_for_nothing(launcher) -> None:
+    launcher.gather_pieces([(0, 0, 0)], 0, 0)
+    launcher.fold("sum", np.dtype(np.float32), [0, 0], 0, 0, 0)
+    assert launcher.launches == 0
+
+
+# ---- what compilers for devices make of it ----------------------------------------------------
+
+
+_ROUNDING = [(dtype, op) for dtype, op in CASES if dtype in (*NARROW, *FLOAT, *COMPLEX)]
+_FLOATING = re.compile(
+    r"^\s*((?:add|sub|mul|div|fma|mad|abs|neg|min|max)\.\S*f(?:16|32|64))", re.MULTILINE
+)
+_IEEE = {f"{name}.rn.f{bits}" for name in ("add", "sub", "mul", "div") for bits in (32, 64)}
+
+
+def _operations(ptx: str) -> set[str]:
+    """The floating-point arithmetic in PTX."""
+    return set(_FLOATING.findall(ptx))
+
+
+@pytest.fixture(scope="session")
+def nvcc() -> Callable[[Path, tuple[str, ...]], str]:
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("needs nvcc, to compile the kernels for devices")
+
+    def compile_to_ptx(source: Path, options: tuple[str, ...]) -> str:
+        command = [compiler, "--ptx", *options, "-arch=compute_80", source, "-o", "-"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    return compile_to_ptx
+
+
+def test_devices_round_every_operation_and_keep_subnormals(nvcc, tmp_path) -> None:
+    source = tmp_path / "all.cu"
+    lines = [f'#include "{kernels.SOURCE}"']
+    lines += [
+        f"KERNEL void {op}_{dtype.name}(const Rows call) "
+        f"{{ reduce_rows<dtype_{dtype.name}, op_{op}<dtype_{dtype.name}>, true>(call); }}"
+        for dtype, op in _ROUNDING
+    ]
+    source.write_text("\n".join(lines))
+    ptx = nvcc(source, kernels.OPTIONS)
+    assert ptx.count(".entry") == len(_ROUNDING) + 1
+    assert _operations(ptx) == _IEEE
+    assert ".ftz" not in ptx
+    # Sixteen bytes of floats of any size are loaded at once.
+    assert "ld.global.v4" in ptx
+    # Tables of addresses that were copied to a thread's own memory would be slow.
+    assert ".local" not in ptx
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"), [("complex64", "prod"), ("bfloat16", "mean"), ("bool", "or")]
+)
+def test_nvrtc_compiles_what_is_launched(dtype, op) -> None:
+    pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
+    if missing := kernels.missing():
+        pytest.skip(missing)
+    definitions = (f"-DOP=op_{op}", f"-DDTYPE=dtype_{dtype}")
+    code = kernels.compiled(90, definitions)
+    assert code.startswith(b"\x7fELF")
+    for kernel in (b"fold", b"prefixes"):
+        assert b".text." + kernel in code
+    assert b".text.copy_pieces" in kernels.compiled(90, ())
+    ptx = kernels.compiled(999, definitions).decode()
+    assert _operations(ptx) <= _IEEE

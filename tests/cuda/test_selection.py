@@ -1,0 +1,155 @@
+"""What arrays on devices go over: what each rank offers, and what all make of it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from arraycomm._cuda import device, kernels, libnccl, selection
+from arraycomm._cuda.devices import DeviceRequest
+from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
+from arraycomm._cuda.staged_link import HostStagedLink
+
+AUTO = DeviceRequest()
+
+
+def _group(rank: int = 0, backend: str = "mpi") -> Any:
+    transport = SimpleNamespace(rank=rank, size=2, local_rank=rank)
+    return SimpleNamespace(backend=backend, rank=rank, size=2, transport=transport)
+
+
+@pytest.fixture
+def capable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A rank that has everything; a test takes away from it."""
+    library = SimpleNamespace(version=lambda: (2, 27, 3))
+    for module, name, value in (
+        (device, "missing", lambda: None),
+        (kernels, "missing", lambda: None),
+        (device, "uuid", lambda number: f"device {number}"),
+        (device, "choose_device", lambda local_rank, wanted: local_rank),
+        (libnccl, "missing", lambda: None),
+        (libnccl, "load", lambda: library),
+        (selection, "gpu_aware", lambda: True),
+        (selection, "_open_nccl", lambda group, request: _returning("the link of NCCL")),
+        (selection, "memory_of", lambda group, request: "memory"),
+    ):
+        monkeypatch.setattr(module, name, value)
+    return monkeypatch
+
+
+def _returning(value: Any) -> Any:
+    yield from ()
+    return value
+
+
+def _choose(offers: list[selection.DeviceCapabilities], rank: int = 0) -> tuple[Any, str]:
+    steps = selection.choose(_group(rank), AUTO, offers)
+    with pytest.raises(StopIteration) as stop:
+        next(steps)
+    found: tuple[Any, str] = stop.value.value
+    return found
+
+
+def _offers(**changes: Any) -> list[selection.DeviceCapabilities]:
+    """What two ranks offer that have everything, where the second is told otherwise."""
+    first = selection.capabilities(_group(0), AUTO)
+    second = replace(selection.capabilities(_group(1), AUTO), **changes)
+    return [first, second]
+
+
+class TestOffer:
+    def test_all_there_is(self, capable: pytest.MonkeyPatch) -> None:
+        assert selection.capabilities(_group(1), AUTO) == selection.DeviceCapabilities(
+            uuid="device 1", version=(2, 27, 3), gpu_aware=True
+        )
+
+    @pytest.mark.parametrize("module", [device, kernels])
+    def test_without_a_device_there_is_no_nccl(
+        self, capable: pytest.MonkeyPatch, module: Any
+    ) -> None:
+        capable.setattr(module, "missing", lambda: "CuPy cannot be imported; install it")
+        offer = selection.capabilities(_group(), AUTO)
+        assert offer.device == offer.nccl == "CuPy cannot be imported; install it"
+        assert (offer.uuid, offer.version, offer.gpu_aware) == ("", (), False)
+
+    def test_without_nccl_there_is_a_device(self, capable: pytest.MonkeyPatch) -> None:
+        capable.setattr(libnccl, "missing", lambda: "no libnccl.so.2")
+        offer = selection.capabilities(_group(), AUTO)
+        assert (offer.device, offer.nccl) == ("", "no libnccl.so.2")
+        assert (offer.uuid, offer.gpu_aware) == ("device 0", True)
+
+    def test_wish_for_mpi_is_one_against_nccl(self, capable: pytest.MonkeyPatch) -> None:
+        capable.setattr(libnccl, "load", lambda: pytest.fail("NCCL was loaded"))
+        assert (
+            selection.capabilities(_group(), DeviceRequest("mpi")).nccl
+            == 'backend="mpi" was asked for'
+        )
+
+    def test_ranks_of_one_process_go_by_the_host(self, capable: pytest.MonkeyPatch) -> None:
+        offer = selection.capabilities(_group(backend="threads"), AUTO)
+        assert "ranks within one process" in offer.device
+        assert offer.nccl == offer.device
+
+    def test_what_fails_is_said_and_not_raised(self, capable: pytest.MonkeyPatch) -> None:
+        """The other ranks wait for the offer."""
+
+        def broken(number: int) -> str:
+            raise OSError("libcuda.so.1 is not there")
+
+        capable.setattr(device, "uuid", broken)
+        offer = selection.capabilities(_group(), AUTO)
+        assert offer.device == offer.nccl == "OSError: libcuda.so.1 is not there"
+
+    @pytest.mark.skipif(device.missing() is None, reason="there is a device")
+    def test_without_cupy_nothing_is_raised(self) -> None:
+        offer = selection.capabilities(_group(), AUTO)
+        assert offer.device
+        assert offer.nccl == offer.device
+        if "cupy" not in sys.modules:
+            assert "pip install cupy" in offer.device
+
+
+class TestChoice:
+    def test_nccl_where_every_rank_can(self, capable: pytest.MonkeyPatch) -> None:
+        assert _choose(_offers()) == ("the link of NCCL", "")
+
+    def test_reason_names_a_rank_that_stands_in_the_way(self, capable: pytest.MonkeyPatch) -> None:
+        link, reason = _choose(_offers(nccl="no libnccl.so.2"))
+        assert isinstance(link, GpuAwareMpiLink)
+        assert reason == "rank 1: no libnccl.so.2"
+
+    def test_versions_of_nccl_must_be_one(self, capable: pytest.MonkeyPatch) -> None:
+        _, reason = _choose(_offers(version=(2, 30, 1)))
+        assert reason.startswith("ranks have different versions of NCCL: 2.27.3, 2.30.1; install")
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_one_device_for_two_ranks(self, capable: pytest.MonkeyPatch, rank: int) -> None:
+        """NCCL refuses it; over MPI it is slow, which one rank says."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            link, reason = _choose(_offers(uuid="device 0"), rank)
+        assert isinstance(link, GpuAwareMpiLink)
+        assert "ranks 0, 1 share a CUDA device, and NCCL wants one for each" in reason
+        warned = [str(warning.message) for warning in said]
+        assert warned == ["ranks 0, 1 share a CUDA device: what they compute there takes turns"] * (
+            rank == 0
+        )
+
+    def test_copies_where_the_mpi_of_one_rank_reads_no_device_memory(
+        self, capable: pytest.MonkeyPatch
+    ) -> None:
+        link, reason = _choose(_offers(nccl="no libnccl.so.2", gpu_aware=False))
+        assert isinstance(link, HostStagedLink)
+        assert (link.memory, reason) == ("memory", "rank 1: no libnccl.so.2")
+
+    def test_host_memory_where_a_rank_has_no_device(self, capable: pytest.MonkeyPatch) -> None:
+        """Without a word of devices that are shared: they are not used."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = _choose(_offers(device="no driver", nccl="no driver", uuid="device 0"))
+        assert found == (None, "rank 1: no driver")

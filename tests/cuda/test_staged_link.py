@@ -1,0 +1,246 @@
+"""Movements by way of pinned memory, with host memory behind a late stream for the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arraycomm import Communicator
+from arraycomm._arrays.device_memory import DeviceBuffer, Event
+from arraycomm._arrays.pinned import Staging
+from arraycomm._cuda.staged_link import HostStagedLink
+from arraycomm._protocol.engine import wait_for
+from arraycomm._transports.base import Blocks, Handle
+from tests.support import internals
+from tests.support.device_standin import LateMemory, Never, peek
+from tests.support.on_ranks import OnRanks, on_ranks, several, size, transport
+
+__all__ = ["on_ranks", "several", "size", "transport"]
+
+Array = np.ndarray[Any, Any]
+CHUNK = 1024
+GAP = 0x5A
+
+
+class Pins:
+    """Memory that stands for pinned memory; remembers the sizes of what was pinned."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, nbytes: int) -> Array:
+        self.sizes.append(nbytes)
+        return np.full(nbytes, 0xA5, np.uint8)
+
+
+class Told(LateMemory):
+    """Tells which copies were asked of the device, beside what MPI was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.spans: list[DeviceBuffer] = []
+
+    def on_device(self, array: Array) -> DeviceBuffer:
+        device_buffer = self.allocate(array.nbytes).view(array.dtype)
+        self.put(lambda: np.copyto(peek(device_buffer), array))
+        self.spans.append(device_buffer)
+        return device_buffer
+
+    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
+        there = any(source.shares(device_buffer.view("u1")) for device_buffer in self.spans)
+        self.log.append("out" if there else "back")
+        super().copy(target, source)
+
+    def elements(self, device_buffer: DeviceBuffer) -> Array:
+        self.catch_up()
+        return peek(device_buffer)
+
+
+def _link(
+    comm: Communicator, pins: Pins | None = None, chunk: int = CHUNK
+) -> tuple[HostStagedLink, Told]:
+    memory = Told()
+    return HostStagedLink(internals.transport(comm), memory, Staging(pins or Pins()), chunk), memory
+
+
+def _finish(handle: Handle) -> None:
+    def watch(waited: float) -> None:
+        assert waited < 20, "the movement does not end"
+
+    wait_for(handle.done, 0, watch)
+
+
+def _logging(comm: Communicator, memory: Told, name: str) -> None:
+    """Have the host's movements of one kind stand in the log."""
+    link: Any = internals.transport(comm)
+    usual = getattr(link, name)
+
+    def movement(*args: Any) -> Handle:
+        memory.log.append("mpi")
+        handle: Handle = usual(*args)
+        return handle
+
+    setattr(link, name, movement)
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 2000])
+def test_allreduce_folds_chunk_by_chunk(on_ranks: OnRanks, several: int, count: int) -> None:
+    def check(comm: Communicator) -> None:
+        link, memory = _link(comm)
+        x = (np.arange(count) * 7 % 23 + comm.rank).astype("float32")
+        source, target = memory.on_device(x), memory.on_device(np.zeros_like(x))
+        _finish(link.allreduce(source, target, "mean"))
+        want = comm.allreduce(x, "mean")
+        assert memory.elements(target).tobytes() == want.tobytes()
+        _finish(link.allreduce(source, source, "mean"))
+        assert memory.elements(source).tobytes() == want.tobytes()
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "bcast", "allgather"])
+def test_copies_go_on_while_mpi_has_a_chunk(on_ranks: OnRanks, several: int, name: str) -> None:
+    # Of which the host reduces each in one round of alltoall.
+    chunk = 1 << 20 if name == "allreduce" else CHUNK
+
+    def check(comm: Communicator) -> None:
+        with comm.dup() as apart:
+            pins = Pins()
+            link, memory = _link(apart, pins, chunk)
+            x = np.arange(9 * chunk // 4, dtype="float32") + comm.rank
+            device_buffer = memory.on_device(x).view("u1")
+            chunks = 9
+            _logging(apart, memory, "alltoall" if name == "allreduce" else name)
+            if name == "allreduce":
+                _finish(link.allreduce(device_buffer.view("f4"), device_buffer.view("f4"), "max"))
+            elif name == "bcast":
+                _finish(link.bcast(device_buffer, 0))
+            else:
+                counts = [len(device_buffer) // apart.size // 4 * 4] * apart.size
+                offsets = [counts[0] * rank for rank in range(apart.size)]
+                _finish(link.allgather(Blocks(device_buffer[: sum(counts)], counts, offsets)))
+                chunks = -(-counts[0] // (chunk // apart.size))
+            log = memory.log
+            if name == "bcast" and comm.rank:
+                assert log == ["mpi", *["back", "mpi"] * 8, "back"]
+            else:
+                # The next chunk is on its way before MPI has this one.
+                places = [place for place, what in enumerate(log) if what == "mpi"]
+                outs = [log[:place].count("out") for place in places]
+                assert outs == [min(number + 2, chunks) for number in range(chunks)]
+            got = memory.elements(device_buffer.view("f4"))
+            first = x - comm.rank
+            if name == "allgather":
+                count = counts[0] // 4
+                first = first[: count * apart.size] + np.arange(apart.size).repeat(count)
+                got = got[: len(first)]
+            assert np.array_equal(got, first + (apart.size - 1) * (name == "allreduce"))
+            # However long the array, only so much memory is pinned.
+            assert sum(pins.sizes) <= 4 * max(chunk, 4096)
+
+    on_ranks(several, check)
+
+
+def _scattered(lengths: list[int], fill: int) -> tuple[Array, list[int]]:
+    """Memory with gaps between blocks of these lengths, the last one first."""
+    offsets, at = [0] * len(lengths), 3
+    for rank in reversed(range(len(lengths))):
+        offsets[rank] = at
+        at += lengths[rank] + 5
+    return np.full(at, fill, np.uint8), offsets
+
+
+@pytest.mark.parametrize("scale", [0, 1, 700, 3000])
+def test_blocks_may_lie_anywhere(on_ranks: OnRanks, several: int, scale: int) -> None:
+    """Bytes between blocks are neither read nor written."""
+
+    def check(comm: Communicator) -> None:
+        link, memory = _link(comm)
+        ranks = range(comm.size)
+
+        def made(lengths: list[int], rank: int | None) -> Blocks:
+            """Blocks of which those of `rank`, or all, have elements."""
+            array, offsets = _scattered(lengths, GAP)
+            for r in ranks:
+                if rank in (None, r):
+                    array[offsets[r] : offsets[r] + lengths[r]] = 1 + 10 * comm.rank + r
+            return Blocks(memory.on_device(array), lengths, offsets)
+
+        def blocks(found: Blocks) -> list[list[int]]:
+            array = memory.elements(found.buffer).copy()
+            said = []
+            for r in ranks:
+                part = array[found.offsets[r] : found.offsets[r] + found.counts[r]]
+                said.append(sorted(set(part.tolist())))
+                part[...] = GAP
+            assert (array == GAP).all()
+            return said
+
+        def values(lengths: list[int], of: list[int]) -> list[list[int]]:
+            return [[value] if n else [] for n, value in zip(lengths, of, strict=True)]
+
+        sent = [scale * (r + comm.rank) for r in ranks]
+        recv = made(sent, comm.size)
+        _finish(link.alltoall(made(sent, None), recv))
+        assert blocks(recv) == values(sent, [1 + 10 * r + comm.rank for r in ranks])
+
+        lengths = [scale * r for r in ranks]
+        recv = made(lengths, comm.rank)
+        _finish(link.allgather(recv))
+        assert blocks(recv) == values(lengths, [1 + 11 * r for r in ranks])
+
+        for root in ranks:
+            mine = memory.on_device(np.full(lengths[comm.rank], 1 + comm.rank, np.uint8))
+            recv = made(lengths, comm.size)
+            _finish(link.gather(mine, recv if comm.rank == root else None, root))
+            assert comm.rank != root or blocks(recv) == values(lengths, [1 + r for r in ranks])
+            into = memory.on_device(np.full(lengths[comm.rank], 255, np.uint8))
+            send = made(lengths, None) if comm.rank == root else None
+            _finish(link.scatter(send, into, root))
+            assert (memory.elements(into) == 1 + 10 * root + comm.rank).all()
+
+    on_ranks(several, check)
+
+
+def test_movement_keeps_to_the_stream_in_which_it_began(on_ranks: OnRanks, several: int) -> None:
+    class Streams(Told):
+        def put(self, work: Callable[[], None]) -> None:
+            self.log.append(str(self.stream))
+            super().put(work)
+
+    def check(comm: Communicator) -> None:
+        memory = Streams()
+        link = HostStagedLink(internals.transport(comm), memory, Staging(Pins()), CHUNK)
+        device_buffer = memory.at(7).on_device(np.ones(5000, np.uint8))
+        handle = link.bcast(device_buffer, 0)
+        memory.at(9)
+        _finish(handle)
+        assert ({*memory.log} - {"out", "back"}, memory.stream) == ({"7"}, 9)
+
+    on_ranks(several, check)
+
+
+def test_pinned_memory_is_kept_while_the_device_copies_from_it(
+    on_ranks: OnRanks, several: int
+) -> None:
+    class Later(Told):
+        """Comes to nothing before it is made to, once MPI is done."""
+
+        def record(self) -> Event:
+            return super().record() if len(self.log) < 2 else Never()
+
+    def check(comm: Communicator) -> None:
+        memory, staging = Later(), Staging(Pins())
+        link = HostStagedLink(internals.transport(comm), memory, staging, CHUNK)
+        device_buffer = memory.on_device(np.full(700, comm.rank + 1, np.uint8))
+        target = memory.allocate(700)
+        _finish(link.allreduce(device_buffer, target, "max"))
+        for _ in range(4):
+            staging.empty(4096)[...] = 0
+        assert (memory.elements(target) == comm.size).all()
+
+    on_ranks(several, check)

@@ -1,0 +1,522 @@
+"""What is wrong on one rank is an error on every rank, soon, with a message that tells."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._communicator import Communicator
+from tests.support import internals
+
+pytestmark = pytest.mark.both_control_channels
+
+
+def test_tensor_that_requires_grad_is_refused_by_every_movement(on_ranks) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        x = torch.ones(comm.size, requires_grad=True)
+        for call in (
+            lambda: comm.allgatherv(x),
+            lambda: comm.gather(x),
+            lambda: comm.gatherv(x),
+            lambda: comm.alltoall(x),
+            lambda: comm.alltoallv(x, [1] * comm.size),
+            lambda: comm.reduce_scatter(x),
+            lambda: comm.scan(x),
+            lambda: comm.exscan(x),
+        ):
+            with pytest.raises(TypeError, match=r"arraycomm\.adapters\.torch"):
+                call()
+        with pytest.raises(ac.PeerError if comm.rank else TypeError):
+            comm.scatter(x)
+
+    on_ranks(3, check)
+
+
+def _small(comm: Communicator) -> Any:
+    return comm.allreduce(np.ones(3, np.float32))
+
+
+_receive = lambda out: lambda c: c.bcast(None if c.rank else np.ones(3), 0, out=out)  # noqa: E731
+
+
+def _scatter(root: int, out: Any = None) -> Callable[[Communicator], Any]:
+    def call(c: Communicator) -> Any:
+        sender = root % c.size
+        return c.scatter(np.ones((c.size, 3)) if c.rank == sender else None, sender, out=out)
+
+    return call
+
+
+Different = dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str]]
+
+DIFFERENT: Different = {
+    "op": (_small, lambda c: c.allreduce(np.ones(3, np.float32), "max"), r"allreduce\(max\)"),
+    "dtype": (_small, lambda c: c.allreduce(np.ones(3)), "float64"),
+    "shape": (_small, lambda c: c.allreduce(np.ones((3, 1), np.float32)), r"\(3, 1\)"),
+    "size": (_small, lambda c: c.allreduce(np.ones(10**5, np.float32)), r"\(100000,\)"),
+    "operation": (_small, lambda c: c.barrier(), "barrier"),
+    "python number": (_small, lambda c: c.allreduce(1), "int64"),
+    "root": (lambda c: c.bcast(1.0, 0), lambda c: c.bcast(1.0, 1), "root=1"),
+    "bcast shape": (lambda c: c.bcast(np.ones(3), 0), lambda c: c.bcast(np.ones(4), 0), r"\(4,\)"),
+    "bcast out shape": (_receive(None), _receive(np.ones(4)), r"\(4,\)"),
+    "bcast out dtype": (_receive(None), _receive(np.ones(3, "f4")), "float32"),
+    "nonblocking": (_small, lambda c: c.iallgather(np.ones(3, np.float32)).wait(), "allgather"),
+    "split": (_small, lambda c: c.split(0), "split"),
+    "object": (lambda c: c.bcast_object(1), lambda c: c.allgather_object(1), "allgather_object"),
+    "dup": (lambda c: c.dup(), lambda c: c.dup(timeout=3.0), "timeout=3.0"),
+}
+
+DIFFERENT_MOVEMENTS: Different = {
+    "allgatherv rows": (
+        lambda c: c.allgatherv(np.ones((c.rank, 2))),
+        lambda c: c.allgatherv(np.ones((c.rank, 3))),
+        r"\(any, 3\)",
+    ),
+    "allgatherv dtype": (
+        lambda c: c.allgatherv(np.ones(c.rank)),
+        lambda c: c.allgatherv(np.ones(c.rank, int)),
+        "int64",
+    ),
+    "allgatherv of other dates": (
+        lambda c: c.allgatherv(np.zeros(2, "M8[s]")),
+        lambda c: c.allgatherv(np.zeros(2, "M8[D]")),
+        r"datetime64\[D\]",
+    ),
+    "allgatherv for allgather": (
+        lambda c: c.allgather(np.ones(2)),
+        lambda c: c.allgatherv(np.ones(2)),
+        "allgatherv",
+    ),
+    "gather root": (
+        lambda c: c.gather(1.0),
+        lambda c: c.gather(1.0, c.rank),
+        r"gather\(root=[1-3]",
+    ),
+    "gather shape": (
+        lambda c: c.gather(np.ones(2)),
+        lambda c: c.gather(np.ones((1, 2))),
+        r"\(1, 2\)",
+    ),
+    "gatherv dimensions": (
+        lambda c: c.gatherv(np.ones((2, 1))),
+        lambda c: c.gatherv(np.ones((2, 1, 1))),
+        r"\(any, 1, 1\)",
+    ),
+    "scatter root": (_scatter(0), _scatter(-1), r"root=[1-3]"),
+    "scatter out shape": (_scatter(0), _scatter(0, out=np.ones(4)), r"\(4,\)"),
+    "scatter out dtype": (_scatter(0), _scatter(0, out=np.ones(3, "f4")), "float32"),
+    "scatterv out rows": (
+        lambda c: c.scatterv(None if c.rank else np.ones((c.size, 2)), [1] * c.size),
+        lambda c: c.scatterv(out=np.ones((1, 3))),
+        r"\(any, 3\)",
+    ),
+    "scatterv out dtype": (
+        lambda c: c.scatterv(None if c.rank else np.ones((c.size, 2)), [1] * c.size),
+        lambda c: c.scatterv(out=np.ones((1, 2), "f2")),
+        "float16",
+    ),
+    "alltoall shape": (
+        lambda c: c.alltoall(np.ones((c.size, 2))),
+        lambda c: c.alltoall(np.ones((c.size, 20_000))),
+        r"20000\)",
+    ),
+    "alltoallv rows": (
+        lambda c: c.alltoallv(np.ones((c.size, 2)), [1] * c.size),
+        lambda c: c.alltoallv(np.ones((c.size, 20_000)), [1] * c.size),
+        r"\(any, 20000\)",
+    ),
+    "reduce_scatter op": (
+        lambda c: c.reduce_scatter(np.ones(c.size)),
+        lambda c: c.reduce_scatter(np.ones(c.size), "mean"),
+        r"reduce_scatter\(mean\)",
+    ),
+    "exscan for scan": (lambda c: c.scan(1.0), lambda c: c.exscan(1.0), r"exscan\(sum\)"),
+    "scan shape": (
+        lambda c: c.scan(np.ones(9_000)),
+        lambda c: c.scan(np.ones(9_001)),
+        r"\(9001,\)",
+    ),
+    "many dimensions": (
+        lambda c: c.scan(np.ones((1,) * 10 + (2, 3))),
+        lambda c: c.scan(np.ones((1,) * 10 + (3, 2))),
+        r"1, 3, 2\)",
+    ),
+    "gather_object root": (
+        lambda c: c.gather_object(1, 0),
+        lambda c: c.gather_object(1, 1),
+        r"gather_object\(root=1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_differ_raise_mismatch_everywhere(on_ranks, several, case) -> None:
+    on_ranks(several, _mismatch, *DIFFERENT[case])
+
+
+@pytest.mark.parametrize("case", DIFFERENT_MOVEMENTS)
+def test_ranks_that_differ_in_a_movement_raise_mismatch_everywhere(on_ranks, case) -> None:
+    on_ranks(3, _mismatch, *DIFFERENT_MOVEMENTS[case])
+
+
+def _mismatch(
+    comm: Communicator,
+    usual: Callable[[Communicator], Any],
+    other: Callable[[Communicator], Any],
+    message: str,
+) -> None:
+    healthy = comm.dup()
+    for called_before in (False, True):
+        broken = comm.dup()
+        if called_before:
+            _small(broken)
+        started = time.monotonic()
+        with pytest.raises(ac.MismatchError, match=message) as caught:
+            (other if comm.rank == comm.size - 1 else usual)(broken)
+        assert time.monotonic() - started < 10
+        assert f"rank {comm.size - 1}: " in str(caught.value)
+        assert "test_errors.py:" in str(caught.value)
+        with pytest.raises(ac.CommunicatorClosedError, match="MismatchError") as closed:
+            broken.barrier()
+        assert closed.value.__cause__ is caught.value
+        assert healthy.allreduce(1) == comm.size
+
+
+def test_mismatch_groups_ranks_of_one_call(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises(ac.MismatchError, match=r"ranks 0, 2: .*; rank 1: barrier at "):
+            comm.barrier() if comm.rank == 1 else comm.allreduce(1.0)
+
+    on_ranks(3, check)
+
+
+TREES: dict[str, tuple[Any, Any, str]] = {
+    "shape": ({"a": np.ones(2), "b": np.ones(3)}, {"a": np.ones(2), "b": np.ones(4)}, r"\['b'\]"),
+    "dtype": ([np.ones(2)], [np.ones(2, np.float32)], r"tree\[0\] is float64 .* float32"),
+    "key": ({"a": 1.0}, {"b": 1.0}, r"tree\['a'\] on rank 0, tree\['b'\] on rank 1"),
+    "length": ([1.0], [1.0, 2.0], r"tree\[1\] is on rank 1 only|First difference: tree\[1\]"),
+    "none": ([1.0, None], [1.0, 2.0], r"tree\[1\] is None on rank 0, float64 \(\) on rank 1"),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_trees_that_differ_raise_with_the_first_path(on_ranks, several, case) -> None:
+    usual, other, message = TREES[case]
+
+    def check(comm: Communicator) -> None:
+        for reduce_or_send in (ac.allreduce_tree, ac.synchronize):
+            broken = comm.dup()
+            mine = other if comm.rank == 1 else usual
+            with pytest.raises(ac.MismatchError, match="tree"):
+                reduce_or_send(mine, comm=broken)
+        broken = comm.dup()
+        with pytest.raises(ac.MismatchError, match=message):
+            ac.allreduce_tree(mine, comm=broken)
+
+    on_ranks(several, check)
+
+
+def test_gradients_that_differ_in_more_than_none_raise(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        tree = [None, np.ones(2)] if comm.rank == 0 else [np.ones(3), np.ones(1 + comm.rank)]
+        if comm.size == 2:
+            tree[1] = np.ones(2 + comm.rank)
+        with pytest.raises(ac.MismatchError, match=r"First difference: tree\[1\]"):
+            ac.allreduce_gradients(tree, comm=comm)
+
+    on_ranks(several, check)
+
+
+def test_missing_gradients_can_be_made_an_error(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        tree = {"w": None if comm.rank else np.ones(2)}
+        with pytest.raises(
+            ac.MismatchError, match=r"tree\['w'\] is float64 \(2,\) on rank 0, None"
+        ):
+            ac.allreduce_gradients(tree, missing="error", comm=comm)
+
+    on_ranks(several, check)
+
+
+def test_rank_that_never_comes_is_named(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        impatient = comm.dup(timeout=1.5)
+        impatient.allreduce(np.ones(2))
+        if comm.rank == 0:
+            time.sleep(2.0)
+            comm.barrier()
+            return
+        with pytest.raises(ac.CommTimeoutError, match=r"timeout 1\.5 s") as caught:
+            impatient.barrier()
+        assert "rank 0 is missing: it was last seen in allreduce" in str(caught.value)
+        assert str(caught.value).count("is missing") == 1
+        with pytest.raises(ac.CommunicatorClosedError, match="CommTimeoutError"):
+            impatient.barrier()
+        comm.barrier()
+
+    on_ranks(several, check)
+
+
+def test_ranks_that_wait_on_different_communicators_learn_of_one_another(on_ranks) -> None:
+    """Each timeout tells where the rank that is missing waits, also in a message."""
+
+    def check(comm: Communicator) -> None:
+        first, second = comm.dup(timeout=2.0), comm.dup(timeout=2.0)
+        calls = [
+            lambda: first.allreduce(np.ones(3)),
+            second.barrier,
+            lambda: second.recv(0, 5),
+        ]
+        with pytest.raises(ac.CommTimeoutError) as caught:
+            calls[comm.rank]()
+        said, waits = str(caught.value), "(it )?(is waiting|has waited in vain)"
+        site = rf"at test_errors\.py:\d+, step 1 of {re.escape(internals.name(second))}"
+        if comm.rank == 0:
+            assert re.search(rf"rank 1 is missing: {waits} in barrier {site}", said), said
+            assert re.search(rf"rank 2 is missing: {waits} in recv from rank 0 with", said), said
+        else:
+            site = rf"at test_errors\.py:\d+, step 1 of {re.escape(internals.name(first))}"
+            assert re.search(rf"rank 0 .*{waits} in allreduce {site}", said), said
+        comm.barrier()
+
+    on_ranks(3, check)
+
+
+def test_ranks_that_time_out_later_are_told_without_a_gap(on_ranks, several: int) -> None:
+    """They may look at any moment: what a rank waits in becomes what it waited in, and never nothing."""
+
+    def check(comm: Communicator) -> None:
+        other = comm.dup(timeout=0.5)
+        if comm.rank > 0:
+            with pytest.raises(ac.CommTimeoutError):
+                other.barrier()
+            before, after = waits_of(other)
+            assert before.startswith("is waiting in barrier at ")
+            assert after.startswith("has waited in vain in barrier at ")
+        comm.barrier()
+
+    with internals.noted_waits() as waits_of:
+        on_ranks(several, check)
+
+
+def test_what_a_rank_waited_in_is_forgotten_when_it_returns(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup(timeout=1.0)
+        if comm.rank == 0:
+            comm.barrier()
+            time.sleep(1.5)
+        else:
+            time.sleep(0.4)
+            comm.barrier()
+            with pytest.raises(ac.CommTimeoutError, match="it was not seen in any call so far"):
+                other.barrier()
+        comm.barrier()
+
+    on_ranks(2, check)
+
+
+def test_two_threads_at_once_are_refused(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        waiting, go_on = threading.Event(), threading.Event()
+        other = comm.dup()
+        if comm.rank == 0:
+            errors: list[Exception] = []
+
+            def second() -> None:
+                waiting.wait()
+                while not internals.engine(comm).turn.locked():
+                    time.sleep(0.001)
+                try:
+                    comm.barrier()
+                except ac.ConcurrentUseError as error:
+                    errors.append(error)
+                go_on.set()
+
+            thread = threading.Thread(target=second)
+            thread.start()
+            waiting.set()
+            other.barrier()
+            releasing = threading.Thread(target=lambda: (go_on.wait(), other.barrier()))
+            releasing.start()
+            comm.allreduce(1)
+            thread.join()
+            releasing.join()
+            assert "dup()" in str(errors[0])
+        else:
+            other.barrier()
+            other.barrier()
+            comm.allreduce(1)
+
+    on_ranks(several, check)
+
+
+def test_freed_communicator_says_so(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        with comm.dup() as inner:
+            assert inner.allreduce(1) == comm.size
+        for call in (inner.barrier, lambda: inner.allreduce(1), lambda: inner.ibarrier().wait()):
+            with pytest.raises(ac.CommunicatorClosedError, match="it was freed"):
+                call()
+        inner.free()
+
+    on_ranks(size, check)
+
+
+def test_tensor_that_requires_grad_is_refused(on_ranks, size) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        x = torch.ones(3, requires_grad=True)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"arraycomm\.adapters\.torch"):
+                comm.allreduce(x)
+            with torch.no_grad():
+                assert (comm.allreduce(x) == comm.size).all()
+
+    on_ranks(size, check)
+
+
+def test_result_that_a_framework_refuses_concerns_its_rank_alone(on_ranks, several) -> None:
+    jax = pytest.importorskip("jax")
+    like = jax.numpy.ones(1)
+
+    def check(comm: Communicator) -> None:
+        for count in (3, 30_000):
+            x = np.ones(count)
+            if comm.rank == 1:
+                with pytest.raises(TypeError, match="jax_enable_x64"):
+                    comm.bcast(None, 0, like=like)
+            else:
+                assert (comm.bcast(x, 0) == 1).all()
+            assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_trees_whose_leaves_are_tied_on_one_rank_only_raise(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        x, y = np.ones(3), np.ones(3)
+        tree = {"a": x, "b": x if comm.rank == 0 else y}
+        for call in (ac.synchronize, ac.allreduce_tree):
+            with pytest.raises(ac.MismatchError, match=r"tied leaves|tree"):
+                call(tree, comm=comm.dup())
+
+    on_ranks(several, check)
+
+
+def test_bucket_sizes_that_differ_raise(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        tree = [np.ones(1, "f4"), np.ones(1, "i4"), np.ones(1, "f4")]
+        with pytest.raises(ac.MismatchError, match=r"bucket_bytes=1, .* on rank 0, bucket_bytes=9"):
+            ac.allreduce_tree(tree, "sum", bucket_bytes=9 if comm.rank else 1, comm=comm)
+
+    on_ranks(several, check)
+
+
+def test_array_whose_dtype_raises_is_told_to_all(on_ranks, several) -> None:
+    class Uninitialized:
+        @property
+        def dtype(self) -> object:
+            raise RuntimeError("not yet")
+
+    def check(comm: Communicator) -> None:
+        with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError):
+            comm.allreduce(Uninitialized() if comm.rank == 0 else np.ones(2))
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_what_is_wrong_with_options_and_lines_is_told_to_all(on_ranks, several) -> None:
+    class Unprintable:
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    def check(comm: Communicator) -> None:
+        for kind, call in (
+            (TypeError, lambda: comm.dup(foo=1)),
+            (TypeError, lambda: comm.dup(timeout="abc")),
+            (ValueError, lambda: comm.dup(timeout=-1)),
+            (ZeroDivisionError, lambda: ac.println(Unprintable(), comm=comm)),
+            (TypeError, lambda: ac.DistributedOptimizer(object(), comm=comm)),
+            (ValueError, lambda: ac.allreduce_tree({}, "foo", comm=comm)),
+        ):
+            with pytest.raises(kind if comm.rank == 0 else ac.PeerError):
+                call() if comm.rank == 0 else comm.barrier()
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(
+    on_ranks, several
+) -> None:
+    def check(comm: Communicator) -> None:
+        for count in (3, 5_000, 200_000):
+            unchecked = comm.dup(check=False, timeout=10.0)
+            assert (unchecked.allreduce(np.ones(count)) == comm.size).all()
+            with pytest.raises(ValueError if comm.rank == 0 else ac.PeerError):
+                unchecked.allreduce(np.ones(count), "sum" if comm.rank else "nope")
+            with pytest.raises(ac.CommunicatorClosedError):
+                unchecked.barrier()
+
+    on_ranks(several, check)
+
+
+def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(on_ranks, several) -> None:
+    class Interrupting:
+        def __dlpack__(self, **_: object) -> object:
+            raise KeyboardInterrupt
+
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        if comm.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                other.allreduce(Interrupting())
+            with pytest.raises(ac.CommunicatorClosedError):
+                other.allreduce(1)
+        comm.barrier()
+
+    on_ranks(several, check)
+
+
+def test_without_the_check_there_is_one_exchange_fewer(on_ranks, several) -> None:
+    """Large arrays move at once; small ones travel with the exchange, which stays."""
+
+    def check(comm: Communicator) -> None:
+        exchanges = {}
+        for checked in (True, False):
+            other = comm.dup(check=checked)
+            posts = 0
+            post = internals.control(other).post
+
+            def counted(post: Callable[[], None] = post) -> None:
+                nonlocal posts
+                posts += 1
+                post()
+
+            internals.control(other).post = counted
+            x = np.full(100_000, comm.rank + 1.0)
+            for count in (3, len(x)):
+                posts = 0
+                total = other.allreduce(x[:count])
+                assert total.shape == (count,)
+                assert (total == sum(range(comm.size + 1))).all()
+                exchanges[checked, count == 3] = posts
+        assert exchanges == {
+            (True, True): 1,
+            (True, False): 1,
+            (False, True): 1,
+            (False, False): 0,
+        }
+
+    on_ranks(several, check)

@@ -1,0 +1,30 @@
+"""What ranks hold stays flat, however many calls they make, and communicators they free."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from arraycomm.testing import run
+from tests.session.soak import calls, flat, grown, made_and_freed
+from tests.support.launcher import needs_mpiexec, run_python
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures processes by /proc")
+
+
+@pytest.mark.parametrize(("act", "number"), [(calls, 20_000), (made_and_freed, 30)])
+def test_threads_hold_no_more_afterwards(act, number) -> None:
+    for before, after in run(2, lambda comm: grown(comm, act, number)):
+        assert flat(before, after), f"{before} -> {after}"
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_processes_hold_no_more_afterwards() -> None:
+    job = run_python(
+        *("-m", "tests.session.soak", "--collectives", "6000", "--communicators", "30"),
+        ranks=2,
+        timeout=120,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr

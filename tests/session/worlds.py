@@ -1,0 +1,140 @@
+"""Checks of worlds that end well, in one program of three ranks; see `test_launched.py`.
+
+They are in step: each leaves no world behind, or the one that it found. The last ones close communicators
+and use none of them again, so that the program's end shows that this is no failure.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from tests.support import internals
+from tests.support.launched import Check, perform
+
+RANKS = 3
+
+
+def finalize_frees_and_init_begins_again() -> None:
+    for _ in range(3):
+        comm = ac.init()
+        assert comm.split(comm.rank % 2).dup().allreduce(1) in (1, 2)
+        assert comm.iallreduce(1).wait() == RANKS
+        ac.finalize()
+        assert not ac.is_initialized()
+
+
+def finalize_completes_requests_of_duplicates_first() -> None:
+    comm = ac.init()
+    out = np.empty(10**6)
+    comm.dup().iallreduce(np.ones(10**6), out=out)
+    with pytest.warns(RuntimeWarning, match="never waited for"):
+        ac.finalize()
+    assert (out == RANKS).all()
+
+
+def from_mpi_leaves_the_world_and_the_given_communicator_alone() -> None:
+    from mpi4py import MPI
+
+    given = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank == 0)
+    with ac.Communicator.from_mpi(given, timeout=30) as comm:
+        assert comm.size == given.size
+        assert comm.allreduce(1) == given.size
+    assert not ac.is_initialized()
+    assert given.allreduce(1) == given.size
+    given.Free()
+
+
+def wrong_argument_to_from_mpi_on_one_rank_raises_on_all() -> None:
+    from mpi4py import MPI
+
+    given, wrong = MPI.COMM_WORLD, MPI.COMM_WORLD.rank == 1
+    for option, value, error, said in (
+        ("timeout", -1, ValueError, "timeout must be positive"),
+        ("check", 1, TypeError, "check must be True or False"),
+        ("device", 0, TypeError, "init: device must be"),
+    ):
+        with pytest.raises(error if wrong else ac.PeerError, match=said) as caught:
+            ac.Communicator.from_mpi(given, **({option: value} if wrong else {}))
+        text = str(caught.value)
+        assert wrong or text.startswith("init: rank 1 raised instead of taking part"), text
+        with ac.Communicator.from_mpi(given) as comm:
+            assert comm.allreduce(1) == RANKS
+
+
+def options_that_differ_are_a_mismatch() -> None:
+    from mpi4py import MPI
+
+    with pytest.raises(ac.MismatchError, match="check=False"):
+        ac.init(check=MPI.COMM_WORLD.rank != 1)
+    assert not ac.is_initialized()
+
+
+def world_is_the_whole_job() -> None:
+    comm = ac.init()
+    assert comm.backend == "mpi"
+    assert comm.size == comm.mpi_comm.size == RANKS
+    assert comm.allreduce(comm.rank) == 3
+    assert (comm.local_rank, comm.local_size) == (comm.rank, RANKS)
+    ac.println("hello")
+
+
+def mpi_without_room_for_a_communicator_is_told_what_to_do() -> None:
+    from mpi4py import MPI
+
+    class Full:
+        def Split(self, *_: Any) -> None:  # noqa: N802 - MPI's name
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+    comm = ac.world()
+    transport = internals.transport(comm)
+    usual, transport.mpi_comm = transport.mpi_comm, Full()
+    with pytest.raises(ac.TransportError, match=r"free\(\) those that are no longer used"):
+        comm.dup()
+    transport.mpi_comm = usual
+    assert comm.allreduce(1) == RANKS
+
+
+def handled_error_within_a_duplicate_leaves_the_world_open() -> None:
+    with suppress(KeyError), ac.world().dup():
+        raise KeyError
+    assert ac.world().allreduce(1) == RANKS
+
+
+def rank_that_closed_a_communicator_alone_goes_on_with_the_others() -> None:
+    """It is interrupted before it takes part in anything, so that nobody learns of it in a step."""
+
+    class Interrupted:
+        @property
+        def __array_interface__(self) -> Any:
+            raise KeyboardInterrupt
+
+    part = ac.world().dup()
+    if part.rank == 1:
+        with pytest.raises(KeyboardInterrupt):
+            part.allreduce(Interrupted())
+        assert "rank 1 of 3, closed>" in repr(part)
+    ac.world().barrier()
+
+
+CHECKS: tuple[Check, ...] = (
+    finalize_frees_and_init_begins_again,
+    finalize_completes_requests_of_duplicates_first,
+    from_mpi_leaves_the_world_and_the_given_communicator_alone,
+    wrong_argument_to_from_mpi_on_one_rank_raises_on_all,
+    options_that_differ_are_a_mismatch,
+    world_is_the_whole_job,
+    mpi_without_room_for_a_communicator_is_told_what_to_do,
+    handled_error_within_a_duplicate_leaves_the_world_open,
+    rank_that_closed_a_communicator_alone_goes_on_with_the_others,
+)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "messages":
+        internals.refuse_shared_memory()
+    perform(CHECKS)

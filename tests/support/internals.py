@@ -1,0 +1,253 @@
+"""What tests reach of a communicator's inside. No other file of the tests knows where it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from arraycomm._collectives import groups
+from arraycomm._collectives.placement import HostPlacements
+from arraycomm._collectives.runner import Runner
+from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._protocol import exit as process_exit
+from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.watchdog import Watchdog
+from arraycomm._transports.base import Blocks, Transport
+
+# A communicator of its own ---------------------------------------------------------------------
+
+
+def communicator(transport: Transport, **options: Any) -> Communicator:
+    """Make a communicator over a transport, without a world."""
+    group = Group(transport, Options(**options))
+    return Communicator(Runner(group, Devices(group, DeviceRequest())))
+
+
+def mpi_communicator(mpi_comm: Any, *, share: bool = True, **options: Any) -> Communicator:
+    """Make one over MPI, whose control channel is in shared memory or goes by messages."""
+    from arraycomm._transports.mpi import MPITransport
+
+    return communicator(MPITransport(mpi_comm, share=share), **options)
+
+
+def refuse_shared_memory() -> None:
+    """Have this process's control channels go by messages from now on, as between nodes."""
+    from arraycomm._transports import mpi
+
+    mpi._shared_memory = lambda *_: None  # type: ignore[assignment]
+
+
+# A communicator, or what `related` returns of those made from it.
+Member = Communicator | Group
+
+
+# What it holds ---------------------------------------------------------------------------------
+
+
+def transport(comm: Member) -> Any:
+    return group(comm).transport
+
+
+def control(comm: Member) -> Any:
+    return group(comm).control
+
+
+def engine(comm: Member) -> Any:
+    return group(comm).engine
+
+
+def options(comm: Member) -> Options:
+    return group(comm).options
+
+
+def set_timeout(comm: Member, seconds: float) -> None:
+    group(comm).watchdog._timeout = seconds
+
+
+def name(comm: Member) -> str:
+    """Return what messages call the communicator."""
+    return group(comm).name
+
+
+def related(comm: Member) -> list[Group]:
+    """Return the groups that end with this communicator's, itself among them."""
+    return group(comm).related
+
+
+def group(comm: Member) -> Group:
+    """Return the state of a communicator, or of one made from it."""
+    return comm if isinstance(comm, Group) else group_of(comm)
+
+
+def steps(comm: Member) -> int:
+    """Return how many headers the ranks have exchanged."""
+    return int(group(comm).control.step)
+
+
+def spans(comm: Member) -> list[int]:
+    """Return a list that gets the bytes that each movement of the transport reaches over."""
+    found: list[int] = []
+    for primitive in ("alltoall", "allgather", "gather", "scatter", "bcast"):
+        setattr(transport(comm), primitive, _measured(getattr(transport(comm), primitive), found))
+    return found
+
+
+def _measured(move: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
+    def measured(*args: Any) -> Any:
+        buffers = [arg.buffer if isinstance(arg, Blocks) else arg for arg in args]
+        found.extend(buffer.nbytes for buffer in buffers if isinstance(buffer, np.ndarray))
+        return move(*args)
+
+    return measured
+
+
+# Small payloads, plans and requests -----------------------------------------------------------
+
+
+def inline_bytes(comm: Communicator) -> int:
+    """Return how much a call may send with its header."""
+    return group(comm).inline_bytes
+
+
+def set_inline_bytes(comm: Communicator, nbytes: int) -> None:
+    group(comm).inline_bytes = nbytes
+    placements = runner_of(comm).placements
+    placements.host.inline_bytes = placements.host_tree.inline_bytes = nbytes
+
+
+def segment(comm: Communicator) -> Any:
+    """Return the shared segment of the trees, or None."""
+    return trees_of(comm)._segment
+
+
+def fusion(plan: Any) -> Any:
+    return plan.fusion
+
+
+def is_finished(request: Any) -> bool:
+    """Tell whether all is done for a request but to hand over its result."""
+    return bool(request._task.finished)
+
+
+def is_unfinished(comm: Member) -> bool:
+    """Tell whether a call ended before all that it had started."""
+    return group(comm).unfinished
+
+
+def waits_for_no_message(comm: Member) -> bool:
+    """Tell whether no message is outstanding that could still take what a peer sends."""
+    return engine(comm).idle or all(task.finished for task in engine(comm)._messages)
+
+
+def forbid_progress_thread(comm: Member) -> None:
+    """Have requests advance only within calls."""
+    engine(comm).threaded = False
+
+
+def call_instead_of_progress_thread(comm: Member, function: Callable[[], None]) -> None:
+    engine(comm)._start_progress = function
+
+
+def forget_interruption(comm: Member) -> None:
+    """Drop the exception that the engine keeps, and with it the requests in its traceback."""
+    engine(comm).interrupted = None
+
+
+def drop_first_task(comm: Member) -> None:
+    """Do with the oldest task what the garbage collector does with a request that is thrown away."""
+    engine(comm).queue.popleft()._program.close()
+
+
+def mpi_movements() -> Any:
+    """Return the sends and receives that MPI has not finished, whoever waits for them."""
+    from arraycomm._transports.mpi import _Movement
+
+    return _Movement.under_way
+
+
+# Devices ---------------------------------------------------------------------------------------
+
+
+def devices(comm: Communicator) -> Any:
+    return runner_of(comm).placements
+
+
+def device_link(comm: Communicator) -> Any:
+    """Return the link for arrays on devices, None if they go by way of the host."""
+    return devices(comm).link
+
+
+def require_backend(comm: Communicator, backend: str) -> None:
+    """Have arrays on devices go over a backend."""
+    devices(comm).request = DeviceRequest(backend, None)
+    if backend == "nccl":
+        devices(comm).require()
+        comm.backend = group(comm).backend = "nccl"
+
+
+# Its end ---------------------------------------------------------------------------------------
+
+
+def close(comm: Member, error: BaseException) -> None:
+    group(comm).close(error)
+
+
+def close_devices(comm: Member) -> None:
+    """Wait for what is under way on devices, and close the link between them."""
+    for hook in group(comm).on_free:
+        hook()
+
+
+def leave_by_error(comm: Member, error: BaseException) -> None:
+    """Do what the end of a `with` block does."""
+    process_exit.leave_by_error(group(comm), error)
+
+
+def free(comm: Member) -> None:
+    """Free a communicator; collective."""
+    groups.free(Runner(group(comm), HostPlacements(group(comm))))
+
+
+def is_closed(comm: Member) -> bool:
+    return group(comm).closed is not None
+
+
+def announce_exit(comm: Member, state: int, reason: str = "") -> None:
+    """Tell the other ranks that this one makes no further calls."""
+    group(comm).control.announce_exit(state, group(comm).completed, reason)
+
+
+def watch_exit(comm: Member) -> None:
+    """See to the communicator at the end of the program, as to those over MPI."""
+    process_exit.watch_exit()
+    process_exit.add_root(group(comm))
+
+
+def unmatched(comm: Member) -> int:
+    """Return how many more sends than receives were started."""
+    return group(comm).unmatched
+
+
+def is_at_rest(comm: Member) -> bool:
+    """Tell whether nothing of the communicator is under way."""
+    return group(comm).at_rest()
+
+
+@contextlib.contextmanager
+def noted_waits() -> Iterator[Callable[[Communicator], list[str]]]:
+    """Note what each communicator reports to others of its waits."""
+    from unittest import mock
+
+    noted: dict[Watchdog, list[str]] = {}
+    report = Watchdog._report
+
+    def note(watchdog: Watchdog, text: str) -> None:
+        noted.setdefault(watchdog, []).append(text)
+        report(watchdog, text)
+
+    with mock.patch.object(Watchdog, "_report", note):
+        yield lambda comm: noted[group(comm).watchdog]

@@ -1,0 +1,68 @@
+"""Several checks in one launched program, each of which a test reports under its own name.
+
+Most of what a launched program takes is its start. A program hands its checks to `perform`; the tests
+get the program's `Report` and ask it for one check each.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from tests.support.launcher import run_python
+
+ROOT: Final = Path(__file__).parents[2]
+_BEGUN, _PASSED = "<{} begins>", "<{} passed>"
+
+Check = Callable[[], None]
+
+
+def perform(checks: Iterable[Check]) -> None:
+    """Run the checks in turn. The first that raises ends the program, as any exception does."""
+    for check in checks:
+        _say(_BEGUN, check)
+        check()
+        _say(_PASSED, check)
+
+
+def _say(text: str, check: Check) -> None:
+    # In one piece, so that the ranks' lines do not mix.
+    sys.stdout.write(f"{text.format(check.__name__)}\n")
+    sys.stdout.flush()
+
+
+class Report:
+    """What the ranks of a program said of its checks."""
+
+    def __init__(self, job: subprocess.CompletedProcess[str], ranks: int) -> None:
+        self.job: Final = job
+        self._ranks = ranks
+
+    def assert_passed(self, name: str) -> None:
+        """Fail unless a check has passed on every rank."""
+        begun, passed = (self.job.stdout.count(text.format(name)) for text in (_BEGUN, _PASSED))
+        assert begun, f"{name} did not begin, since the program ended before:\n{self._output}"
+        assert passed == self._ranks, f"{name} passed on {passed} ranks:\n{self._output}"
+
+    def assert_ended_well(self) -> None:
+        """Fail unless the program's status is 0."""
+        assert self.job.returncode == 0, self._output
+
+    @property
+    def _output(self) -> str:
+        return f"{self.job.stdout}\n{self.job.stderr}"
+
+
+# Plugins that these tests do not use, and that take as long to import as all else.
+_LEFT_OUT: Final = ("cacheprovider", "jaxtyping", "xdist", "xdist.looponfail", "platformdirs")
+
+
+def run_pytest(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run pytest in a process of its own, under mpiexec where `ranks` is given."""
+    left_out = [word for name in _LEFT_OUT for word in ("-p", f"no:{name}")]
+    # Open MPI gives its ranks a terminal.
+    command = ("-m", "pytest", "-q", "--color=no", *left_out, *arguments)
+    return run_python(*command, cwd=ROOT, **options)

@@ -1,0 +1,90 @@
+"""An argument error begins with the operation's name, if it is the library's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arraycomm._arrays.views import view
+from arraycomm._errors import name_operation, naming
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    """Return what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+class Producer:
+    """Raises in a method that the library calls."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @property
+    def __array_interface__(self) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize("x", [None, "text", np.ma.ones(3), 1 << 80, np.array([None])])
+def test_the_operation_comes_before_the_message(x: Any) -> None:
+    error = raised(lambda: view(x))
+    message = str(error)
+    # The test's own frame is not the library's; the runner's is.
+    error.__traceback__ = error.__traceback__.tb_next.tb_next
+    name_operation(error, "allreduce")
+    assert str(error) == f"allreduce: {message}"
+    name_operation(error, "allreduce")
+    name_operation(error, "bcast")
+    assert str(error) == f"allreduce: {message}"
+
+
+def test_a_name_that_is_there_already_is_not_repeated() -> None:
+    error = raised(lambda: view(None, "bcast: x"))
+    error.__traceback__ = error.__traceback__.tb_next.tb_next
+    name_operation(error, "bcast")
+    assert str(error).startswith("bcast: x must be an array")
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("a"), ValueError("a", "b"), ValueError(), KeyError("a"), MemoryError("a")]
+)
+def test_what_the_caller_raised_stays_as_it_is(error: Exception) -> None:
+    before = error.args
+
+    def fail() -> None:
+        raise error
+
+    name_operation(raised(fail), "allreduce")
+    assert error.args == before
+
+
+def test_what_a_function_of_the_caller_raised_inside_the_library_stays_as_it_is() -> None:
+    error = raised(lambda: view(Producer(MemoryError("none left"))))
+    error.__traceback__ = error.__traceback__.tb_next.tb_next
+    name_operation(error, "allreduce")
+    assert str(error) == "none left"
+
+
+def test_what_a_compiled_function_raised_stays_as_it_is() -> None:
+    from arraycomm._arrays.results import allocate
+
+    error = raised(lambda: allocate((1 << 62,), np.dtype("f8")))
+    error.__traceback__ = error.__traceback__.tb_next.tb_next
+    assert isinstance(error, (ValueError, OverflowError))
+    before = str(error)
+    name_operation(error, "allreduce")
+    assert str(error) == before
+
+
+def test_a_block_can_be_named() -> None:
+    from arraycomm import exchange
+
+    with pytest.raises(TypeError, match=r"^exchange: x must be an array"), naming("bcast"):
+        exchange(None, "numpy")

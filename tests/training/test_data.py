@@ -1,0 +1,580 @@
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import json
+import pickle
+import subprocess
+import tracemalloc
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import DistributedDataContainer
+from arraycomm._training.order import order_of
+from arraycomm._transports.threads import make_group
+from arraycomm.testing import run
+from tests.support import internals
+from tests.support.launcher import needs_mpiexec, run_python
+
+
+def containers(size: int, data: Any, **options: Any) -> list[DistributedDataContainer]:
+    """Return each rank's container; nothing collective can be called on them any more."""
+    return run(size, lambda comm: DistributedDataContainer(data, comm=comm, **options))
+
+
+def alone(data: Any, **options: Any) -> DistributedDataContainer:
+    """Return the container of one rank, which still has its communicator."""
+    comm = internals.communicator(make_group(1)[0])
+    return DistributedDataContainer(data, comm=comm, **options)
+
+
+# The order; who has what is stated by properties/test_data_laws.py -----------------------------------
+
+
+def test_epoch_and_seed_choose_the_order() -> None:
+    container = alone(range(40), shuffle=True, seed=1)
+    first = list(container)
+    container.set_epoch(1)
+    second = list(container)
+    container.set_epoch(0)
+    assert first != second != list(range(40))
+    assert list(container) == first
+    assert list(alone(range(40), shuffle=True, seed=2)) != first
+
+
+def test_order_is_the_same_in_every_version() -> None:
+    """States that were saved stand for these items: NumPy guarantees the bits of PCG64."""
+    assert order_of(8, seed=5, epoch=2).tolist() == [4, 6, 1, 2, 0, 7, 5, 3]
+
+
+def test_weights_cannot_be_changed_from_outside() -> None:
+    container = alone(range(3))
+    container.weights[:] = 7
+    for batch in container.batches(2):
+        batch.weights[:] = 7
+    assert container.weights.tolist() == [1, 1, 1]
+
+
+# What data can be --------------------------------------------------------------------------------
+
+
+def _numpy(rows: np.ndarray, _path: Path) -> Any:
+    return rows
+
+
+def _memmap(rows: np.ndarray, path: Path) -> Any:
+    np.save(path / "rows.npy", rows)
+    return np.load(path / "rows.npy", mmap_mode="r")
+
+
+def _torch(rows: np.ndarray, _path: Path) -> Any:
+    return pytest.importorskip("torch").tensor(rows)
+
+
+def _bfloat16(rows: np.ndarray, _path: Path) -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.tensor(rows).to(torch.bfloat16)
+
+
+def _jax(rows: np.ndarray, _path: Path) -> Any:
+    return pytest.importorskip("jax.numpy").asarray(rows)
+
+
+def _strict(rows: np.ndarray, _path: Path) -> Any:
+    return pytest.importorskip("array_api_strict").asarray(rows)
+
+
+KINDS = [_numpy, _memmap, _torch, _bfloat16, _jax, _strict]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__[1:])
+def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[np.ndarray], Any]:
+    return lambda values: request.param(values, tmp_path)
+
+
+def as_lists(array: Any) -> Any:
+    """Return an array's elements as nested lists of floats, whatever its framework."""
+    return np.asarray(ac.exchange(array, "numpy")).astype(float).tolist()
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 2), (7, 2, 3), (7, 0)])
+def test_batch_of_an_array_is_an_array_of_the_same_kind(rows, shape) -> None:
+    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    data = rows(values)
+    for container in containers(3, data, shuffle=True):
+        order = [int(item) for item in container._index]
+        batches = list(container._pass(2, container._current))
+        assert [as_lists(b.items) for b in batches] == [
+            values[order[i : i + 2]].tolist() for i in range(0, -(-7 // 3), 2)
+        ]
+        assert all(type(b.items) in {type(data), np.ndarray} for b in batches)
+        assert {b.items.dtype for b in batches} == {data.dtype}
+        assert [np.asarray(as_lists(item)).tolist() for item in container] == values[order].tolist()
+        assert as_lists(container[1:]) == values[order[1:]].tolist()
+
+
+def test_batch_can_be_without_items(rows) -> None:
+    for container in containers(4, rows(np.ones((1, 2), np.float32))):
+        [batch] = container._pass(5, container._current)
+        assert batch.items.shape == (1 if len(container) else 0, 2)
+        assert batch.weights.shape == batch.items.shape[:1]
+
+
+def test_batches_are_copies(rows) -> None:
+    data = rows(np.zeros((4, 2), np.float32))
+    [batch] = alone(data).batches(4)
+    if isinstance(batch.items, np.ndarray):
+        assert not np.shares_memory(batch.items, np.asarray(data))
+    elif hasattr(batch.items, "data_ptr"):
+        assert batch.items.data_ptr() != data.data_ptr()
+
+
+def test_memory_map_is_read_where_items_are_and_nowhere_else(tmp_path) -> None:
+    """The file is sparse, and larger than memory: it could not be read whole."""
+    rows, columns = 1 << 16, 1 << 20
+    data = np.memmap(tmp_path / "rows.bin", np.int32, "w+", shape=(rows, columns))
+    container = alone({"x": data}, shuffle=True)
+    wanted = container._index[:2].tolist()
+    data[wanted, 0] = [5, 6]
+    batch = next(container.batches(2))
+    assert type(batch.items["x"]) is np.ndarray
+    assert batch.items["x"].shape == (2, columns)
+    assert batch.items["x"][:, 0].tolist() == [5, 6]
+    assert container[1]["x"][0] == 6
+
+
+def test_rows_of_a_strided_array_are_read_without_a_copy_of_the_whole() -> None:
+    data = np.zeros((100, 20_000)).T
+    container = alone(data)
+    tracemalloc.start()
+    batch = next(container.batches(8))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert batch.items.shape == (8, 100)
+    assert peak < data.nbytes / 10
+
+
+def test_random_keys_of_jax() -> None:
+    jax = pytest.importorskip("jax")
+    keys = jax.random.split(jax.random.key(0), 5)
+    [batch] = alone({"key": keys}).batches(5)
+    assert (jax.random.key_data(batch.items["key"]) == jax.random.key_data(keys)).all()
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    x: Any
+    y: Any
+
+
+X, Y = np.arange(10.0).reshape(5, 2), np.arange(5)
+TREES = {
+    "dict": {"x": X, "y": Y},
+    "ordered": collections.OrderedDict(y=Y, x=X),
+    "tuple": (X, Y),
+    "named tuple": Pair(X, Y),
+    "dataclass": Columns(X, Y),
+    "nested": {"in": [X, (Y, None)], "out": Y},
+}
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    from arraycomm._trees.pytrees import flatten
+
+    return flatten(tree).leaves
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_tree_of_arrays(tree) -> None:
+    container = alone(tree, shuffle=True)
+    order = container._index.tolist()
+    assert len(container) == 5
+    [batch] = container.batches(5)
+    for got, item in [(batch.items, order), (container[1], order[1])]:
+        assert type(got) is type(tree)
+        for leaf, whole in zip(leaves_of(got), leaves_of(tree), strict=True):
+            assert leaf is whole or np.array_equal(leaf, whole[item])
+
+
+SEQUENCES = {
+    "list": [3, "a", None],
+    "list of arrays": [np.zeros(2), np.zeros(3)],
+    "list of pairs": [(np.zeros(2), 0), (np.zeros(2), 1)],
+    "tuple": (1, 2, 3),
+    "range": range(4),
+    "deque": collections.deque([1, 2]),
+    "text": "abc",
+}
+
+
+@pytest.mark.parametrize("data", SEQUENCES.values(), ids=SEQUENCES)
+def test_sequence_of_items(data) -> None:
+    container = alone(data)
+    [batch] = container.batches(9)
+    assert type(batch.items) is list
+    for items in (batch.items, list(container), container[:]):
+        assert len(items) == len(data)
+        assert all(got is data[i] or got == data[i] for i, got in enumerate(items))
+
+
+def test_is_a_sequence_of_arrays_rows_too() -> None:
+    data = np.arange(12).reshape(6, 2)
+    container = containers(2, data)[1]
+    assert len(container) == 3
+    assert container[-1].tolist() == [10, 11]
+    assert container[:2].tolist() == [[2, 3], [6, 7]]
+    with pytest.raises(IndexError, match="rank 1 has 3 of 6 items"):
+        container[3]
+    with pytest.raises(IndexError, match="index -4"):
+        container[-4]
+    with pytest.raises(TypeError, match="an index must be an integer or a slice; got 'x'"):
+        container["x"]
+
+
+def test_items_of_a_flat_numpy_array_are_its_numbers() -> None:
+    assert [type(item) for item in alone(np.arange(2.0))] == [np.float64] * 2
+    assert type(alone({"x": np.arange(2)})[1]["x"]) is np.int64
+
+
+def test_only_own_items_are_read() -> None:
+    class Files:
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, item: int) -> int:
+            read.append(item)
+            return item
+
+    read: list[int] = []
+    container = containers(3, Files())[1]
+    [batch] = container._pass(9, container._current)
+    assert read == batch.items == [1, 4, 7]
+    assert all(type(item) is int for item in read)
+
+
+class Frame:
+    """What a pandas data frame looks like: its integer indices are labels."""
+
+    iloc = None
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, label: Any) -> Any:
+        raise KeyError(label)
+
+
+REFUSED = {
+    "iterator": (iter([1]), TypeError, "must have a length"),
+    "set": ({1, 2}, TypeError, "take integer indices"),
+    "number": (3, TypeError, "got int"),
+    "0-d": (np.ones(()), ValueError, "data has no axis 0"),
+    "0-d leaf": ({"a": X, "b": np.ones(())}, ValueError, r"data\['b'\] has no axis 0"),
+    "lengths": (
+        {"a": X, "b": [Y, Y[:4]]},
+        ValueError,
+        r"data\['a'\] has 5, data\['b'\]\[0\] has 5, data\['b'\]\[1\] has 4",
+    ),
+    "text": ({"a": X, "b": "text"}, TypeError, r"data\['b'\] is a str; .* must be arrays"),
+    "pairs": (((X, 3), (Y, 4)), TypeError, r"data\[0\]\[1\] is a int; .* Pass a list"),
+    "empty": ({}, TypeError, "a dict without any array"),
+    "frame": (Frame(), TypeError, r"to_numpy\(\)"),
+}
+
+
+@pytest.mark.parametrize(("data", "error", "match"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_data_set(data, error, match) -> None:
+    with pytest.raises(error, match=f"^DistributedDataContainer: .*{match}"):
+        alone(data)
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(ValueError, match="uneven must be one of exact, pad, drop; got 'truncate'"):
+        alone([1], uneven="truncate")
+    with pytest.raises(TypeError, match="shuffle must be True or False; got 'no'"):
+        alone([1], shuffle="no")
+    with pytest.raises(TypeError, match=r"seed must be an integer; got 1\.5"):
+        alone([1], seed=1.5)
+    with pytest.raises(ValueError, match="seed must be at least 0; got -1"):
+        alone([1], seed=-1)
+    if not ac.is_initialized():
+        with pytest.raises(ac.NotInitializedError, match="init"):
+            DistributedDataContainer([1])
+
+
+# Batches -----------------------------------------------------------------------------------------
+
+
+def test_every_rank_has_as_many_batches() -> None:
+    def batches(comm: ac.Communicator) -> list[list[int]]:
+        container = DistributedDataContainer(range(10), comm=comm)
+        return [batch.items for batch in container.batches(2)]
+
+    assert run(4, batches) == [[[0, 4], [8]], [[1, 5], [9]], [[2, 6], []], [[3, 7], []]]
+
+
+def test_each_pass_begins_the_epoch_anew() -> None:
+    container = alone(range(5))
+    for _ in range(2):
+        assert [batch.items for batch in container.batches(2)] == [[0, 1], [2, 3], [4]]
+    for batch in container.batches(2):
+        assert batch.items == [0, 1]
+        break
+    assert next(container.batches(3)).items == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda c: c.set_epoch(1),
+        lambda c: c.advance(0),
+        lambda c: c.batches(1),
+        lambda c: c.load_state_dict(c.state_dict()),
+    ],
+    ids=["set_epoch", "advance", "batches", "load_state_dict"],
+)
+def test_loop_ends_where_its_container_is_moved_on(meddle) -> None:
+    container = alone(range(5))
+    loop = container.batches(2)
+    next(loop)
+    meddle(container)
+    with pytest.raises(RuntimeError, match="batches: the container was moved on during the loop"):
+        next(loop)
+
+
+def test_numbers_that_are_none() -> None:
+    container = alone(range(5))
+    for wrong, error in [(0, ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)]:
+        with pytest.raises(error, match=r"batches: n must be .*got"):
+            container.batches(wrong)
+    for wrong, error in [(-1, ValueError), (6, ValueError), ("2", TypeError)]:
+        with pytest.raises(error, match=r"advance: n must be .*got"):
+            container.advance(wrong)
+    for wrong, error in [(-1, ValueError), (1 << 63, ValueError), (0.5, TypeError)]:
+        with pytest.raises(error, match=r"set_epoch: epoch must be .*got"):
+            container.set_epoch(wrong)
+    assert container.state_dict()["consumed"] == 0
+    container.advance(np.int64(5))
+    with pytest.raises(ValueError, match=r"at most 0, what is left .* epoch 0; got 1.*set_epoch"):
+        container.advance(1)
+
+
+# States ------------------------------------------------------------------------------------------
+
+
+def test_state_is_plain_and_says_where_the_loop_is() -> None:
+    container = alone(range(5), shuffle=True, seed=np.int64(3), uneven="pad")
+    container.set_epoch(np.int64(2))
+    next(container.batches(2))
+    state = container.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert state == {
+        "count": 5,
+        "shuffle": True,
+        "seed": 3,
+        "uneven": "pad",
+        "epoch": 2,
+        "consumed": 2,
+    }
+
+
+def test_slices_are_counted_by_advance() -> None:
+    container = alone(range(7), shuffle=True)
+    order = container[:]
+    container.advance(len(container[:4]))
+    assert len(container) == 7, "what a loader shows its workers stays"
+    again = alone(range(7), shuffle=True)
+    again.load_state_dict(container.state_dict())
+    assert again[:] == order[4:]
+
+
+def test_a_rank_without_an_item_in_the_last_round_counts_it_too() -> None:
+    def states(comm: ac.Communicator) -> list[int]:
+        container = DistributedDataContainer(range(5), comm=comm)
+        said = []
+        for n in (1, 1):
+            container.advance(n)
+            said.append(container.state_dict()["consumed"])
+        return said
+
+    assert run(4, states) == [[4, 5]] * 4
+
+
+def test_loaded_epoch_goes_on_once_and_the_next_is_whole() -> None:
+    container = alone(range(6), shuffle=True)
+    container.set_epoch(1)
+    whole = list(container)
+    next(container.batches(4))
+    state = container.state_dict()
+    container.set_epoch(5)
+    container.load_state_dict(state)
+    assert container.epoch == 1
+    container.set_epoch(1)
+    assert list(container) == whole[4:]
+    assert [b.items for b in container.batches(4)] == [whole[4:]]
+    assert [b.items for b in container.batches(4)] == [whole[:4], whole[4:]]
+    container.load_state_dict(state)
+    container.advance(1)
+    container.set_epoch(1)
+    assert list(container) == whole
+    container.set_epoch(2)
+    assert sorted(container) == list(range(6))
+
+
+def test_state_after_the_last_batch_has_nothing_left() -> None:
+    container = alone(range(3))
+    [_] = container.batches(3)
+    again = alone(range(3))
+    again.load_state_dict(container.state_dict())
+    assert list(again.batches(3)) == []
+    again.set_epoch(1)
+    assert len(again) == 3
+
+
+def test_epoch_that_only_some_ranks_had_items_of_begins_anew_on_all() -> None:
+    def repeat(comm: ac.Communicator) -> list[int]:
+        container = DistributedDataContainer(range(5), comm=comm)
+        container.load_state_dict({**container.state_dict(), "consumed": 4})
+        container.advance(len(container))
+        container.set_epoch(0)
+        return list(container)
+
+    assert run(3, repeat) == [[0, 3], [1, 4], [2]]
+
+
+STATE = {"count": 5, "shuffle": True, "seed": 3, "uneven": "pad", "epoch": 1, "consumed": 2}
+OTHERS = {
+    "count": (6, ValueError, "count=6; this one has count=5"),
+    "shuffle": (False, ValueError, "shuffle=False; this one has shuffle=True"),
+    "seed": (4, ValueError, "seed=4; this one has seed=3"),
+    "uneven": ("drop", ValueError, "uneven='drop'; this one has uneven='pad'"),
+    "epoch": (-1, ValueError, r'state\["epoch"\] must be from 0 to'),
+    "consumed": (6, ValueError, r'state\["consumed"\] must be from 0 to 5; got 6'),
+}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_state_of_another_container(key) -> None:
+    value, error, match = OTHERS[key]
+    container = alone(range(5), shuffle=True, seed=3, uneven="pad")
+    container.load_state_dict(STATE)
+    with pytest.raises(error, match=f"^load_state_dict: .*{match}"):
+        container.load_state_dict({**STATE, key: value})
+    missing = {name: kept for name, kept in STATE.items() if name != key}
+    with pytest.raises(ValueError, match=f"it has no '{key}'"):
+        container.load_state_dict(missing)
+    with pytest.raises(TypeError, match=r"got NoneType.*synchronize"):
+        container.load_state_dict(None)
+    assert container.state_dict() == STATE
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_copy_keeps_its_items_and_has_no_communicator(duplicate) -> None:
+    container = alone({"x": np.arange(6)}, shuffle=True)
+    made = duplicate(container)
+    assert [item["x"] for item in made] == [item["x"] for item in container]
+    with pytest.raises(RuntimeError, match="set_epoch: this container was copied"):
+        made.set_epoch(1)
+    container.set_epoch(1)
+    assert [item["x"] for item in made] != [item["x"] for item in container]
+
+
+# Training ----------------------------------------------------------------------------------------
+
+
+class Momentum:
+    """Gradient descent with momentum."""
+
+    def __init__(self) -> None:
+        self.velocity = {"w": np.zeros(3), "b": np.zeros(())}
+
+    def update(self, params: Any, grads: Any) -> Any:
+        self.velocity = {k: 0.9 * v + grads[k] for k, v in self.velocity.items()}
+        return {k: p - 0.05 * self.velocity[k] for k, p in params.items()}
+
+
+def train(comm: ac.Communicator, path: Path, stop: int | None, resume: bool) -> list[bytes]:
+    """Train for 3 epochs, or until after step `stop`, where rank 0 saves a checkpoint."""
+    random = np.random.default_rng(0)
+    data = {"x": random.normal(size=(23, 3)), "y": random.normal(size=23)}
+    share = DistributedDataContainer(data, comm=comm, shuffle=True, seed=1)
+    optimizer = ac.DistributedOptimizer(Momentum(), comm=comm, op="sum")
+    params = {"w": np.ones(3), "b": np.zeros(())}
+    step = 0
+    if resume:
+        saved = load(path) if comm.rank == 0 else None
+        params, optimizer.velocity, state, step = ac.synchronize(saved, comm=comm)
+        share.load_state_dict(state)
+    bits = []
+    for epoch in range(share.epoch, 3):
+        share.set_epoch(epoch)
+        for items, _ in share.batches(3):
+            count = comm.allreduce(len(items["y"]))
+            error = (items["x"] @ params["w"] + params["b"] - items["y"]) / count
+            params = optimizer.update(params, {"w": error @ items["x"], "b": error.sum()})
+            bits.append(params["w"].tobytes() + params["b"].tobytes())
+            step += 1
+            if step == stop:
+                if comm.rank == 0:
+                    save(path, params, optimizer.velocity, share.state_dict(), step)
+                return bits
+    return bits
+
+
+def save(path: Path, params: Any, velocity: Any, state: Any, step: int) -> None:
+    arrays = {f"p.{k}": v for k, v in params.items()} | {f"v.{k}": v for k, v in velocity.items()}
+    np.savez(path, **arrays, state=json.dumps(state), step=step)
+
+
+def load(path: Path) -> Any:
+    with np.load(path) as saved:
+        params, velocity = ({k: saved[f"{part}.{k}"] for k in ("w", "b")} for part in "pv")
+        return params, velocity, json.loads(str(saved["state"])), int(saved["step"])
+
+
+def test_interrupted_training_ends_with_the_same_bits(tmp_path) -> None:
+    path = tmp_path / "checkpoint.npz"
+    [whole, *others] = run(3, train, path, None, False)
+    assert others == [whole] * 2
+    assert len(whole) == 9
+    # Within an epoch, at its end, and before the last step.
+    for stop in (2, 3, 8):
+        assert run(3, train, path, stop, False)[0] == whole[:stop]
+        assert run(3, train, path, None, True) == [whole[stop:]] * 3
+
+
+# Workers -----------------------------------------------------------------------------------------
+
+
+def work(ranks: int | None, method: str, steps: int, *state: Any) -> Any:
+    program = str(Path(__file__).with_name("data_workers.py"))
+    job: subprocess.CompletedProcess[str] = run_python(
+        program, method, str(steps), *map(json.dumps, state), ranks=ranks
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    return json.loads(job.stdout)
+
+
+@needs_mpiexec
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_other_numbers_of_ranks_go_on_from_what_the_loop_has_got_from_two_workers() -> None:
+    steps = 4
+    before = work(None, "spawn", steps)
+    # The workers have been asked for eight batches more by then.
+    assert before["state"]["consumed"] == steps * 3
+    after = work(2, "fork", 1000, before["state"])
+    seen = [tuple(item) for part in before["seen"] + after["seen"] for item in part]
+    assert len(after["seen"]) == 2
+    assert sorted(seen) == [(epoch, item) for epoch in range(3) for item in range(61)]

@@ -1,0 +1,76 @@
+"""What a rank tells of its waits in shared memory is always read whole."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from arraycomm._transports import control
+from arraycomm._transports.control import SharedControl
+
+
+@pytest.fixture
+def controls() -> list[SharedControl]:
+    """The boards of two ranks in one memory."""
+    memory = np.zeros(SharedControl.nbytes(2), np.uint8)
+    return [SharedControl(rank, 2, memory) for rank in range(2)]
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Let threads take turns after microseconds, in the middle of everything."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_the_last_text_told_is_read(controls: list[SharedControl]) -> None:
+    teller, reader = controls
+    assert reader.wait_status(0) == ""
+    for text in ("in bcast", "", "in a longer text, with ü", "x" * 10_000, "in recv"):
+        teller.report_wait(text)
+        assert reader.wait_status(0) == text[:512]
+        assert reader.wait_status(1) == ""
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_text_is_read_whole_while_another_is_told(controls: list[SharedControl]) -> None:
+    teller, reader = controls
+    texts = ["is waiting " + "a" * 400, "has waited in vain " + "b" * 30]
+    teller.report_wait(texts[0])
+    told = threading.Event()
+
+    def tell() -> None:
+        for place in range(20_000):
+            teller.report_wait(texts[place % 2])
+        told.set()
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    read = set()
+    while not told.is_set():
+        read.add(reader.wait_status(0))
+    thread.join()
+    assert read <= set(texts)
+
+
+def test_a_text_that_is_told_over_while_it_is_read_is_read_again(
+    controls: list[SharedControl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two texts come between the look at which one holds and the look at what it says."""
+    teller, reader = controls
+    teller.report_wait("a text that is not read")
+    coming = ["another", "the last"]
+
+    def tell_meanwhile() -> None:
+        texts, coming[:] = coming[:], []
+        for text in texts:
+            teller.report_wait(text)
+
+    monkeypatch.setattr(control, "fence", tell_meanwhile)
+    assert reader.wait_status(0) == "the last"

@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import copy
+import tracemalloc
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._communicator import Communicator
+from arraycomm._trees import fusion
+from tests.support import internals
+
+# Trees that travel with the header, in steps of the board, and through the window.
+SCALES = [1, 400, 40_000]
+
+
+def _tree(rank: int, scale: int) -> dict[str, Any]:
+    """Leaves of every sort: dtypes, layouts, numbers, None, no elements, no dimensions."""
+    tree = copy.deepcopy(_leaves(rank, scale))
+    number, straight = tree["f64"]
+    return tree | {"f64": (number, {"turned": straight.T[::-1]})}
+
+
+@lru_cache(maxsize=48)
+def _leaves(rank: int, scale: int) -> dict[str, Any]:
+    rng = np.random.default_rng(rank)
+    return {
+        "f32": rng.standard_normal((3, scale)).astype(np.float32),
+        "bf16": [rng.standard_normal(5 * scale).astype(ml_dtypes.bfloat16), None],
+        "f64": (np.asarray(rank + 0.5), rng.standard_normal((2, 2, scale))),
+        "f16": np.float16(rng.standard_normal(7 * scale)),
+        "number": rank + 0.25,
+        "numpy": np.float32(rank),
+        "empty": np.empty((0, 4), np.float32),
+        "complex": rng.standard_normal(scale) + 1j * rng.standard_normal(scale),
+        "last": rng.standard_normal(11 * scale).astype(np.float32),
+    }
+
+
+def _flat(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in _flat(value)]
+    if isinstance(tree, list | tuple):
+        return [leaf for value in tree for leaf in _flat(value)]
+    return [tree]
+
+
+def _assert_same(got: Any, want: Any) -> None:
+    assert got.keys() == want.keys()
+    for mine, wanted in zip(_flat(got), _flat(want), strict=True):
+        assert type(mine) is type(wanted)
+        assert np.asarray(mine).tobytes() == np.asarray(wanted).tobytes()
+        assert np.shape(mine) == np.shape(wanted)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("op", ["mean", "sum", "prod"])
+def test_a_plan_returns_the_bits_of_allreduce_tree(on_ranks, size, op, scale) -> None:
+    def check(comm: Communicator) -> None:
+        plan = comm.plan(_tree(comm.rank, scale), op)
+        for step in range(4):
+            mine = _tree(10 * step + comm.rank, scale)
+            _assert_same(plan(mine), ac.allreduce_tree(mine, op, comm=comm))
+            _assert_same(mine, _tree(10 * step + comm.rank, scale))
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("op", ["and", "or", "xor", "min", "max"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_plan_has_every_op(on_ranks, size, op, scale) -> None:
+    def check(comm: Communicator) -> None:
+        mine = {
+            "bool": np.arange(3 * scale) % (comm.rank + 2) == 0,
+            "int": np.arange(5 * scale, dtype=np.int32) * (comm.rank + 3),
+            "truth": comm.rank == 0,
+            "count": comm.rank,
+        }
+        got = comm.plan(mine, op)(mine)
+        for name, leaf in mine.items():
+            want = comm.allreduce(leaf, op)
+            assert type(got[name]) is type(want)
+            assert np.array_equal(got[name], want)
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_frameworks_may_be_mixed_differ_and_change(on_ranks, size, scale) -> None:
+    torch = pytest.importorskip("torch")
+    jax = pytest.importorskip("jax")
+    makes = [np.array, torch.tensor, jax.numpy.asarray]
+
+    def check(comm: Communicator) -> None:
+        plan = comm.plan(_made(makes, comm.rank, 6 * scale))
+        for step in range(4):
+            mine = _made(makes, comm.rank + step, 6 * scale)
+            got = plan(mine)
+            for before, after in zip(mine, got, strict=True):
+                assert type(before) is type(after)
+            want = ac.allreduce_tree([np.asarray(leaf) for leaf in mine], comm=comm)
+            assert [np.asarray(leaf).tobytes() for leaf in got] == [leaf.tobytes() for leaf in want]
+
+    on_ranks(size, check)
+
+
+def _made(makes: list[Any], first: int, count: int) -> list[Any]:
+    return [makes[(first + k) % 3](np.full(count, first + k, np.float32)) for k in range(3)]
+
+
+def test_tied_leaves_stay_tied_and_travel_once(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        shared = np.full(1000, comm.rank, np.float64)
+        tree = {"encoder": shared, "decoder": [shared, shared.copy()]}
+        plan = comm.plan(tree, "max")
+        got = plan(tree)
+        assert got["encoder"] is got["decoder"][0]
+        assert got["encoder"] is not got["decoder"][1]
+        assert (got["encoder"] == comm.size - 1).all()
+        assert comm.stats()["Plan"]["bytes"] < 3 * shared.nbytes
+
+    on_ranks(size, check)
+
+
+def test_trees_without_leaves_have_plans(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        for tree in ({}, [], None, {"a": None}, [np.empty(0, np.float32)]):
+            assert str(comm.plan(tree)(tree)) == str(tree)
+
+    on_ranks(size, check)
+
+
+def test_a_small_tree_costs_one_header(on_ranks, size) -> None:
+    def check(comm: Communicator) -> int:
+        tree = {"a": np.ones(4), "b": 1.0}
+        plan = comm.plan(tree)
+        before = internals.steps(comm)
+        plan(tree)
+        return internals.steps(comm) - before
+
+    assert on_ranks(size, check) == [1] * size
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_results_share_memory_with_nobody(on_ranks, size, scale) -> None:
+    def check(comm: Communicator) -> None:
+        tree = [np.ones(n * scale) for n in (1, 10, 50)]
+        plan, other = comm.plan(tree), comm.plan(tree)
+        results = [call(tree) for call in (plan, other, plan, plan, other)]
+        leaves = [leaf for result in results for leaf in result]
+        for number, leaf in enumerate(leaves):
+            leaf[...] = 7
+            for another in (*leaves[number + 1 :], *tree):
+                assert (another == 1).all()
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_a_leaf_that_is_still_used_keeps_its_values(on_ranks, size, framework) -> None:
+    pytest.importorskip(framework)
+
+    def check(comm: Communicator) -> None:
+        def tree(value: int) -> list[Any]:
+            arrays = [np.full(50_000, value + k, np.float32) for k in range(3)]
+            return [ac.exchange(array, framework) for array in arrays]
+
+        plan = comm.plan(tree(0))
+        # One leaf of three is kept, by a view of it.
+        kept = [plan(tree(step))[step % 3][5:] for step in range(6)]
+        for step, part in enumerate(kept):
+            assert np.asarray(part).tolist() == [step + step % 3] * 49_995
+
+    on_ranks(size, check)
+
+
+def test_a_step_allocates_nothing(on_ranks, size) -> None:
+    def check(comm: Communicator) -> int:
+        tree = {f"p{n}": np.full(n * 1000, n, np.float32) for n in range(60)}
+        plan = comm.plan(tree)
+        addresses = set()
+        for step in range(5):
+            # All ranks together, since those of threads share their memory's figures.
+            comm.barrier()
+            if step == 3:
+                tracemalloc.start()
+            result = plan(tree)
+            addresses.add(result["p9"].__array_interface__["data"][0])
+        comm.barrier()
+        peak = tracemalloc.get_traced_memory()[1]
+        comm.barrier()
+        tracemalloc.stop()
+        # The result of the step before is in use while the next is made.
+        assert len(addresses) == 2
+        return peak
+
+    total = 4 * 1000 * sum(range(60))
+    assert max(on_ranks(size, check)) < total / 8
+
+
+def test_plans_of_the_same_shapes_share_their_memory(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        first, second = np.zeros(9000), np.zeros(9000)
+        plan, same = comm.plan({"a": first}), comm.plan([second], "sum")
+        address = plan({"a": first})["a"].__array_interface__["data"][0]
+        assert same([second])[0].__array_interface__["data"][0] == address
+        assert internals.fusion(comm.plan([np.zeros(9001)])) is not internals.fusion(plan)
+
+    on_ranks(size, check)
+
+
+def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) -> None:
+    """By whichever way it goes in: leaf by leaf, or chunk by chunk."""
+    copied: list[int] = []
+    pack, fill = fusion.Packed.pack, fusion.ChunkLayout.fill
+
+    def counting_pack(packed: Any, sources: Any) -> None:
+        copied.extend(source.array.nbytes for source in sources)
+        pack(packed, sources)
+
+    def counting_fill(way: Any, arrays: Any, flats: Any) -> None:
+        copied.extend(place.nbytes for _, place in way.leaves)
+        copied.extend(into.nbytes for *_, into in way.ends)
+        fill(way, arrays, flats)
+
+    monkeypatch.setattr(fusion.Packed, "pack", counting_pack)
+    monkeypatch.setattr(fusion.ChunkLayout, "fill", counting_fill)
+
+    def check(comm: Communicator) -> list[int]:
+        tree = [np.ones(400_000, np.float32), np.ones((40, 700)), np.ones(3, np.float32)]
+        plan = comm.plan(tree)
+        with comm.dup() as together:
+            together.barrier()
+            copied.clear()
+            together.barrier()
+            plan(tree)
+            together.barrier()
+            return list(copied)
+
+    counted = on_ranks(several, check)
+    # The ranks of threads count together.
+    ranks = several if transport == "threads" else 1
+    assert sum(counted[0]) == ranks * (1_600_000 + 224_000 + 12)
+
+
+def _wrong(case: str, tree: dict[str, Any]) -> Any:
+    match case:
+        case "more":
+            return {**tree, "z": np.zeros(2)}
+        case "fewer":
+            return {"a": tree["a"]}
+        case "name":
+            return {"a": tree["a"], "other": tree["b"], "t": tree["t"], "u": tree["u"]}
+        case "shape":
+            return {**tree, "b": tree["b"].reshape(4, 1)}
+        case "dtype":
+            return {**tree, "b": tree["b"].astype(np.float64)}
+        case "none":
+            return {**tree, "b": None}
+        case "no array":
+            return {**tree, "b": "text"}
+        case "tied":
+            return {**tree, "t": tree["u"]}
+    raise AssertionError(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "message"),
+    [
+        ("more", ValueError, r"tree\['z'\] is new"),
+        ("fewer", ValueError, r"got 1, and tree\['b'\] is missing"),
+        ("name", ValueError, r"got tree\['other'\] in place of tree\['b'\]"),
+        ("shape", ValueError, r"tree\['b'\] must be float32 \(4,\).*got float32 \(4, 1\)"),
+        ("dtype", TypeError, r"tree\['b'\] must be float32 \(4,\).*got float64 \(4,\)"),
+        ("none", TypeError, r"tree\['b'\] must be float32 \(4,\).*got None"),
+        ("no array", TypeError, r"tree\['b'\]"),
+        ("tied", ValueError, r"tree\['u'\] must be one object"),
+    ],
+)
+def test_another_tree_on_one_rank_raises_on_all(on_ranks, several, case, error, message) -> None:
+    def check(comm: Communicator) -> None:
+        tree = {
+            "a": np.ones(3),
+            "b": np.ones(4, np.float32),
+            "t": np.ones(2),
+            "u": np.full(2, 2.0),
+        }
+        plan = comm.plan(tree, "sum")
+        for wrong in range(comm.size):
+            if comm.rank == wrong:
+                with pytest.raises(error, match=rf"^Plan: .*{message}"):
+                    plan(_wrong(case, tree))
+            else:
+                with pytest.raises(ac.PeerError, match="Plan"):
+                    plan(tree)
+            assert plan(tree)["a"].tolist() == [comm.size] * 3
+
+    on_ranks(several, check)
+
+
+def test_another_tree_on_every_rank_is_everyones_own_error(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        plan = comm.plan([np.ones(3)])
+        with pytest.raises(ValueError, match="Plan: tree"):
+            plan([np.ones(4)])
+        assert plan([np.ones(3)])[0].tolist() == [1.0] * 3
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("odd", ["shape", "op", "tree"])
+def test_plans_that_differ_raise_when_they_are_made(on_ranks, several, odd) -> None:
+    def check(comm: Communicator) -> None:
+        mine = comm.rank == 1
+        shape = (4,) if mine and odd == "shape" else (3,)
+        tree = [np.zeros(shape)] if mine and odd == "tree" else {"w": np.zeros(shape)}
+        match = {"shape": r"tree\['w'\] is float64 \(3,\) on rank 0", "op": "sum", "tree": "tree"}
+        with pytest.raises(ac.MismatchError, match=match[odd]):
+            comm.plan(tree, "sum" if mine and odd == "op" else "mean")
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("other", ["plan", "tree", "making"])
+def test_a_rank_that_calls_something_else_is_a_mismatch(on_ranks, several, other) -> None:
+    def check(comm: Communicator) -> None:
+        tree = {"w": np.zeros(3)}
+        plan, another = comm.plan(tree), comm.plan([np.zeros(3)])
+        calls = {
+            "plan": lambda: another([np.zeros(3)]),
+            "tree": lambda: ac.allreduce_tree(tree, comm=comm),
+            "making": lambda: comm.plan(tree),
+        }
+        call = calls[other] if comm.rank == 0 else lambda: plan(tree)
+        with pytest.raises(ac.MismatchError, match="Plan"):
+            call()
+
+    on_ranks(several, check)
+
+
+def test_a_wrong_op_on_one_rank_raises_on_all(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises(ValueError if comm.rank == 0 else ac.PeerError, match="plan: "):
+            comm.plan({"w": np.zeros(3)}, "average" if comm.rank == 0 else "mean")
+        with pytest.raises(TypeError, match=r"plan: tree\['w'\].*cast"):
+            comm.plan({"w": np.zeros(3, np.int32)})
+
+    on_ranks(several, check)
+
+
+def test_a_plan_outlives_no_communicator(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        tree = [np.zeros(3)]
+        with comm.dup() as other:
+            plan = other.plan(tree)
+        with pytest.raises(ac.CommunicatorClosedError, match="Plan: the communicator is closed"):
+            plan(tree)
+        with pytest.raises(ac.CommunicatorClosedError, match="plan: the communicator is closed"):
+            other.plan(tree)
+
+    on_ranks(size, check)
+
+
+def test_without_memory_to_share_the_result_is_the_same(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank == 1:
+            internals.transport(comm).open_memory = lambda name, nbytes: None
+        mine = _tree(comm.rank, SCALES[-1])
+        plan = comm.plan(mine)
+        _assert_same(plan(mine), ac.allreduce_tree(mine, comm=comm))
+        assert not internals.segment(comm)
+        with comm.dup() as other:
+            _assert_same(plan(mine), other.plan(mine)(mine))
+            assert bool(internals.segment(other)) is internals.control(comm).shared
+
+    on_ranks(several, check)
+
+
+def test_a_torch_module_is_reduced_in_place(on_ranks, size) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(comm: Communicator) -> None:
+        module = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(comm.rank)
+        assert comm.plan(module)(module) is module
+        assert (module.weight == (comm.size - 1) / 2).all()
+
+    on_ranks(size, check)
