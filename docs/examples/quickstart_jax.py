@@ -40,21 +40,21 @@ def loss_of(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 def main() -> None:
     began = time.perf_counter()
 
-    # Begin to communicate. Every rank runs this whole program; comm.rank tells them apart.
+    # Start communication. Every rank runs this whole program; comm.rank tells the ranks apart.
     comm = ac.init()
 
-    # Seeded by the rank, so that each has data of its own.
+    # Each rank has its own seed, and so its own data.
     data_key, model_key = jax.random.split(jax.random.key(comm.rank))
     x = jax.random.uniform(data_key, (16, 1))
     y = x**2
 
-    # The seeds gave each rank other parameters, too: take rank 0's.
+    # The seeds also gave each rank different parameters: take rank 0's.
     params = ac.synchronize(initial_parameters(model_key))
 
     # From now on, optimizer.update() first averages the gradients over all ranks.
     optimizer = ac.DistributedOptimizer(optax.adam(1e-3))
 
-    # Matters where rank 0 has loaded a checkpoint; here the state is the same on every rank.
+    # Needed if rank 0 has loaded a checkpoint; here the state is the same on every rank.
     state = ac.synchronize(optimizer.init(params))
 
     # The average is part of the compiled program: one message for all gradients.

@@ -17,10 +17,10 @@ import arraycomm as ac
 def main() -> None:
     began = time.perf_counter()
 
-    # Begin to communicate. Every rank runs this whole program; comm.rank tells them apart.
+    # Start communication. Every rank runs this whole program; comm.rank tells the ranks apart.
     comm = ac.init()
 
-    # Seeded by the rank, so that each has data of its own.
+    # Each rank has its own seed, and so its own data.
     torch.manual_seed(comm.rank)
     x = torch.rand(16, 1)
     y = x**2
@@ -35,13 +35,13 @@ def main() -> None:
         nn.Linear(256, 1),
     )
 
-    # The seeds gave each rank other parameters, too: take rank 0's, and its buffers.
+    # The seeds also gave each rank different parameters: take rank 0's, and its buffers.
     ac.synchronize(model)
 
     # From now on, optimizer.step() first averages the gradients over all ranks.
     optimizer = ac.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
 
-    # Matters where rank 0 has loaded a checkpoint; here the state is empty on every rank.
+    # Needed if rank 0 has loaded a checkpoint; here the state is empty on every rank.
     ac.synchronize(optimizer)
 
     for epoch in range(1, 101):

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from scaling_model import Machine
+
+from docs.studies.scaling.model import Machine
 
 Ranks = np.ndarray[Any, Any]
 NOBODY = -1
@@ -69,7 +70,7 @@ def bruck(size: int, nbytes: float) -> Iterator[Step]:
 
 
 def bruck_alltoall(size: int, nbytes: float) -> Iterator[Step]:
-    """Slices for ranks d further travel by the binary digits of d."""
+    """A slice for the rank d further takes one hop for each binary digit 1 of d."""
     further = np.arange(size)
     bit = 1
     while bit < size:

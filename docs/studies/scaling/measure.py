@@ -21,22 +21,25 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm import Communicator
-from arraycomm._communicator import Options
+from arraycomm._collectives.placement import HostPlacements
+from arraycomm._collectives.runner import Runner
 from arraycomm._folds import fold
+from arraycomm._protocol.group import Group, Options
 from arraycomm._transports.base import Bytes, Handle, Transport
 from arraycomm._transports.control import MESSAGE_SLOT, ControlChannel, SharedControl
-from arraycomm.cli.bench_machine import machine, versions
-from arraycomm.cli.bench_timing import measure as timed
-from arraycomm.cli.demo_launch import find_launcher
+from arraycomm.cli.bench.machine import machine, versions
+from arraycomm.cli.bench.timing import measure as timed
+from arraycomm.cli.launch import find_launcher
 
+ROOT: Final = Path(__file__).resolve().parents[3]
 RANKS: Final = (2, 4, 8)
-# What is timed with ranks: a board, and bytes of float32; "mpi" is mpi4py's Allreduce.
+# What is timed on ranks: a kind of control channel, and bytes of float32; "mpi" is mpi4py's Allreduce.
 CASES: Final = (
     *(("shared", n) for n in (8, 16 << 10, 256 << 10, 1 << 20, 16 << 20)),
     *(("messages", n) for n in (8, 4 << 10, 1 << 20, 16 << 20)),
     *(("mpi", n) for n in (8, 1 << 20, 16 << 20)),
 )
-# Pretended rank counts, by the kind of board: a shared one has 4 KiB for each of them.
+# Pretended numbers of ranks, by the kind of control channel: a shared one has 4 KiB for each rank.
 PRETENDED: Final = {"shared": (2, 8, 64, 1024), "messages": (2, 64, 1024, 16384)}
 STEPPED: Final = 256 << 10
 SLICED: Final = 8 << 20
@@ -50,7 +53,7 @@ Times = dict[str, dict[str, float]]
 
 
 class Alone:
-    """Where a single process meets itself."""
+    """The barrier and the maximum of a single process."""
 
     def barrier(self) -> None:
         """Nobody to wait for."""
@@ -61,7 +64,7 @@ class Alone:
 
 
 class Together:
-    """Where the ranks of an MPI communicator meet; polling, and giving up the core in between."""
+    """The barrier and the maximum of MPI ranks, which poll and give up the core between polls."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -87,7 +90,7 @@ class _Finished:
 
 
 def _answer(control: ControlChannel, mine: Bytes, rows: Bytes, seen: list[bytes | None]) -> None:
-    """Let all pretended ranks show what this one shows, where that has changed."""
+    """Copy what this rank shows to all pretended ranks, if that has changed."""
     parity = control.step & 1
     if seen[parity] is not control.shown[parity]:
         rows[:, 8:] = mine[8:]
@@ -95,7 +98,7 @@ def _answer(control: ControlChannel, mine: Bytes, rows: Bytes, seen: list[bytes 
 
 
 class _PretendedShared(SharedControl):
-    """A board in shared memory on which all others show what this rank shows."""
+    """A control channel in shared memory on which all others show what this rank shows."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size, np.zeros(SharedControl.nbytes(size), np.uint8))
@@ -110,7 +113,7 @@ class _PretendedShared(SharedControl):
 
 
 class _PretendedMessages(ControlChannel):
-    """A board of messages that have always arrived."""
+    """A control channel over messages that have always arrived."""
 
     def __init__(self, size: int) -> None:
         rows = [np.zeros((size, MESSAGE_SLOT), np.uint8) for _ in range(2)]
@@ -132,7 +135,7 @@ class _PretendedMessages(ControlChannel):
         return []
 
     def leave(self, state: int, completed: int, text: str) -> None:
-        """Nobody is told."""
+        """Do nothing: there is nobody to notify."""
 
     def exit_notice(self, rank: int) -> None:
         return None
@@ -166,12 +169,17 @@ class Pretended(Transport):
 Calls = dict[str, Callable[[], Any]]
 
 
+def _communicator(transport: Transport) -> Communicator:
+    group = Group(transport, Options())
+    return Communicator(Runner(group, HostPlacements(group)))
+
+
 def _alone() -> Calls:
-    """Return what a rank does by itself, by name: kind of board, what is called, ranks."""
+    """Return the calls of a single rank, by name: kind of control channel, what is called, ranks."""
     calls: Calls = {}
     for kind, sizes in PRETENDED.items():
         for size in sizes:
-            comm = Communicator(Pretended(size, shared=kind == "shared"), Options())
+            comm = _communicator(Pretended(size, shared=kind == "shared"))
             calls[f"{kind} header {size}"] = comm.barrier
             x, y = np.ones((2, 2), np.float32)
             calls[f"{kind} small {size}"] = partial(comm.allreduce, x, out=y)
@@ -208,11 +216,11 @@ def run_ranks() -> Times:
     from arraycomm._transports.mpi import MPITransport
 
     world = MPI.COMM_WORLD
-    comms = {
-        kind: Communicator(MPITransport(world.Dup(), share=kind == "shared"), Options())
-        for kind in ("shared", "messages")
+    transports = {
+        kind: MPITransport(world.Dup(), share=kind == "shared") for kind in ("shared", "messages")
     }
-    assert all(comm._control.shared == (kind == "shared") for kind, comm in comms.items())
+    assert all(made.control.shared == (kind == "shared") for kind, made in transports.items())
+    comms = {kind: _communicator(made) for kind, made in transports.items()}
     calls: Calls = {}
     for kind, nbytes in CASES:
         x, y = np.ones((2, nbytes // 4), np.float32)
@@ -224,8 +232,8 @@ def run_ranks() -> Times:
         calls[f"{kind} {nbytes}"] = call
     times = _times(calls, Together(world.Dup()))
     world.Barrier()
-    for comm in comms.values():
-        comm._link.free()
+    for made in transports.values():
+        made.free()
     return times
 
 
@@ -269,9 +277,10 @@ def _job(count: int, what: str) -> Times:
     if launcher is None:
         sys.exit("scaling: no mpiexec beside this Python or on the PATH")
     start = [] if count == 1 else [*launcher, "-n", str(count)]
-    command = [*start, sys.executable, str(Path(__file__).resolve()), what]
+    command = [*start, sys.executable, "-m", __name__, what]
     done = subprocess.run(
         command,
+        cwd=ROOT,
         env={"OMP_NUM_THREADS": "1"} | os.environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

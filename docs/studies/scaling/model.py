@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final, NamedTuple
 
-from arraycomm._collectives.algorithms import CHUNK_BYTES, choose
+from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.control import MESSAGE_SLOT, PAYLOAD, shared_slot
 
 DIGEST_BYTES: Final = 64
 ELEMENT: Final = 4  # float32
-# Where MPICH 5.0.2 leaves recursive doubling (powers of two) and Bruck's way (other numbers) for a
+# Where MPICH 5.0.2 leaves recursive doubling (powers of two) and Bruck's algorithm (others) for a
 # ring in MPI_Iallgather and MPI_Iallgatherv, by the bytes that every rank has in the end.
 RING_FROM: Final = 524_288
 RING_FROM_ODD: Final = 81_920
@@ -39,9 +39,9 @@ class Machine:
     fold_byte
         γ, for each byte that is added to others.
     call, step, begin, slot, row, part
-        What Python and MPI do on a rank: λ for each call, for each further step of the board, for each
-        movement that is begun, σ for each slot of the board that is looked at, φ for each row that is
-        folded with the header, and ψ for each rank's part of a chunk that is moved and folded.
+        What Python and MPI do on a rank: λ for each call, for each further step of the control channel,
+        for each movement that is started, σ for each slot that is read, φ for each row that is folded
+        with the header, and ψ for each rank's part of a chunk that is moved and folded.
     per_node
         Ranks on a node.
     """
@@ -102,7 +102,7 @@ def leaving(distance: int, size: int, per_node: int) -> int:
 def pairwise(size: int, nbytes: float, per_node: int = 1) -> Movement:
     """All to all, one partner at a time: (p − 1) α + n β (p − 1) / p.
 
-    Of the p − 1 partners of a rank p − s are on other nodes, where s ranks have a node.
+    With s ranks a node, p − s of the p − 1 partners of a rank are on other nodes.
     """
     if size <= per_node:
         return [Rounds(size - 1, nbytes / size, 0)]
@@ -154,7 +154,7 @@ def rabenseifner(size: int, nbytes: float, per_node: int = 1) -> Movement:
 
 
 def mpich_allgather(size: int, nbytes: float, per_node: int = 1) -> Movement:
-    """Allgather as MPICH 5.0.2 chooses it; recursive doubling costs what Bruck's way costs."""
+    """Allgather as MPICH 5.0.2 chooses it; recursive doubling costs what Bruck's does."""
     even = size & (size - 1) == 0
     short = nbytes < (RING_FROM if even else RING_FROM_ODD)
     return (bruck if short else ring)(size, nbytes, per_node)
@@ -189,15 +189,15 @@ def _with_odd_ranks(movement: Movement, size: int, nbytes: float, per_node: int)
 # Headers
 
 
-def header_on_board(size: int, machine: Machine) -> float:
-    """The header in shared memory: everyone looks at p slots; λ + p σ, and until they are seen."""
+def header_in_shared_memory(size: int, machine: Machine) -> float:
+    """The header in shared memory: λ + p σ, and the time until others see a slot."""
     return machine.call + machine.seen + size * machine.slot
 
 
 def header_of_messages(
     size: int, machine: Machine, allgather: Callable[..., Movement] = mpich_allgather
 ) -> float:
-    """The header between nodes: an allgather of 256 bytes a rank, and a look at each; λ + … + p σ."""
+    """The header between nodes: an allgather of 256 bytes a rank, each of which is read; λ + … + p σ."""
     moved = seconds(allgather(size, MESSAGE_SLOT * size, machine.per_node), machine)
     return machine.call + moved + size * machine.slot
 
@@ -209,8 +209,8 @@ def header_of_digests(size: int, machine: Machine) -> float:
 
 
 def header(size: int, machine: Machine, shared: bool) -> float:
-    """The header as arraycomm has it."""
-    return (header_on_board if shared else header_of_messages)(size, machine)
+    """Return the seconds of the header as it is built."""
+    return (header_in_shared_memory if shared else header_of_messages)(size, machine)
 
 
 # Reductions
@@ -222,14 +222,14 @@ def payload(size: int, shared: bool) -> int:
 
 
 def chosen(size: int, nbytes: int, shared: bool) -> str:
-    """Return the way that arraycomm takes; see `arraycomm._collectives.algorithms.choose`."""
+    """Return the algorithm that arraycomm chooses; see `arraycomm._collectives.selection.choose`."""
     return choose(nbytes, size, payload(size, shared), shared)
 
 
 def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> float:
-    """What arraycomm takes, by the way it chooses, with its header."""
-    way = chosen(size, nbytes, shared)
-    return header(size, machine, shared) + WAYS[way](size, nbytes, machine, shared)
+    """Return the seconds of arraycomm's allreduce: its header, and the algorithm it chooses."""
+    algorithm = chosen(size, nbytes, shared)
+    return header(size, machine, shared) + ALGORITHMS[algorithm](size, nbytes, machine, shared)
 
 
 def in_header(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
@@ -267,7 +267,7 @@ def one_chunk(size: int, nbytes: float, machine: Machine) -> float:
 
 
 def in_rank_order(size: int, nbytes: float, machine: Machine) -> float:
-    """The fastest of the ways that keep the order of the ranks, without chunks; not built.
+    """The fastest algorithm in rank order, without chunks; not built.
 
     Slices of the whole array by either all to all and either allgather, or, for few bytes,
     everything gathered by all. Slices have an element at least.
@@ -290,7 +290,7 @@ def by_doubling(size: int, nbytes: float, machine: Machine) -> float:
 
 
 def by_halving(size: int, nbytes: float, machine: Machine) -> float:
-    """Rabenseifner's way as in MPI libraries; the order of the fold is not that of the ranks."""
+    """Rabenseifner's algorithm as in MPI libraries; the order of the fold is not that of the ranks."""
     even = 1 << (size.bit_length() - 1)
     folded = nbytes * ((even - 1) / even + (even != size))
     moved = seconds(rabenseifner(size, nbytes, machine.per_node), machine)
@@ -322,7 +322,7 @@ def _fold_slice(size: int, nbytes: float, machine: Machine) -> float:
     return (size - 1) / size * nbytes * machine.fold_byte
 
 
-WAYS: Final[dict[str, Callable[[int, float, Machine, bool], float]]] = {
+ALGORITHMS: Final[dict[str, Callable[[int, float, Machine, bool], float]]] = {
     "header": in_header,
     "steps": in_steps,
     "gather": in_gather,

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Final, NamedTuple
 
-import scaling_model as model
-from scaling_measure import CASES, RANKS, SLICED, STEPPED
-from scaling_model import Machine
-
-from arraycomm._collectives.algorithms import CHUNK_BYTES
+from arraycomm._collectives.selection import CHUNK_BYTES
+from docs.studies.scaling import model
+from docs.studies.scaling.measure import CASES, RANKS, SLICED, STEPPED
+from docs.studies.scaling.model import Machine
 
 # The least of all repetitions: other programs on the machine only ever add to a time.
 BEST: Final = "min"
@@ -45,7 +44,7 @@ class Prediction(NamedTuple):
     ranks: int
     kind: str
     nbytes: int
-    way: str
+    algorithm: str
     fitted: bool
     predicted: float
     best: float
@@ -73,7 +72,7 @@ def predictions(results: dict[str, Any]) -> Iterator[Prediction]:
         for kind, nbytes in CASES:
             times = results["ranks"][str(ranks)][f"{kind} {nbytes}"]
             yield Prediction(
-                *(ranks, kind, nbytes, _placement(kind, ranks, nbytes)),
+                *(ranks, kind, nbytes, _algorithm(kind, ranks, nbytes)),
                 ranks == 2 and (kind, nbytes) in _FITTED,
                 predicted(here, kind, ranks, nbytes),
                 *(times["min"], times["median"]),
@@ -88,11 +87,11 @@ def predicted(here: Here, kind: str, ranks: int, nbytes: int) -> float:
 
 
 def waits(kind: str, ranks: int, nbytes: int) -> int:
-    """How often a rank waits for another: once for a step of the board, once for a round."""
+    """Return how often a rank waits for another: once a step of the control channel, once a round."""
     if kind == "mpi":
         return len(_mpi_rounds(ranks, nbytes))
     header = 1 if kind == "shared" else _rounds(ranks, 256 * ranks)
-    match _placement(kind, ranks, nbytes):
+    match _algorithm(kind, ranks, nbytes):
         case "header":
             return header
         case "steps":
@@ -100,12 +99,12 @@ def waits(kind: str, ranks: int, nbytes: int) -> int:
         case "gather":
             return header + _rounds(ranks, nbytes * ranks)
         case _:
-            # The messages of the all to all are all under way at once.
+            # The messages of the all-to-all overlap.
             chunk = min(nbytes, CHUNK_BYTES)
             return header + ceil(nbytes / CHUNK_BYTES) * (1 + _rounds(ranks, chunk))
 
 
-# How long the part of a check or of a fold takes, as the pretended rank counts show
+# What one rank does by itself, from the times on pretended ranks
 
 
 def _local(alone: dict[str, Any]) -> Machine:
@@ -133,7 +132,7 @@ def _local(alone: dict[str, Any]) -> Machine:
 
 
 def _between_two(machine: Machine, two: dict[str, Any]) -> Machine:
-    """Add what two ranks on two cores show, one figure after another until they fit together."""
+    """Fit parameters to two ranks on two cores, one after another, until all are consistent."""
     for _ in range(_PASSES):
         for name, kind, nbytes, times in _SHOWN:
             known = replace(machine, **{name: 0.0})
@@ -149,8 +148,8 @@ def _mpi(machine: Machine, two: dict[str, Any]) -> Machine:
     return replace(mpi, near_byte=rest / LARGE)
 
 
-# What a case on two ranks shows, and how many times that counts in it. Between two ranks each byte of
-# an array passes once, in two halves.
+# Which parameter is fitted to which case on two ranks, and how many times the case contains it. Each
+# byte of an array is sent once between two ranks, in two halves.
 _SHOWN: Final = (
     ("seen", "shared", _SMALL, 1),
     ("seen_byte", "shared", MEDIUM, MEDIUM),
@@ -166,13 +165,13 @@ _FITTED: Final = {
 
 
 def _work(here: Here, kind: str, ranks: int, nbytes: int) -> float:
-    """What a rank does itself, and waits for the memory's sake; without taking turns."""
+    """Return the seconds of a case if every rank had a core of its own."""
     if kind == "mpi":
         return model.mpi_allreduce(ranks, nbytes, here.mpi)
     return model.allreduce(ranks, nbytes, here.machine, shared=kind == "shared")
 
 
-def _placement(kind: str, ranks: int, nbytes: int) -> str:
+def _algorithm(kind: str, ranks: int, nbytes: int) -> str:
     if kind == "mpi":
         return "recursive doubling" if _doubles(ranks, nbytes) else "Rabenseifner"
     return model.chosen(ranks, nbytes, kind == "shared")

@@ -1,0 +1,28 @@
+"""Write docs/benchmarks.md from the stored figures; with --run, take the figures first."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from docs.studies.benchmarks.page import PAGE, stored, written
+from docs.studies.benchmarks.runs import RUNS, take, take_overlap
+
+
+def main() -> int:
+    """Run the benchmark if asked to, and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m docs.studies.benchmarks", description=__doc__)
+    parser.add_argument("--run", action="store_true", help="run the benchmark first")
+    parser.add_argument("--seconds", default="1.2", help="time for each line of a table")
+    arguments = parser.parse_args()
+    failed = [run for run in RUNS if arguments.run and not take(run, arguments.seconds)]
+    if arguments.run:
+        take_overlap()
+    PAGE.write_text(written(stored()), encoding="utf-8")
+    for run in failed:
+        print(f"{run.title}: the benchmark failed", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Which pairs of frameworks share memory, and which copy."""

@@ -1,0 +1,187 @@
+"""What follows from the model, as sentences: the summary and the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from arraycomm._collectives.selection import CHUNK_BYTES
+from arraycomm._transports.control import MESSAGE_SLOT
+from docs.studies.scaling import model
+from docs.studies.scaling.formats import count_text, time_text
+from docs.studies.scaling.large import (
+    GAP,
+    LARGEST,
+    POWERS,
+    SIZES,
+    better,
+    cluster,
+    dearer_than_mpi,
+    first,
+    header,
+    header_times,
+    in_one_chunk,
+    latencies,
+    own,
+)
+from docs.studies.scaling.model import Machine
+
+
+def in_short(results: dict[str, Any]) -> str:
+    """Return the summary."""
+    one, many = cluster(results, 1), cluster(results, 64)
+    return _section("Summary", [*_header_in_short(one, many), *_slices_in_short(one)])
+
+
+def limits(results: dict[str, Any]) -> str:
+    """Return from where on something else would take less, and what the model leaves out."""
+    one, many = cluster(results, 1), cluster(results, 64)
+    lines = [
+        *_limits_of_slices(one, many),
+        *_limits_of_order(many),
+        *_limits_of_steps(many),
+        *_limits_of_python(one),
+        *_limits_of_mpi(one),
+        *_limits_of_headers(one),
+    ]
+    return _section("Limits", lines)
+
+
+def _section(title: str, lines: list[str]) -> str:
+    return f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
+
+
+def _header_in_short(one: Machine, many: Machine) -> Iterator[str]:
+    ring, digests = (model.header_of_messages(LARGEST, one), model.header_of_digests(LARGEST, one))
+    doubled = model.header_of_messages(LARGEST, one, model.bruck)
+    yield (
+        f"Today's header is an allgather. With one rank a node it takes {time_text(model.header_of_messages(1024, one))} on 1,024 ranks and "
+        f"**{time_text(ring)} on {LARGEST:,}**; with 64 ranks a node it takes "
+        f"{time_text(header(1024, many))} and {time_text(header(LARGEST, many))}. "
+        f"On {LARGEST:,} ranks, Python spends {time_text(LARGEST * one.slot)} of that reading slots."
+    )
+    yield (
+        f"A header of digests would take {time_text(digests)} on {LARGEST:,} ranks. The allgather takes more than twice as long from "
+        f"**{count_text(header_times(one, 2))} ranks** on ({count_text(header_times(many, 2))} with 64 a node), and more than ten times as long from "
+        f"{count_text(header_times(one, 10))} ({count_text(header_times(many, 10))}). An allgather that never switched to a ring would "
+        f"still take {time_text(doubled)} on {LARGEST:,} ranks."
+    )
+    yield (
+        f"In this model an `MPI_Allreduce` of 8 bytes takes {time_text(model.mpi_allreduce(1024, 8, one))} on 1,024 ranks. "
+        f"The header takes more than twice as long from {count_text(dearer_than_mpi(one))} ranks on. With a slot of 256 bytes for each rank, "
+        f"each of {LARGEST:,} ranks needs {2 * MESSAGE_SLOT * LARGEST / 1e6:.0f} MB of memory."
+    )
+
+
+def _slices_in_short(one: Machine) -> Iterator[str]:
+    n = SIZES["100 MB"]
+    yield (
+        f'For 100 MB arraycomm chooses "slices". This takes {time_text(own(64, n, one))} on 64 ranks, {time_text(own(1024, n, one))} '
+        f"on 1,024 and {time_text(own(LARGEST, n, one))} on {LARGEST:,}, since each of 24 chunks costs 2 (p − 1) latencies. Rabenseifner's algorithm "
+        f"takes {time_text(model.by_halving(1024, n, one))} on 1,024 ranks and {time_text(model.by_halving(LARGEST, n, one))} on {LARGEST:,}."
+    )
+    yield (
+        f'Without chunks, "slices" would take {time_text(in_one_chunk(1024, n, one))} and {time_text(in_one_chunk(LARGEST, n, one))}. The '
+        f"fastest algorithm in rank order, with a header of digests, would take {time_text(better(1024, n, one))} and {time_text(better(LARGEST, n, one))}."
+    )
+
+
+def _limits_of_slices(one: Machine, many: Machine) -> Iterator[str]:
+    for title in ("64 KiB", "100 MB"):
+        n = SIZES[title]
+        yield (
+            f'{title}: "slices" with its header takes more than twice as long as `MPI_Allreduce` from '
+            f"{_twice(n, model.mpi_allreduce, one, many)}, and more than twice as long as the fastest "
+            f"algorithm in rank order from {_twice(n, better, one, many)}."
+        )
+    n = SIZES["100 MB"]
+    tenth, half, twice = (
+        first(lambda p: latencies(p, n, one) > 0.1 * own(p, n, one)),
+        first(lambda p: latencies(p, n, one) > 0.5 * own(p, n, one)),
+        first(lambda p: in_one_chunk(p, n, one) > 2 * model.mpi_allreduce(p, n, one)),
+    )
+    yield (
+        "The chunk size of 4 MiB suits the cache of one node. For 100 MB, the latencies of the chunks are a tenth of the time from "
+        f"{count_text(tenth)} ranks on, and half of it from {count_text(half)}. A single chunk would have 24 times fewer latencies: "
+        f'"slices" would then take more than twice as long as `MPI_Allreduce` only from {count_text(twice)} ranks on.'
+    )
+    gained = (LARGEST - 1) * (one.latency - GAP) * 24
+    yield (
+        f"If messages overlap, with a gap of {GAP * 1e6:g} µs between two, the all-to-all of 100 MB on {LARGEST:,} ranks takes {time_text(gained)} less "
+        f"(the whole takes {time_text(own(LARGEST, n, one))}). The rings take as long as before."
+    )
+
+
+def _limits_of_order(many: Machine) -> Iterator[str]:
+    n = SIZES["100 MB"]
+    yield (
+        "With 64 ranks a node, \"slices\" sends the elements of all ranks over the node's link. Rabenseifner's algorithm first folds "
+        f"those of one node. On 256 ranks, the fastest algorithm in rank order takes {time_text(better(256, n, many))} for 100 MB, Rabenseifner's "
+        f"{time_text(model.mpi_allreduce(256, n, many))}. A chain of nodes, in which each continues the fold of the one before, "
+        "would keep the rank order and send each byte over a link once. It is not in this model."
+    )
+
+
+def _limits_of_steps(many: Machine) -> Iterator[str]:
+    n, size = 64 << 10, many.per_node
+    steps, slices = (
+        model.header_in_shared_memory(size, many) + algorithm(size, n, many, True)
+        for algorithm in (model.in_steps, model.in_slices)
+    )
+    on_node = [p for p in POWERS if 2 <= p <= size]
+    dearer = [p for p in on_node if model.in_steps(p, n, many, True) > model.in_slices(p, n, many)]
+    yield (
+        f'With "steps", every rank of a node folds the elements of all of them. 64 KiB on {size} ranks take {time_text(steps)} by "steps", which arraycomm '
+        f'chooses, and {time_text(slices)} by "slices". Steps take longer from {count_text(min(dearer, default=None))} ranks on. The limit of '
+        "16 steps depends on the number of ranks only through the size of a slot."
+    )
+
+
+def _limits_of_python(one: Machine) -> Iterator[str]:
+    n = SIZES["64 KiB"]
+    half = first(lambda p: p * one.part > 0.5 * better(p, n, one))
+    yield (
+        f"On {LARGEST:,} ranks the fastest algorithm in rank order takes {time_text(better(LARGEST, n, one))} for 64 KiB. Python takes {time_text(LARGEST * one.part)} of it: "
+        f"a NumPy call and some bookkeeping for each rank. It takes half of the time from {count_text(half)} ranks on. "
+        "No algorithm helps as long as Python folds the rows one by one."
+    )
+
+
+def _limits_of_mpi(one: Machine) -> Iterator[str]:
+    yield (
+        "MPI's own reduction could be used with `reproducible=False`, and for integers and bit operations, whose results do not depend on the "
+        "order. arraycomm does not use it today. "
+        f"8 bytes on {LARGEST:,} ranks take {time_text(own(LARGEST, 8, one))}; MPI's reduction would take "
+        f"{time_text(model.header_of_digests(LARGEST, one) + model.mpi_allreduce(LARGEST, 8, one))} with a header of digests."
+    )
+    yield (
+        "In MPICH, `MPI_Ialltoall` takes few rounds if slices are equal and have at most 2 KiB. `MPI_Ialltoallv`, which "
+        f"arraycomm calls, never does. A chunk of 4 MiB has such slices from {CHUNK_BYTES // 2048:,} ranks on, an array of 64 KiB from 32."
+    )
+
+
+def _limits_of_headers(one: Machine) -> Iterator[str]:
+    odd = model.header_of_messages(1000, one)
+    yield (
+        f"Whether the header is a ring is the choice of the MPI: it takes {time_text(odd)} on 1,000 ranks, and "
+        f"{time_text(model.header_of_messages(1024, one))} on 1,024."
+    )
+    yield (
+        "Between nodes, arrays of up to 128 bytes are sent with the header. A header of digests has no room for them: "
+        "they would need a data exchange of their own, which the green curves include."
+    )
+    yield (
+        "The model leaves out contention between nodes, noise of the operating system, ranks that arrive late, "
+        "the memory of buffers, and the time to start a job."
+    )
+
+
+def _twice(
+    nbytes: int, other: Callable[[int, int, Machine], float], one: Machine, many: Machine
+) -> str:
+    """Say from how many ranks on arraycomm takes twice as long as another algorithm."""
+    from_one, from_many = (
+        first(lambda p, m=machine: own(p, nbytes, m) > 2 * other(p, nbytes, m))
+        for machine in (one, many)
+    )
+    return f"{count_text(from_one)} ranks on ({count_text(from_many)} with 64 a node)"

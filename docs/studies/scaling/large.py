@@ -1,0 +1,96 @@
+"""How long do allreduces take on the large machine that is assumed, and where do the curves cross?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from arraycomm._collectives.selection import CHUNK_BYTES
+from arraycomm._transports.control import MESSAGE_SLOT
+from docs.studies.scaling import fit, model
+from docs.studies.scaling.model import Machine
+
+POWERS: Final = tuple(1 << k for k in range(1, 18))
+LARGEST: Final = POWERS[-1]
+SIZES: Final = {"8 B": 8, "64 KiB": 64 << 10, "100 MB": 100_000_000}
+NODES: Final = {"one rank a node": 1, "64 ranks a node": 64}
+# The gap g of LogGP: the time between two messages of one sender that overlap.
+GAP: Final = 0.3e-6
+
+
+def cluster(results: dict[str, Any], per_node: int) -> Machine:
+    """Return the large machine that is assumed; Python costs what it costs on the measured one."""
+    here = fit.fitted(results).machine
+    return replace(
+        here,
+        latency=1.5e-6,
+        per_byte=1 / 25e9,
+        near_latency=0.5e-6,
+        near_byte=1 / 10e9,
+        fold_byte=1 / 10e9,
+        per_node=per_node,
+    )
+
+
+# What is compared
+
+
+def on_one_node(size: int, machine: Machine) -> bool:
+    """Tell whether all ranks share memory."""
+    return size <= machine.per_node
+
+
+def header(size: int, machine: Machine) -> float:
+    """Return the seconds of the header as it is built."""
+    return model.header(size, machine, on_one_node(size, machine))
+
+
+def own(size: int, nbytes: int, machine: Machine) -> float:
+    """Return the seconds of arraycomm's allreduce, header included."""
+    return model.allreduce(size, nbytes, machine, shared=on_one_node(size, machine))
+
+
+def better(size: int, nbytes: int, machine: Machine) -> float:
+    """Return the seconds of the fastest algorithm in rank order, with a header of digests."""
+    return model.header_of_digests(size, machine) + model.in_rank_order(size, nbytes, machine)
+
+
+def in_one_chunk(size: int, nbytes: int, machine: Machine) -> float:
+    """Return the seconds of "slices" if the whole array were one chunk."""
+    return model.header_of_messages(size, machine) + model.one_chunk(size, nbytes, machine)
+
+
+def first(holds: Callable[[int], bool]) -> int | None:
+    """Return the least power of two from which on all satisfy a condition."""
+    found = None
+    for size in reversed(POWERS):
+        if not holds(size):
+            break
+        found = size
+    return found
+
+
+# Where curves cross
+
+
+def header_times(machine: Machine, times: float) -> int | None:
+    """Return from how many ranks on the header takes so many times a header of digests."""
+    return first(lambda p: header(p, machine) > times * model.header_of_digests(p, machine))
+
+
+def dearer_than_mpi(machine: Machine) -> int | None:
+    """Return from how many ranks on the header takes twice an MPI_Allreduce of 8 bytes."""
+    return first(
+        lambda p: model.header_of_messages(p, machine) > 2 * model.mpi_allreduce(p, 8, machine)
+    )
+
+
+def latencies(size: int, nbytes: int, machine: Machine) -> float:
+    """Return the seconds of "slices" that are latencies."""
+    return -(-nbytes // CHUNK_BYTES) * 2 * (size - 1) * machine.latency
+
+
+def ring_from(*, even: bool) -> int:
+    """Return from how many ranks on MPICH sends headers round a ring; even: powers of two."""
+    return (model.RING_FROM if even else model.RING_FROM_ODD) // MESSAGE_SLOT

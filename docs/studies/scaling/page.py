@@ -1,0 +1,291 @@
+# ruff: noqa: RUF001 - formulas have Greek letters
+"""The text, the tables and the figure of docs/scaling.md, from the stored measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from arraycomm.cli.bench.tables import Table, as_markdown, ratio_text, size_text
+from docs.studies.scaling import fit, model, rounds
+from docs.studies.scaling.figure import Curve, Panel, figure
+from docs.studies.scaling.findings import in_short, limits
+from docs.studies.scaling.formats import listed, rate_text, time_text
+from docs.studies.scaling.large import (
+    LARGEST,
+    NODES,
+    POWERS,
+    SIZES,
+    better,
+    cluster,
+    header,
+    on_one_node,
+    own,
+    ring_from,
+)
+from docs.studies.scaling.measure import PRETENDED
+from docs.studies.scaling.model import Machine
+from docs.studies.scaling.texts import CHECK, INTRODUCTION, LARGE, MODEL, SIMULATION, SOURCES
+
+STUDY: Final = Path(__file__).resolve().parent
+MEASURED: Final = STUDY / "measured.json"
+FIGURE: Final = STUDY / "figure.svg"
+PAGE: Final = STUDY.parents[1] / "scaling.md"
+
+# The numbers of ranks in the columns of the tables.
+SHOWN: Final = (64, 256, 1024, 2048, 4096, 16384, 131072)
+PLAYED: Final = (2, 3, 8, 100, 1000, 2048)
+PLAYED_BYTES: Final = 4 << 20
+
+
+def stored() -> dict[str, Any]:
+    """Return the measurements."""
+    results: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return results
+
+
+def written(results: dict[str, Any]) -> str:
+    """Return the page."""
+    return "\n".join(
+        [
+            INTRODUCTION.format(largest=LARGEST),
+            in_short(results),
+            MODEL.format(ring=ring_from(even=True), ring_odd=ring_from(even=False)),
+            _rounds(cluster(results, 1), cluster(results, 64)),
+            _check(results),
+            _large(results),
+            limits(results),
+            SOURCES,
+        ]
+    )
+
+
+def drawn(results: dict[str, Any]) -> str:
+    """Return the figure."""
+    legend = [
+        ("own", "arraycomm, with its header"),
+        ("header", "the header alone"),
+        ("better", "fastest in rank order, header of digests (not built)"),
+        ("digests", "a header of digests alone (not built)"),
+        ("mpi", "MPI_Allreduce: doubling or Rabenseifner"),
+    ]
+    rows = [
+        [_panel(f"{size}, {nodes}", n, cluster(results, s)) for nodes, s in NODES.items()]
+        for size, n in SIZES.items()
+    ]
+    return figure("Time of an allreduce by ranks", legend, rows)
+
+
+def _panel(title: str, nbytes: int, machine: Machine) -> Panel:
+    curves = {
+        "header": lambda p: header(p, machine),
+        "digests": lambda p: model.header_of_digests(p, machine),
+        "mpi": lambda p: model.mpi_allreduce(p, nbytes, machine),
+        "better": lambda p: better(p, nbytes, machine),
+        "own": lambda p: own(p, nbytes, machine),
+    }
+    return Panel(
+        title, [Curve(style, [(p, cost(p)) for p in POWERS]) for style, cost in curves.items()]
+    )
+
+
+# Parts of the page
+
+
+def _rounds(one: Machine, many: Machine) -> str:
+    names = (
+        "pairwise",
+        "ring",
+        "bruck",
+        "bruck_alltoall",
+        "dissemination",
+        "doubling",
+        "rabenseifner",
+    )
+    rows = [
+        [f"`{name}`", *(_played(name, size, one) for size in PLAYED), _played(name, 2048, many)]
+        for name in names
+    ]
+    titles = ["closed ÷ simulated", *(f"{size:,}" for size in PLAYED), "2,048, 64 a node"]
+    return SIMULATION.format(
+        mebibytes=PLAYED_BYTES >> 20, table=as_markdown(Table("", titles, rows))
+    )
+
+
+def _played(name: str, size: int, machine: Machine) -> str:
+    """Return the time by the closed formula, divided by the simulated one."""
+    played = rounds.play(getattr(rounds, name)(size, PLAYED_BYTES), size, machine)
+    return f"{closed(name, size, machine) / played:.3f}"
+
+
+def closed(name: str, size: int, machine: Machine) -> float:
+    """Return what the closed formula of a schedule says, with its folds."""
+    folding = {"doubling": model.by_doubling, "rabenseifner": model.by_halving}
+    if name in folding:
+        return folding[name](size, PLAYED_BYTES, machine)
+    return model.seconds(getattr(model, name)(size, PLAYED_BYTES, machine.per_node), machine)
+
+
+def _check(results: dict[str, Any]) -> str:
+    machine = results["machine"]
+    found = list(fit.predictions(results))
+    return CHECK.format(
+        machine=f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; MPICH "
+        f"{results['versions']['mpich']}; {results['time'][:10]}",
+        load=_load(results),
+        runs=listed(results["runs"].values()),
+        parameters=as_markdown(_parameters(fit.fitted(results))),
+        comparison=as_markdown(_comparison(found)),
+        verdict=_verdict(found),
+        pretended=max(PRETENDED["messages"]),
+        alone=as_markdown(_alone(results)),
+    )
+
+
+def _load(results: dict[str, Any]) -> str:
+    load = results["machine"]["load"]
+    if load <= results["machine"]["cores"] / 2:
+        return ""
+    return (
+        f"**Other programs ran at the same time** (load about {load:.0f}): the figures are rough, "
+        "most of all those with more ranks than cores."
+    )
+
+
+def _parameters(here: fit.Here) -> Table:
+    machine = here.machine
+    rows = [
+        ["λ, a call", time_text(machine.call)],
+        ["a further step of the control channel", time_text(machine.step)],
+        ["σ, a slot", time_text(machine.slot)],
+        ["φ, a row", time_text(machine.row)],
+        ["ψ, a part of a chunk", time_text(machine.part)],
+        ["starting a nonblocking collective", time_text(machine.begin)],
+        ["1/γ, fold, in the cache", rate_text(machine.fold_byte)],
+        ["until others see a slot in shared memory", time_text(machine.seen)],
+        ["reading another rank's slot", rate_text(machine.seen_byte)],
+        ["α, of a message between ranks, with Python's polls", time_text(machine.near_latency)],
+        ["1/β, of messages", rate_text(machine.near_byte)],
+        ["α, inside `MPI_Allreduce`", time_text(here.mpi.near_latency)],
+        ["1/β, inside `MPI_Allreduce`", rate_text(here.mpi.near_byte)],
+        *([f"a change of turns, {kind}", time_text(turn)] for kind, turn in here.turn.items()),
+    ]
+    return Table("", ["", "fitted"], rows)
+
+
+def _comparison(found: Sequence[fit.Prediction]) -> Table:
+    names = {
+        "shared": "shared memory",
+        "messages": "messages",
+        "mpi": "`MPI_Allreduce`",
+    }
+    rows = [
+        [
+            f"{names[p.kind]}, {size_text(p.nbytes)}, {p.ranks} ranks",
+            p.algorithm,
+            time_text(p.predicted) + (" (fitted)" if p.fitted else ""),
+            time_text(p.best),
+            time_text(p.median),
+            ratio_text(p.predicted / p.best),
+        ]
+        for p in found
+    ]
+    titles = ["", "algorithm", "predicted", "measured", "median", "predicted ÷ measured"]
+    return Table("", titles, rows)
+
+
+def _verdict(found: Sequence[fit.Prediction]) -> str:
+    return " ".join(
+        f"On {ranks} ranks predicted ÷ measured lies between {ratio_text(ratios[0])} and "
+        f"{ratio_text(ratios[-1])}, with the median at {ratio_text(ratios[len(ratios) // 2])}."
+        for ranks in sorted({p.ranks for p in found})
+        if (
+            ratios := sorted(
+                p.predicted / p.best for p in found if p.ranks == ranks and not p.fitted
+            )
+        )
+    )
+
+
+def _alone(results: dict[str, Any]) -> Table:
+    machine = fit.fitted(results).machine
+    here = replace(machine, near_latency=0.0, near_byte=0.0, fold_byte=0.0, begin=0.0)
+    costs = {
+        "header": ("header alone (a barrier)", model.header_of_messages),
+        "small": ("allreduce of 8 bytes", lambda p, m: model.allreduce(p, 8, m, shared=False)),
+        "slices": ("allreduce of 8 MiB, without messages and the bytes folded", None),
+    }
+    rows = []
+    for what, (title, cost) in costs.items():
+        for size in PRETENDED["messages"][1:]:
+            measured = results["alone"][f"messages {what} {size}"][fit.BEST]
+            if cost is None:
+                measured -= (size - 1) / size * (8 << 20) * machine.fold_byte
+                predicted = model.allreduce(size, 8 << 20, here, shared=False)
+            else:
+                predicted = cost(size, here)
+            rows.append(
+                [
+                    f"{title}, {size:,} ranks",
+                    time_text(predicted),
+                    time_text(measured),
+                    ratio_text(predicted / measured),
+                ]
+            )
+    return Table("", ["work of one rank", "predicted", "measured", "ratio"], rows)
+
+
+def _large(results: dict[str, Any]) -> str:
+    one, many = cluster(results, 1), cluster(results, 64)
+    text = LARGE.format(
+        largest=LARGEST,
+        alpha=one.latency * 1e6,
+        bandwidth=1e-9 / one.per_byte,
+        near_alpha=one.near_latency * 1e6,
+        near_bandwidth=1e-9 / one.near_byte,
+        fold=1e-9 / one.fold_byte,
+    )
+    parts = [text, "### The header\n", as_markdown(_headers(one, many))]
+    for nodes, machine in (("one rank a node", one), ("64 ranks a node", many)):
+        parts += [f"\n### Allreduce, {nodes}\n"]
+        parts += [as_markdown(_choices(machine)), ""]
+    return "\n".join(parts)
+
+
+def _headers(one: Machine, many: Machine) -> Table:
+    costs: dict[str, Callable[[int, Machine], float]] = {
+        "as built, with MPICH": header,
+        "an allgather that always doubles": lambda p, m: model.header_of_messages(
+            p, m, model.bruck
+        ),
+        "a reduction of digests (not built)": model.header_of_digests,
+        "`MPI_Allreduce` of 8 B, for comparison": lambda p, m: model.mpi_allreduce(p, 8, m),
+    }
+    rows = [
+        [f"{title}, {nodes}", *(time_text(cost(size, machine)) for size in SHOWN)]
+        for nodes, machine in (("one a node", one), ("64 a node", many))
+        for title, cost in costs.items()
+    ]
+    return Table("", ["", *(f"{size:,}" for size in SHOWN)], rows)
+
+
+def _choices(machine: Machine) -> Table:
+    rows = []
+    for title, nbytes in SIZES.items():
+        chosen = (model.chosen(size, nbytes, on_one_node(size, machine)) for size in SHOWN)
+        algorithms = ", then ".join(f'"{algorithm}"' for algorithm in dict.fromkeys(chosen))
+        rows += [
+            [f"{title}: {algorithms}", *(time_text(own(size, nbytes, machine)) for size in SHOWN)],
+            [
+                f"{title}: fastest in rank order, digests (not built)",
+                *(time_text(better(size, nbytes, machine)) for size in SHOWN),
+            ],
+            [
+                f"{title}: `MPI_Allreduce`",
+                *(time_text(model.mpi_allreduce(size, nbytes, machine)) for size in SHOWN),
+            ],
+        ]
+    return Table("", ["", *(f"{size:,}" for size in SHOWN)], rows)

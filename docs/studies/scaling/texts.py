@@ -1,0 +1,131 @@
+# ruff: noqa: RUF001 - formulas have Greek letters
+"""The prose of docs/scaling.md, with places for the numbers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+INTRODUCTION: Final = """\
+<!-- Written by docs/studies/scaling; change that program, not this page. -->
+
+# Scaling to many ranks
+
+What do an `allreduce` and its header cost on up to {largest:,} ranks? Nobody has run arraycomm on so many:
+this page is arithmetic. It writes down a model of each algorithm. It simulates the algorithms message by message,
+to check that the formulas are right. It compares the model with measurements on 2, 4 and 8 ranks. Then it
+applies the model to large numbers of ranks.
+
+`python -m docs.studies.scaling` writes this page and its figure from `docs/studies/scaling/measured.json`.
+With `--measure` it takes the measurements first.
+"""
+
+MODEL: Final = """\
+## The model
+
+A message of *n* bytes takes α + n β (Hockney 1994). Adding *n* bytes to others takes n γ. All ranks
+send at the same time; each sends one message at a time, and can receive one meanwhile. The model also counts what Python does
+for each rank, since it grows with the number of ranks: σ to read a slot of the control channel, φ to
+fold a row that came with the header, ψ to lay out, move and fold one rank's part of a chunk. λ is the cost of the
+call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
+
+| step | time |
+| --- | --- |
+| header, control channel in shared memory | λ + p σ |
+| header, control channel over messages, while the MPI doubles | λ + log p α + (p − 1) 256 β + p σ |
+| header, control channel over messages, once the MPI uses a ring | λ + (p − 1) (α + 256 β) + p σ |
+| header as a reduction of digests (**not built**) | λ + log p (α + 64 β) |
+| "header": the array is sent with the header | p φ + (p − 1) n γ |
+| "steps": one slot of shared memory after another | ⌈n / slot⌉ p (σ + φ) + (p − 1) n γ |
+| "gather" | log p α + (p − 1) n β + p ψ + (p − 1) n γ |
+| "slices", for each chunk of 4 MiB: all-to-all, fold | (p − 1) α + n β (p − 1) / p + p ψ + n γ (p − 1) / p |
+| … and allgather by a ring | (p − 1) α + n β (p − 1) / p |
+| slices of the whole array, both exchanges in few rounds (**not built**) | 2 log p α + n β (log p / 2 + 1) + p ψ + n γ |
+| recursive doubling | log p (α + n β + n γ) |
+| Rabenseifner | 2 log p α + 2 n β (p − 1) / p + n γ (p − 1) / p |
+
+- The MPI chooses the algorithm of the allgather. MPICH 5.0.2 doubles (by Bruck's algorithm if p is no power of
+  two) while the bytes of all ranks together are below 512 KiB (80 KiB). From there on it uses a ring: its
+  header is a ring from {ring:,} ranks on, or from {ring_odd:,} if p is no power of two. Chunks of 4 MiB
+  always use the ring. Open MPI's nonblocking allgather sends to each rank separately, which
+  costs (p − 1) α on any number of ranks.
+- `MPI_Ialltoallv` sends to each rank separately in both. The term (p − 1) α assumes that one message ends before
+  the next begins. MPICH overlaps several messages: in the terms of LogGP (Alexandrov et al. 1995)
+  they then take (p − 1) g + α, with a gap g between messages that is smaller than α. A ring gains
+  nothing by that, as each of its rounds waits for the one before.
+- "In few rounds" sends slices through other ranks (Bruck et al. 1997): half of the array in each of log p
+  rounds. One rank still folds each slice, in rank order. Below, "the fastest algorithm in rank order" is
+  the fastest of two kinds: slices of the whole array, with either all-to-all and either allgather; and gathering
+  everything in few rounds.
+- MPI libraries use recursive doubling and Rabenseifner's algorithm inside `MPI_Allreduce` (Thakur,
+  Rabenseifner, Gropp 2005; Chan et al. 2007 derive their costs and lower bounds). Both fold in the order of a tree. That gives the same
+  integers and bits, but rounds floats differently.
+- The digests of the headers are equal if their minimum is their maximum. Minimum and maximum may count a rank twice, so the
+  reduction takes log p rounds for any p (dissemination).
+- With several ranks a node, the ranks that send to other nodes at the same time share the node's link.
+  The messages of the others stay within the node, with an α and β of their own.
+"""
+
+SIMULATION: Final = """\
+## The messages, simulated one by one
+
+`docs/studies/scaling/rounds.py` simulates each schedule with a clock for every rank: who sends how many bytes to whom in
+which round. A rank continues when its message is sent and the message to it has arrived. The table shows the time by the closed formula divided by the
+simulated time, for {mebibytes} MiB on the machine assumed below:
+
+{table}
+"""
+
+CHECK: Final = """\
+## Comparison with 2, 4 and 8 ranks
+
+{machine}. **Two cores**: 4 and 8 ranks take turns, so that all their work costs 2 and 4 times as
+much, and each wait costs a change of turns. The comparison shows whether the model has the right growth with the number of ranks; it says
+nothing about a network. {load}
+
+These parameters are fitted to one process that pretends to have up to 1,024 ranks (λ, σ, φ, ψ, γ), to two ranks on one core
+(turns), and, for the rows marked "fitted" below, to two ranks on two cores (α, β):
+
+{parameters}
+
+The other rows are predicted. The jobs ran {runs} times, and the run with the lowest medians of each is kept. The times are
+the least of all repetitions, since other programs can only add to a time; the medians stand beside them.
+
+{comparison}
+
+{verdict}
+The model lets ranks take turns in a fixed order and knows no caches. With more ranks than cores, small arrays depend
+on the system's scheduler, and the slices of large arrays are smaller and stay in the cache more often.
+
+The work of a single rank does not have to be extrapolated: one process pretends that all others have
+answered, and runs the library's own code on {pretended:,} slots.
+
+{alone}
+"""
+
+LARGE: Final = """\
+## Up to {largest:,} ranks
+
+![Time of an allreduce by ranks, for three sizes, with one and with 64 ranks a node](studies/scaling/figure.svg)
+
+Assumptions: α = {alpha} µs and 1/β = {bandwidth:.0f} GB/s between nodes, {near_alpha} µs and {near_bandwidth:.0f} GB/s within one, folds of {fold:.0f} GB/s, no
+contention in the network, and p a power of two. 200 Gb/s are 25 GB/s. For such a network a latency of 1.2 µs is published
+([Azure HBv3](https://docs.azure.cn/en-us/virtual-machines/hbv3-performance)); the
+rest is for the distances in a large machine. λ, σ, φ and ψ are those measured above.
+The control channel uses messages between nodes, and shared memory if all ranks are on one node.
+"""
+
+SOURCES: Final = """\
+## Sources
+
+- A. Alexandrov, M. Ionescu, K. Schauser, C. Scheiman: *LogGP: Incorporating Long Messages into the LogP
+  Model*, SPAA 1995.
+- J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby: *Efficient Algorithms for All-to-All Communications in
+  Multiport Message-Passing Systems*, IEEE TPDS 8(11), 1997.
+- E. Chan, M. Heimlich, A. Purkayastha, R. van de Geijn: *Collective Communication: Theory, Practice, and
+  Experience*, Concurrency and Computation 19(13), 2007.
+- R. Hockney: *The Communication Challenge for MPP: Intel Paragon and Meiko CS-2*, Parallel Computing 20(3), 1994.
+- R. Rabenseifner: *Optimization of Collective Reduction Operations*, ICCS 2004.
+- R. Thakur, R. Rabenseifner, W. Gropp: *Optimization of Collective Communication Operations in MPICH*, IJHPCA 19(1), 2005.
+- The selection tables inside its library say which algorithm MPICH uses; for Open MPI it is the code in
+  `ompi/mca/coll/libnbc`.
+"""
