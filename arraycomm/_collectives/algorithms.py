@@ -78,7 +78,7 @@ def reduce_scatter(link: Link, source: Flat, target: Flat, op: str) -> Moves:
 
 
 def scan(link: Link, source: Flat, target: Flat | None, op: str, inclusive: bool) -> Moves:
-    """Fold the `source` of the ranks up to each into its `target`: with itself where `inclusive`.
+    """Fold the `source` of the ranks up to each into its `target`: with itself if `inclusive`.
 
     Each rank folds all prefixes of its slice. Exclusive, rank 0 has no target.
     """

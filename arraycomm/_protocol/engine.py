@@ -147,7 +147,7 @@ class Engine:
         self._starting = threading.Lock()
         # What a call was waiting for when it was given up.
         self.interrupted: Handle | None = None
-        # Held by the thread that is calling; the short way of small reductions takes it too.
+        # Held by the thread that is calling; the fast path of small reductions takes it too.
         self.turn = threading.Lock()
 
     @property
