@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from arraycomm.testing import _ranks, given, per_rank
+from arraycomm.testing import _threads, given, per_rank
 from arraycomm.testing import strategies as ranked
 
 # Explaining a failure takes longer than finding it, and says nothing about ranks; neither does the
@@ -119,7 +119,7 @@ def test_stuck_in_python(comm) -> None:
 @pytest.fixture
 def short_patience(monkeypatch) -> None:
     """Wait in vain for a shorter time than usual; nothing else depends on it."""
-    monkeypatch.setattr(_ranks, "HOPELESS", 0.5)
+    monkeypatch.setattr(_threads, "HOPELESS", 0.5)
 
 
 @pytest.mark.usefixtures("short_patience")

@@ -12,7 +12,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._protocol.engine import Engine
-from arraycomm.testing import Schedule, _ranks, run
+from arraycomm.testing import Schedule, _threads, run
 from tests.support import internals
 
 
@@ -158,7 +158,7 @@ def test_rank_that_others_waited_for_in_vain_is_named() -> None:
 def test_rank_stuck_outside_python_is_reported_and_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_ranks, "HOPELESS", 0.5)
+    monkeypatch.setattr(_threads, "HOPELESS", 0.5)
     release = threading.Event()
 
     def block(comm) -> None:
