@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +17,6 @@ from arraycomm._collectives.operation import (
     Context,
     Operation,
     bounds_of,
-    elements_of,
 )
 from arraycomm._collectives.placement import DeferredResultBuffer, ResultBuffer, flatten
 from arraycomm._dtypes import DType, check_movable
@@ -228,7 +228,7 @@ class Scatterv(FromRoot):
 
     def send(self) -> Steps:
         assert self.target is not None
-        bounds = bounds_of(self.counts, elements_of(self.row))
+        bounds = bounds_of(self.counts, prod(self.row))
         if self.payload is None:
             yield from algorithms.bcast(self.group.transport, self.table, self.root)
         if self.length:
@@ -245,7 +245,7 @@ class Scatterv(FromRoot):
         else:
             table[...] = payload[: table.nbytes].view(np.int64)
         counts = table.tolist()
-        bounds = bounds_of(counts, elements_of(row))
+        bounds = bounds_of(counts, prod(row))
         shape = (counts[group.rank], *row)
         self.target = DeferredResultBuffer(self.placement, self.kind, shape, dtype, self.out)
         into = self.target.flat
@@ -325,7 +325,7 @@ class Allgatherv(ArrayOperation):
 
     def steps(self, agreement: Agreement) -> Steps:
         self.counts = agreement.lengths()
-        elements, dtype = elements_of(self.row), self.source.dtype
+        elements, dtype = prod(self.row), self.source.dtype
         bounds = bounds_of(self.counts, elements)
         if self.root in {None, self.group.rank}:
             self.target = DeferredResultBuffer(
@@ -421,7 +421,7 @@ class Alltoallv(ArrayOperation):
         return self.table.view(np.uint8) if self.table.nbytes <= self.group.inline_bytes else None
 
     def steps(self, agreement: Agreement) -> Steps:
-        group, elements, dtype = self.group, elements_of(self.row), self.flat.dtype
+        group, elements, dtype = self.group, prod(self.row), self.flat.dtype
         tables, data = yield from self._tables(agreement, elements * dtype.itemsize)
         self.received = tables[:, group.rank].tolist()
         shape, source = (sum(self.received), *self.row), self.source

@@ -7,7 +7,6 @@ the result to the caller. Operations decide nothing about when and over what the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -196,8 +195,3 @@ def bounds_of(lengths: Iterable[int], elements: int = 1) -> list[int]:
     for length in lengths:
         bounds.append(bounds[-1] + length * elements)
     return bounds
-
-
-def elements_of(row: tuple[int, ...]) -> int:
-    """Return how many elements a row of this shape has."""
-    return math.prod(row)

@@ -76,7 +76,7 @@ class Group:
     closed : BaseException or None
         What ended the group on this rank; no call is made afterwards.
     deferred_error : BaseException or None
-        An error of a call that went ahead of its header, raised by the next call.
+        Deferred header error, raised by the next call.
     completed : int
         The step of the last call that this rank completed.
     unfinished : bool
