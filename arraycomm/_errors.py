@@ -8,6 +8,7 @@
     ├── MismatchError             ranks made different calls
     ├── PeerError                 another rank failed or left
     ├── CommTimeoutError          another rank did not make the call in time
+    │   └── DeadlockError         ranks wait for one another, on different communicators
     ├── CommunicatorClosedError   the communicator was freed, or an earlier failure ended it
     ├── ConcurrentUseError        two threads called one communicator at the same time
     └── TransportError            MPI or NCCL reported an error
@@ -62,6 +63,10 @@ class PeerError(ArrayCommError):
 
 class CommTimeoutError(ArrayCommError):
     """Other ranks did not take part within the communicator's timeout."""
+
+
+class DeadlockError(CommTimeoutError):
+    """Ranks wait for one another on different communicators, so that none of them can go on."""
 
 
 class CommunicatorClosedError(ArrayCommError):

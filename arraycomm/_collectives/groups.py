@@ -176,6 +176,6 @@ def _open(
             device_link = group.engine.run(group.guarded(splitting))
     if transport is None:
         return None
-    made = group.child(transport, options, name)
+    made = group.child(transport, options, name, members)
     placements: Placements = runner.placements.child(made, device_link)
     return Runner(made, placements)

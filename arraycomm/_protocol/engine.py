@@ -147,6 +147,8 @@ class Engine:
         self._starting = threading.Lock()
         # What a call was waiting for when it was given up.
         self.interrupted: Handle | None = None
+        # The thread that waits for as long as it takes, if it looks after the wait just now.
+        self.blocked: int | None = None
         # Held by the thread that is calling; the fast path of small reductions takes it too.
         self.turn = threading.Lock()
 
@@ -249,8 +251,15 @@ class Engine:
             self._push_others()
             return False
 
-        wait_for(done if self.threaded else done_or_pushed, self._spins, watch or self._watch)
+        wait_for(done if self.threaded else done_or_pushed, self._spins, watch or self._watch_call)
         self._after_wait()
+
+    def _watch_call(self, waited: float) -> None:
+        self.blocked = threading.get_ident()
+        try:
+            self._watch(waited)
+        finally:
+            self.blocked = None
 
     def _pushed(self, task: Task) -> bool:
         self.advance()
@@ -264,7 +273,11 @@ class Engine:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError
 
-        self.wait_for(lambda: self._pushed(task), watch)
+        self.blocked = threading.get_ident() if timeout is None else None
+        try:
+            self.wait_for(lambda: self._pushed(task), watch)
+        finally:
+            self.blocked = None
         if task.error is not None:
             raise task.error
         return task.result

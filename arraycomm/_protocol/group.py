@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,12 @@ from arraycomm._callsite import describe_exception
 from arraycomm._errors import (
     CommTimeoutError,
     CommunicatorClosedError,
+    DeadlockError,
     MismatchError,
     PeerError,
     TransportError,
 )
+from arraycomm._protocol.deadlock import DeadlockWatch, WaitReports
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.watchdog import LAST_MESSAGE, Watchdog
 from arraycomm._transports.base import Steps, Transport
@@ -70,7 +72,9 @@ class Group:
     transport, control : Transport, ControlChannel
         What moves data, and the steps in which headers are shown.
     related : list of Group
-        This group and those made from the same one, in the order of their making.
+        This group and those made from the same one, in the order of their making: its family.
+    family_ranks : sequence of int
+        The ranks of this group as ranks of the family's first group.
     inline_bytes : int
         How many bytes of a payload a header can take along.
     closed : BaseException or None
@@ -103,8 +107,12 @@ class Group:
         self.rank, self.size = transport.rank, transport.size
         self.inline_bytes = transport.control.payload
         self.related: list[Group] = [self]
-        self.watchdog = Watchdog(transport, name, options.timeout)
-        self.watchdog.related = self.related
+        self.family_ranks: Sequence[int] = range(self.size)
+        deadlocks = DeadlockWatch(
+            self, certain=options.check, own_process=transport.name != "threads"
+        )
+        deadlocks.reports = WaitReports(self.related)
+        self.watchdog = Watchdog(transport, name, options.timeout, deadlocks)
         self.engine = Engine(
             transport.spins,
             transport.threaded,
@@ -130,13 +138,27 @@ class Group:
         self._made += 1
         return f"{self.name}/{kind}-{self._made}"
 
-    def child(self, transport: Transport, options: Options, name: str) -> Group:
-        """Return the state of a group that was made from this one."""
+    def child(
+        self, transport: Transport, options: Options, name: str, members: Sequence[int]
+    ) -> Group:
+        """Return the state of a group that was made from these ranks of this one."""
         made = Group(transport, options, name)
         made.backend = self.backend
-        made.related = made.watchdog.related = self.related
+        made.related = self.related
+        made.family_ranks = [self.family_ranks[rank] for rank in members]
+        made.watchdog.deadlocks.reports = self.watchdog.deadlocks.reports
         self.related.append(made)
         return made
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has nothing outstanding in the group."""
+        return self.engine.idle
+
+    @property
+    def blocked(self) -> int | None:
+        """The thread that waits in the group for as long as it takes."""
+        return self.engine.blocked
 
     def turn(self) -> _Turn:
         """Return a context manager for one call of the user's; raises if another is under way."""
@@ -203,7 +225,7 @@ class Group:
         on_control = getattr(waiting, "control", waiting) is self.control and self.control.shared
         self.unfinished = waiting is not None and not on_control
         self.end(error)
-        if not isinstance(error, CommTimeoutError):
+        if isinstance(error, DeadlockError) or not isinstance(error, CommTimeoutError):
             # After a timeout nothing is announced: the others that wait are to time out themselves.
             self.control.announce_exit(FAILED, self.completed, self._exit_text(error))
 

@@ -14,7 +14,7 @@ def mismatch(details: Sequence[Detail]) -> MismatchError:
     groups: dict[str, list[int]] = {}
     for rank, detail in enumerate(details):
         groups.setdefault(_said(detail), []).append(rank)
-    lines = "; ".join(f"{_ranks(ranks)}: {said}" for said, ranks in groups.items())
+    lines = "; ".join(f"{name_ranks(ranks)}: {said}" for said, ranks in groups.items())
     difference = first_difference(details)
     return MismatchError(
         f"ranks of one communicator called different things: {lines}"
@@ -72,7 +72,7 @@ def peer_error(operation: str, details: Sequence[Detail]) -> PeerError:
     return error
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Name ranks in ascending order, runs of three and more by their ends."""
     runs = [
         [rank for _, rank in run]

@@ -7,14 +7,15 @@ long, the watchdog reports to the others what it waits in, so that their errors 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final
 
 from arraycomm._callsite import call_site
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
+from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus
 from arraycomm._protocol.header import Headers
 from arraycomm._transports.base import Transport
-from arraycomm._transports.control import FINISHED, ControlChannel, ExitNotice
+from arraycomm._transports.control import FINISHED, ExitNotice
 
 # Seconds of waiting after which a rank reports it, and the parts of the timeout after which it asks
 # the ranks that it cannot see.
@@ -26,14 +27,6 @@ LAST_MESSAGE: Final = 0.5
 _DEATH: Final = 5.0
 
 
-class Related(Protocol):
-    """A group of this rank, as far as the watchdog of another is concerned."""
-
-    @property
-    def control(self) -> ControlChannel:
-        """The group's control channel."""
-
-
 class Watchdog:
     """Watches the waits of one group on this rank.
 
@@ -41,19 +34,19 @@ class Watchdog:
     ----------
     current : tuple of str and str or None
         The operation under way and its call site; no site for a call of the waiting thread.
-    related : sequence of Group
-        This group and its relatives: a wait is reported on all of their control channels.
+    deadlocks : DeadlockWatch
+        Tells the other ranks of long waits, and finds those that are in vain.
     """
 
-    def __init__(self, transport: Transport, name: str, timeout: float | None) -> None:
+    def __init__(
+        self, transport: Transport, name: str, timeout: float | None, deadlocks: DeadlockWatch
+    ) -> None:
         self._transport = transport
         self._control = transport.control
         self._name = name
         self._timeout = timeout
         self.current: tuple[str, str | None] = ("", None)
-        self.related: Sequence[Related] = ()
-        self._reported = False
-        self._waiting_in = ""
+        self.deadlocks = deadlocks
         # How often the ranks that are missing were asked where they are.
         self._asked = 0
         # When a rank was first seen to have left because another had.
@@ -65,6 +58,8 @@ class Watchdog:
         left = control.exit_notices()
         gone = [rank for rank, notice in left.items() if notice.step < control.step]
         if gone:
+            # A rank that found a deadlock has told so before it left.
+            self.deadlocks.look(waited, control.missing, message=False, now=True)
             self._check_left(gone, left)
         if waited > _LONG_WAIT:
             self.check_for_deaths()
@@ -98,10 +93,11 @@ class Watchdog:
         """Raise if a message to or from `peer` cannot come any more, or if time is up."""
         notice = self._control.exit_notices().get(peer)
         if notice is not None and waited > LAST_MESSAGE:
+            self.deadlocks.look(waited, lambda: [peer], message=True, now=True)
             raise self.peer_error(peer, notice)
         if waited > _LONG_WAIT:
             self.check_for_deaths()
-        self.report_or_ask(waited, doing, site, lambda: [peer])
+        self.report_or_ask(waited, doing, site, lambda: [peer], message=True)
 
     def check_message_timeout(self, peer: int, doing: str, site: str, waited: float) -> None:
         """Raise if time is up for a message."""
@@ -149,21 +145,25 @@ class Watchdog:
     # Reports of waits
 
     def report_or_ask(
-        self, waited: float, operation: str, site: str | None, missing: Callable[[], list[int]]
+        self,
+        waited: float,
+        operation: str,
+        site: str | None,
+        missing: Callable[[], list[int]],
+        *,
+        message: bool = False,
     ) -> None:
         """In a long wait, report it to the other ranks, and ask those that are missing."""
         if waited < _LONG_WAIT:
             self._asked = 0
             return
-        if not self._reported:
+        deadlocks = self.deadlocks
+        if deadlocks.status is None:
             where = site or call_site()
-            self._waiting_in = (
-                f"in {operation} at {where}, step {self._control.step} of {self._name}"
-            )
-            self._report(f"is waiting {self._waiting_in}")
-            self._reported = True
-        for group in self.related:
+            deadlocks.begin(f"in {operation} at {where}, step {self._control.step} of {self._name}")
+        for group in deadlocks.reports.groups:
             group.control.answer_requests()
+        deadlocks.look(waited, missing, message=message)
         timeout = self._timeout
         if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
             self._asked += 1
@@ -172,28 +172,17 @@ class Watchdog:
 
     def withdraw(self) -> None:
         """Take a report back: the wait is over."""
-        if self._reported:
-            self._replace("")
+        self.deadlocks.end(in_vain=False)
 
     def give_up(self, error: BaseException) -> None:
         """Replace a report by what came of the wait: ranks that time out later still read it."""
-        if self._reported:
-            vain = isinstance(error, CommTimeoutError)
-            self._replace(f"has waited in vain {self._waiting_in}" if vain else "")
-
-    def _replace(self, text: str) -> None:
-        self._reported = False
-        self._report(text)
-
-    def _report(self, text: str) -> None:
-        for group in self.related:
-            group.control.report_wait(text)
+        self.deadlocks.end(in_vain=isinstance(error, CommTimeoutError))
 
     def last_seen(self, rank: int) -> str:
         """Return what another rank was last seen in, as the end of a sentence."""
-        status = self._control.wait_status(rank)
-        if status:
-            return status
+        status = WaitStatus.decode(self._control.wait_status(rank))
+        if status is not None:
+            return str(status)
         operation = Headers(self._control, 1).operation(rank) if self._control.step > 1 else ""
         return f"was last seen in {operation}" if operation else "was not seen in any call so far"
 

@@ -101,7 +101,7 @@ class MpiControl(ControlChannel):
 
     def ask_wait_status(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self._send(rank, _ASKING)
+            self._send(rank, _ASKING, self.step, 0, self._status)
 
     def wait_status(self, rank: int) -> str:
         return self._replies.get(rank, (0, ""))[1]
@@ -125,11 +125,11 @@ class MpiControl(ControlChannel):
         if kind == _EXITING:
             first = self._notices.get(source) or ExitNotice(state, step, text)
             self._notices[source] = first._replace(state=state)
-        elif kind == _WAITING:
-            self._replies[source] = (step, text)
-        elif self._own is not None:
+            return
+        self._replies[source] = (step, text)
+        if kind == _ASKING and self._own is not None:
             self._send(source, _EXITING, self._own.step, self._own.state, self._own.text)
-        else:
+        elif kind == _ASKING:
             self._send(source, _WAITING, self.step, 0, self._status)
 
     def _send(self, peer: int, kind: int, step: int = 0, state: int = 0, text: str = "") -> None:

@@ -26,6 +26,10 @@ RETRY: Final = 0.5
 Events = queue.SimpleQueue[Callable[[], Any] | None]
 
 
+class _Thread(threading.Thread):
+    """The thread of a rank: one of this module, not the user's."""
+
+
 class RankThread:
     """One rank's thread, with its result or its error."""
 
@@ -40,7 +44,7 @@ class RankThread:
         self.error: BaseException | None = None
         self.part: Interruptible | None = None
         context = contextvars.copy_context()
-        self._thread = threading.Thread(
+        self._thread = _Thread(
             target=context.run, args=(self._run,), name=f"rank {comm.rank}", daemon=True
         )
         self._events: Events | None = None

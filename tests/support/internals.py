@@ -14,8 +14,8 @@ from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._protocol import exit as process_exit
+from arraycomm._protocol.deadlock import WaitReports, WaitStatus
 from arraycomm._protocol.group import Group, Options
-from arraycomm._protocol.watchdog import Watchdog
 from arraycomm._transports.base import Blocks, Transport
 
 # A communicator of its own ---------------------------------------------------------------------
@@ -242,12 +242,14 @@ def noted_waits() -> Iterator[Callable[[Communicator], list[str]]]:
     """Note what each communicator reports to others of its waits."""
     from unittest import mock
 
-    noted: dict[Watchdog, list[str]] = {}
-    report = Watchdog._report
+    noted: dict[int, list[str]] = {}
+    report = WaitReports.report
 
-    def note(watchdog: Watchdog, text: str) -> None:
-        noted.setdefault(watchdog, []).append(text)
-        report(watchdog, text)
+    def note(reports: WaitReports, owner: Any, status: WaitStatus | None) -> None:
+        said, texts = str(status or ""), noted.setdefault(id(owner), [])
+        if texts[-1:] != [said]:
+            texts.append(said)
+        report(reports, owner, status)
 
-    with mock.patch.object(Watchdog, "_report", note):
-        yield lambda comm: noted[group(comm).watchdog]
+    with mock.patch.object(WaitReports, "report", note):
+        yield lambda comm: noted[id(group(comm))]

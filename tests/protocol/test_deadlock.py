@@ -1,0 +1,169 @@
+"""Ranks that wait for one another on different communicators raise soon; those that can go on do not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm import Communicator
+from arraycomm._protocol.deadlock import WaitStatus, find_deadlock
+
+# Seconds; ranks on one node raise after 1.4, and between nodes after two questions, at 0.4 and 0.8.
+SOON = 8.0
+
+
+def _ring(comms: list[Communicator], rank: int) -> None:
+    comms[rank].allreduce(np.ones(3))
+
+
+def _two_requests(comms: list[Communicator], rank: int) -> None:
+    requests = [comms[min(rank, 1)].iallreduce(np.ones(3 << k)) for k in range(2)]
+    ac.waitall(requests)
+
+
+def _receive_and_barrier(comms: list[Communicator], rank: int) -> None:
+    if rank == 0:
+        comms[0].recv(2, tag=7)
+    comms[1].barrier()
+
+
+@pytest.mark.both_control_channels
+@pytest.mark.parametrize(
+    ("wait", "said"),
+    [
+        (
+            _ring,
+            ["rank 0 waiting in allreduce at test_deadlock.py:", "rank 2 waiting in allreduce"],
+        ),
+        (_two_requests, ["rank 0 waiting in allreduce at", "ranks 1, 2 waiting in allreduce at"]),
+        (
+            _receive_and_barrier,
+            ["rank 0 waiting in recv from rank 2 with tag 7 at", "2 waiting in barrier"],
+        ),
+    ],
+)
+def test_ranks_that_wait_for_one_another_raise_soon(
+    on_ranks, wait: Callable[..., None], said: list[str]
+) -> None:
+    def check(comm: Communicator) -> None:
+        comms = [comm.dup() for _ in range(3)]
+        for other in comms:
+            other.allreduce(1)
+        started = time.monotonic()
+        with pytest.raises(ac.DeadlockError) as caught:
+            wait(comms, comm.rank)
+        assert time.monotonic() - started < SOON
+        text = str(caught.value)
+        assert [part for part in said if part not in text] == []
+        assert text.count("waiting in") >= 2
+        # It closes the communicators in which ranks waited, and no other.
+        assert comm.allreduce(1) == 3
+        with pytest.raises(
+            (ac.CommunicatorClosedError, ac.PeerError), match="DeadlockError|waited in vain"
+        ):
+            comms[2 if wait is _ring else 1].allreduce(1)
+
+    on_ranks(3, check)
+
+
+def _another_thread_calls(comm: Communicator, other: Communicator) -> None:
+    if comm.rank > 0:
+        other.allreduce(1)
+        comm.barrier()
+        return
+    thread = threading.Thread(target=lambda: [time.sleep(2.5), other.allreduce(1)])
+    thread.start()
+    comm.barrier()
+    thread.join()
+
+
+def _a_request_goes_on(comm: Communicator, other: Communicator) -> None:
+    """Rank 0 takes part in calls of `other` that it has started before, which need the last rank."""
+    late = comm.rank == comm.size - 1
+    if late:
+        time.sleep(2.5)
+    requests = [other.iallreduce(np.ones(4)) for _ in range(2)]
+    if comm.rank == 0:
+        comm.barrier()
+    ac.waitall(requests)
+    if comm.rank > 0:
+        comm.barrier()
+
+
+def _a_wait_ends_by_itself(comm: Communicator, other: Communicator) -> None:
+    request = comm.ibarrier() if comm.rank == 0 else None
+    if request is not None:
+        with pytest.raises(ac.CommTimeoutError, match="is not finished"):
+            request.wait(timeout=2.5)
+    other.barrier()
+    if request is None:
+        comm.barrier()
+    else:
+        request.wait()
+
+
+@pytest.mark.parametrize(
+    "wait", [_another_thread_calls, _a_request_goes_on, _a_wait_ends_by_itself]
+)
+def test_ranks_that_can_go_on_do_so(on_ranks, wait: Callable[..., None]) -> None:
+    def check(comm: Communicator) -> None:
+        wait(comm.dup(), comm.dup())
+        assert comm.allreduce(1) == 3
+
+    on_ranks(3, check)
+
+
+_RANKS = st.integers(2, 7)
+_EDGES = st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)))
+
+
+@given(_RANKS, _EDGES, _EDGES, st.sets(st.integers(0, 6)))
+def test_a_rank_is_deadlocked_if_confirmed_edges_lead_into_a_circle(
+    size: int, missing: set[tuple[int, int]], held: set[tuple[int, int]], in_vain: set[int]
+) -> None:
+    waits = {
+        rank: WaitStatus(
+            f"in a call of rank {rank}",
+            in_vain=rank in in_vain,
+            number=10 + rank,
+            missing=tuple(to for r, to in sorted(missing) if r == rank),
+            held=tuple((r, 10 + r) for r, by in sorted(held) if by == rank),
+        )
+        for rank in range(size)
+    }
+    alive = [r for r in range(size) if r not in in_vain]
+    edges = np.zeros((size, size), int)
+    for r, to in missing & held:
+        if r in alive and to in alive:
+            edges[r, to] = 1
+    # Only ways that go round in a circle are as long as there are ranks.
+    ways = np.linalg.matrix_power(edges, size)
+    reached = np.linalg.matrix_power(edges + np.eye(size, dtype=int), size)
+    for rank in range(size):
+        stuck = [r for r in range(size) if reached[rank, r] and ways[r].any()]
+        assert find_deadlock(rank, waits) == (stuck if ways[rank].any() else [])
+
+
+@given(
+    st.text(min_size=1).filter(lambda text: "\n" not in text),
+    st.lists(st.tuples(*[st.integers(0, 99)] * 2)),
+    st.integers(0, 300),
+)
+def test_a_status_that_was_cut_off_still_tells_what_is_waited_in(
+    doing: str, held: list[tuple[int, int]], end: int
+) -> None:
+    status = WaitStatus(
+        doing, call="world:3", number=2, missing=(0, 5), held=tuple(held), version=4
+    )
+    text = status.encode()
+    assert WaitStatus.decode(text) == status
+    cut = WaitStatus.decode(text[: len(doing) + end])
+    assert cut in (status, WaitStatus(doing))
+    assert WaitStatus.decode("") is None
