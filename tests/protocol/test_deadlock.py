@@ -66,7 +66,7 @@ def test_ranks_that_wait_for_one_another_raise_soon(
         # It closes the communicators in which ranks waited, and no other.
         assert comm.allreduce(1) == 3
         with pytest.raises(
-            (ac.CommunicatorClosedError, ac.PeerError), match="DeadlockError|waited in vain"
+            (ac.CommunicatorClosedError, ac.PeerError), match=r"DeadlockError|waited in vain"
         ):
             comms[2 if wait is _ring else 1].allreduce(1)
 
