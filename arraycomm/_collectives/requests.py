@@ -45,11 +45,16 @@ class Request:
     def test(self) -> bool:
         """Push it on without waiting, and tell whether it is finished."""
         self._group.engine.advance()
+        if self._task.finished and self._task.error is None:
+            self._task.claim()
         return self._task.finished
 
     def give_up(self, error: BaseException) -> None:
         """End it, because its caller was interrupted while waiting."""
         self._group.engine.give_up(self._task, error)
+
+    def __del__(self) -> None:
+        self._task.drop()
 
     def __repr__(self) -> str:
         state = "finished" if self._task.finished else "under way"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from arraycomm._errors import ConcurrentUseError
+from arraycomm._protocol.outcomes import Outcomes
 from arraycomm._transports.base import Handle, Steps
 from arraycomm._transports.control import ControlChannel
 
@@ -77,13 +78,13 @@ class Task:
         program: Steps,
         site: str = "unknown",
         watch: Watch | None = None,
-        *,
-        wanted: bool = True,
+        outcomes: Outcomes | None = None,
     ) -> None:
         self._program = program
         self.site = site
-        # Whether somebody is to wait for it.
-        self.wanted = wanted
+        # Those of the requests, if this is one.
+        self._outcomes = outcomes
+        self._outcome = outcomes.add(site) if outcomes else None
         # Called while waiting, in place of the engine's own.
         self.watch = watch
         self.waiting: Handle | None = None
@@ -108,6 +109,18 @@ class Task:
         """Record how the program ended."""
         self.result, self.error, self.waiting = result, error, None
         self.finished = True
+        if self._outcomes and self._outcome:
+            self._outcomes.finish(self._outcome, error)
+
+    def claim(self) -> None:
+        """Note that somebody knows how it ended."""
+        if self._outcomes and self._outcome:
+            self._outcomes.claim(self._outcome)
+
+    def drop(self) -> None:
+        """Note that nobody can wait for it any more."""
+        if self._outcomes and self._outcome:
+            self._outcomes.drop(self._outcome)
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` inside the program, so that it can clean up."""
@@ -141,6 +154,7 @@ class Engine:
         self._after_wait = after_wait
         self._push_others = push_others
         self.queue: deque[Task] = deque()
+        self.outcomes = Outcomes()
         self._messages: list[Task] = []
         self._driving = threading.Lock()
         self._progress: threading.Thread | None = None
@@ -184,13 +198,13 @@ class Engine:
 
     def submit(self, program: Steps, site: str = "unknown") -> Task:
         """Put a program at the end of the queue, and start it if it is alone there."""
-        task = Task(program, site)
+        task = Task(program, site, None, self.outcomes)
         self.queue.append(task)
         return self._begin(task)
 
     def follow(self, program: Steps, site: str) -> None:
         """Put a program right behind the one that is running: what comes next waits for it."""
-        self.queue.insert(1 if self.queue else 0, Task(program, site, wanted=False))
+        self.queue.insert(1 if self.queue else 0, Task(program, site))
 
     def submit_message(
         self, program: Steps, site: str, watch: Watch, *, awaited: bool = False
@@ -199,7 +213,7 @@ class Engine:
 
         One that is `awaited` is driven by the wait that follows, and needs no thread.
         """
-        task = Task(program, site, watch)
+        task = Task(program, site, watch, self.outcomes)
         # Begun here, so that messages begin in the order of the calls.
         task.step()
         self._messages.append(task)
@@ -208,6 +222,7 @@ class Engine:
     def give_up(self, task: Task, error: BaseException) -> None:
         """End a program whose caller was interrupted: nobody is left who could wait for it."""
         with self._driving:
+            task.claim()
             if not task.finished:
                 self.interrupted = task.waiting
                 task.fail(error)
@@ -234,12 +249,10 @@ class Engine:
             while self.queue and self._advance(self.queue[0], polls):
                 self.queue.popleft()
 
-    def drain(self) -> list[Task]:
-        """Wait for everything outstanding; return the tasks that somebody should have waited for."""
-        dropped = [*self.queue, *self._messages]
-        for task in dropped:
+    def drain(self) -> None:
+        """Wait for everything outstanding."""
+        for task in [*self.queue, *self._messages]:
             self.wait_for(lambda task=task: self._pushed(task), lambda waited: None)  # type: ignore[misc]
-        return [task for task in dropped if task.wanted]
 
     def wait_for(self, done: Callable[[], bool], watch: Watch | None = None) -> None:
         """Poll until `done`, and push on what else this rank has outstanding if nobody does."""
@@ -278,6 +291,7 @@ class Engine:
             self.wait_for(lambda: self._pushed(task), watch)
         finally:
             self.blocked = None
+        task.claim()
         if task.error is not None:
             raise task.error
         return task.result

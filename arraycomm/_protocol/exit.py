@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -76,15 +75,13 @@ def replace_root(old: Group, new: Group) -> None:
     _process.peer_died = True
 
 
-def complete(group: Group) -> None:
-    """Complete the requests of a group that nobody waited for, and say so."""
-    for task in group.engine.drain():
-        warnings.warn(
-            f"the request made at {task.site} was never waited for; keep requests, and wait for "
-            "each of them",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+def complete(group: Group) -> bool:
+    """Complete the requests of a group, and tell whether none failed without anybody seeing it.
+
+    Errors that nobody has seen are printed, and there is a warning if nobody waited for a request.
+    """
+    group.engine.drain()
+    return group.engine.outcomes.report()
 
 
 def leave_by_error(group: Group, error: BaseException) -> None:
@@ -204,12 +201,13 @@ def _all_left(watched: list[Group]) -> bool:
 
 def _all_completed() -> bool:
     """Complete what is outstanding on this rank, and tell whether that was possible."""
+    clean = True
     for group in _process.groups():
         with suppress(RuntimeWarning):
-            complete(group)
+            clean &= complete(group)
         for hook in group.on_exit:
             hook()
-    clean = not any(group.unfinished for group in _process.groups())
+    clean &= not any(group.unfinished for group in _process.groups())
     for group in _process.groups():
         if group.deferred_error is not None:
             # Of a call on a device that no call followed.

@@ -76,6 +76,14 @@ def stop_progress(comm: Communicator, error: Exception | None, seconds: float) -
         group.engine.join_progress(seconds)
 
 
+def unseen_error(comm: Communicator) -> BaseException | None:
+    """Return the error of a request that nobody has waited for, if there is one."""
+    for group in group_of(comm).related:
+        for outcome in group.engine.outcomes.errors():
+            return outcome.error
+    return None
+
+
 def end_in_step(comm: Communicator, text: str, seconds: float) -> tuple[bool, bool]:
     """Take part in one last step of the communicator and its groups, so that no rank hangs.
 

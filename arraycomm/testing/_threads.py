@@ -13,7 +13,7 @@ from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError
 from arraycomm._transports.control import FAILED, FINISHED
-from arraycomm.testing._internals import announce_exit, completed_step, stop_progress
+from arraycomm.testing._internals import announce_exit, completed_step, stop_progress, unseen_error
 from arraycomm.testing._interrupt import Interruptible, Interruption
 from arraycomm.testing._schedule import Baton
 
@@ -102,6 +102,7 @@ class RankThread:
             failed = self.error is not None
             error = CommunicatorClosedError("the rank has failed") if failed else None
             stop_progress(self.comm, error, SLACK)
+            self.error = self.error or unseen_error(self.comm)
 
 
 def run_threads(

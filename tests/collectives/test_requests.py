@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from arraycomm.testing import run
 from tests.support import internals
 
 
@@ -221,3 +223,34 @@ def test_request_says_where_it_was_made(on_ranks, size) -> None:
         assert repr(request).startswith("<Request made at test_requests.py:")
 
     on_ranks(size, check)
+
+
+def test_free_counts_the_requests_that_nobody_can_wait_for_any_more(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        for _ in range(5):
+            other.iallreduce(np.ones(3))
+        other.iallreduce(1).wait()
+        tested = other.ibarrier()
+        while not tested.test():
+            time.sleep(1e-3)
+        if comm.size == 1:
+            # Ranks that are threads share the filters of warnings.
+            with pytest.warns(RuntimeWarning) as caught:
+                other.free()
+            (warning,) = caught
+            assert str(warning.message).startswith("5 requests made at test_requests.py:")
+        else:
+            assert internals.engine(other).outcomes.report()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        on_ranks(size, check)
+
+
+def test_error_of_a_request_that_nobody_waits_for_is_raised_by_run() -> None:
+    def mismatch(comm: Communicator) -> None:
+        comm.iallreduce(np.ones(3 + comm.rank))
+
+    with pytest.raises(ac.MismatchError, match="called different things"):
+        run(2, mismatch)

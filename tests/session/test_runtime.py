@@ -244,6 +244,40 @@ class TestEndingWell:
         assert done.stdout.count("end") == 3
         assert "never waited for" in done.stderr
 
+    @pytest.mark.parametrize(
+        ("call", "error"),
+        [
+            ("comm.iallreduce(np.ones(3 + comm.rank))", "MismatchError: ranks of one"),
+            ("comm.iallreduce(np.ones(3), ac.op(lambda a, b: 1 / 0))", "ZeroDivisionError: div"),
+            ("comm.irecv(1) if comm.rank == 0 else None", "PeerError: rank 1 has reached the end"),
+        ],
+    )
+    def test_errors_that_nobody_waited_for_are_printed_and_fail_the_job(
+        self, call: str, error: str
+    ) -> None:
+        done = _launch(f"""
+            comm = ac.init()
+            kept = {call}
+            time.sleep(0.3)
+        """)
+        assert done.returncode != 0
+        assert "the request made at <string>:" in done.stderr
+        assert "failed, and nobody waited for it:" in done.stderr
+        assert error in done.stderr
+
+    def test_error_that_a_program_has_waited_for_does_not_fail_the_job(self) -> None:
+        done = _launch("""
+            comm = ac.init()
+            other = comm.dup()
+            requests = [other.iallreduce(np.ones(3 + comm.rank)) for _ in range(2)]
+            try:
+                requests[0].wait()
+            except ac.MismatchError:
+                print("seen", comm.allreduce(1), flush=True)
+        """)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("seen 3") == 3
+
     def test_handled_mismatch_with_finalize_on_one_rank_ends_well(self) -> None:
         done = _launch("""
             comm = ac.init()
