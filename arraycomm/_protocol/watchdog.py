@@ -172,7 +172,8 @@ class Watchdog:
 
     def withdraw(self) -> None:
         """Take a report back: the wait is over."""
-        self.deadlocks.end(in_vain=False)
+        if self.deadlocks.status is not None:
+            self.deadlocks.end(in_vain=False)
 
     def give_up(self, error: BaseException) -> None:
         """Replace a report by what came of the wait: ranks that time out later still read it."""
