@@ -196,7 +196,7 @@ def convert_sync_batchnorm(
         if isinstance(found, _CONVERTED)
     ]
     converted: dict[torch.nn.Module, torch.nn.Module] = {
-        found: _converted(found, path, comm) for path, found in places
+        found: _converted(found, comm) for _, found in places
     }
     for path, found in places:
         parent, _, name = path.rpartition(".")
@@ -209,17 +209,19 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, torch.nn.Module):
         kind = type(module).__name__
         raise TypeError(f"convert_sync_batchnorm: module must be a torch.nn.Module; got {kind}")
+    for path, found in module.named_modules():
+        if isinstance(found, _LAZY):
+            raise ValueError(
+                f"convert_sync_batchnorm: {path or 'module'} is a {type(found).__name__}, whose number "
+                "of channels is not known yet; call the module once first"
+            )
 
 
 _CONVERTED = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_LAZY = (torch.nn.LazyBatchNorm1d, torch.nn.LazyBatchNorm2d, torch.nn.LazyBatchNorm3d)
 
 
-def _converted(module: torch.nn.Module, path: str, comm: ac.Communicator | None) -> torch.nn.Module:
-    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
-        raise ValueError(
-            f"convert_sync_batchnorm: {path or 'module'} is a {type(module).__name__}, whose number "
-            "of channels is not known yet; call the module once first"
-        )
+def _converted(module: torch.nn.Module, comm: ac.Communicator | None) -> torch.nn.Module:
     made = SyncBatchNorm.__new__(SyncBatchNorm)
     vars(made).update(vars(module), comm=comm)
     return made
