@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 import arraycomm as ac
@@ -75,9 +76,10 @@ def _has_tangent(x: torch.Tensor) -> bool:
 
 
 def _transforms_of(x: torch.Tensor) -> int:
-    depth, inner = 0, torch.func.debug_unwrap(x, recurse=False)
-    while inner is not x:
-        depth, x, inner = depth + 1, inner, torch.func.debug_unwrap(inner, recurse=False)
+    # Torch 2.4 has no public name for these.
+    depth = 0
+    while is_functorch_wrapped_tensor(x):
+        depth, x = depth + 1, get_unwrapped(x)
     return depth
 
 

@@ -58,19 +58,19 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.comm = comm
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - named as by torch
         """Return the normalized input, of its shape, dtype and memory format."""
         if not self.training and self.running_mean is not None:
-            return super().forward(x)
-        mean, variance = self._statistics(x)
-        shape = (1, -1, *(1,) * (x.ndim - 2))
+            return super().forward(input)
+        mean, variance = self._statistics(input)
+        shape = (1, -1, *(1,) * (input.ndim - 2))
         scale = torch.rsqrt(variance + self.eps)
         if self.affine:
             scale = scale * self.weight
-        normalized = (x.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
+        normalized = (input.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
         if self.affine:
             normalized = normalized + self.bias.view(shape)
-        return normalized.to(x.dtype)
+        return normalized.to(input.dtype)
 
     @outside_graphs
     def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,10 +85,12 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input(self, x: Any, comm: ac.Communicator) -> None:
         if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
             kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            error: Exception = TypeError(f"SyncBatchNorm: x must be a tensor of floats; got {kind}")
+            error: Exception = TypeError(
+                f"SyncBatchNorm: input must be a tensor of floats; got {kind}"
+            )
             raise_on_all(comm, error)
         if x.ndim < 2 or x.shape[1] != self.num_features:
-            rule = f"SyncBatchNorm: x must have the shape (N, {self.num_features}, ...)"
+            rule = f"SyncBatchNorm: input must have the shape (N, {self.num_features}, ...)"
             raise_on_all(comm, ValueError(f"{rule}; got {tuple(x.shape)}"))
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -104,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.ndim < 2:
-            raise ValueError(f"SyncBatchNorm: x must have 2 dimensions or more; got {x.ndim}")
+            raise ValueError(f"SyncBatchNorm: input must have 2 dimensions or more; got {x.ndim}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         memo[id(self.comm)] = self.comm

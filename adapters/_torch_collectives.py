@@ -41,11 +41,14 @@ class Collective(abc.ABC):
         Of the function that the user calls.
     batched_axis, result_axis : int
         Where the batch axis of torch.vmap goes in the argument, and where the result has it.
+    all_know_dtype : bool
+        Whether every rank passes a tensor.
     """
 
     name: ClassVar[str]
     batched_axis: ClassVar[int] = 0
     result_axis: ClassVar[int] = 0
+    all_know_dtype: ClassVar[bool] = True
 
     @abc.abstractmethod
     def run(self, comm: ac.Communicator, x: torch.Tensor | None) -> torch.Tensor:
@@ -118,6 +121,7 @@ class _Bcast(Collective):
     root: int
     like: Any = field(default=None, compare=False)
     name = "bcast"
+    all_know_dtype = False
 
     def run(self, comm: ac.Communicator, x: torch.Tensor | None) -> torch.Tensor:
         received: torch.Tensor = comm.bcast(x, self.root, like=self.like)
@@ -209,15 +213,19 @@ def call(
 ) -> torch.Tensor:
     """Make a call that torch records if it records the tensor of any rank."""
     state = CallState.of(x, differentiates)
-    if differentiates < 0 and not _may_be_recorded(x, state):
+    if differentiates < 0 and not _may_be_recorded(collective, x, state):
         return collective.run(comm, x)
     return record(collective, x, comm, agree(comm, collective.name, state))
 
 
-def _may_be_recorded(x: torch.Tensor | None, state: CallState) -> bool:
+def _may_be_recorded(collective: Collective, x: torch.Tensor | None, state: CallState) -> bool:
     """Tell whether torch may record this call on any rank, if all ranks have the same modes."""
-    has_gradient = x is None or x.is_floating_point() or x.is_complex()
-    return state.recorded or (has_gradient and torch.is_grad_enabled())
+    without_gradients = (
+        collective.all_know_dtype
+        and x is not None
+        and not (x.is_floating_point() or x.is_complex())
+    )
+    return state.recorded or (torch.is_grad_enabled() and not without_gradients)
 
 
 def record(
@@ -249,7 +257,7 @@ def _call_with_op(collective: Any, x: Any, op: Any, comm: ac.Communicator | None
     if _is_linear(op):
         return call(made, x, comm)
     state = CallState.of(x, differentiable=False)
-    if _may_be_recorded(x, state):
+    if _may_be_recorded(made, x, state):
         agree(comm, made.name, state)
     return made.run(comm, x)
 

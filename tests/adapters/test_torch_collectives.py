@@ -258,6 +258,8 @@ def test_ranks_other_than_the_root_need_no_tensor(on_ranks, several: int) -> Non
         plain = collectives.bcast(w.detach() if comm.rank == 1 else None, 1, comm=comm)
         assert torch.equal(plain, w.detach())
         assert not plain.requires_grad
+        numbers = collectives.bcast(torch.arange(3) if comm.rank == 1 else None, 1, comm=comm)
+        assert torch.equal(numbers, torch.arange(3))
 
     on_ranks(several, check)
 
@@ -352,11 +354,34 @@ def test_transforms_that_differ_between_ranks_are_a_mismatch(on_ranks, several: 
     on_ranks(several, check)
 
 
+def test_scalars_of_vmap_have_no_row_for_each_rank(on_ranks, few: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        # As many as there are ranks, so that the batch could be taken for the rows.
+        batch = torch.ones(few)
+        for call in (collectives.reduce_scatter, collectives.alltoall):
+            with pytest.raises(ValueError, match=r"must have an axis of the ranks; got shape \(\)"):
+                torch.func.vmap(partial(call, comm=comm))(batch)
+
+    on_ranks(few, check)
+
+
 def test_grad_modes_that_differ_between_ranks_are_a_mismatch(on_ranks, several: int) -> None:
     def check(comm: ac.Communicator) -> None:
         w = torch.ones(3, requires_grad=True)
         with torch.set_grad_enabled(comm.rank > 0), pytest.raises(ac.MismatchError):
             collectives.allreduce(w, comm=comm)
+
+    on_ranks(several, check)
+
+
+def test_errors_name_the_line_of_the_program(on_ranks, several: int) -> None:
+    """Not lines of torch, which calls the library in backward passes, and around each function."""
+
+    def check(comm: ac.Communicator) -> None:
+        y = collectives.allreduce(torch.ones(3, requires_grad=True), comm=comm)
+        with pytest.raises(ac.MismatchError, match=r"test_torch_collectives\.py:") as raised:
+            (y.sum().backward if comm.rank else comm.barrier)()
+        assert str(raised.value).count("test_torch_collectives.py:") == 2
 
     on_ranks(several, check)
 
