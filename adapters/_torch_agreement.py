@@ -7,8 +7,7 @@ them differentiates it, and before its backward pass that all differentiate the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -18,30 +17,29 @@ from torch.autograd import forward_ad
 import arraycomm as ac
 
 
-@dataclass(frozen=True)
-class CallState:
+class CallState(NamedTuple):
     """What one rank shows of its call.
 
     Attributes
     ----------
     differentiates : int
         The number of the call whose backward pass this is; -1 for any other call.
-    requires_grad, has_tangent : bool
-        Whether reverse mode records the tensor, and whether forward mode follows it.
+    requires_grad, has_tangent : int
+        1 or 0: whether reverse mode records the tensor, and whether forward mode follows it.
     transforms : int
         How many transforms of torch.func the tensor is in.
-    differentiable : bool
-        Whether the operation has a gradient.
-    count : int
+    differentiable : int
+        1 or 0: whether the operation has a gradient.
+    elements : int
         The number of elements of a channel, for batch norm.
     """
 
     differentiates: int
-    requires_grad: bool
-    has_tangent: bool
+    requires_grad: int
+    has_tangent: int
     transforms: int
-    differentiable: bool = True
-    count: int = 0
+    differentiable: int = 1
+    elements: int = 0
 
     @classmethod
     def of(
@@ -50,11 +48,11 @@ class CallState:
         differentiates: int = -1,
         *,
         differentiable: bool = True,
-        count: int = 0,
+        elements: int = 0,
     ) -> CallState:
         """Return the state of a call with this tensor."""
         if x is None:
-            return cls(differentiates, False, False, 0, differentiable, count)
+            return cls(differentiates, False, False, 0, differentiable, elements)
         transforms = _transforms_of(x)
         return cls(
             differentiates,
@@ -62,13 +60,13 @@ class CallState:
             not transforms and _has_tangent(x),
             transforms,
             differentiable,
-            count,
+            elements,
         )
 
     @property
     def recorded(self) -> bool:
         """Whether torch records what becomes of the tensor, in any of its modes."""
-        return self.requires_grad or self.has_tangent or self.transforms > 0
+        return bool(self.requires_grad or self.has_tangent or self.transforms)
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
@@ -85,11 +83,8 @@ def _transforms_of(x: torch.Tensor) -> int:
 
 def agree(comm: ac.Communicator, operation: str, own: CallState) -> list[CallState]:
     """Return the states of all ranks; raise the same error on every rank if they do not fit."""
-    rows = comm.allgather(np.array(astuple(own), np.int64)).tolist()
-    states = [
-        CallState(call, bool(grad), bool(dual), transforms, bool(differentiable), count)
-        for call, grad, dual, transforms, differentiable, count in rows
-    ]
+    rows = comm.allgather(np.array(own, np.int64))
+    states = [CallState(*row) for row in rows.tolist()]
     _check_same_call(operation, states)
     _check_differentiable(operation, states)
     _check_same_transforms(operation, states)
@@ -137,10 +132,10 @@ def _check_same_transforms(operation: str, states: list[CallState]) -> None:
         raise ac.MismatchError(
             f"{operation}: x must be in the same transforms of torch.func on every rank; it is in "
             f"{transforms} of them on the ranks, and requires gradients on ranks "
-            f"{_ranks(states, lambda state: state.requires_grad)}. Compute x from the transformed "
+            f"{_ranks(states, lambda state: state.requires_grad > 0)}. Compute x from the transformed "
             "arguments on every rank"
         )
-    dual = _ranks(states, lambda state: state.has_tangent)
+    dual = _ranks(states, lambda state: state.has_tangent > 0)
     if dual and len(dual) < len(states):
         raise ac.MismatchError(
             f"{operation}: in forward mode, x must have a tangent on every rank or on none; it has "

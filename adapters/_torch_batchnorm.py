@@ -132,8 +132,8 @@ def statistics(x: torch.Tensor, comm: ac.Communicator) -> tuple[torch.Tensor, to
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     own = _own_statistics(wide)
-    states = agree(comm, "SyncBatchNorm", CallState.of(own, count=_elements(x)))
-    counts = [state.count for state in states]
+    states = agree(comm, "SyncBatchNorm", CallState.of(own, elements=_elements(x)))
+    counts = [state.elements for state in states]
     count = sum(counts)
     if count < 2:
         raise ValueError(
