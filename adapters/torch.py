@@ -1,4 +1,4 @@
-"""PyTorch: optimizers that reduce gradients over all ranks before each step."""
+"""PyTorch: optimizers that reduce gradients, differentiable collectives, and batch norm over all ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,26 @@ from typing import Any
 import torch
 
 import arraycomm as ac
+from arraycomm.adapters._torch_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from arraycomm.adapters._torch_collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    bcast,
+    reduce_scatter,
+)
 
-__all__ = ["DistributedOptimizer", "synchronize"]
+__all__ = [
+    "DistributedOptimizer",
+    "SyncBatchNorm",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "bcast",
+    "convert_sync_batchnorm",
+    "reduce_scatter",
+    "synchronize",
+]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
