@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
 
 import torch
 
@@ -17,6 +19,7 @@ from arraycomm.adapters._torch_collectives import (
     bcast,
     reduce_scatter,
 )
+from arraycomm.adapters._torch_reducer import Reducer
 
 __all__ = [
     "DistributedOptimizer",
@@ -26,6 +29,7 @@ __all__ = [
     "alltoall",
     "bcast",
     "convert_sync_batchnorm",
+    "no_sync",
     "reduce_scatter",
     "synchronize",
 ]
@@ -33,7 +37,8 @@ __all__ = [
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
 
-_distributed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# If all ranks' adapters do, gradients are reduced during backward passes.
+REDUCES_IN_BACKWARD: Final = True
 
 
 def check(optimizer: Any) -> None:
@@ -48,81 +53,161 @@ def check(optimizer: Any) -> None:
 
 
 def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
-    """Reduce gradients by a hook before each step."""
-    held: list[tuple[torch.Tensor, Any]] = []
-    following: list[bool] = []
-
-    def reduce_gradients() -> None:
-        parameters = [p for each in optimizer.param_groups for p in each["params"]]
-        complete, reduced = gradients.add([p.grad for p in parameters])
-        if not complete:
-            # Torch's optimizers do not change a parameter without a gradient, nor its state.
-            for parameter in parameters:
-                held.append((parameter, parameter.grad))
-                parameter.grad = None
-            return
-        for parameter, gradient in zip(parameters, reduced, strict=True):
-            _set_gradient(parameter, gradient)
-
-    def reduced_closure(closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            reduce_gradients()
-            if loss is None:
-                return None
-            return gradients.reduce_loss(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-
-        return evaluate
-
-    def before_step(
-        _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if following:
-            return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            reduce_gradients()
-            return None
-        if gradients.accumulate > 1:
-            raise ValueError(
-                "DistributedOptimizer: gradients are accumulated over "
-                f"{gradients.accumulate} steps, which a closure, evaluated within one step, cannot "
-                "be; call step() without one, or pass accumulate=1"
-            )
-        return args[:1], {**kwargs, "closure": reduced_closure(closure)}
-
-    def after_step(*_: Any) -> None:
-        while held:
-            parameter, gradient = held.pop()
-            parameter.grad = gradient
-
-    def follow(reduced: Any) -> None:
-        parameters = [p for each in optimizer.param_groups for p in each["params"]]
-        for parameter, gradient in zip(parameters, reduced, strict=True):
-            parameter.grad = None
-            _set_gradient(parameter, gradient)
-        following.append(True)
-        try:
-            optimizer.step()
-        finally:
-            following.clear()
-
-    # A rank without data applies gradients through this; the hooks keep it alive.
-    gradients.follow = follow
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
-    _distributed.add(optimizer)
+    """Reduce gradients by hooks on the parameters, and what is left before each step."""
+    steps = _Steps(optimizer, gradients)
+    # The optimizer alone keeps these alive, without a circle: when it is gone, so are the reductions.
+    vars(optimizer)["add_param_group"] = partial(_add_param_group, weakref.ref(optimizer))
+    optimizer.register_step_pre_hook(steps.before_step)
+    optimizer.register_step_post_hook(steps.after_step)
+    _distributed[optimizer] = steps
     return optimizer
 
 
-def _set_gradient(parameter: torch.Tensor, gradient: Any) -> None:
-    if gradient is None:
-        return
-    if not isinstance(gradient, torch.Tensor):
-        # This rank had no gradient at all, so the result is NumPy's.
-        gradient = ac.exchange(gradient, "torch")
-    if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.device)
-    else:
-        parameter.grad.copy_(gradient)
+@contextmanager
+def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let backward passes accumulate gradients on this rank alone: a context manager.
+
+    The next backward pass outside of it reduces all that has been accumulated since `zero_grad()`.
+    If there is none, `step()` does.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        A distributed one.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is not distributed.
+
+    Notes
+    -----
+    Local: the ranks may run different numbers of backward passes inside. `.grad` is meanwhile what this
+    rank has accumulated; what had been reduced before is added at the next reduction.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import arraycomm as ac
+    >>> from arraycomm.adapters.torch import no_sync
+    >>> from arraycomm.testing import run
+    >>> def train(comm):
+    ...     weight = torch.nn.Parameter(torch.zeros(1))
+    ...     optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm)
+    ...     with no_sync(optimizer):
+    ...         (weight * comm.rank).sum().backward()
+    ...     weight.sum().backward()
+    ...     optimizer.step()
+    ...     return weight.item()
+    >>> run(3, train)
+    [-2.0, -2.0, -2.0]
+    """
+    steps = _distributed.get(optimizer)
+    if steps is None:
+        raise ValueError(
+            "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer returned"
+        )
+    reducer = steps.reducer
+    before, reducer.syncing = reducer.syncing, False
+    try:
+        yield
+    finally:
+        reducer.syncing = before
+
+
+class _Steps:
+    """The hooks of one optimizer, called before and after each of its steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, gradients: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._gradients = gradients
+        self.reducer = Reducer(gradients)
+        self.reducer.adopt(optimizer.param_groups)
+        # A rank without data applies gradients through this.
+        gradients.follow = _without_owner(self.follow)
+        self._following = self._evaluating = False
+        self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Reduce what no backward pass has, or wrap the closure."""
+        if self._following:
+            return None
+        self.reducer.adopt(optimizer.param_groups)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            if not self.reducer.reduce_for_step():
+                self._hold_gradients()
+            return None
+        if self._gradients.accumulate > 1:
+            raise ValueError(
+                "DistributedOptimizer: gradients are accumulated over "
+                f"{self._gradients.accumulate} steps, which a closure, evaluated within one step, cannot "
+                "be; call step() without one, or pass accumulate=1"
+            )
+        self._evaluating = True
+        self.reducer.begin_evaluations()
+        return args[:1], {**kwargs, "closure": partial(self._evaluate, closure)}
+
+    def after_step(self, *_: Any) -> None:
+        """Give back the gradients of a step that was none."""
+        while self._held:
+            parameter, gradient = self._held.pop()
+            parameter.grad = gradient
+        if self._evaluating:
+            self._evaluating = False
+            self.reducer.end_evaluations()
+
+    def follow(self, reduced: Any) -> None:
+        """Take the step of ranks that have data, with their reduced gradients."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for parameter in self.reducer.parameters:
+            parameter.grad = None
+        self.reducer.settle_all(reduced)
+        self._following = True
+        try:
+            optimizer.step()
+        finally:
+            self._following = False
+
+    def _hold_gradients(self) -> None:
+        # Torch's optimizers do not change a parameter without a gradient, nor its state.
+        for parameter in self.reducer.parameters:
+            self._held.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Evaluate a closure, and reduce its gradients and its loss."""
+        with torch.enable_grad():
+            loss = closure()
+        self.reducer.reduce_evaluation()
+        if loss is None:
+            return None
+        return self._gradients.reduce_loss(
+            loss.detach() if isinstance(loss, torch.Tensor) else loss
+        )
+
+
+_distributed: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
+
+
+def _without_owner(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a method as a function that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(argument)
+
+    return call
+
+
+def _add_param_group(reference: Any, param_group: dict[str, Any]) -> None:
+    """Add parameters to a distributed optimizer, and reduce their gradients too."""
+    optimizer = reference()
+    type(optimizer).add_param_group(optimizer, param_group)
+    _distributed[optimizer].reducer.adopt(optimizer.param_groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -11,6 +11,7 @@ from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
+from arraycomm._training.rounds import Bucket, Leaves, Rounds
 from arraycomm._training.weighted import Block, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.leaves import check_leaf
@@ -72,6 +73,7 @@ class Gradients:
         accumulate: int,
         compression: str | None,
         shared: Communicator,
+        overlapping: bool = False,
     ) -> None:
         self.comm, self.op, self.accumulate = comm, op, accumulate
         self._shared = shared
@@ -81,10 +83,14 @@ class Gradients:
         registry.made += 1
         registry.optimizers[self.number] = self
         self.options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "compression": compression}
+        # For adapters whose gradients can be reduced as they are computed, if all ranks' can.
+        self.rounds = Rounds(comm, op, self.options) if overlapping else None
         # Applies a step's gradients on a rank without data, if the adapter can; see `join`.
         self.follow: Callable[[Any], None] = lambda gradients: None
         self._steps = 0
         self._sums: list[Sum | None] = []
+        # Whether the last of the accumulated steps has reduced the sums already.
+        self._has_reduced = False
 
     def add(self, tree: Any) -> tuple[bool, Any]:
         """Add the gradients of a step; return whether they were reduced, and the reduced ones.
@@ -96,16 +102,70 @@ class Gradients:
             memory = trees_of(self._shared)
             reduced = runner_of(self._shared).call(JoinedStep, join.block, memory, self, tree)
             return bool(join.total), reduced
-        if self._steps + 1 < self.accumulate:
-            with naming(_NAME):
-                self._sums = self._added(tree)
-            self._steps += 1
+        if self.keeps:
+            self.keep(tree)
             return False, None
         # Inside the call, so that it reports an error in this rank's gradients to the others.
         reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree)
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
+
+    # For adapters that reduce during backward passes
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What two optimizers of one parameter must have in common."""
+        compression = self.options["compression"]
+        return group_of(self._shared), self.op, self.accumulate, compression
+
+    @property
+    def joined(self) -> bool:
+        """Whether the communicator is inside `join`."""
+        return registry_of(self._shared).join is not None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the gradients of this step are only added to those of the steps before."""
+        return not self._has_reduced and self._steps + 1 < self.accumulate
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether gradients of the steps before wait for their reduction."""
+        return any(total is not None for total in self._sums)
+
+    def bucket(self, index: int, numbers: Sequence[int]) -> Bucket:
+        """Return a bucket of these parameters."""
+        return Bucket(index, numbers)
+
+    def keep(self, tree: Any) -> None:
+        """Add the gradients of a step to those of the steps before."""
+        with naming(_NAME):
+            self._sums = self._added(tree)
+        self._steps += 1
+
+    def mean_of(self, leaves: Leaves) -> Leaves:
+        """Return the mean of the steps' gradients, of the parameters of these numbers."""
+        if self.accumulate == 1:
+            return leaves
+        return {number: self._mean(number, leaf) for number, leaf in leaves.items()}
+
+    def _mean(self, number: int, leaf: Any) -> Any:
+        total = self._sums[number] if self._sums else None
+        if leaf is not None:
+            total = _plus(total, leaf, f"[{number}]")
+        return None if total is None else total.mean(self.accumulate)
+
+    def forget_sums(self) -> None:
+        """Note that a round has reduced them."""
+        self._sums, self._has_reduced = [], True
+
+    def finish_step(self, *, skipped: bool = False) -> None:
+        """Go on to the next step."""
+        if self.rounds is not None:
+            self.rounds.finish_step(skipped=skipped)
+        if self._has_reduced:
+            self._steps, self._has_reduced = 0, False
 
     def reduce_loss(self, loss: Any) -> Any:
         """Reduce a loss as the gradients are."""

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from arraycomm._collectives.groups import Dup, dup
 from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
+from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Options
 from arraycomm._session import world
 from arraycomm._training.gradients import Gradients
@@ -81,21 +82,30 @@ def DistributedOptimizer(  # noqa: N802
     they are in the state.
     """
     shared = comm or world()
-    arguments = _Arguments(optimizer, op, bucket_bytes, accumulate, compression)
+    arguments = _Arguments(optimizer, op, bucket_bytes, accumulate, compression, [])
     private = dup(runner_of(shared), {}, MakeOptimizer, arguments)
     private.set_guard(PrivateGuard(shared))
-    gradients = Gradients(Communicator(private), op, bucket_bytes, accumulate, compression, shared)
+    gradients = Gradients(
+        Communicator(private),
+        op,
+        bucket_bytes,
+        accumulate,
+        compression,
+        shared,
+        overlapping=all(arguments.overlapping),
+    )
     return _adapter_of(optimizer).distribute(optimizer, gradients)
 
 
 class _Arguments(NamedTuple):
-    """The arguments of an optimizer."""
+    """The arguments of an optimizer, and which ranks' adapters can reduce during backward passes."""
 
     optimizer: Any
     op: Any
     bucket_bytes: Any
     accumulate: Any
     compression: Any
+    overlapping: list[bool]
 
     def check(self) -> str:
         """Raise if an argument is wrong; return what the ranks compare."""
@@ -125,6 +135,12 @@ class MakeOptimizer(Dup):
         arguments: _Arguments,
     ) -> None:
         super().__init__(context, options, chosen, arguments.check())
+        self._overlapping = arguments.overlapping
+        self.length = int(hasattr(_adapter_of(arguments.optimizer), "REDUCES_IN_BACKWARD"))
+
+    def result(self, agreement: Agreement) -> list[bytes]:
+        self._overlapping[:] = map(bool, agreement.free_words())
+        return super().result(agreement)
 
 
 def _adapter_of(optimizer: Any) -> ModuleType:

@@ -1,0 +1,239 @@
+"""Rounds: one optimizer's gradients reduced bucket by bucket, at the same place of the program on every rank.
+
+A round is part of a backward pass, or of a step. Every rank shows with each bucket where it is: in
+which step, which evaluation of a closure, and which round. A rank that is in a step, and had no
+backward pass of its own in it, takes part in the rounds of the others' backward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+
+from arraycomm._callsite import call_site
+from arraycomm._collectives.operation import Context
+from arraycomm._collectives.requests import Request
+from arraycomm._communicator import Communicator, runner_of, trees_of
+from arraycomm._errors import MismatchError
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.details import CallDetail, exchange_details
+from arraycomm._protocol.header import Signature
+from arraycomm._protocol.mismatch import name_ranks
+from arraycomm._transports.base import Steps
+from arraycomm._trees.fusion import Fusion, TreeMemory
+from arraycomm._trees.layout import Spec
+from arraycomm._trees.reduce import AllreduceGradients
+
+_NAME: Final = "DistributedOptimizer"
+# Bits of the word in which a header carries a place.
+_FLAGS, _COUNT, _STEP = 5, 12, 32
+
+# The gradients of some parameters, by the parameters' numbers.
+Leaves: TypeAlias = dict[int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is in its training.
+
+    Attributes
+    ----------
+    step, evaluation, number : int
+        The step, the evaluation of its closure (0 without one), and the round in it.
+    skipped : bool
+        Whether gradients had been reduced for the step before, which was not taken.
+    stepping : bool
+        Whether the rank is in `step()`, not in a backward pass.
+    worked : bool
+        Whether it has reduced gradients of a backward pass of its own in this step.
+    pending : bool
+        Whether it is in `step()` with gradients that no backward pass has reduced.
+    replaced : bool
+        Whether it is in `step()` with reduced gradients that were replaced by others.
+    """
+
+    step: int = 1
+    evaluation: int = 0
+    number: int = 0
+    skipped: bool = False
+    stepping: bool = False
+    worked: bool = False
+    pending: bool = False
+    replaced: bool = False
+
+    def word(self) -> int:
+        """Return the place as a word of a header."""
+        flags = (self.skipped, self.stepping, self.worked, self.pending, self.replaced)
+        word = self.step % (1 << _STEP)
+        for count in (self.evaluation, self.number):
+            word = word << _COUNT | count % (1 << _COUNT)
+        for flag in flags:
+            word = word << 1 | flag
+        return word
+
+    @classmethod
+    def read(cls, word: int) -> Place:
+        """Return the place that a word stands for."""
+        flags = [bool(word >> bit & 1) for bit in reversed(range(_FLAGS))]
+        counts = word >> _FLAGS
+        number, evaluation = counts % (1 << _COUNT), (counts >> _COUNT) % (1 << _COUNT)
+        return cls(counts >> 2 * _COUNT, evaluation, number, *flags)
+
+    def where(self) -> tuple[int, int, int]:
+        """Return what has to be the same on all ranks."""
+        return self.step, self.evaluation, self.number
+
+    def __str__(self) -> str:
+        step = f"step {self.step}" + (" (after a skipped step)" if self.skipped else "")
+        if self.evaluation:
+            step = f"evaluation {self.evaluation} of the closure in {step}"
+        if self.stepping:
+            return f"{step}, in step()" + (f" after {self.number} backward()" * self.worked)
+        return f"{step}, in its backward() {self.number + 1}"
+
+
+def agree_on_place(places: Sequence[Place]) -> bool:
+    """Tell whether the ranks are where they can reduce gradients together."""
+    if len({place.where() for place in places}) > 1:
+        return False
+    return all(p.stepping for p in places) or not any(p.stepping and p.worked for p in places)
+
+
+class Reduced(NamedTuple):
+    """The reduced gradients of a bucket, and where each rank was."""
+
+    leaves: Leaves
+    places: list[Place]
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together, by their numbers."""
+
+    def __init__(self, index: int, numbers: Sequence[int]) -> None:
+        self.index, self.numbers = index, list(numbers)
+        self._fusion: Fusion | None = None
+
+    def fusion_of(self, specs: tuple[Spec, ...], bucket_bytes: int) -> Fusion:
+        """Return the fusion of gradients of these specs; the last one is kept, with its memory."""
+        kept = self._fusion
+        if kept is None or kept.specs != specs or kept.bucket_bytes != bucket_bytes:
+            kept = self._fusion = Fusion(specs, bucket_bytes)
+        return kept
+
+
+class Rounds:
+    """The rounds of one optimizer, and this rank's place.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The optimizer's own.
+    op : str
+        "mean" or "sum" over ranks.
+    options : dict
+        The other arguments of `allreduce_gradients`.
+    """
+
+    def __init__(self, comm: Communicator, op: str, options: Mapping[str, Any]) -> None:
+        self._comm, self._op, self._options = comm, op, options
+        self.place = Place()
+
+    def copy(self) -> Rounds:
+        """Return the rounds of a copy of the optimizer, which is at the same place."""
+        made = Rounds(self._comm, self._op, self._options)
+        made.place = self.place
+        return made
+
+    def start(self, bucket: Bucket, make: Callable[[], Leaves], place: Place) -> Request:
+        """Start to reduce a bucket; the request's result is `Reduced`.
+
+        `make` returns the gradients. It is called inside the call, so that the others hear of its
+        errors.
+        """
+        return self._runner.start(ReduceBucket, self, bucket, make, place)
+
+    def reduce(self, bucket: Bucket, make: Callable[[], Leaves], place: Place) -> Reduced:
+        """Reduce a bucket; see `start`."""
+        reduced: Reduced = self._runner.call(ReduceBucket, self, bucket, make, place)
+        return reduced
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Make the other ranks' next call raise, in step; raises `error` here."""
+        self._runner.fail(ReduceBucket.name, error)
+        raise error
+
+    def finish_round(self, place: Place) -> None:
+        """Note the end of a round of backward passes."""
+        worked = self.place.worked or not place.stepping
+        self.place = replace(self.place, number=self.place.number + 1, worked=worked)
+
+    def finish_step(self, *, skipped: bool = False) -> None:
+        """Go on to the next step."""
+        self.place = Place(self.place.step + 1, skipped=skipped)
+
+    def next_evaluation(self) -> None:
+        """Go on to the next evaluation of a closure."""
+        place = self.place
+        self.place = Place(place.step, place.evaluation + 1, skipped=place.skipped)
+
+    @property
+    def _runner(self) -> Any:
+        return runner_of(self._comm)
+
+    def _arguments(self) -> tuple[TreeMemory, str, Mapping[str, Any]]:
+        return trees_of(self._comm), self._op, self._options
+
+
+class ReduceBucket(AllreduceGradients):
+    """The reduction of one bucket in a round."""
+
+    def __init__(
+        self,
+        context: Context,
+        rounds: Rounds,
+        bucket: Bucket,
+        make: Callable[[], Leaves],
+        place: Place,
+    ) -> None:
+        self._bucket, self._place, self._site = bucket, place, call_site()
+        memory, op, options = rounds._arguments()
+        super().__init__(context, memory, make(), op, **options)
+        made, index = self.signature, ("bucket", bucket.index)
+        self.signature = Signature(
+            self.name, op, leaves=made.leaves, settings=(*made.settings, index)
+        )
+        self.length = place.word()
+
+    def fusion_of(self, memory: TreeMemory) -> Fusion:
+        return self._bucket.fusion_of(self.parts.specs, self._bucket_bytes)
+
+    def steps(self, agreement: Agreement) -> Steps:
+        self._places = [Place.read(word) for word in agreement.free_words()]
+        if not agree_on_place(self._places):
+            yield from self._refuse()
+        yield from super().steps(agreement)
+
+    def result(self, agreement: Agreement) -> Reduced:
+        return Reduced(super().result(agreement), self._places)
+
+    def _refuse(self) -> Steps:
+        """Raise the same error on all ranks, with the line of the program in which each is."""
+        control = self.group.control
+        local = CallDetail(_NAME, str(self._place), self._site)
+        details = yield from exchange_details(control, local)
+        control.ended = True
+        raise MismatchError(_different_places([f"{d.call}, at {d.site}" for d in details]))
+
+
+def _different_places(said: Sequence[str]) -> str:
+    """Return the message for ranks that are at these places, one for each rank."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(said):
+        groups.setdefault(text, []).append(rank)
+    listed = "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items())
+    return (
+        f"{_NAME}: the ranks are in different steps of one optimizer: {listed}. Every rank must take, "
+        "or skip, the same steps, with as many backward passes; decide that from .grad after "
+        "backward(), which is the same on all ranks"
+    )
