@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
-from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 import arraycomm as ac
@@ -73,7 +72,7 @@ class Slot:
 
     def is_replaced(self, grad: torch.Tensor | None) -> bool:
         """Tell whether something else has been assigned to `.grad` after it was reduced in this step."""
-        return self.reduced and self._result() is not grad
+        return self.reduced and (grad is None or self._result() is not grad)
 
     def was_zeroed(self, grad: torch.Tensor | None) -> bool:
         """Tell whether a gradient has been set to None or zeros since this slot last saw it."""
@@ -152,11 +151,17 @@ def slot_of(parameter: torch.Tensor) -> Slot:
             frozen = not parameter.requires_grad
             if frozen:
                 parameter.requires_grad_(True)
-            parameter.register_hook(unserializable_hook(partial(_before_accumulation, slot)))
-            parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, slot))
+            _hook(parameter, slot)
             if frozen:
                 parameter.requires_grad_(False)
     return slot
+
+
+def _hook(parameter: Any, slot: Slot) -> None:
+    before: Any = partial(_before_accumulation, slot)
+    before.__torch_unserializable__ = True  # so that torch does not warn when it saves the tensor
+    parameter.register_hook(before)
+    parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, slot))
 
 
 def _may_have_gradient(parameter: torch.Tensor) -> bool:
@@ -658,7 +663,7 @@ def _checksum(grad: torch.Tensor | None) -> int:
     if grad is None:
         return -1
     array = np.ascontiguousarray(ac.exchange(grad.detach(), "numpy"))
-    return zlib.crc32(array.reshape(-1).view(np.uint8))
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
 
 
 def _enclosing_node() -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 from arraycomm._callsite import call_site
 from arraycomm._collectives.operation import Context
 from arraycomm._collectives.requests import Request
+from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
@@ -178,7 +179,7 @@ class Rounds:
         self.place = Place(place.step, place.evaluation + 1, skipped=place.skipped)
 
     @property
-    def _runner(self) -> Any:
+    def _runner(self) -> Runner:
         return runner_of(self._comm)
 
     def _arguments(self) -> tuple[TreeMemory, str, Mapping[str, Any]]:

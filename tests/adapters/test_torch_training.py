@@ -53,7 +53,9 @@ class Batch(NamedTuple):
 
     def halves(self) -> list[Batch]:
         middle = len(self.x) // 2
-        return [Batch(*(part[cut] for part in self)) for cut in (slice(middle), slice(middle, None))]
+        return [
+            Batch(*(part[cut] for part in self)) for cut in (slice(middle), slice(middle, None))
+        ]
 
 
 def batch(rank: int, step: int, *, infinite: bool = False) -> Batch:
@@ -68,7 +70,9 @@ def batch(rank: int, step: int, *, infinite: bool = False) -> Batch:
 def joined(batches: list[Batch]) -> Batch:
     """All ranks' batch: first halves first, so that its halves are those of the ranks."""
     halves = zip(*(each.halves() for each in batches), strict=True)
-    return Batch(*(torch.cat(parts) for parts in zip(*(h for half in halves for h in half), strict=True)))
+    return Batch(
+        *(torch.cat(parts) for parts in zip(*(h for half in halves for h in half), strict=True))
+    )
 
 
 # Loops: each trains on batches with an optimizer, as on one process
@@ -283,3 +287,356 @@ def test_ranks_train_as_one_process_on_the_whole_batch(number: int) -> None:
     size, name = (3, 2)[number % 2], ("momentum", "adamw", "sgd")[number % 3]
     # Small buckets are reduced one by one while the backward pass goes on.
     check(size, LOOPS[number], name, bucket_bytes=(1, 200, 1 << 20)[number % 3])
+
+
+def test_lbfgs_evaluates_closures_as_one_process() -> None:
+    check(2, with_closures, "lbfgs")
+
+
+@pytest.mark.parametrize("loop", [plain, zeroing])
+def test_one_rank_alone_trains_as_without_ranks(loop: Loop) -> None:
+    check(1, loop, "adamw")
+
+
+def test_the_mean_of_accumulated_steps_is_reduced_by_the_last_backward() -> None:
+    def train(comm: ac.Communicator) -> list[Any]:
+        model = Model()
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        ac.DistributedOptimizer(optimizer, comm=comm, accumulate=2)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            batch(comm.rank, step).loss(model).backward()
+            if step % 2:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            optimizer.step()
+        return [parameter.detach().numpy() for parameter in model.parameters()]
+
+    model = Model()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    for step in range(0, STEPS, 2):
+        optimizer.zero_grad()
+        joined([batch(rank, s) for s in (step, step + 1) for rank in range(3)]).loss(
+            model
+        ).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+    results = run(3, train)
+    for parameters in results:
+        for got, first, want in zip(parameters, results[0], model.parameters(), strict=True):
+            assert got.tobytes() == first.tobytes()
+            np.testing.assert_allclose(got, want.detach().numpy(), rtol=SLACK, atol=SLACK)
+
+
+# What each rank passes, gets, and is told
+
+
+def weight_and_optimizer(comm: ac.Communicator, **options: Any) -> tuple[Any, Any]:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    return weight, ac.DistributedOptimizer(optimizer, comm=comm, op="sum", **options)
+
+
+def test_gradients_are_reduced_when_backward_returns() -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm)
+        (weight * (comm.rank + 1)).sum().backward()
+        seen = weight.grad
+        assert seen.tolist() == [6.0, 6.0]
+        (weight * 10 * comm.rank).sum().backward()
+        # As autograd does, in the same memory.
+        assert seen is weight.grad
+        assert seen.tolist() == [36.0, 36.0]
+        optimizer.step()
+        assert weight.tolist() == [-36.0, -36.0]
+        optimizer.step()
+        assert weight.tolist() == [-72.0, -72.0]
+
+    run(3, train)
+
+
+def test_a_rank_without_data_takes_part_in_the_backward_passes_of_the_others() -> None:
+    def train(comm: ac.Communicator) -> list[float]:
+        weight, optimizer = weight_and_optimizer(comm)
+        other = torch.nn.Parameter(torch.zeros(300))
+        optimizer.add_param_group({"params": [other]})
+        for step in range(3):
+            optimizer.zero_grad()
+            if comm.rank != step:
+                weight.sum().backward()
+                (other * comm.rank).sum().backward()
+            elif step == 1:
+                # Its own gradient, set by hand, counts.
+                weight.grad = torch.full((2,), 10.0)
+            optimizer.step()
+        return [*weight.tolist(), other[0].item()]
+
+    assert run(3, train) == [[-16.0, -16.0, -6.0]] * 3
+
+
+def test_autograd_grad_reduces_nothing_and_keeps_what_was_reduced() -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm)
+        weight.sum().backward()
+        for _ in range(comm.rank):
+            (gradient,) = torch.autograd.grad((weight * 5).sum(), weight)
+            assert gradient.tolist() == [5.0, 5.0]
+            assert weight.grad.tolist() == [2.0, 2.0]
+        weight.sum().backward()
+        assert weight.grad.tolist() == [4.0, 4.0]
+
+    run(2, train)
+
+
+def test_ranks_may_accumulate_as_often_as_they_like_in_no_sync() -> None:
+    def train(comm: ac.Communicator) -> list[float]:
+        weight, optimizer = weight_and_optimizer(comm)
+        weight.sum().backward()
+        with no_sync(optimizer):
+            for _ in range(comm.rank):
+                (weight * 10).sum().backward()
+                assert weight.grad[0] == 10.0 * (_ + 1)
+        # Without a backward pass outside, the step reduces them.
+        if comm.rank == 0:
+            assert weight.grad.tolist() == [3.0, 3.0]
+        optimizer.step()
+        assert weight.grad.tolist() == [33.0, 33.0]
+        with no_sync(optimizer):
+            weight.sum().backward()
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        return weight.tolist()
+
+    assert run(3, train) == [[-36.0, -36.0]] * 3
+
+
+class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    """Raises in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise KeyError("broken")
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_after_an_exception_in_backward_training_goes_on(zero: bool) -> None:
+    def train(comm: ac.Communicator) -> list[float]:
+        first, last = (torch.nn.Parameter(torch.ones(300)) for _ in range(2))
+        optimizer = torch.optim.SGD([first, last], lr=1.0)
+        ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=100)
+        for step in range(2):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                first.fill_(1)
+                last.fill_(1)
+            if step == 1:
+                # The bucket of `last` is under way.
+                with pytest.raises(KeyError, match="broken"):
+                    (Broken.apply(first) * last * (comm.rank + 1)).sum().backward()
+                if zero:
+                    optimizer.zero_grad()
+            (first * last * (comm.rank + 1)).sum().backward()
+            optimizer.step()
+        return [first[0].item(), last[0].item()]
+
+    assert run(3, train) == [[-1.0, -1.0 if zero else -3.0]] * 3
+
+
+def test_a_dropped_optimizer_reduces_no_more() -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm)
+        weight.sum().backward()
+        del optimizer
+        if comm.rank == 0:
+            weight.sum().backward()
+            assert weight.grad.tolist() == [3.0, 3.0]
+
+    run(2, train)
+
+
+def test_two_optimizers_play_against_each_other() -> None:
+    def train(comm: ac.Communicator | None) -> list[float]:
+        generator, critic = (torch.nn.Parameter(torch.tensor([x])) for x in (1.0, 2.0))
+        both = [torch.optim.Adam([each], lr=0.1, eps=0.1) for each in (generator, critic)]
+        if comm:
+            both = [ac.DistributedOptimizer(each, comm=comm) for each in both]
+        x = 2.0 if comm is None else float(comm.rank + 1)
+        for _ in range(3):
+            both[1].zero_grad()
+            (critic * (x - generator.detach()) ** 2).sum().backward()
+            both[1].step()
+            both[0].zero_grad()
+            # Computes a gradient of the critic as well, which no step takes.
+            (critic * (x + generator)).sum().backward()
+            both[0].step()
+        return [generator.item(), critic.item()]
+
+    assert len({tuple(each) for each in run(3, train)}) == 1
+
+
+def test_parameters_of_several_dtypes_are_reduced_together() -> None:
+    def train(comm: ac.Communicator) -> list[Any]:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+        weights = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
+        optimizer = ac.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), comm=comm)
+        sum((weight * (comm.rank + 1)).sum().abs() for weight in weights).backward()
+        optimizer.step()
+        return [(weight.dtype, weight[0].item()) for weight in weights]
+
+    for weights in run(3, train):
+        assert [value for _, value in weights] == [-1.0] * 4
+
+
+# Errors
+
+
+def raises_on_all(size: int, train: Callable[[ac.Communicator], None], match: str) -> None:
+    def check(comm: ac.Communicator) -> None:
+        with pytest.raises(ac.MismatchError, match=match):
+            train(comm)
+
+    run(size, check)
+
+
+def test_a_step_that_one_rank_skips_raises_on_all() -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm)
+        for step in range(4):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            if (comm.rank, step) != (1, 2):
+                optimizer.step()
+
+    raises_on_all(
+        3,
+        train,
+        r"ranks 0, 2: step 3, in step\(\) after 1 backward\(\), at test_torch_training.py:\d+; "
+        r"rank 1: step 4 \(after a skipped step\), in its backward\(\) 1, at test_torch_training",
+    )
+
+
+def test_one_rank_skipping_an_accumulated_step_raises_on_all() -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm, accumulate=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            if comm.rank or step:
+                optimizer.step()
+
+    raises_on_all(2, train, r"rank 0: step 3.*rank 1: step 2")
+
+
+def test_different_numbers_of_backward_passes_raise_on_all() -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm)
+        for _ in range(1 + comm.rank):
+            weight.sum().backward()
+        optimizer.step()
+
+    raises_on_all(
+        2, train, r"rank 0: step 1, in step\(\) after 1.*rank 1: step 1, in its backward\(\) 2"
+    )
+
+
+def test_different_numbers_of_evaluations_raise_on_all() -> None:
+    class Evaluating(torch.optim.SGD):  # type: ignore[misc, name-defined]
+        def step(self, closure: Any = None) -> Any:
+            for _ in range(self.evaluations):
+                closure()
+
+    def train(comm: ac.Communicator) -> None:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        optimizer = Evaluating([weight], lr=1.0)
+        optimizer.evaluations = 1 + comm.rank
+        ac.DistributedOptimizer(optimizer, comm=comm)
+        for _ in range(2):
+            optimizer.step(lambda: weight.sum().backward())
+
+    raises_on_all(
+        2, train, "rank 0: evaluation 1 of the closure in step 2.*rank 1: evaluation 2 .* step 1"
+    )
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_gradients_that_are_replaced_must_be_the_same_on_all_ranks(none: bool) -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm)
+        weight.sum().backward()
+        if comm.rank:
+            weight.grad = None if none else weight.grad * 2
+        optimizer.step()
+
+    raises_on_all(2, train, r"parameter 0, of shape \(2,\), on rank 1 is not that on rank 0")
+
+
+def test_gradients_that_cannot_be_reduced_are_refused_by_name() -> None:
+    def train(comm: ac.Communicator) -> None:
+        table = torch.nn.Embedding(3, 2, sparse=True)
+        weight = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([weight, table.weight], lr=1.0)
+        ac.DistributedOptimizer(optimizer, comm=comm)
+        kind: Any = TypeError if comm.rank else ac.PeerError
+        with pytest.raises(kind, match=r"parameter 0 has a history \(backward\(create_graph=True"):
+            (weight**2).sum().backward(create_graph=comm.rank == 1)
+        optimizer.zero_grad()
+        with pytest.raises(kind, match=r"parameter 1 is of layout torch.sparse_coo.*sparse=False"):
+            (table(torch.tensor([1])) if comm.rank else table.weight).sum().backward()
+        optimizer.zero_grad()
+        (weight * comm.rank).sum().backward()
+        optimizer.step()
+        assert weight.tolist() == [-0.5, -0.5]
+
+    run(2, train)
+
+
+def test_a_step_inside_backward_is_refused_on_all_ranks() -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm)
+        if comm.rank:
+            weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        kind: Any = RuntimeError if comm.rank else ac.PeerError
+        with pytest.raises(kind, match=r"step\(\) was called inside backward\(\)"):
+            weight.sum().backward()
+
+    run(2, train)
+
+
+def test_local_gradients_of_accumulated_steps_must_not_be_changed() -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm, accumulate=2)
+        weight.sum().backward()
+        torch.nn.utils.clip_grad_norm_([weight], 0.1)
+        with pytest.raises(
+            RuntimeError, match=r"only adds them up \(accumulate=2\), before they are"
+        ):
+            optimizer.step()
+
+    run(2, train)
+
+
+def test_optimizers_of_one_parameter_must_reduce_it_alike() -> None:
+    def train(comm: ac.Communicator) -> None:
+        weight, optimizer = weight_and_optimizer(comm)
+        other = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm, op="mean")
+        weight.sum().backward()
+        other.step()
+        with pytest.raises(
+            ValueError, match="made later with another op, accumulate or compression"
+        ):
+            optimizer.step()
+
+    run(2, train)
+
+
+def test_no_sync_needs_a_distributed_optimizer() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with (
+        pytest.raises(ValueError, match="no_sync: this optimizer is not distributed"),
+        no_sync(optimizer),
+    ):
+        pass
