@@ -4,9 +4,6 @@ Two hooks on each parameter watch the accumulation of its gradient. The paramete
 buckets. The reduction of a bucket starts once all its gradients are there, and those of the buckets
 before it have been started, so that all ranks start them in the same order. What is left is started
 at the end of the backward pass, which waits for all. So `.grad` is reduced when `backward()` returns.
-
-Before autograd adds to a gradient that has been reduced already, this is set aside as the *base*.
-Autograd then accumulates this rank's part alone, which is reduced and added to the base.
 """
 
 from __future__ import annotations
@@ -23,162 +20,14 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 import arraycomm as ac
+from arraycomm.adapters._torch_slots import Slot, slot_of, writes_to
 
 _FIRST_BUCKET: Final = 1 << 20
-
-
-class Slot:
-    """The gradient of one parameter, between autograd and its reduction.
-
-    Attributes
-    ----------
-    reducer : weak reference to Reducer
-        That of the optimizer made last for this parameter, which reduces its gradient.
-    number : int
-        Of the parameter in that reducer.
-    base : Tensor or None
-        What was reduced before. `.grad` is then what this rank has accumulated since.
-    sent : Tensor or None
-        The `.grad` that is being reduced.
-    reduced : bool
-        Whether `.grad` has been reduced in this step.
-    version : int
-        How often `.grad` had been written to when this slot last saw it.
-    """
-
-    __slots__ = ("_result", "base", "number", "reduced", "reducer", "sent", "version")
-
-    def __init__(self) -> None:
-        self.reducer: Any = lambda: None
-        self.number = 0
-        self.base: torch.Tensor | None = None
-        self.sent: torch.Tensor | None = None
-        self.reduced = False
-        self.version = 0
-        self._result: Any = lambda: None
-
-    def is_reduced(self, grad: torch.Tensor) -> bool:
-        """Tell whether a gradient has been reduced, and maybe changed since."""
-        return self.reduced or self._result() is grad
-
-    def is_settled(self, grad: torch.Tensor) -> bool:
-        """Tell whether a gradient has been reduced, in this step or without a change since."""
-        return self.reduced or (self._result() is grad and grad._version == self.version)
-
-    def is_replaced(self, grad: torch.Tensor | None) -> bool:
-        """Tell whether something else has been assigned to `.grad` after it was reduced in this step."""
-        return self.reduced and (grad is None or self._result() is not grad)
-
-    def was_zeroed(self, grad: torch.Tensor | None) -> bool:
-        """Tell whether a gradient has been set to None or zeros since this slot last saw it."""
-        if grad is None:
-            return True
-        result = self._result()
-        if grad._version == self.version and (result is None or result is grad):
-            return False
-        return not grad.any()
-
-    def base_of(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what was reduced before this gradient was accumulated, if anything."""
-        if self.base is not None and self.was_zeroed(grad):
-            self.base = None
-        return self.base
-
-    def set_aside(self, parameter: torch.Tensor) -> bool:
-        """Make autograd accumulate into a new `.grad`; tell whether the old one is being reduced."""
-        grad = parameter.grad
-        if grad is not None and grad is self.sent:
-            parameter.grad = None
-            return True
-        if grad is None:
-            self.base, self.reduced = None, False
-        elif self.base_of(grad) is None and self.is_reduced(grad):
-            self.base, parameter.grad = grad, None
-        return False
-
-    def put_back(self, parameter: torch.Tensor) -> None:
-        """Undo `set_aside` if nothing has been accumulated."""
-        if parameter.grad is None and self.base is not None:
-            parameter.grad, self.base = self.base, None
-
-    def accumulated(self, grad: torch.Tensor | None) -> None:
-        """Note that autograd has accumulated this rank's part."""
-        self.reduced, self._result = False, lambda: None
-        self.version = 0 if grad is None else grad._version
-
-    def settle(self, parameter: torch.Tensor, reduced: torch.Tensor | None) -> None:
-        """Take over a reduced gradient, unless no rank had one."""
-        sent, self.sent = self.sent, None
-        if reduced is None:
-            return
-        grad = parameter.grad
-        late = sent is not None and grad is not sent
-        total = self._total(parameter, sent, reduced)
-        self.base = None
-        if late and grad is not None:
-            self.base = total
-            return
-        if grad is not total:
-            parameter.grad = total
-        self.reduced, self.version, self._result = True, total._version, TensorWeakRef(total)
-
-    def _total(
-        self, parameter: torch.Tensor, sent: torch.Tensor | None, reduced: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the whole reduced gradient, in the memory where the program has seen it."""
-        base = self.base_of(sent) if sent is not None else parameter.grad
-        with torch.no_grad():
-            if base is not None:
-                return base.add_(reduced)
-            return reduced if sent is None else sent.copy_(reduced)
-
-
-_slots: Any = WeakTensorKeyDictionary()
-
-
-def slot_of(parameter: torch.Tensor) -> Slot:
-    """Return the slot of a parameter; the first call hooks it to the parameter."""
-    slot: Slot | None = _slots.get(parameter)
-    if slot is None:
-        slot = _slots[parameter] = Slot()
-        if _may_have_gradient(parameter):
-            # Torch allows hooks only while gradients are required. They stay if a parameter is frozen.
-            frozen = not parameter.requires_grad
-            if frozen:
-                parameter.requires_grad_(True)
-            _hook(parameter, slot)
-            if frozen:
-                parameter.requires_grad_(False)
-    return slot
-
-
-def _hook(parameter: Any, slot: Slot) -> None:
-    before: Any = partial(_before_accumulation, slot)
-    before.__torch_unserializable__ = True  # so that torch does not warn when it saves the tensor
-    parameter.register_hook(before)
-    parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, slot))
-
-
-def _may_have_gradient(parameter: torch.Tensor) -> bool:
-    numeric = parameter.is_floating_point() or parameter.is_complex()
-    return numeric and parameter.is_leaf and not parameter.is_inference()
-
-
-def _before_accumulation(slot: Slot, _: torch.Tensor) -> None:
-    reducer: Reducer | None = slot.reducer()
-    if reducer is not None:
-        reducer.before_accumulation(slot)
-
-
-def _after_accumulation(slot: Slot, parameter: torch.Tensor) -> None:
-    reducer: Reducer | None = slot.reducer()
-    if reducer is not None:
-        reducer.after_accumulation(slot, parameter)
 
 
 class Backward:
@@ -190,6 +39,8 @@ class Backward:
         Where in the training it is; see `arraycomm._training.rounds`.
     local : bool
         Whether gradients are only accumulated.
+    joined : bool
+        Whether it is inside `join`.
     tasks : set of int
         Autograd's numbers of the passes.
     outermost : int or None
@@ -208,8 +59,8 @@ class Backward:
         The reductions that have been started.
     """
 
-    def __init__(self, place: Any, local: bool, buckets: Sequence[Any]) -> None:
-        self.place, self.local = place, local
+    def __init__(self, place: Any, local: bool, joined: bool, buckets: Sequence[Any]) -> None:
+        self.place, self.local, self.joined = place, local, joined
         self.tasks: set[int] = set()
         self.outermost: int | None = None
         self.order: dict[int, None] = {}
@@ -229,7 +80,7 @@ class Backward:
     def has_ready_bucket(self) -> bool:
         """Tell whether the next bucket, if it is not the last, can be started."""
         following = len(self.requests)
-        if self.local or self.repeated or following >= len(self.waiting) - 1:
+        if self.local or self.joined or self.repeated or following >= len(self.waiting) - 1:
             return False
         return not self.waiting[following]
 
@@ -247,8 +98,10 @@ class Reducer:
         self._gradients = gradients
         self._lock = threading.RLock()
         self.syncing = True
+        # Whether gradients have been reduced for this step inside `join`.
+        self._has_joined = False
         self._backward: Backward | None = None
-        # Whether a backward pass has computed gradients for this step.
+        # The parameters with gradients of backward passes for this step.
         self._touched: list[int] = []
         self.parameters: list[torch.Tensor] = []
         self._slots: list[Slot] = []
@@ -316,7 +169,7 @@ class Reducer:
     def before_accumulation(self, slot: Slot) -> None:
         """Called before autograd adds to a gradient, or returns it without accumulating it."""
         with self._lock:
-            task, backward = torch._C._current_graph_task_id(), self._backward
+            task, backward = _current_graph_task_id(), self._backward
             if backward is None or task not in backward.tasks:
                 backward = self._enter(task)
             if slot.set_aside(self.parameters[slot.number]):
@@ -358,7 +211,7 @@ class Reducer:
         def finished(*_: Any) -> None:
             handle.remove()
             with self._lock:
-                task = torch._C._current_graph_task_id()
+                task = _current_graph_task_id()
                 if self._backward is backward and task not in backward.tasks:
                     self._enter(task)
 
@@ -370,9 +223,9 @@ class Reducer:
         if self._touched and self._are_zeroed():
             self._finish_step(skipped=True)
         if gradients.rounds is None:
-            return Backward(None, True, self._buckets)
-        local = not self.syncing or gradients.joined or gradients.keeps
-        return Backward(gradients.rounds.place, local, self._buckets)
+            return Backward(None, True, False, self._buckets)
+        local = not self.syncing or gradients.keeps
+        return Backward(gradients.rounds.place, local, gradients.joined, self._buckets)
 
     def _are_zeroed(self) -> bool:
         return all(self._slots[n].was_zeroed(self.parameters[n].grad) for n in self._touched)
@@ -386,7 +239,8 @@ class Reducer:
             for number in backward.aside:
                 self._slots[number].put_back(self.parameters[number])
             if not backward.local and backward.order:
-                self._finish_backward(backward)
+                finish = self._finish_in_join if backward.joined else self._finish_backward
+                finish(backward)
                 return
             self._backward = None
             if self.syncing and self._is_counted:
@@ -402,11 +256,17 @@ class Reducer:
             self._backward = None
             self._forget_sent()
 
+    def _finish_in_join(self, _: Backward) -> None:
+        try:
+            self._reduce_in_join()
+        finally:
+            self._backward = None
+
     def _leave_backward(self) -> None:
         """Forget a backward pass that an exception ended; raise inside one that goes on."""
         if self._backward is None:
             return
-        if torch._C._current_graph_task_id() != -1:
+        if _current_graph_task_id() != -1:
             self._gradients.rounds.fail(
                 RuntimeError(
                     "DistributedOptimizer: step() was called inside backward(), before all gradients "
@@ -470,7 +330,7 @@ class Reducer:
         for number, reduced in leaves.items():
             parameter = self.parameters[number]
             self._slots[number].settle(parameter, _like(parameter, reduced))
-            if reduced is not None:
+            if reduced is not None and self._is_counted:
                 self._touched.append(number)
 
     # Steps
@@ -482,9 +342,12 @@ class Reducer:
         """
         gradients = self._gradients
         self._leave_backward()
-        if not self._is_counted:
+        if gradients.rounds is None:
             return self._reduce_at_once()
         self._check_owners()
+        if gradients.joined:
+            return self._step_in_join()
+        self._check_join()
         if gradients.keeps:
             self._check_unchanged()
             gradients.keep(self._all_unreduced())
@@ -499,10 +362,13 @@ class Reducer:
         """Reduce what a closure's backward pass has not; see `reduce_for_step`."""
         gradients = self._gradients
         self._leave_backward()
-        if not self._is_counted:
+        if gradients.rounds is None:
             self._reduce_at_once()
             return
         self._check_owners()
+        if gradients.joined:
+            self._step_in_join()
+            return
         self._reduce_with_others()
         self._forget_reduced()
         gradients.rounds.next_evaluation()
@@ -522,8 +388,14 @@ class Reducer:
         """Whether ranks compare in which step they are."""
         return self._gradients.rounds is not None and not self._gradients.joined
 
-    def settle_all(self, reduced: Sequence[Any]) -> None:
-        """Take over reduced gradients of all parameters."""
+    def take_over(self, reduced: Sequence[Any]) -> None:
+        """Replace the gradients of all parameters by those of ranks with data."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._settle_all(reduced)
+        self._forget_reduced()
+
+    def _settle_all(self, reduced: Sequence[Any]) -> None:
         self._settle(dict(enumerate(reduced)))
 
     def _reduce_with_others(self) -> None:
@@ -556,13 +428,35 @@ class Reducer:
         self._gradients.forget_sums()
 
     def _reduce_at_once(self) -> bool:
-        """Reduce all gradients now: inside `join`, or if frameworks differ between ranks."""
+        """Reduce all gradients now, because other ranks' frameworks cannot do so before the step."""
         try:
             complete, reduced = self._gradients.add(self._all_unreduced())
             if complete:
-                self.settle_all([reduced[number] for number in range(len(self.parameters))])
+                self._settle_all(reduced)
         finally:
             self._forget_sent()
+        self._forget_reduced()
+        return bool(complete)
+
+    def _reduce_in_join(self) -> None:
+        """Reduce all gradients by weight."""
+        try:
+            reduced = self._gradients.reduce_in_join(self._all_unreduced())
+            self._settle_all(reduced)
+            self._has_joined = True
+        finally:
+            self._forget_sent()
+
+    def _step_in_join(self) -> bool:
+        """Give the gradients of a step to ranks without data; tell whether the step can be taken."""
+        if not self._has_joined:
+            self._reduce_in_join()
+        grads = [parameter.grad for parameter in self.parameters]
+        replaced = (
+            zlib.crc32(repr(list(map(_checksum, grads))).encode()) if self._is_replaced() else None
+        )
+        complete = self._gradients.hand_over(grads, replaced)
+        self._has_joined = False
         self._forget_reduced()
         return bool(complete)
 
@@ -596,7 +490,7 @@ class Reducer:
         """Raise if gradients were changed that are only accumulated: they are this rank's alone."""
         for number in self._touched:
             grad = self.parameters[number].grad
-            if grad is None or grad._version != self._slots[number].version:
+            if grad is None or writes_to(grad) != self._slots[number].version:
                 raise RuntimeError(
                     "DistributedOptimizer: gradients were changed between backward() and a step() that "
                     f"only adds them up (accumulate={self._gradients.accumulate}), before they are reduced; "
@@ -616,6 +510,18 @@ class Reducer:
                     "optimizer that was made later with another op, accumulate or compression, which "
                     "reduces its gradient; pass the same arguments to both"
                 )
+
+    def _check_join(self) -> None:
+        """Raise if a `join` block has ended between a backward pass and its step."""
+        if self._has_joined:
+            self._has_joined = False
+            self._gradients.rounds.fail(
+                RuntimeError(
+                    "DistributedOptimizer: step() was called after a join block with gradients of a "
+                    "backward() inside, which ranks without data do not have; call both inside, or both "
+                    "after the block"
+                )
+            )
 
     def _compare(self) -> None:
         """Raise unless all ranks have the same gradients."""

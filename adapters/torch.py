@@ -164,9 +164,7 @@ class _Steps:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        for parameter in self.reducer.parameters:
-            parameter.grad = None
-        self.reducer.settle_all(reduced)
+        self.reducer.take_over(reduced)
         self._following = True
         try:
             optimizer.step()

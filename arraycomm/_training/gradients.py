@@ -12,7 +12,7 @@ from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
-from arraycomm._training.weighted import Block, WeightedGradients
+from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.leaves import check_leaf
 from arraycomm._trees.pytrees import flatten
@@ -138,6 +138,26 @@ class Gradients:
         """Return a bucket of these parameters."""
         return Bucket(index, numbers)
 
+    def reduce_in_join(self, tree: Any) -> Any:
+        """Reduce the gradients of a backward pass inside `join`, by weight."""
+        block, memory = self._join.block, trees_of(self._shared)
+        return runner_of(self._shared).call(JoinedBackward, block, memory, self, tree)
+
+    def hand_over(self, tree: Any, replaced: int | None) -> bool:
+        """Give the gradients of a step inside `join` to ranks without data; tell whether it counts.
+
+        `replaced` is a digest of gradients that were replaced after they had been reduced.
+        """
+        block, memory = self._join.block, trees_of(self._shared)
+        runner_of(self._shared).call(HandedStep, block, memory, self, tree, replaced)
+        return bool(self._join.total)
+
+    @property
+    def _join(self) -> Joinable:
+        join = registry_of(self._shared).join
+        assert join is not None
+        return join
+
     def keep(self, tree: Any) -> None:
         """Add the gradients of a step to those of the steps before."""
         with naming(_NAME):
@@ -206,18 +226,54 @@ class OptimizerStep(AllreduceGradients):
 
 
 class JoinedStep(WeightedGradients):
-    """The reduction of an optimizer's gradients inside `join`."""
+    """The reduction of an optimizer's gradients inside `join`, with which its step is taken."""
 
     def __init__(
         self, context: Context, block: Block, memory: TreeMemory, gradients: Gradients, tree: Any
     ) -> None:
-        if gradients.accumulate > 1:
-            raise ValueError(
-                "inside join gradients cannot be accumulated, since ranks that have no more steps "
-                f"would keep some back; got an optimizer with accumulate={gradients.accumulate}"
-            )
-        options, number = gradients.options, gradients.number
+        number = _number_in_join(gradients)
+        options = gradients.options
         super().__init__(context, block, memory, tree, gradients.op, **options, optimizer=number)
+
+
+class JoinedBackward(WeightedGradients):
+    """The reduction of an optimizer's gradients inside `join`, before its step."""
+
+    def __init__(
+        self, context: Context, block: Block, memory: TreeMemory, gradients: Gradients, tree: Any
+    ) -> None:
+        further = (("backward of optimizer", _number_in_join(gradients)),)
+        options = gradients.options
+        super().__init__(context, block, memory, tree, gradients.op, **options, further=further)
+
+
+class HandedStep(HandOver):
+    """A step inside `join` with gradients that are reduced, also of the ranks without data."""
+
+    def __init__(
+        self,
+        context: Context,
+        block: Block,
+        memory: TreeMemory,
+        gradients: Gradients,
+        tree: Any,
+        replaced: int | None,
+    ) -> None:
+        number, further = _number_in_join(gradients), (("replaced", replaced),)
+        bucket_bytes = gradients.options["bucket_bytes"]
+        super().__init__(
+            context, block, memory, tree, "sum", bucket_bytes, None, "zeros", number, further
+        )
+
+
+def _number_in_join(gradients: Gradients) -> int:
+    """Return by which number ranks without data know an optimizer; raise if they cannot take its steps."""
+    if gradients.accumulate > 1:
+        raise ValueError(
+            "inside join gradients cannot be accumulated, since ranks that have no more steps "
+            f"would keep some back; got an optimizer with accumulate={gradients.accumulate}"
+        )
+    return gradients.number
 
 
 class Sum:

@@ -17,7 +17,7 @@ from arraycomm._collectives.operation import Context, Operation
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
-from arraycomm._protocol.header import LeafSpec, Signature
+from arraycomm._protocol.header import LeafSpec, Settings, Signature
 from arraycomm._training.arithmetic import multiplied, operand_of, widened
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
@@ -41,7 +41,7 @@ class ShadowStep(NamedTuple):
     Attributes
     ----------
     optimizer : int or None
-        The number of the optimizer whose gradients these are.
+        The number of the optimizer that is to take a step with these gradients, if any.
     total : float
         The sum of the weights.
     gradients : list of ndarray or None
@@ -120,6 +120,7 @@ class WeightedGradients(Operation):
         compression: str | None,
         missing: str = "zeros",
         optimizer: int | None = None,
+        further: Settings = (),
     ) -> None:
         super().__init__(context)
         check_op(op)
@@ -128,17 +129,22 @@ class WeightedGradients(Operation):
         if op not in ("mean", "sum"):
             raise ValueError(f'inside join op must be "mean" or "sum"; got {op!r}')
         self._memory, self._block, self._op, self._compression = memory, block, op, compression
-        self._factor = local if op == "mean" else float(local > 0)
+        self._factor = self.factor_of(local)
         self._leaves = Leaves(flatten(tree), partial(_weighted_view, factor=self._factor))
         self._leaves.check_reducible(op)
         settings = (
             *settings_of(bucket_bytes, compression, self._leaves),
             ("joined", 1),
             ("optimizer", optimizer),
+            *further,
         )
         described = self._leaves.described()
         self.signature = Signature(self.name, op, leaves=described, settings=settings)
         self.length = bits_of(local)
+
+    def factor_of(self, weight: float) -> float:
+        """Return what this rank's gradients are multiplied by."""
+        return weight if self._op == "mean" else float(weight > 0)
 
     def steps(self, agreement: Agreement) -> Steps:
         agreed = list(self._leaves.described())
@@ -155,6 +161,26 @@ class WeightedGradients(Operation):
     def result(self, agreement: Agreement) -> Any:
         likes = prototypes(self._leaves.views)
         return self._leaves.rebuild(list(map(_result, self._reduced, likes)))
+
+
+class HandOver(WeightedGradients):
+    """The gradients of a step, which all ranks with data have, given to those without."""
+
+    def factor_of(self, weight: float) -> float:
+        return 1.0
+
+    def steps(self, agreement: Agreement) -> Steps:
+        weights, calls = weights_of(agreement), agreement.calls
+        self._block.stepped(weights)
+        if calls is None or len(live := active(calls)) == len(calls):
+            return
+        agreed, views = agreed_leaves(live), self._leaves.views
+        # The others add zeros.
+        sources = views if calls.index(live[0]) == self.group.rank else [None] * len(views)
+        yield from _reduce_weighted(self._memory, agreed, sources, weights, "sum", None)
+
+    def result(self, agreement: Agreement) -> None:
+        return None
 
 
 def shadow_gradients(memory: TreeMemory, agreement: Agreement, live: Sequence[CallDetail]) -> Steps:
