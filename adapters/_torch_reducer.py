@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -220,15 +220,18 @@ class Reducer:
     def _begin(self) -> Backward:
         """Begin a backward pass, and a new step if the last one was skipped."""
         gradients = self._gradients
-        if self._touched and self._are_zeroed():
+        if self._touched and self._are_zeroed(self._touched):
             self._finish_step(skipped=True)
+        if self._has_joined and self._are_zeroed(range(len(self.parameters))):
+            self._has_joined = False
         if gradients.rounds is None:
             return Backward(None, True, False, self._buckets)
         local = not self.syncing or gradients.keeps
         return Backward(gradients.rounds.place, local, gradients.joined, self._buckets)
 
-    def _are_zeroed(self) -> bool:
-        return all(self._slots[n].was_zeroed(self.parameters[n].grad) for n in self._touched)
+    def _are_zeroed(self, numbers: Iterable[int]) -> bool:
+        """Tell whether the gradients of these parameters are None or zeros by now."""
+        return all(self._slots[n].was_zeroed(self.parameters[n].grad) for n in numbers)
 
     def _end(self) -> None:
         """Called at the end of a backward pass."""
