@@ -1,4 +1,4 @@
-"""PyTorch: optimizers that reduce gradients over all ranks before each step."""
+"""PyTorch: optimizers that reduce gradients over all ranks before each step, and a data loader."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 import arraycomm as ac
+from arraycomm.adapters._torch_data import DataLoader
 
-__all__ = ["DistributedOptimizer", "synchronize"]
+__all__ = ["DataLoader", "DistributedOptimizer", "synchronize"]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
