@@ -1,4 +1,4 @@
-"""PyTorch: optimizers that reduce gradients, differentiable collectives, and batch norm over all ranks."""
+"""PyTorch: optimizers, differentiable collectives, batch norm and a data loader for several ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from arraycomm.adapters._torch_collectives import (
     bcast,
     reduce_scatter,
 )
+from arraycomm.adapters._torch_data import DataLoader
 
 __all__ = [
+    "DataLoader",
     "DistributedOptimizer",
     "SyncBatchNorm",
     "allgather",

@@ -102,6 +102,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "Communicator",
         "CommunicatorClosedError",
         "ConcurrentUseError",
+        "DeadlockError",
         "DistributedDataContainer",
         "DistributedOptimizer",
         "Join",
