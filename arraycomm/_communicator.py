@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from arraycomm._collectives import groups
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.fast_path import FastPaths
+from arraycomm._collectives.handles import Handle
 from arraycomm._collectives.messages import Messenger
 from arraycomm._collectives.movements import (
     Allgather,
@@ -34,7 +35,7 @@ from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan
 
 
-class Communicator:
+class Communicator(Handle):
     """A group of ranks that communicate.
 
     Made by `arraycomm.init`, `split`, `dup` and `from_mpi`. All ranks of the group call every
@@ -52,7 +53,14 @@ class Communicator:
         The same among the ranks of this node.
     backend : str
         "self", "threads", "mpi", or "nccl" if that was asked for.
+
+    Notes
+    -----
+    A copy of a communicator, also one by `copy.deepcopy` of what holds it, is the communicator
+    itself; `dup` makes another one. It cannot be pickled.
     """
+
+    _instead = "call arraycomm.init() or world() in each process"
 
     def __init__(self, runner: Runner) -> None:
         group = runner.group

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from arraycomm._collectives.handles import Handle
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.placement import DevicePlacement
@@ -19,7 +20,7 @@ from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
 
 
-class Plan:
+class Plan(Handle):
     """The reduction of trees of one structure, made by `Communicator.plan`, called in every step.
 
     Parameters
@@ -66,6 +67,8 @@ class Plan:
     >>> run(2, step)
     [0.5, 0.5]
     """
+
+    _instead = "make one in each process, with Communicator.plan"
 
     def __init__(
         self, runner: Runner, memory: TreeMemory, leaves: Leaves, op: str, fusion: Fusion
