@@ -140,9 +140,9 @@ def _is_traced(tree: Any) -> bool:
 
 
 def all_reduce(
+    op: str = "mean",
     *,
     comm: ac.Communicator | None = None,
-    op: str = "mean",
     bucket_bytes: int = 25 << 20,
     compression: str | None = None,
 ) -> optax.GradientTransformation:
@@ -155,7 +155,7 @@ def all_reduce(
 
     Parameters
     ----------
-    comm, op, bucket_bytes, compression
+    op, comm, bucket_bytes, compression
         As for `arraycomm.DistributedOptimizer`.
     """
     group = (comm or ac.world()).dup()

@@ -101,8 +101,8 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
 
 def _reduced(optimizer: torch.optim.Optimizer, protocol: Any, gradients: Any) -> tuple[Any, ...]:
     """Return what `copy` makes a copy of: torch leaves out hooks. `gradients` refuse to be pickled."""
-    make, arguments, *state = type(optimizer).__reduce_ex__(optimizer, protocol)
-    return _copied, (gradients, make, arguments, state[0] if state else None)
+    reduced: tuple[Any, ...] = type(optimizer).__reduce_ex__(optimizer, protocol)  # type: ignore[assignment]
+    return _copied, (gradients, *reduced[:3])
 
 
 def _copied(

@@ -27,10 +27,9 @@ from arraycomm._collectives.operation import Barrier
 from arraycomm._collectives.reductions import Allreduce, Exscan, Reduce, ReduceScatter, Scan
 from arraycomm._collectives.requests import Request
 from arraycomm._collectives.runner import Runner
-from arraycomm._cuda.devices import DeviceRequest
-from arraycomm._mpi_start import open_over_mpi
+from arraycomm._mpi_start import Arguments, open_over_mpi
 from arraycomm._protocol.exit import leave_by_error, replace_root
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan
 
@@ -80,6 +79,7 @@ class Communicator(Handle):
         cls,
         mpi4py_comm: Any,
         *,
+        backend: str = "auto",
         device: Any = None,
         check: bool = True,
         reproducible: bool = True,
@@ -94,6 +94,8 @@ class Communicator(Handle):
         ----------
         mpi4py_comm : mpi4py.MPI.Intracomm
             The communicator to work over.
+        backend : str
+            "auto", "mpi" or "nccl", which mean what they mean for `arraycomm.init`.
         device, check, reproducible, timeout
             As for `arraycomm.init`.
 
@@ -102,15 +104,8 @@ class Communicator(Handle):
         TypeError, ValueError, BackendUnavailableError
             An argument is wrong, or not possible here; the other ranks raise `PeerError`.
         """
-        return cls(
-            open_over_mpi(
-                mpi4py_comm,
-                lambda: (
-                    Options(check, reproducible, timeout),
-                    DeviceRequest.checked("auto", device),
-                ),
-            )
-        )
+        arguments = Arguments(backend, device, check, reproducible, timeout)
+        return cls(open_over_mpi(mpi4py_comm, arguments).runner)
 
     @property
     def device(self) -> str:

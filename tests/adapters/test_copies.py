@@ -42,7 +42,7 @@ def torch_step(comm: ac.Communicator, copier: Copier, **options: Any) -> Callabl
     def step(gradient: float) -> float:
         model.weight.grad = torch.full((1, 1), gradient)
         optimizer.step()
-        return float(model.weight)
+        return model.weight.item()
 
     return step
 
