@@ -421,24 +421,29 @@ class Communicator(Handle):
         """
         return self._runner.call(Scatterv, x, counts, root, like, out)
 
-    def reduce_scatter(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
-        """Reduce all ranks' arrays; each rank gets its row of the result.
+    def reduce_scatter(
+        self, x: Any, op: str | Op = "sum", *, counts: Any = None, out: Any = None
+    ) -> Any:
+        """Reduce all ranks' arrays; each rank gets its row of the result, or its share of the rows.
 
         Parameters
         ----------
-        x : array, shape (size, *S)
+        x : array, shape (size, *S), or (n, *S) with `counts`
             This rank's array; shape and dtype are the same on every rank.
         op : str or Op
             As for `allreduce`.
-        out : array, shape S, optional
+        counts : sequence of int, optional
+            How many rows each rank gets, n in all; the same on every rank.
+        out : array, shape S, or (counts[rank], *S) with `counts`, optional
             Where the result goes.
 
         Returns
         -------
-        array, shape S
-            Row r of what `allreduce` would give, on rank r. Sends about the array's bytes a rank.
+        array, shape S, or (counts[rank], *S) with `counts`
+            Row r of what `allreduce` would give, on rank r; with `counts`, the first counts[0] rows
+            on rank 0, the next counts[1] on rank 1, and so on. Sends about the array's bytes a rank.
         """
-        return self._runner.call(ReduceScatter, x, op, out)
+        return self._runner.call(ReduceScatter, x, op, counts, out)
 
     def alltoall(self, x: Any, *, out: Any = None) -> Any:
         """Send row r to rank r, and get a row from each.
@@ -670,9 +675,11 @@ class Communicator(Handle):
         """Start `scatterv`; leave `x` and `out` alone until the request is finished."""
         return self._runner.start(Scatterv, x, counts, root, like, out)
 
-    def ireduce_scatter(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
+    def ireduce_scatter(
+        self, x: Any, op: str | Op = "sum", *, counts: Any = None, out: Any = None
+    ) -> Request:
         """Start `reduce_scatter`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(ReduceScatter, x, op, out)
+        return self._runner.start(ReduceScatter, x, op, counts, out)
 
     def ialltoall(self, x: Any, *, out: Any = None) -> Request:
         """Start `alltoall`; leave `x` and `out` alone until the request is finished."""

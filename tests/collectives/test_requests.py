@@ -81,6 +81,7 @@ def _calls(comm: Communicator, count: int) -> list[tuple[str, tuple[Any, ...], d
         ("scatter", (sent, root), like),
         ("scatterv", (*shared, root), like),
         ("reduce_scatter", (rows, "mean"), {}),
+        ("reduce_scatter", (flat, "max"), {"counts": counts}),
         ("alltoall", (rows,), {}),
         ("alltoallv", (flat, counts), {"return_counts": True}),
         ("scan", (rows, "mean"), {}),
