@@ -39,11 +39,14 @@ class Request(Handle):
         """
         try:
             with self._group.turn():
+                self._task.waited_for = True
                 return self._group.engine.finish(self._task, timeout)
         except TimeoutError:
             raise CommTimeoutError(
                 f"the request made at {self._site} is not finished after {timeout} seconds"
             ) from None
+        finally:
+            self._task.waited_for = False
 
     def test(self) -> bool:
         """Push it on without waiting, and tell whether it is finished."""

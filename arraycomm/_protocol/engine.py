@@ -84,6 +84,8 @@ class Task:
         self.site = site
         # Whether somebody is to wait for it.
         self.wanted = wanted
+        # Whether the caller does nothing else until it is finished.
+        self.waited_for = False
         # Called while waiting, in place of the engine's own.
         self.watch = watch
         self.waiting: Handle | None = None

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 from arraycomm._callsite import call_site
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
 from arraycomm._protocol.header import Headers
 from arraycomm._transports.base import Transport
 from arraycomm._transports.control import FINISHED, ControlChannel, ExitNotice
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Seconds of waiting after which a rank reports it, and the parts of the timeout after which it asks
 # the ranks that it cannot see.
@@ -34,6 +37,17 @@ class Related(Protocol):
         """The group's control channel."""
 
 
+def checked_timeout(timeout: Any) -> float | None:
+    """Return a number of seconds as it may be waited for, or None, which is for ever; or raise."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None; got {timeout!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive, or None; got {timeout!r}")
+    return float(timeout)
+
+
 class Watchdog:
     """Watches the waits of one group on this rank.
 
@@ -50,6 +64,9 @@ class Watchdog:
         self._control = transport.control
         self._name = name
         self._timeout = timeout
+        # The timeout of the call under way if it has one of its own, and when the call began.
+        self._limit: float | None = None
+        self._limited_at = 0.0
         self.current: tuple[str, str | None] = ("", None)
         self.related: Sequence[Related] = ()
         self._reported = False
@@ -59,19 +76,38 @@ class Watchdog:
         # When a rank was first seen to have left because another had.
         self._alone_since = 0.0
 
+    def limited(self, timeout: Any, prepare: Callable[P, T]) -> Callable[P, T]:
+        """Return `prepare` of a call that may wait so long, instead of as long as the group's.
+
+        It checks the timeout together with the call's arguments: the other ranks hear if it is wrong.
+        """
+
+        def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._limit, self._limited_at = checked_timeout(timeout), time.monotonic()
+            return prepare(*args, **kwargs)
+
+        return limited
+
+    def unlimit(self) -> None:
+        """Let calls wait as long as the group's timeout says."""
+        self._limit = None
+
     def check(self, waited: float) -> None:
         """Raise if a rank has left or died, or if time is up; called during every wait."""
-        control = self._control
+        control, timeout = self._control, self._timeout
         left = control.exit_notices()
         gone = [rank for rank, notice in left.items() if notice.step < control.step]
         if gone:
             self._check_left(gone, left)
         if waited > _LONG_WAIT:
             self.check_for_deaths()
+        if self._limit is not None:
+            # What is waited for first may have begun before this call.
+            timeout, waited = self._limit, min(waited, time.monotonic() - self._limited_at)
         operation, site = self.current
-        self.report_or_ask(waited, operation, site, control.missing)
-        if self._timeout is not None and waited > self._timeout:
-            raise CommTimeoutError(self._timeout_text(waited))
+        self.report_or_ask(waited, operation, site, control.missing, timeout)
+        if timeout is not None and waited > timeout:
+            raise CommTimeoutError(self._timeout_text(waited, timeout))
 
     def _check_left(self, gone: list[int], left: dict[int, ExitNotice]) -> None:
         # A rank that has a traceback of its own, or none because it finished, is the cause; the
@@ -85,30 +121,48 @@ class Watchdog:
             cause = (causes or gone)[0]
             raise self.peer_error(cause, left[cause])
 
-    def _timeout_text(self, waited: float) -> str:
+    def _timeout_text(self, waited: float, timeout: float) -> str:
         missing = self._control.missing()
         return (
-            f"waited {waited:.1f} s (timeout {self._timeout:g} s) in step {self._control.step} on rank "
+            f"waited {waited:.1f} s (timeout {timeout:g} s) in step {self._control.step} on rank "
             f"{self._control.rank}; "
             + ("; ".join(f"rank {r} is missing: it {self.last_seen(r)}" for r in missing))
             + ("" if missing else "every rank had begun the call, but its data did not come")
         )
 
-    def check_message(self, peer: int, doing: str, site: str, waited: float) -> None:
-        """Raise if a message to or from `peer` cannot come any more, or if time is up."""
-        notice = self._control.exit_notices().get(peer)
-        if notice is not None and waited > LAST_MESSAGE:
-            raise self.peer_error(peer, notice)
+    def check_message(
+        self,
+        peers: Sequence[int],
+        doing: str,
+        site: str,
+        waited: float,
+        timeout: float | None = None,
+    ) -> None:
+        """Raise if all have left to or from one of which a message is to go."""
+        left = self._control.exit_notices()
+        gone = [peer for peer in peers if peer in left]
+        if len(gone) == len(peers) and waited > LAST_MESSAGE:
+            cause = next((peer for peer in gone if left[peer].text), gone[0])
+            raise self.peer_error(cause, left[cause])
         if waited > _LONG_WAIT:
             self.check_for_deaths()
-        self.report_or_ask(waited, doing, site, lambda: [peer])
+        self.report_or_ask(waited, doing, site, lambda: list(peers), timeout or self._timeout)
 
-    def check_message_timeout(self, peer: int, doing: str, site: str, waited: float) -> None:
-        """Raise if time is up for a message."""
-        if self._timeout is not None and waited > self._timeout:
+    def check_message_timeout(
+        self,
+        peers: Sequence[int],
+        doing: str,
+        site: str,
+        waited: float,
+        timeout: float | None = None,
+    ) -> None:
+        """Raise if time is up for a message: the group's, or that of its call."""
+        timeout = timeout or self._timeout
+        if timeout is not None and waited > timeout:
+            seen = "; ".join(f"rank {peer} {self.last_seen(peer)}" for peer in peers)
             raise CommTimeoutError(
-                f"{doing} at {site}: waited {waited:.1f} s (timeout {self._timeout:g} s) on rank "
-                f"{self._control.rank}; rank {peer} {self.last_seen(peer)}"
+                f"{doing} at {site}: waited {waited:.1f} s (timeout {timeout:g} s) on rank "
+                f"{self._control.rank}; {seen}"
             )
 
     # Deaths
@@ -149,7 +203,12 @@ class Watchdog:
     # Reports of waits
 
     def report_or_ask(
-        self, waited: float, operation: str, site: str | None, missing: Callable[[], list[int]]
+        self,
+        waited: float,
+        operation: str,
+        site: str | None,
+        missing: Callable[[], list[int]],
+        timeout: float | None,
     ) -> None:
         """In a long wait, report it to the other ranks, and ask those that are missing."""
         if waited < _LONG_WAIT:
@@ -164,7 +223,6 @@ class Watchdog:
             self._reported = True
         for group in self.related:
             group.control.answer_requests()
-        timeout = self._timeout
         if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
             self._asked += 1
             if self._asked <= len(_ASK_AT):

@@ -29,6 +29,8 @@ class Plan(Handle):
         Like the tree that the plan was made of: the same paths, shapes and dtypes, None and tied
         leaves in the same places. Frameworks and layouts may change from call to call, and differ
         between ranks.
+    timeout : float, optional
+        Seconds that this call may wait for other ranks, in place of the communicator's timeout.
 
     Returns
     -------
@@ -83,8 +85,8 @@ class Plan(Handle):
         # Encoded headers, by device flag.
         self._prefixes: dict[int, bytes] = {}
 
-    def __call__(self, tree: Any) -> Any:
-        return self._runner.call(RunPlan, self, tree)
+    def __call__(self, tree: Any, *, timeout: float | None = None) -> Any:
+        return self._runner.call_within(timeout, RunPlan, self, tree)
 
     def __repr__(self) -> str:
         return f"<Plan: {self.op} of {len(self._specs)} leaves, {self.fusion.nbytes} bytes>"
