@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.handles import Handle
 from arraycomm._collectives.matching import Status, Wildcard
 from arraycomm._collectives.messages import Messenger
 from arraycomm._collectives.movements import (
@@ -20,12 +19,13 @@ from arraycomm._collectives.movements import (
     Scatterv,
 )
 from arraycomm._collectives.operation import Barrier
+from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._collectives.reductions import Allreduce, Exscan, Reduce, ReduceScatter, Scan
 from arraycomm._collectives.requests import Request
 from arraycomm._collectives.runner import Runner
 
 
-class NonblockingCalls(Handle):
+class NonblockingCalls(ProcessBound):
     """The `i…` methods of a communicator: each starts the call of that name, and returns a request."""
 
     _runner: Runner

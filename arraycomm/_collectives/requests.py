@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from arraycomm._collectives.handles import Handle
+from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
 
 
-class Request(Handle):
+class Request(ProcessBound):
     """A collective or a message under way, started by one of the `i…` methods.
 
     All ranks start the same collectives in the same order; requests may be waited for in any order.

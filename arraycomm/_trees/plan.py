@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from arraycomm._collectives.handles import Handle
 from arraycomm._collectives.operation import Context, Operation
+from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
@@ -20,7 +20,7 @@ from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
 
 
-class Plan(Handle):
+class Plan(ProcessBound):
     """The reduction of trees of one structure, made by `Communicator.plan`, called in every step.
 
     Parameters

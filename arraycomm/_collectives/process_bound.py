@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, NoReturn, Self
 
 
-class Handle:
+class ProcessBound:
     """An object whose copies are the object itself, and which cannot be pickled.
 
     So a copy of what holds one, such as of a trainer, goes on to communicate over the same ranks.
