@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._collectives.matching import Matcher
 from arraycomm._communicator import Communicator
+from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
 from tests.support.on_ranks import LAUNCH
 
@@ -213,3 +215,30 @@ def test_timeout_names_what_was_waited_for(on_ranks) -> None:
         comm.barrier()
 
     on_ranks(3, check)
+
+
+class _Late:
+    """A transport to which a message comes right after a receive has looked for it in vain."""
+
+    def __init__(self) -> None:
+        self.found = [None, (1, 7)]
+        self.taken: list[Any] = []
+
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        return self.found.pop(0) if self.found else None
+
+    def recv(self, buffer: Any, source: int, tag: int) -> Any:
+        self.taken.append(buffer)
+        return SelfTransport().send(np.zeros(1, np.uint8), 0, 0)
+
+
+@alone
+def test_message_that_comes_between_two_looks_goes_to_the_first_receive() -> None:
+    transport = _Late()
+    matcher = Matcher(transport)  # type: ignore[arg-type]
+    first = matcher.recv(np.zeros(1, np.uint8), None, range(9))
+    second = matcher.recv(np.ones(1, np.uint8), 1, range(9))
+    assert not second.done()
+    assert first.done()
+    assert (first.source, first.tag) == (1, 7)
+    assert [buffer.tolist() for buffer in transport.taken] == [[0]]
