@@ -112,10 +112,26 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
 
     # A rank without data applies gradients through this; the hooks keep it alive.
     gradients.follow = follow
+    vars(optimizer)["__reduce_ex__"] = lambda protocol: _reduced(optimizer, protocol, gradients)
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
     _distributed.add(optimizer)
     return optimizer
+
+
+def _reduced(optimizer: torch.optim.Optimizer, protocol: Any, gradients: Any) -> tuple[Any, ...]:
+    """Return what `copy` makes a copy of: torch leaves out hooks. `gradients` refuse to be pickled."""
+    reduced: tuple[Any, ...] = type(optimizer).__reduce_ex__(optimizer, protocol)  # type: ignore[assignment]
+    return _copied, (gradients, *reduced[:3])
+
+
+def _copied(
+    gradients: Any, make: Callable[..., torch.optim.Optimizer], arguments: Any, state: Any
+) -> torch.optim.Optimizer:
+    """Return a copy of a distributed optimizer, which is distributed as well."""
+    optimizer = make(*arguments)
+    optimizer.__setstate__(state)
+    return distribute(optimizer, gradients.copy())
 
 
 def _set_gradient(parameter: torch.Tensor, gradient: Any) -> None:
