@@ -11,6 +11,7 @@ from arraycomm._collectives.groups import ENDED_BY_ERROR, Finalize, warn_of_mess
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, latest, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._entries import entry
 from arraycomm._errors import BackendUnavailableError, NotInitializedError
 from arraycomm._mpi_start import mpi_transport, open_over_mpi
 from arraycomm._protocol.exit import complete, forget_on_fork, remove_root, watch_exit
@@ -37,6 +38,7 @@ _session.end()
 forget_on_fork(_session.end)
 
 
+@entry
 def init(
     backend: str = "auto",
     *,
@@ -107,6 +109,7 @@ def init(
     return _session.world
 
 
+@entry
 def world() -> Communicator:
     """Return the communicator of all ranks, which `init` made.
 
@@ -120,11 +123,13 @@ def world() -> Communicator:
     return latest(_session.world)
 
 
+@entry
 def is_initialized() -> bool:
     """Tell whether `init` was called (and `finalize` was not)."""
     return _session.world is not None
 
 
+@entry
 def finalize() -> None:
     """End communication; collective. Frees every communicator made from the world.
 

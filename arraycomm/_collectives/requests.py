@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from arraycomm._entries import entries, entry
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
 
 
+@entries()
 class Request:
     """A collective or a message under way, started by one of the `i…` methods.
 
@@ -56,6 +58,7 @@ class Request:
         return f"<Request made at {self._site}: {state}>"
 
 
+@entry
 def waitall(requests: Iterable[Request]) -> list[Any]:
     """Wait for all requests; return their results, in the order of the requests.
 

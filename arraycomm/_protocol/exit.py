@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
+from arraycomm._callsite import user_level
 from arraycomm._errors import CommunicatorClosedError, PeerError, TransportError
 from arraycomm._protocol.agreement import all_left_well, leave_in_step
 from arraycomm._protocol.engine import wait_for
@@ -83,7 +84,7 @@ def complete(group: Group) -> None:
             f"the request made at {task.site} was never waited for; keep requests, and wait for "
             "each of them",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=user_level(),
         )
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._communicator import Communicator, runner_of
+from arraycomm._entries import entries
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._session import world
 from arraycomm._training.items import Items, items_of
@@ -70,6 +71,7 @@ class LoadStateDict(AgreeOn):
     name, code = "load_state_dict", 35
 
 
+@entries()
 class DistributedDataContainer(Sequence[Any]):
     """This rank's items of a data set, in a global order that does not depend on the rank count.
 

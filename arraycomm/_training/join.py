@@ -9,6 +9,7 @@ from typing import Any, Final, NoReturn, Self
 
 from arraycomm._collectives.operation import Context, Operation, SmallExchange
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._entries import entries, entry
 from arraycomm._errors import ArrayCommError
 from arraycomm._protocol.agreement import JOINING, Agreement, active
 from arraycomm._protocol.mismatch import mismatch
@@ -23,6 +24,7 @@ from arraycomm._trees.synchronize import Synchronize
 _WORD: Final = struct.Struct("<q")
 
 
+@entry
 def join(comm: Communicator | None = None) -> Join:
     """Let ranks go through different numbers of batches: a context manager.
 
@@ -82,6 +84,7 @@ def join(comm: Communicator | None = None) -> Join:
     return Join(comm or world())
 
 
+@entries()
 class Join:
     """A block in which ranks may run out of data at different steps; made by `join`.
 

@@ -9,6 +9,7 @@ from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
+from arraycomm._entries import entries
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Signature, encode
 from arraycomm._transports.base import Bytes, Steps
@@ -19,6 +20,7 @@ from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
 
 
+@entries()
 class Plan:
     """The reduction of trees of one structure, made by `Communicator.plan`, called in every step.
 
