@@ -20,6 +20,8 @@ from arraycomm._transports.threads import SelfTransport
 
 _UNSET: Final[Any] = type("_Unset", (), {"__repr__": lambda self: "unset"})()
 _BACKENDS: Final = ("auto", "self", "mpi", "nccl", "threads")
+_YES: Final = ("1", "true", "yes", "on")
+_NO: Final = ("0", "false", "no", "off")
 
 
 class _Session:
@@ -63,7 +65,8 @@ def init(
         Where this rank makes arrays if no argument says where: "cpu", "cuda" or "cuda:1". If no
         number is given, the ranks of a node take its devices in turn.
     check : bool, default True
-        Compare what the ranks call before any data moves. Default from `ARRAYCOMM_CHECK`.
+        Compare what the ranks call before any data moves. Default from `ARRAYCOMM_CHECK`: 1, true,
+        yes or on; 0, false, no or off.
     reproducible : bool, default True
         Reduce in rank order. With False a transport may reduce in an order of its own.
     timeout : float or None, default 1800.0
@@ -80,7 +83,8 @@ def init(
     BackendUnavailableError
         The backend cannot run here: the message says what is missing.
     ValueError
-        A second call passes an argument that differs from the first.
+        A second call passes an argument that differs from the first, or an environment variable
+        has a value that does not exist.
     """
     if backend not in _BACKENDS:
         raise ValueError(f"init: backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
@@ -169,13 +173,20 @@ def _defaults() -> dict[str, Any]:
         raise ValueError(
             f"init: ARRAYCOMM_TIMEOUT must be a number of seconds or none; got {timeout!r}"
         ) from None
-    check = os.environ.get("ARRAYCOMM_CHECK", "1").lower()
     return {
         "device": None,
-        "check": check not in ("0", "false", "no", "off"),
+        "check": _default_check(),
         "reproducible": True,
         "timeout": seconds,
     }
+
+
+def _default_check() -> bool:
+    said = os.environ.get("ARRAYCOMM_CHECK") or "1"
+    if said.lower() not in _YES + _NO:
+        allowed = ", ".join(_YES + _NO)
+        raise ValueError(f"init: ARRAYCOMM_CHECK must be one of {allowed}; got {said!r}")
+    return said.lower() in _YES
 
 
 def _compare_with_first(comm: Communicator, backend: str, passed: dict[str, Any]) -> None:
