@@ -7,6 +7,7 @@ from itertools import groupby
 
 from arraycomm._errors import MismatchError, PeerError
 from arraycomm._protocol.details import CallDetail, Detail, Failure
+from arraycomm._transports.control import ENDED, FINALIZED, FINISHED
 
 
 def mismatch(details: Sequence[Detail]) -> MismatchError:
@@ -70,6 +71,15 @@ def peer_error(operation: str, details: Sequence[Detail]) -> PeerError:
     )
     error.in_step = True
     return error
+
+
+def how_left(state: int) -> str:
+    """Say how a rank left, by the state in its exit notice."""
+    if state == FINALIZED:
+        return "has finalized MPI"
+    if state == ENDED:
+        return "has reached the end of its program, or called sys.exit,"
+    return "has reached the end of its program" if state == FINISHED else "failed"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
