@@ -82,6 +82,8 @@ def init(
     ------
     BackendUnavailableError
         The backend cannot run here: the message says what is missing.
+    MismatchError
+        Ranks pass different arguments, or run different versions of arraycomm.
     ValueError
         A second call passes an argument that differs from the first, or an environment variable
         has a value that does not exist.

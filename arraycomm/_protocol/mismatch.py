@@ -12,15 +12,20 @@ from arraycomm._transports.control import ENDED, FINALIZED, FINISHED
 
 def mismatch(details: Sequence[Detail]) -> MismatchError:
     """Return the error that shows what each rank called, ranks of one call together."""
-    groups: dict[str, list[int]] = {}
-    for rank, detail in enumerate(details):
-        groups.setdefault(_said(detail), []).append(rank)
-    lines = "; ".join(f"{_ranks(ranks)}: {said}" for said, ranks in groups.items())
+    lines = by_ranks([_said(detail) for detail in details])
     difference = first_difference(details)
     return MismatchError(
         f"ranks of one communicator called different things: {lines}"
         + (f". {difference}" if difference else "")
     )
+
+
+def by_ranks(said: Sequence[str]) -> str:
+    """Return what each rank said, ranks that said the same together."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(said):
+        groups.setdefault(text, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in groups.items())
 
 
 def _said(detail: Detail) -> str:

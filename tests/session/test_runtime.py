@@ -329,6 +329,28 @@ class TestEndingWell:
         assert done.stdout.count("the program has finalized MPI") == 8, done.stdout
         assert done.stdout.count("was called with timeout=") == 2, done.stdout
 
+    def test_different_versions_are_told_to_all(self) -> None:
+        done = _launch("""
+            from mpi4py import MPI
+            from arraycomm import _mpi_start
+
+            last = MPI.COMM_WORLD.rank == 2
+            own = _mpi_start._digest, _mpi_start._version
+            if last:
+                _mpi_start._digest, _mpi_start._version = lambda: "other", lambda: "9.9"
+            for start in (ac.init, lambda: ac.Communicator.from_mpi(MPI.COMM_WORLD)):
+                try:
+                    start()
+                except ac.MismatchError as error:
+                    sys.stdout.write(f"{error}\\n")
+            _mpi_start._digest, _mpi_start._version = own
+            assert ac.init().allreduce(1) == 3
+        """)
+        assert done.returncode == 0, done.stderr
+        said = "init: ranks run different versions of arraycomm: ranks 0, 1: "
+        assert done.stdout.count(said) == 6, done.stdout
+        assert done.stdout.count("); rank 2: 9.9; install the same version") == 6, done.stdout
+
     def test_launcher_of_another_mpi_is_an_error(self) -> None:
         done = subprocess.run(
             [sys.executable, "-c", HEAD + "ac.init()"],
