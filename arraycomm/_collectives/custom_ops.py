@@ -133,7 +133,7 @@ class Folding:
         if error is not None:
             name_operation(error, self._operation)
             local = Failure(str(error), describe_raise(error))
-        details = yield from exchange_details(self._group.control, local)
+        details = yield from exchange_details(self._group.control, local, Nothing, Failure)
         if error is not None:
             raise UndeliveredError(error)
         if any(isinstance(detail, Failure) for detail in details):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from arraycomm._entries import entries, entry
+from arraycomm._entries import entry
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
 
 
-@entries()
 class Request:
     """A collective or a message under way, started by one of the `i…` methods.
 
@@ -23,6 +22,7 @@ class Request:
         self._task = task
         self._site = site
 
+    @entry
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for it to finish, and return what the blocking form returns.
 
@@ -44,6 +44,7 @@ class Request:
                 f"the request made at {self._site} is not finished after {timeout} seconds"
             ) from None
 
+    @entry
     def test(self) -> bool:
         """Push it on without waiting, and tell whether it is finished."""
         self._group.engine.advance()

@@ -110,7 +110,7 @@ def settle(
         signature.settings,
         agreement.raw_length(control.rank),
     )
-    details = yield from exchange_details(control, local)
+    details = yield from exchange_details(control, local, CallDetail, Failure)
     if verdict is _Verdict.RAISING:
         _note_left_together(control, details)
         raise peer_error(signature.operation, details)
@@ -143,7 +143,8 @@ def fail_in_step(
     verdict = _judge(Headers(control))
     if verdict is not _Verdict.LEAVING:
         local = Failure(str(error), traceback, together)
-        _note_left_together(control, (yield from exchange_details(control, local)))
+        details = yield from exchange_details(control, local, CallDetail)
+        _note_left_together(control, details)
     control.ended = verdict is not _Verdict.RAISING
     return not control.ended
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from arraycomm._errors import MismatchError, PeerError
+from arraycomm._errors import MismatchError, PeerError, TransportError
 from arraycomm._protocol.details import CallDetail, Detail, Failure
 from arraycomm._transports.control import ENDED, FINALIZED, FINISHED
 
@@ -65,9 +65,16 @@ def _settings(call: CallDetail) -> str:
     return ", ".join(str(value) if name == "ties" else f"{name}={value}" for name, value in said)
 
 
-def peer_error(operation: str, details: Sequence[Detail]) -> PeerError:
+def peer_error(operation: str, details: Sequence[Detail]) -> PeerError | TransportError:
     """Return the error of the ranks that did not raise, from the details of one that did."""
-    rank, failure = next((r, d) for r, d in enumerate(details) if isinstance(d, Failure))
+    failures = [
+        (rank, detail) for rank, detail in enumerate(details) if isinstance(detail, Failure)
+    ]
+    if not failures:
+        return TransportError(
+            f"{operation}: a rank raised, but did not say what; its message is malformed"
+        )
+    rank, failure = failures[0]
     error = PeerError(
         f"{operation}: rank {rank} raised instead of taking part; its traceback:\n"
         f"{failure.traceback}",

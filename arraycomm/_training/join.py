@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn, Self
 
 from arraycomm._collectives.operation import Context, Operation, SmallExchange
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
-from arraycomm._entries import entries, entry
+from arraycomm._entries import entry
 from arraycomm._errors import ArrayCommError
 from arraycomm._protocol.agreement import JOINING, Agreement, active
 from arraycomm._protocol.mismatch import mismatch
@@ -84,7 +84,6 @@ def join(comm: Communicator | None = None) -> Join:
     return Join(comm or world())
 
 
-@entries()
 class Join:
     """A block in which ranks may run out of data at different steps; made by `join`.
 
@@ -112,12 +111,14 @@ class Join:
         """The weight of this rank's next gradients, and the callback for all ranks' weights."""
         return Block(self.weight, self._stepped)
 
+    @entry
     def __enter__(self) -> Self:
         self._runner.call(EnterJoin)
         self._runner.set_guard(self)
         registry_of(self._comm).join = self
         return self
 
+    @entry
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -137,6 +138,7 @@ class Join:
         if error is None:
             self._last = self._find_last()
 
+    @entry
     def synchronize(self, tree: Any) -> Any:
         """Give every rank the values of a rank that took part in the last step; see `synchronize`.
 

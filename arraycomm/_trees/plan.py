@@ -9,7 +9,7 @@ from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
-from arraycomm._entries import entries
+from arraycomm._entries import opaque
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Signature, encode
 from arraycomm._transports.base import Bytes, Steps
@@ -20,7 +20,6 @@ from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
 
 
-@entries()
 class Plan:
     """The reduction of trees of one structure, made by `Communicator.plan`, called in every step.
 
@@ -82,6 +81,7 @@ class Plan:
         # Encoded headers, by device flag.
         self._prefixes: dict[int, bytes] = {}
 
+    @opaque
     def __call__(self, tree: Any) -> Any:
         return self._runner.call(RunPlan, self, tree)
 
