@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -97,6 +97,7 @@ class Reducer:
     def __init__(self, gradients: Any) -> None:
         self._gradients = gradients
         self._lock = threading.RLock()
+        self._at_end = gradients.entry(without_owner(self._end))
         self.syncing = True
         # Whether gradients have been reduced for this step inside `join`.
         self._has_joined = False
@@ -119,8 +120,12 @@ class Reducer:
             return
         self.parameters, self._slots = parameters, list(map(slot_of, parameters))
         self._take_over(self._slots)
-        self._touched, self._ordered = [], False
-        self._divide([list(range(len(parameters)))])
+        self._touched = []
+        everything = list(range(len(parameters)))
+        division = self._gradients.division or []
+        # If parameters have come, the ranks have to agree anew.
+        self._ordered = sorted(number for bucket in division for number in bucket) == everything
+        self._divide(division if self._ordered else [everything])
 
     def _take_over(self, slots: list[Slot], *, only_free: bool = False) -> None:
         """Have the hooks of parameters report to this reducer."""
@@ -152,6 +157,7 @@ class Reducer:
         if not rows[:, 1, 0].any():
             order, indices = rows[int(rows[:, 0, 0].argmax()), :, 1:]
             self._divide([order[indices == n].tolist() for n in range(indices.max() + 1)])
+        self._gradients.division = [bucket.numbers for bucket in self._buckets]
 
     def _cuts(self, order: Sequence[int], used: int) -> list[int]:
         """Return the bucket of each parameter in order; those that are not used come with the last."""
@@ -199,7 +205,7 @@ class Reducer:
         backward.tasks.add(task)
         if enclosing is None:
             backward.outermost = task
-            Variable._execution_engine.queue_callback(self._end)
+            Variable._execution_engine.queue_callback(self._at_end)
         else:
             backward.repeated = True
             self._follow(enclosing, backward)
@@ -586,3 +592,15 @@ def _enclosing_node() -> Any:
             return frame.f_locals["self"]
         frame = frame.f_back
     return None
+
+
+def without_owner(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a method as a function that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*arguments)
+
+    return call

@@ -1,4 +1,4 @@
-"""PyTorch: optimizers that reduce gradients, differentiable collectives, and batch norm over all ranks."""
+"""PyTorch: optimizers, differentiable collectives, batch norm and a data loader for several ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from arraycomm.adapters._torch_collectives import (
     bcast,
     reduce_scatter,
 )
-from arraycomm.adapters._torch_reducer import Reducer
+from arraycomm.adapters._torch_data import DataLoader
+from arraycomm.adapters._torch_reducer import Reducer, without_owner
 
 __all__ = [
+    "DataLoader",
     "DistributedOptimizer",
     "SyncBatchNorm",
     "allgather",
@@ -56,9 +58,11 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
     """Reduce gradients by hooks on the parameters, and what is left before each step."""
     steps = _Steps(optimizer, gradients)
     # The optimizer alone keeps these alive, without a circle: when it is gone, so are the reductions.
-    vars(optimizer)["add_param_group"] = partial(_add_param_group, weakref.ref(optimizer))
-    optimizer.register_step_pre_hook(steps.before_step)
-    optimizer.register_step_post_hook(steps.after_step)
+    itself = weakref.ref(optimizer)
+    vars(optimizer)["add_param_group"] = partial(_add_param_group, itself)
+    vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients)
+    optimizer.register_step_pre_hook(gradients.entry(steps.before_step))
+    optimizer.register_step_post_hook(gradients.entry(steps.after_step))
     _distributed[optimizer] = steps
     return optimizer
 
@@ -124,7 +128,7 @@ class _Steps:
         self.reducer = Reducer(gradients)
         self.reducer.adopt(optimizer.param_groups)
         # A rank without data applies gradients through this.
-        gradients.follow = _without_owner(self.follow)
+        gradients.follow = without_owner(self.follow)
         self._following = self._evaluating = False
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
@@ -148,7 +152,8 @@ class _Steps:
             )
         self._evaluating = True
         self.reducer.begin_evaluations()
-        return args[:1], {**kwargs, "closure": partial(self._evaluate, closure)}
+        evaluate = self._gradients.entry(lambda: self._evaluate(closure))
+        return args[:1], {**kwargs, "closure": evaluate}
 
     def after_step(self, *_: Any) -> None:
         """Give back the gradients of a step that was none."""
@@ -192,20 +197,25 @@ class _Steps:
 _distributed: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
 
 
-def _without_owner(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a method as a function that does not keep its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(argument: Any) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(argument)
-
-    return call
-
-
-def _add_param_group(reference: Any, param_group: dict[str, Any]) -> None:
+def _add_param_group(itself: Any, param_group: dict[str, Any]) -> None:
     """Add parameters to a distributed optimizer, and reduce their gradients too."""
-    optimizer = reference()
+    optimizer = itself()
     type(optimizer).add_param_group(optimizer, param_group)
     _distributed[optimizer].reducer.adopt(optimizer.param_groups)
+
+
+def _reduced(itself: Any, gradients: Any, protocol: Any) -> tuple[Any, ...]:
+    """Return what `copy` makes a copy of: torch leaves out hooks. `gradients` refuse to be pickled."""
+    optimizer = itself()
+    kind: Any = type(optimizer)
+    reduced: tuple[Any, ...] = kind.__reduce_ex__(optimizer, protocol)
+    return _copied, (gradients, *reduced[:3])
+
+
+def _copied(
+    gradients: Any, make: Callable[..., torch.optim.Optimizer], arguments: Any, state: Any
+) -> torch.optim.Optimizer:
+    """Return a copy of a distributed optimizer, which is distributed as well."""
+    optimizer = make(*arguments)
+    optimizer.__setstate__(state)
+    return distribute(optimizer, gradients.copy())

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from arraycomm._arrays.exchange import exchange
 from arraycomm._collectives.custom_ops import op
+from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Status
 from arraycomm._collectives.requests import Request, waitall
 from arraycomm._communicator import Communicator
+from arraycomm._entries import opaque, publish
 from arraycomm._errors import (
     ArrayCommError,
     BackendUnavailableError,
@@ -44,6 +46,8 @@ _ON_FIRST_USE = {
 }
 
 __all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
     "ArrayCommError",
     "BackendUnavailableError",
     "CommTimeoutError",
@@ -59,6 +63,7 @@ __all__ = [
     "PeerError",
     "Plan",
     "Request",
+    "Status",
     "TransportError",
     "allreduce_gradients",
     "allreduce_tree",
@@ -77,11 +82,16 @@ __all__ = [
     "world",
 ]
 
+for _name in set(__all__) - set(_ON_FIRST_USE):
+    publish(globals()[_name])
 
+
+@opaque
 def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'arraycomm' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    publish(value)
     return value
 
 

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from arraycomm._collectives.process_bound import ProcessBound
+from arraycomm._entries import entry
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
 
 
-class Request:
+class Request(ProcessBound):
     """A collective or a message under way, started by one of the `i…` methods.
 
     All ranks start the same collectives in the same order; requests may be waited for in any order.
     """
+
+    _instead = "wait for it, and pickle its result"
 
     def __init__(self, group: Group, task: Task, site: str) -> None:
         self._group = group
         self._task = task
         self._site = site
 
+    @entry
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for it to finish, and return what the blocking form returns.
 
@@ -36,12 +41,16 @@ class Request:
         """
         try:
             with self._group.turn():
+                self._task.waited_for = True
                 return self._group.engine.finish(self._task, timeout)
         except TimeoutError:
             raise CommTimeoutError(
                 f"the request made at {self._site} is not finished after {timeout} seconds"
             ) from None
+        finally:
+            self._task.waited_for = False
 
+    @entry
     def test(self) -> bool:
         """Push it on without waiting, and tell whether it is finished."""
         self._group.engine.advance()
@@ -61,6 +70,7 @@ class Request:
         return f"<Request made at {self._site}: {state}>"
 
 
+@entry
 def waitall(requests: Iterable[Request]) -> list[Any]:
     """Wait for all requests; return their results, in the order of the requests.
 

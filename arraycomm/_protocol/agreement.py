@@ -19,9 +19,9 @@ from arraycomm._protocol.header import (
     encode,
     show,
 )
-from arraycomm._protocol.mismatch import mismatch, peer_error
+from arraycomm._protocol.mismatch import how_left, mismatch, peer_error
 from arraycomm._transports.base import Bytes, Handle
-from arraycomm._transports.control import ControlChannel
+from arraycomm._transports.control import ENDED, ControlChannel
 
 # The call of a rank that takes part in whatever the others call: see `join`.
 JOINING = Signature("join")
@@ -110,7 +110,7 @@ def settle(
         signature.settings,
         agreement.raw_length(control.rank),
     )
-    details = yield from exchange_details(control, local)
+    details = yield from exchange_details(control, local, CallDetail, Failure)
     if verdict is _Verdict.RAISING:
         _note_left_together(control, details)
         raise peer_error(signature.operation, details)
@@ -143,7 +143,8 @@ def fail_in_step(
     verdict = _judge(Headers(control))
     if verdict is not _Verdict.LEAVING:
         local = Failure(str(error), traceback, together)
-        _note_left_together(control, (yield from exchange_details(control, local)))
+        details = yield from exchange_details(control, local, CallDetail)
+        _note_left_together(control, details)
     control.ended = verdict is not _Verdict.RAISING
     return not control.ended
 
@@ -189,5 +190,5 @@ def _leaving_error(control: ControlChannel, headers: Headers) -> PeerError:
     rank = headers.statuses().index(Status.LEAVING)
     length = min(max(headers.payload_bytes(rank), 0), control.payload)
     text = headers.payload(rank, length).tobytes().decode(errors="replace")
-    how = f"failed: {text}" if text else "has reached the end of its program"
-    return PeerError(f"rank {rank} {how}; it takes part no more", rank=rank, traceback=text)
+    how = f"failed: {text}; it" if text else f"{how_left(ENDED)} and"
+    return PeerError(f"rank {rank} {how} takes part no more", rank=rank, traceback=text)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
@@ -65,6 +66,9 @@ class Gradients:
         The other arguments of `allreduce_gradients`.
     """
 
+    # For the functions of an adapter that its framework calls.
+    entry = staticmethod(entry)
+
     def __init__(
         self,
         comm: Communicator,
@@ -79,12 +83,14 @@ class Gradients:
         self._shared = shared
         # The same number on every rank, since making an optimizer is collective.
         registry = registry_of(shared)
-        self.number = registry.made
+        self.number: int | None = registry.made
         registry.made += 1
         registry.optimizers[self.number] = self
         self.options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "compression": compression}
         # For adapters whose gradients can be reduced as they are computed, if all ranks' can.
         self.rounds = Rounds(comm, op, self.options) if overlapping else None
+        # The parameters of each bucket, by their numbers, once the ranks have agreed on them.
+        self.division: list[list[int]] | None = None
         # Applies a step's gradients on a rank without data, if the adapter can; see `join`.
         self.follow: Callable[[Any], None] = lambda gradients: None
         self._steps = 0
@@ -92,6 +98,7 @@ class Gradients:
         # Whether the last of the accumulated steps has reduced the sums already.
         self._has_reduced = False
 
+    @entry
     def add(self, tree: Any) -> tuple[bool, Any]:
         """Add the gradients of a step; return whether they were reduced, and the reduced ones.
 
@@ -187,6 +194,32 @@ class Gradients:
         if self._has_reduced:
             self._steps, self._has_reduced = 0, False
 
+    def copy(self) -> Self:
+        """Return the gradients of a copy of the optimizer, which are reduced over the same ranks.
+
+        What is accumulated so far is the copy's as well.
+        """
+        made = object.__new__(type(self))
+        # Copies need not be made on all ranks, so that they have no number that these agree on.
+        vars(made).update(vars(self), number=None, follow=lambda gradients: None)
+        made._sums = list(self._sums)
+        made.rounds = None if self.rounds is None else self.rounds.copy()
+        return made
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "DistributedOptimizer: a distributed optimizer cannot be pickled or saved whole, since it "
+            "stands for ranks of this process; save its state (state_dict() in torch), load that "
+            "into a plain optimizer, and pass it to DistributedOptimizer"
+        )
+
+    @entry
     def reduce_loss(self, loss: Any) -> Any:
         """Reduce a loss as the gradients are."""
         return self.comm.allreduce(loss, self.op)
@@ -272,6 +305,12 @@ def _number_in_join(gradients: Gradients) -> int:
         raise ValueError(
             "inside join gradients cannot be accumulated, since ranks that have no more steps "
             f"would keep some back; got an optimizer with accumulate={gradients.accumulate}"
+        )
+    if gradients.number is None:
+        raise ValueError(
+            "inside join a copy of a distributed optimizer cannot take steps, since ranks without "
+            "data would not know which of their copies to apply them to; pass a plain optimizer "
+            "to DistributedOptimizer on every rank"
         )
     return gradients.number
 

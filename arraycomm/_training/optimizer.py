@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from arraycomm._collectives.groups import Dup, dup
 from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
+from arraycomm._entries import entry
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Options
 from arraycomm._session import world
@@ -24,6 +25,7 @@ _ADAPTERS: Final = {
 _DEFAULT_ADAPTER: Final = "arraycomm.adapters.numpy"
 
 
+@entry
 def DistributedOptimizer(  # noqa: N802
     optimizer: Any,
     *,
@@ -80,6 +82,9 @@ def DistributedOptimizer(  # noqa: N802
     calls is free. If a parameter has no gradient on some ranks, it counts as zeros there. Gradients
     that are accumulated but not yet reduced are not in a torch optimizer's state dict; with optax
     they are in the state.
+
+    A copy, also one by `copy.deepcopy`, is distributed over the same ranks; every rank steps the
+    original and its copies in the same order. It cannot be pickled: save its state instead.
     """
     shared = comm or world()
     arguments = _Arguments(optimizer, op, bucket_bytes, accumulate, compression, [])

@@ -11,7 +11,7 @@ import numpy as np
 from arraycomm._arrays.results import allocate
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import SharedControl
-from arraycomm._transports.mailbox import Mailbox
+from arraycomm._transports.mailbox import Mailbox, copy
 
 _Parts = Sequence[Bytes | None]
 
@@ -72,7 +72,7 @@ class _Swap:
                 continue
             source = group.parts[peer][parity][self._rank]
             if source is not None and source is not target:
-                np.copyto(target, source)
+                copy(target, source)
         self._copied = True
         group.read[self._rank] = self._number
 
@@ -125,6 +125,9 @@ class ThreadsTransport(Transport):
 
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
         return self._group.mailbox.recv((source, self.rank, tag), buffer)
+
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        return self._group.mailbox.probe(source, self.rank, tags)
 
     def _swap(self, parts: _Parts, into: _Parts) -> Handle:
         return _Swap(self._group, self.rank, parts, into)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -249,7 +250,11 @@ def parameters_of(model: Any) -> list[bytes]:
 
 
 def train(
-    comm: ac.Communicator, loop: Loop, make: Callable[[Any], Any], options: dict[str, Any]
+    comm: ac.Communicator,
+    loop: Loop,
+    make: Callable[[Any], Any],
+    options: dict[str, Any],
+    copied: bool = False,
 ) -> tuple[Any, list[Any]]:
     """Train on this rank's batches; return the parameters, and their bytes after each step."""
     model, seen = Model(), []
@@ -257,6 +262,8 @@ def train(
     optimizer.register_step_post_hook(lambda *_: seen.append(parameters_of(model)))
     ac.DistributedOptimizer(optimizer, comm=comm, **options)
     optimizer._is_distributed = comm
+    if copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
     loop(model, optimizer, (batch(comm.rank, s, infinite=loop is scaling) for s in range(STEPS)))
     return [parameter.detach().numpy() for parameter in model.parameters()], seen
 
@@ -271,10 +278,10 @@ def expected(size: int, loop: Loop, make: Callable[[Any], Any]) -> list[Any]:
     return [parameter.detach().numpy() for parameter in model.parameters()]
 
 
-def check(size: int, loop: Loop, name: str, **options: Any) -> None:
+def check(size: int, loop: Loop, name: str, *, copied: bool = False, **options: Any) -> None:
     make = OPTIMIZERS[name]
     want = expected(size, loop, make)
-    results = run(size, train, loop, make, options)
+    results = run(size, train, loop, make, options, copied)
     for parameters, seen in results:
         assert seen == results[0][1]
         for got, parameter in zip(parameters, want, strict=True):
@@ -286,6 +293,10 @@ def test_ranks_train_as_one_process_on_the_whole_batch(number: int) -> None:
     size, name = (3, 2)[number % 2], ("momentum", "adamw", "sgd")[number % 3]
     # Small buckets are reduced one by one while the backward pass goes on.
     check(size, LOOPS[number], name, bucket_bytes=(1, 200, 1 << 20)[number % 3])
+
+
+def test_a_copy_of_model_and_optimizer_trains_as_one_process() -> None:
+    check(2, clipping, "momentum", copied=True)
 
 
 def test_lbfgs_evaluates_closures_as_one_process() -> None:

@@ -149,6 +149,11 @@ DIFFERENT_MOVEMENTS: Different = {
         lambda c: c.reduce_scatter(np.ones(c.size), "mean"),
         r"reduce_scatter\(mean\)",
     ),
+    "reduce_scatter counts": (
+        lambda c: c.reduce_scatter(np.ones(c.size), counts=[1] * c.size),
+        lambda c: c.reduce_scatter(np.ones(c.size), counts=[c.size, *[0] * (c.size - 1)]),
+        r"reduce_scatter\(sum, counts=\[1, 1, 1\]\)",
+    ),
     "exscan for scan": (lambda c: c.scan(1.0), lambda c: c.exscan(1.0), r"exscan\(sum\)"),
     "scan shape": (
         lambda c: c.scan(np.ones(9_000)),
