@@ -252,7 +252,7 @@ class Reducer:
                 finish(backward)
                 return
             self._backward = None
-            if self.syncing and self._is_counted:
+            if self.syncing and not backward.joined:
                 self._touched = list({*self._touched, *backward.order})
 
     def _finish_backward(self, backward: Backward) -> None:
@@ -276,7 +276,7 @@ class Reducer:
         if self._backward is None:
             return
         if _current_graph_task_id() != -1:
-            self._gradients.rounds.fail(
+            self._gradients.fail(
                 RuntimeError(
                     "DistributedOptimizer: step() was called inside backward(), before all gradients "
                     "are reduced; call it after backward()"
@@ -358,7 +358,7 @@ class Reducer:
             return self._step_in_join()
         self._check_join()
         if gradients.keeps:
-            self._check_unchanged()
+            self._check_unchanged(f"with accumulate={gradients.accumulate}")
             gradients.keep(self._all_unreduced())
             self._forget_sent()
             self._finish_step()
@@ -438,6 +438,7 @@ class Reducer:
 
     def _reduce_at_once(self) -> bool:
         """Reduce all gradients now, because other ranks' frameworks cannot do so before the step."""
+        self._check_unchanged("and other ranks' frameworks have no gradients before that")
         try:
             complete, reduced = self._gradients.add(self._all_unreduced())
             if complete:
@@ -495,16 +496,18 @@ class Reducer:
 
     # Checks
 
-    def _check_unchanged(self) -> None:
-        """Raise if gradients were changed that are only accumulated: they are this rank's alone."""
+    def _check_unchanged(self, why: str) -> None:
+        """Raise if gradients were changed before they are reduced: they are this rank's alone."""
         for number in self._touched:
             grad = self.parameters[number].grad
             if grad is None or writes_to(grad) != self._slots[number].version:
-                raise RuntimeError(
-                    "DistributedOptimizer: gradients were changed between backward() and a step() that "
-                    f"only adds them up (accumulate={self._gradients.accumulate}), before they are reduced; "
-                    "clip and unscale only before the last of these steps, or accumulate in "
-                    "no_sync(optimizer) instead"
+                self._gradients.fail(
+                    RuntimeError(
+                        "DistributedOptimizer: gradients were changed between backward() and step(), but "
+                        f"they are reduced later here, in step() ({why}); with accumulate, clip and "
+                        "unscale only before the last of the steps, or accumulate in no_sync(optimizer) "
+                        "instead"
+                    )
                 )
 
     def _check_owners(self) -> None:
@@ -524,7 +527,7 @@ class Reducer:
         """Raise if a `join` block has ended between a backward pass and its step."""
         if self._has_joined:
             self._has_joined = False
-            self._gradients.rounds.fail(
+            self._gradients.fail(
                 RuntimeError(
                     "DistributedOptimizer: step() was called after a join block with gradients of a "
                     "backward() inside, which ranks without data do not have; call both inside, or both "

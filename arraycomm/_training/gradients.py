@@ -141,6 +141,12 @@ class Gradients:
         """Whether gradients of the steps before wait for their reduction."""
         return any(total is not None for total in self._sums)
 
+    def fail(self, error: Exception) -> NoReturn:
+        """Make the other ranks' next call raise, in step; raises `error` here."""
+        if not self.joined:
+            runner_of(self.comm).fail(_NAME, error)
+        raise error
+
     def bucket(self, index: int, numbers: Sequence[int]) -> Bucket:
         """Return a bucket of these parameters."""
         return Bucket(index, numbers)

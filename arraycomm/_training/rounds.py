@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from arraycomm._callsite import call_site
 from arraycomm._collectives.operation import Context
@@ -158,11 +158,6 @@ class Rounds:
         """Reduce a bucket; see `start`."""
         reduced: Reduced = self._runner.call(ReduceBucket, self, bucket, make, place)
         return reduced
-
-    def fail(self, error: Exception) -> NoReturn:
-        """Make the other ranks' next call raise, in step; raises `error` here."""
-        self._runner.fail(ReduceBucket.name, error)
-        raise error
 
     def finish_round(self, place: Place) -> None:
         """Note the end of a round of backward passes."""

@@ -11,6 +11,8 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
+from tests.support.launched import run_pytest
+from tests.support.launcher import needs_mpiexec
 
 torch = pytest.importorskip("torch")
 
@@ -663,7 +665,7 @@ def test_local_gradients_of_accumulated_steps_must_not_be_changed() -> None:
         weight.sum().backward()
         torch.nn.utils.clip_grad_norm_([weight], 0.1)
         with pytest.raises(
-            RuntimeError, match=r"only adds them up \(accumulate=2\), before they are"
+            RuntimeError, match=r"reduced later here, in step\(\) \(with accumulate=2"
         ):
             optimizer.step()
 
@@ -704,3 +706,98 @@ def test_a_step_after_join_with_gradients_of_the_block_is_refused() -> None:
             optimizer.step()
 
     run(2, train)
+
+
+def test_with_other_frameworks_gradients_are_reduced_in_the_step() -> None:
+    class Plain:
+        def update(self, params: Any, grads: Any) -> Any:
+            return [param - grad for param, grad in zip(params, grads, strict=True)]
+
+    def train(comm: ac.Communicator) -> list[float]:
+        if comm.rank:
+            plain = ac.DistributedOptimizer(Plain(), comm=comm, op="sum")
+            params = [np.zeros(2, np.float32)]
+            for step in range(2):
+                params = plain.update(params, [np.full(2, step + 1, np.float32)])
+            with pytest.raises(ac.PeerError, match="gradients were changed"):
+                plain.update(params, params)
+            return params[0].tolist()
+        weight, optimizer = weight_and_optimizer(comm)
+        for step in range(2):
+            optimizer.zero_grad()
+            (weight * 10 * (step + 1)).sum().backward()
+            optimizer.step()
+        torch.nn.utils.clip_grad_norm_([weight], 0.1)
+        optimizer.zero_grad()
+        weight.sum().backward()
+        torch.nn.utils.clip_grad_norm_([weight], 0.1)
+        with pytest.raises(RuntimeError, match="gradients were changed"):
+            optimizer.step()
+        return weight.tolist()
+
+    assert run(2, train) == [[-33.0, -33.0]] * 2
+
+
+def test_a_rank_that_fails_before_its_backward_ends_that_of_the_others() -> None:
+    told: list[str] = []
+
+    def train(comm: ac.Communicator) -> None:
+        weight, _optimizer = weight_and_optimizer(comm)
+        if comm.rank == 1:
+            raise ValueError("no data")
+        try:
+            weight.sum().backward()
+        except ac.PeerError as error:
+            told.append(str(error))
+            raise
+
+    with pytest.raises(ValueError, match="no data"):
+        run(3, train)
+    assert len(told) == 2
+    assert all("no data" in text for text in told)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ac.Communicator]:
+    """Return the world: one process, or those that mpiexec started."""
+    yield ac.init()
+    ac.finalize()
+
+
+class TestProcesses:
+    """On as many ranks as there are processes; `test_on_processes` runs them on more."""
+
+    @pytest.mark.parametrize("loop", [clipping, scaling, twice, in_parts, checkpointed(True)])
+    def test_loops(self, world: ac.Communicator, loop: Loop) -> None:
+        make = OPTIMIZERS["momentum"]
+        parameters, _ = train(world, loop, make, {"bucket_bytes": 200})
+        for got, want in zip(parameters, expected(world.size, loop, make), strict=True):
+            assert world.allgather(got).tobytes() == got.tobytes() * world.size
+            np.testing.assert_allclose(got, want, rtol=SLACK, atol=SLACK)
+
+    def test_large_buckets_are_under_way_together(self, world: ac.Communicator) -> None:
+        # Each is larger than the chunks in which ranks of one node share memory.
+        weights = [torch.nn.Parameter(torch.eye(500)) for _ in range(6)]
+        optimizer = ac.DistributedOptimizer(
+            torch.optim.SGD(weights, lr=1.0), comm=world, bucket_bytes=1 << 20
+        )
+        x = torch.from_numpy(np.random.default_rng(world.rank).normal(size=(3, 500))).float()
+        for _ in range(3):
+            optimizer.zero_grad()
+            y = x
+            for weight in weights:
+                y = torch.tanh(y @ weight)
+            loss = y.square().sum()
+            local = torch.autograd.grad(loss, weights, retain_graph=True)
+            loss.backward()
+            for weight, gradient in zip(weights, local, strict=True):
+                assert torch.equal(weight.grad, world.allreduce(gradient, "mean"))
+            optimizer.step()
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_on_processes() -> None:
+    job = run_pytest(f"{__file__}::TestProcesses", ranks=3)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert " passed" in job.stdout
