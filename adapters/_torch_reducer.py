@@ -336,11 +336,12 @@ class Reducer:
         return slot.sent
 
     def _settle(self, leaves: dict[int, Any]) -> None:
-        for number, reduced in leaves.items():
-            parameter = self.parameters[number]
-            self._slots[number].settle(parameter, _like(parameter, reduced))
-            if reduced is not None and self._is_counted:
-                self._touched.append(number)
+        with torch.no_grad():
+            for number, reduced in leaves.items():
+                parameter = self.parameters[number]
+                self._slots[number].settle(parameter, _like(parameter, reduced))
+        if self._is_counted:
+            self._touched += [number for number, reduced in leaves.items() if reduced is not None]
 
     # Steps
 

@@ -113,10 +113,9 @@ class Slot:
     ) -> torch.Tensor:
         """Return the whole reduced gradient, in the memory where the program has seen it."""
         base = self.base_of(sent) if sent is not None else parameter.grad
-        with torch.no_grad():
-            if base is not None:
-                return base.add_(reduced)
-            return reduced if sent is None else sent.copy_(reduced)
+        if base is not None:
+            return base.add_(reduced)
+        return reduced if sent is None else sent.copy_(reduced)
 
 
 _slots: Final[Any] = WeakTensorKeyDictionary()

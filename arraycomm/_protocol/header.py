@@ -234,6 +234,13 @@ def encode(
     )
 
 
+def with_length(prefix: bytes, length: int) -> bytes:
+    """Return an encoded header with another length, which the ranks do not compare."""
+    words = list(_WORDS.unpack(prefix))
+    words[_LENGTH - 1] = length
+    return _WORDS.pack(*words)
+
+
 def digest_of(prefix: bytes) -> int:
     """Return the digest of an encoded header, which all ranks show that agree with it."""
     return memoryview(prefix)[:8].cast("q")[0]

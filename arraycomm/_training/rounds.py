@@ -19,9 +19,9 @@ from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
-from arraycomm._protocol.header import Signature
+from arraycomm._protocol.header import Signature, encode, with_length
 from arraycomm._protocol.mismatch import name_ranks
-from arraycomm._transports.base import Steps
+from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.reduce import AllreduceGradients
@@ -114,6 +114,7 @@ class Bucket:
     def __init__(self, index: int, numbers: Sequence[int]) -> None:
         self.index, self.numbers = index, list(numbers)
         self._fusion: Fusion | None = None
+        self._header: tuple[Any, bytes] = None, b""
 
     def fusion_of(self, specs: tuple[Spec, ...], bucket_bytes: int) -> Fusion:
         """Return the fusion of gradients of these specs; the last one is kept, with its memory."""
@@ -121,6 +122,14 @@ class Bucket:
         if kept is None or kept.specs != specs or kept.bucket_bytes != bucket_bytes:
             kept = self._fusion = Fusion(specs, bucket_bytes)
         return kept
+
+    def header(self, signature: Signature, payload: int, device_flag: int, length: int) -> bytes:
+        """Return an encoded header; the last one is kept, but for its length."""
+        key, prefix = self._header
+        if key != (signature, payload, device_flag):
+            prefix = encode(signature, payload, device_flag=device_flag)
+            self._header = (signature, payload, device_flag), prefix
+        return with_length(prefix, length)
 
 
 class Rounds:
@@ -203,6 +212,12 @@ class ReduceBucket(AllreduceGradients):
 
     def fusion_of(self, memory: TreeMemory) -> Fusion:
         return self._bucket.fusion_of(self.parts.specs, self._bucket_bytes)
+
+    def pack(self, room: int) -> Bytes | None:
+        payload = super().pack(room)
+        nbytes, flag = -1 if payload is None else len(payload), self.placement.device_flag
+        self.prefix = self._bucket.header(self.signature, nbytes, flag, self.length)
+        return payload
 
     def steps(self, agreement: Agreement) -> Steps:
         self._places = [Place.read(word) for word in agreement.free_words()]
