@@ -413,6 +413,7 @@ class Reducer:
         try:
             while not self._reduce_in_step():
                 pass
+            self._gradients.forget_sums()
         finally:
             self._forget_sent()
 
@@ -435,7 +436,6 @@ class Reducer:
     def _run_rest(self, place: Any) -> None:
         for reduced in ac.waitall([self._start(bucket, place) for bucket in self._buckets[1:]]):
             self._settle(reduced.leaves)
-        self._gradients.forget_sums()
 
     def _reduce_at_once(self) -> bool:
         """Reduce all gradients now, because other ranks' frameworks cannot do so before the step."""
@@ -493,7 +493,7 @@ class Reducer:
         """Take gradients that are assigned from now on for this rank's own."""
         self._touched = []
         for slot in self._slots:
-            slot.reduced = False
+            slot.forget_reduced()
 
     # Checks
 

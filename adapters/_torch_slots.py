@@ -28,18 +28,20 @@ class Slot:
         The `.grad` that is being reduced.
     reduced : bool
         Whether `.grad` has been reduced in this step.
+    replaced : bool
+        Whether something else had been assigned to `.grad` after it was reduced, and was added to.
     version : int
         How often `.grad` had been written to when this slot last saw it.
     """
 
-    __slots__ = ("_result", "base", "number", "reduced", "reducer", "sent", "version")
+    __slots__ = ("_result", "base", "number", "reduced", "reducer", "replaced", "sent", "version")
 
     def __init__(self) -> None:
         self.reducer: Any = lambda: None
         self.number = 0
         self.base: torch.Tensor | None = None
         self.sent: torch.Tensor | None = None
-        self.reduced = False
+        self.reduced = self.replaced = False
         self.version = 0
         self._result: Any = lambda: None
 
@@ -53,7 +55,11 @@ class Slot:
 
     def is_replaced(self, grad: torch.Tensor | None) -> bool:
         """Tell whether something else has been assigned to `.grad` after it was reduced in this step."""
-        return self.reduced and (grad is None or self._result() is not grad)
+        return self.replaced or (self.reduced and (grad is None or self._result() is not grad))
+
+    def forget_reduced(self) -> None:
+        """Begin a new step."""
+        self.reduced = self.replaced = False
 
     def was_zeroed(self, grad: torch.Tensor | None) -> bool:
         """Tell whether a gradient has been set to None or zeros since this slot last saw it."""
@@ -79,6 +85,7 @@ class Slot:
         if grad is None:
             self.base, self.reduced = None, False
         elif self.base_of(grad) is None and self.is_reduced(grad):
+            self.replaced = self.is_replaced(grad)
             self.base, parameter.grad = grad, None
         return False
 

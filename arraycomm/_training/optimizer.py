@@ -35,7 +35,7 @@ def DistributedOptimizer(  # noqa: N802
     accumulate: int = 1,
     compression: str | None = None,
 ) -> Any:
-    """Make an optimizer reduce the gradients over all ranks before each of its steps.
+    """Make an optimizer reduce the gradients over all ranks before it uses them.
 
     Parameters
     ----------
@@ -48,7 +48,8 @@ def DistributedOptimizer(  # noqa: N802
     op : str
         "mean" or "sum" of the ranks' gradients.
     bucket_bytes : int
-        Gradients are fused into messages of about this many bytes.
+        Gradients are fused into messages of about this many bytes. With torch, each is sent as soon
+        as its gradients are computed.
     accumulate : int
         Gradients are averaged over this many steps on each rank before they are reduced. Parameters
         and the optimizer's state change only in the last of these steps. The loop stays as it is,
@@ -62,8 +63,9 @@ def DistributedOptimizer(  # noqa: N802
     Returns
     -------
     optimizer
-        Of the same kind. With torch, a closure's gradients and loss are reduced at each of its
-        evaluations; learning-rate schedulers and state dicts work as before.
+        Of the same kind. With torch, `.grad` of its parameters is reduced when `backward()` returns,
+        and a closure's loss after each of its evaluations; learning-rate schedulers and state dicts
+        work as before.
 
     Raises
     ------
@@ -71,15 +73,19 @@ def DistributedOptimizer(  # noqa: N802
         The optimizer is distributed already, or an argument is out of range. In a step: a closure
         was passed although gradients are accumulated.
     MismatchError
-        The arguments differ between ranks.
+        The arguments differ between ranks. With torch, in a backward pass or a step: some ranks have
+        skipped a step that others took, or made another number of backward passes.
     TypeError
-        `optimizer` is none of these.
+        `optimizer` is none of these. With torch, in a backward pass: a gradient is sparse, or has a
+        history.
 
     Notes
     -----
     Collective: every rank makes its optimizer, which may be of another framework, and takes every
-    step. The optimizer works on a duplicate of `comm`, so the order between its calls and other
-    calls is free. If a parameter has no gradient on some ranks, it counts as zeros there. Gradients
+    step. If all are torch's, every backward pass that reaches one of the parameters is collective,
+    apart from `arraycomm.adapters.torch.no_sync`; a rank that has none in a step takes part in the
+    others' by its `step()`. The optimizer works on a duplicate of `comm`, so the order between its
+    calls and other calls is free. If a parameter has no gradient on some ranks, it counts as zeros there. Gradients
     that are accumulated but not yet reduced are not in a torch optimizer's state dict; with optax
     they are in the state.
 
