@@ -21,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch._C import _current_graph_task_id
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
@@ -327,19 +328,28 @@ class Reducer:
         means: dict[int, Any] = self._gradients.mean_of(leaves)
         return means
 
-    def _unreduced(self, number: int) -> torch.Tensor | None:
-        """Return a gradient that has to be reduced, and note that this has begun."""
+    def _unreduced(self, number: int, *, stale: bool = False) -> torch.Tensor | None:
+        """Return a gradient that has to be reduced, and note that this has begun.
+
+        `stale` says that one which was reduced in a step before is no exception.
+        """
         slot, grad = self._slots[number], self.parameters[number].grad
-        if slot.sent is None and grad is not None and not slot.is_settled(grad):
+        settled = grad is None or (slot.reduced if stale else slot.is_settled(grad))
+        if slot.sent is None and grad is not None and not settled:
             _check_gradient(grad, number)
-            slot.sent = grad
+            backward = self._backward
+            if backward and number in backward.order and writes_to(grad) != slot.version:
+                raise _changed_inside(number)
+            slot.send(grad)
         return slot.sent
 
     def _settle(self, leaves: dict[int, Any]) -> None:
         with torch.no_grad():
             for number, reduced in leaves.items():
-                parameter = self.parameters[number]
-                self._slots[number].settle(parameter, _like(parameter, reduced))
+                parameter, slot = self.parameters[number], self._slots[number]
+                if slot.was_written():
+                    self._gradients.fail(_changed_inside(number))
+                slot.settle(parameter, _like(parameter, reduced))
         if self._is_counted:
             self._touched += [number for number, reduced in leaves.items() if reduced is not None]
 
@@ -419,9 +429,14 @@ class Reducer:
 
     def _reduce_in_step(self) -> bool:
         """Take part in one round, and tell whether all ranks are in their step."""
-        pending, replaced = self._is_pending(), self._is_replaced()
-        rounds = self._gradients.rounds
-        place = replace(rounds.place, stepping=True, pending=pending, replaced=replaced)
+        pending, replaced, stale = self._is_pending(), self._is_replaced(), self._is_stale()
+        place = replace(
+            self._gradients.rounds.place,
+            stepping=True,
+            pending=pending,
+            replaced=replaced,
+            stale=stale,
+        )
         first = self._reduce(self._buckets[0], place)
         self._settle(first.leaves)
         together = all(other.stepping for other in first.places)
@@ -429,9 +444,12 @@ class Reducer:
             self._run_rest(place)
         if not together:
             self._finish_round(place, None)
-        elif any(other.replaced for other in first.places):
+            return False
+        if any(other.replaced for other in first.places):
             self._compare()
-        return together
+        if any(other.stale for other in first.places):
+            return self._judge_stale()
+        return True
 
     def _run_rest(self, place: Any) -> None:
         for reduced in ac.waitall([self._start(bucket, place) for bucket in self._buckets[1:]]):
@@ -472,7 +490,8 @@ class Reducer:
         return bool(complete)
 
     def _all_unreduced(self) -> list[Any]:
-        return [self._unreduced(number) for number in range(len(self.parameters))]
+        """Return what this step's gradients are if no rank can say which are stale."""
+        return [self._unreduced(number, stale=True) for number in range(len(self.parameters))]
 
     def _is_pending(self) -> bool:
         """Tell whether this rank has gradients that are not reduced."""
@@ -484,6 +503,10 @@ class Reducer:
     def _is_replaced(self) -> bool:
         pairs = zip(self._slots, self.parameters, strict=True)
         return any(slot.is_replaced(parameter.grad) for slot, parameter in pairs)
+
+    def _is_stale(self) -> bool:
+        pairs = zip(self._slots, self.parameters, strict=True)
+        return any(slot.is_stale(parameter.grad) for slot, parameter in pairs)
 
     def _finish_step(self, *, skipped: bool = False) -> None:
         self._forget_reduced()
@@ -499,17 +522,20 @@ class Reducer:
 
     def _check_unchanged(self, why: str) -> None:
         """Raise if gradients were changed before they are reduced: they are this rank's alone."""
+        # Torch does not count what a scaler writes.
+        changed = _is_in_scaler()
         for number in self._touched:
             grad = self.parameters[number].grad
-            if grad is None or writes_to(grad) != self._slots[number].version:
-                self._gradients.fail(
-                    RuntimeError(
-                        "DistributedOptimizer: gradients were changed between backward() and step(), but "
-                        f"they are reduced later here, in step() ({why}); with accumulate, clip and "
-                        "unscale only before the last of the steps, or accumulate in no_sync(optimizer) "
-                        "instead"
-                    )
+            changed = changed or grad is None or writes_to(grad) != self._slots[number].version
+        if changed:
+            self._gradients.fail(
+                RuntimeError(
+                    "DistributedOptimizer: gradients were changed between backward() and step(), but "
+                    f"they are reduced later here, in step() ({why}); with accumulate, clip and "
+                    "unscale only before the last of the steps, or accumulate in no_sync(optimizer) "
+                    "instead"
                 )
+            )
 
     def _check_owners(self) -> None:
         """Raise if an optimizer made later reduces some of the gradients in another way."""
@@ -536,10 +562,25 @@ class Reducer:
                 )
             )
 
+    def _judge_stale(self) -> bool:
+        """Find out which gradients are those of a step before, the same on all ranks; tell whether all are."""
+        grads = [parameter.grad for parameter in self.parameters]
+        pairs = list(zip(self._slots, grads, strict=True))
+        rows = self._checksums([grad if slot.is_stale(grad) else None for slot, grad in pairs])
+        same = (rows == rows[0]).all(axis=0)
+        for number, (slot, grad) in enumerate(pairs):
+            if slot.is_stale(grad):
+                slot.judge_stale(same=bool(same[number]))
+        return bool(same.all())
+
+    def _checksums(self, grads: Sequence[torch.Tensor | None]) -> Any:
+        """Return the checksums of all ranks' gradients, a row for each rank."""
+        mine = np.array(list(map(_checksum, grads)), np.int64)
+        return self._gradients.comm.allgather(mine).reshape(-1, len(mine))
+
     def _compare(self) -> None:
         """Raise unless all ranks have the same gradients."""
-        mine = np.array([_checksum(parameter.grad) for parameter in self.parameters], np.int64)
-        rows = self._gradients.comm.allgather(mine).reshape(-1, len(mine))
+        rows = self._checksums([parameter.grad for parameter in self.parameters])
         differing = (rows != rows[0]).any(axis=0)
         if differing.any():
             number = int(differing.argmax())
@@ -567,6 +608,13 @@ def _check_gradient(grad: torch.Tensor, number: int) -> None:
         )
 
 
+def _changed_inside(number: int) -> RuntimeError:
+    return RuntimeError(
+        f"DistributedOptimizer: the gradient of parameter {number} was changed inside backward(), before it "
+        "was reduced, as by a hook after its accumulation; change .grad after backward()"
+    )
+
+
 def _like(parameter: torch.Tensor, reduced: Any) -> torch.Tensor | None:
     """Return a reduced gradient as a tensor where the parameter is."""
     if reduced is None:
@@ -585,14 +633,25 @@ def _checksum(grad: torch.Tensor | None) -> int:
     return zlib.crc32(array.reshape(-1).view(np.uint8).data)
 
 
+def _is_in_scaler() -> bool:
+    """Tell whether a `GradScaler` takes this step."""
+    scaler = _running(GradScaler.step)
+    return scaler is not None and bool(scaler.is_enabled())
+
+
 def _enclosing_node() -> Any:
     """Return the node of autograd inside which this backward pass runs, or None.
 
     A re-entrant checkpoint calls `backward()` while its own node is run.
     """
+    return _running(BackwardCFunction.apply)
+
+
+def _running(method: Any) -> Any:
+    """Return the object whose method is running in this thread, the innermost one, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is BackwardCFunction.apply.__code__:
+        if frame.f_code is method.__code__:
             return frame.f_locals["self"]
         frame = frame.f_back
     return None

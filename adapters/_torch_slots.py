@@ -30,11 +30,23 @@ class Slot:
         Whether `.grad` has been reduced in this step.
     replaced : bool
         Whether something else had been assigned to `.grad` after it was reduced, and was added to.
+    sent_version : int
+        How often that had been written to when it was sent.
     version : int
         How often `.grad` had been written to when this slot last saw it.
     """
 
-    __slots__ = ("_result", "base", "number", "reduced", "reducer", "replaced", "sent", "version")
+    __slots__ = (
+        "_result",
+        "base",
+        "number",
+        "reduced",
+        "reducer",
+        "replaced",
+        "sent",
+        "sent_version",
+        "version",
+    )
 
     def __init__(self) -> None:
         self.reducer: Any = lambda: None
@@ -42,16 +54,31 @@ class Slot:
         self.base: torch.Tensor | None = None
         self.sent: torch.Tensor | None = None
         self.reduced = self.replaced = False
-        self.version = 0
+        self.version = self.sent_version = 0
         self._result: Any = lambda: None
 
     def is_reduced(self, grad: torch.Tensor) -> bool:
         """Tell whether a gradient has been reduced, and maybe changed since."""
         return self.reduced or self._result() is grad
 
+    def is_stale(self, grad: torch.Tensor | None) -> bool:
+        """Tell whether a gradient seems to be what was reduced in a step before.
+
+        Torch does not count what is written through `.data`, or through NumPy.
+        """
+        if grad is None or self.reduced:
+            return False
+        return self._result() is grad and writes_to(grad) == self.version
+
     def is_settled(self, grad: torch.Tensor) -> bool:
-        """Tell whether a gradient has been reduced, in this step or without a change since."""
-        return self.reduced or (self._result() is grad and writes_to(grad) == self.version)
+        """Tell whether a gradient has been reduced, in this step or before."""
+        return self.reduced or self.is_stale(grad)
+
+    def judge_stale(self, *, same: bool) -> None:
+        """Take a stale gradient as reduced, or, if the ranks' are not the same, as written by hand."""
+        self.reduced = same
+        if not same:
+            self._result = lambda: None
 
     def is_replaced(self, grad: torch.Tensor | None) -> bool:
         """Tell whether something else has been assigned to `.grad` after it was reduced in this step."""
@@ -98,6 +125,14 @@ class Slot:
         """Note that autograd has accumulated this rank's part."""
         self.reduced, self._result = False, lambda: None
         self.version = 0 if grad is None else writes_to(grad)
+
+    def send(self, grad: torch.Tensor) -> None:
+        """Note that the reduction of a gradient has begun."""
+        self.sent, self.sent_version = grad, writes_to(grad)
+
+    def was_written(self) -> bool:
+        """Tell whether the gradient that is being reduced has been written to meanwhile."""
+        return self.sent is not None and writes_to(self.sent) != self.sent_version
 
     def settle(self, parameter: torch.Tensor, reduced: torch.Tensor | None) -> None:
         """Take over a reduced gradient, unless no rank had one."""

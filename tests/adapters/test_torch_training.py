@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -407,8 +408,16 @@ def test_gradients_are_reduced_when_backward_returns() -> None:
         assert seen.tolist() == [36.0, 36.0]
         optimizer.step()
         assert weight.tolist() == [-36.0, -36.0]
+        # The same gradient once more, which is reduced already.
         optimizer.step()
         assert weight.tolist() == [-72.0, -72.0]
+        # Torch does not see that this is another one.
+        weight.grad.numpy()[:] = comm.rank
+        optimizer.step()
+        assert weight.tolist() == [-75.0, -75.0]
+        weight.grad.data.fill_(comm.rank)
+        optimizer.step()
+        assert weight.tolist() == [-78.0, -78.0]
 
     run(3, train)
 
@@ -669,15 +678,38 @@ def test_a_step_inside_backward_is_refused_on_all_ranks() -> None:
     run(2, train)
 
 
-def test_local_gradients_of_accumulated_steps_must_not_be_changed() -> None:
+def clamp(weight: Any) -> None:
+    weight.grad.clamp_(0, 1)
+
+
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_a_hook_that_changes_a_gradient_inside_backward_is_refused(buckets: int) -> None:
+    def train(comm: ac.Communicator) -> None:
+        weights = [torch.nn.Parameter(torch.ones(300)) for _ in range(3)]
+        optimizer = torch.optim.SGD(weights, lr=1.0)
+        ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=1000 if buckets > 1 else 1 << 20)
+        for step in range(2):
+            optimizer.zero_grad()
+            if step:
+                weights[2].register_post_accumulate_grad_hook(clamp)
+            with pytest.raises(RuntimeError, match="was changed inside") if step else nullcontext():
+                (weights[0] * weights[1] * weights[2]).sum().backward()
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("how", ["clip", "scale"])
+def test_local_gradients_of_accumulated_steps_must_not_be_changed(how: str) -> None:
     def train(comm: ac.Communicator) -> None:
         weight, optimizer = weight_and_optimizer(comm, accumulate=2)
-        weight.sum().backward()
-        torch.nn.utils.clip_grad_norm_([weight], 0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=how == "scale")
+        scaler.scale(weight.sum()).backward()
+        if how == "clip":
+            torch.nn.utils.clip_grad_norm_([weight], 0.1)
         with pytest.raises(
             RuntimeError, match=r"reduced later here, in step\(\) \(with accumulate=2"
         ):
-            optimizer.step()
+            scaler.step(optimizer)
 
     run(2, train)
 
