@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from arraycomm._callsite import call_site
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
+from arraycomm._protocol import clock
 from arraycomm._protocol.header import Headers
 from arraycomm._transports.base import Transport
 from arraycomm._transports.control import FINISHED, ControlChannel, ExitNotice
@@ -77,11 +78,11 @@ class Watchdog:
         # A rank that has a traceback of its own, or none because it finished, is the cause; the
         # others followed it. Their notices may come before the step that tells of it.
         causes = [rank for rank in gone if left[rank].text or left[rank].state == FINISHED]
-        self._alone_since = self._alone_since or time.monotonic()
+        self._alone_since = self._alone_since or clock.now()
         if not causes:
             self.check_for_deaths()
         patience = _DEATH if self._transport.outlives else LAST_MESSAGE
-        if causes or time.monotonic() > self._alone_since + patience:
+        if causes or clock.now() > self._alone_since + patience:
             cause = (causes or gone)[0]
             raise self.peer_error(cause, left[cause])
 
@@ -122,9 +123,9 @@ class Watchdog:
         """Raise if the process of another rank has died, and this one was let live."""
         if not self._transport.outlives:
             return
-        deadline = time.monotonic() + patience
+        deadline = clock.now() + patience
         try:
-            while not (dead := self._transport.failed()) and time.monotonic() < deadline:
+            while not (dead := self._transport.failed()) and clock.now() < deadline:
                 time.sleep(LAST_MESSAGE / 50)
         except TransportError as error:
             _raise_revoked(error)
