@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +13,11 @@ from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.exit import add_root, watch_exit
+from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.mismatch import peer_error
 from arraycomm._transports.base import Transport
+from arraycomm._transports.mpi_files import check_room
 
 
 class Init(SmallExchange):
@@ -28,6 +31,8 @@ class Init(SmallExchange):
 
 def mpi_transport() -> Callable[[Any], Transport]:
     """Return the class of transports over MPI, or raise if MPI cannot be used."""
+    if "mpi4py.MPI" not in sys.modules:
+        check_room(os.environ)
     try:
         from arraycomm._transports.mpi import MPITransport
     except (ImportError, RuntimeError) as error:
@@ -54,6 +59,7 @@ def open_over_mpi(mpi_comm: Any, arguments: Callable[[], tuple[Options, DeviceRe
 
     `arguments` returns this rank's arguments. If it raises on a rank, all others raise `PeerError`.
     """
+    refuse_forked_child("init")
     transport = mpi_transport()
     watch_exit()
     options, request = _checked_by_all(mpi_comm, arguments)

@@ -9,6 +9,7 @@ from typing import Any
 from arraycomm._collectives.objects import AllgatherObject
 from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
+from arraycomm._protocol.exit import refuse_forked_child
 from arraycomm._session import is_initialized, world
 
 
@@ -37,6 +38,7 @@ def println(*values: Any, comm: Communicator | None = None) -> None:
         `world()` by default.
     """
     if comm is None and not is_initialized():
+        refuse_forked_child("println")
         print(*values, flush=True)
         return
     comm = comm or world()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any, Final
 
 from arraycomm import _launch
@@ -13,7 +12,14 @@ from arraycomm._communicator import Communicator, latest, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import BackendUnavailableError, NotInitializedError
 from arraycomm._mpi_start import mpi_transport, open_over_mpi
-from arraycomm._protocol.exit import complete, forget_on_fork, remove_root, watch_exit
+from arraycomm._protocol.exit import (
+    complete,
+    forget_on_fork,
+    mpi_has_peers,
+    refuse_forked_child,
+    remove_root,
+    watch_exit,
+)
 from arraycomm._protocol.group import Group, Options
 from arraycomm._transports.threads import SelfTransport
 
@@ -65,8 +71,8 @@ def init(
     reproducible : bool, default True
         Reduce in rank order. With False a transport may reduce in an order of its own.
     timeout : float or None, default 1800.0
-        Seconds that a call may wait for other ranks; None means for ever. Default from
-        `ARRAYCOMM_TIMEOUT`.
+        Seconds that a call may wait for other ranks, without those in which the job was stopped;
+        None means for ever. Default from `ARRAYCOMM_TIMEOUT`.
 
     Returns
     -------
@@ -76,7 +82,10 @@ def init(
     Raises
     ------
     BackendUnavailableError
-        The backend cannot run here: the message says what is missing.
+        The backend cannot run here: the message says what is missing. Or a rank has started this
+        process, which inherits the launcher's variables, but is no rank.
+    CommunicatorClosedError
+        This process was forked from a rank. With "self" it gets a world of its own.
     ValueError
         A second call passes an argument that differs from the first.
     """
@@ -95,7 +104,9 @@ def init(
     if _session.world is not None:
         _compare_with_first(_session.world, backend, passed)
         return world()
-    if backend != "self" and (_launch.detect(os.environ) is not None or _mpi_has_peers()):
+    if backend != "self":
+        _refuse_children_of_ranks()
+    if backend != "self" and (_launch.detect(os.environ) is not None or mpi_has_peers()):
         # From now on an uncaught error of this rank ends the job: other ranks may wait for it.
         mpi_transport()
         watch_exit()
@@ -114,8 +125,11 @@ def world() -> Communicator:
     ------
     NotInitializedError
         `init` was not called yet, or `finalize` was called.
+    CommunicatorClosedError
+        This process was forked from a rank.
     """
     if _session.world is None:
+        refuse_forked_child("world")
         raise NotInitializedError("world: there is none yet; call arraycomm.init() first")
     return latest(_session.world)
 
@@ -154,6 +168,18 @@ def finalize() -> None:
         group.transport.free()
     root.related.clear()
     remove_root(root)
+
+
+def _refuse_children_of_ranks() -> None:
+    """Raise in a process that a rank has started: the launcher knows nothing of it."""
+    refuse_forked_child("init")
+    owner = _launch.claimed_by(os.environ, os.getpid())
+    if owner:
+        raise BackendUnavailableError(
+            f"init: process {owner} is the rank that the launcher has started, and has started this "
+            'process, which is none; call init only under if __name__ == "__main__", and communicate '
+            "there, or call init(backend='self') here for a world of this process alone"
+        )
 
 
 def _defaults() -> dict[str, Any]:
@@ -197,7 +223,7 @@ def _open_world(backend: str, options: Options, request: DeviceRequest) -> Commu
 
 
 def _automatic() -> str:
-    if _launch.detect(os.environ) is not None or _mpi_has_peers():
+    if _launch.detect(os.environ) is not None or mpi_has_peers():
         return "mpi"
     processes = _launch.torchrun_size(os.environ)
     if processes > 1:
@@ -206,12 +232,6 @@ def _automatic() -> str:
             f"start the program with: mpiexec -n {processes} python …"
         )
     return "self"
-
-
-def _mpi_has_peers() -> bool:
-    module = sys.modules.get("mpi4py.MPI")
-    alive = module and module.Is_initialized() and not module.Is_finalized()
-    return bool(alive and module and module.COMM_WORLD.size > 1)
 
 
 def _open_mpi_world(options: Options, request: DeviceRequest) -> Communicator:

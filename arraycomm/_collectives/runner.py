@@ -20,6 +20,7 @@ from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
 from arraycomm._protocol.group import Group, UndeliveredError
 from arraycomm._protocol.header import Signature, encode
+from arraycomm._protocol.launcher import watch
 from arraycomm._transports.base import Handle, Steps
 
 _MAX_CACHED: Final = 1024
@@ -89,6 +90,7 @@ class Runner:
     ) -> Any:
         """Make a blocking call."""
         started = time.perf_counter()
+        watch.look(started)
         engine = self.group.engine
         engine.take_turn()
         try:
