@@ -20,6 +20,7 @@ from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
 from arraycomm._protocol.group import Group, UndeliveredError
 from arraycomm._protocol.header import Signature, encode
+from arraycomm._protocol.launcher import watch
 from arraycomm._transports.base import Handle, Steps
 
 _MAX_CACHED: Final = 1024
@@ -99,6 +100,7 @@ class Runner:
     ) -> Any:
         """Make a blocking call with a timeout of its own, or with the group's if that is None."""
         started = time.perf_counter()
+        watch.look(started)
         engine = self.group.engine
         engine.take_turn()
         try:

@@ -206,6 +206,11 @@ class Group:
             hook()
         self.closed = error
 
+    def refuse(self, reason: str) -> None:
+        """Make no call any more in a forked child, whose parent has everything in hand."""
+        self.engine.refuse(reason)
+        self.end(RuntimeError(reason))
+
     def close(self, error: BaseException) -> None:
         """End the group because of an error, after which the ranks may be out of step."""
         if self.closed is not None:
