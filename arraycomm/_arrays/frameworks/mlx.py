@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Any, Final
 
@@ -18,9 +19,10 @@ def find_reader(kind: type) -> Reader | None:
     return read_mlx if issubclass(kind, sys.modules["mlx.core"].array) else None
 
 
-def read_mlx(x: Any, _name: str) -> BufferView:
+def read_mlx(x: Any, name: str) -> BufferView:
     """Read an array in its own memory."""
     mx = sys.modules["mlx.core"]
+    _check_history(mx, x, name)
     if x.dtype == mx.bfloat16:
         array = np.asarray(memoryview(x.view(mx.uint16))).view(ml_dtypes.bfloat16)
     else:
@@ -28,6 +30,35 @@ def read_mlx(x: Any, _name: str) -> BufferView:
     check_dtype(array.dtype)
     array.flags.writeable = False
     return BufferView(array, "mlx", x, True)
+
+
+def _check_history(mx: Any, x: Any, name: str) -> None:
+    """Raise if an array is traced by a transformation, which would lose what happens to it here."""
+    try:
+        mx.eval(x)
+    except ValueError as error:
+        raise TypeError(
+            f"{name} is traced by MLX (compile or vmap) and has no elements yet; "
+            "call this outside of the function"
+        ) from error
+    # Looked at twice: an array that was evaluated while it was traced keeps its history afterwards,
+    # until it is evaluated together with a new one.
+    if _is_differentiated(mx, x):
+        mx.eval(x, mx.zeros(()))
+        if _is_differentiated(mx, x):
+            raise TypeError(
+                f"{name} is differentiated by MLX (grad, vjp or jvp), and its gradient would be "
+                f"lost; call this outside of the function, or pass mx.stop_gradient({name})"
+            )
+
+
+def _is_differentiated(mx: Any, x: Any) -> bool:
+    """Tell whether an evaluated array has a history: MLX keeps one only for what it traces."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, x)
+    # Inputs come before what was made of them, so the last label is that of the array itself.
+    _, made, primitive = graph.getvalue().rpartition('label ="')
+    return bool(made) and not primitive.startswith("StopGradient")
 
 
 def _device(_x: Any) -> Device:
