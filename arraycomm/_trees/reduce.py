@@ -152,7 +152,7 @@ def compressed(dtype: DType, compression: str | None) -> DType:
 
 def settings_of(bucket_bytes: int, compression: str | None, leaves: Leaves) -> Settings:
     """Return the settings, besides the leaves, that decide how a tree is sent."""
-    return ("bucket_bytes", bucket_bytes), ("compression", compression), leaves.ties()
+    return ("bucket_bytes", bucket_bytes), ("compression", compression), *leaves.settings()
 
 
 def reduce_on_device(

@@ -28,7 +28,7 @@ from arraycomm._protocol.mismatch import peer_error
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
-from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, ties
+from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, settings_of
 from arraycomm._trees.pytrees import flatten, is_torch
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
@@ -73,7 +73,7 @@ class Synchronize(Operation):
             self._parts[number].leaf._replace(path=path)
             for path, number in zip(self._flat.paths, self._index, strict=True)
         ]
-        settings = (ties(self._index),)
+        settings = settings_of(self._flat, self._index)
         self.signature = Signature(
             self.name, None, self.root, leaves=tuple(leaves), settings=settings
         )

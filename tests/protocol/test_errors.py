@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -205,6 +206,17 @@ TREES: dict[str, tuple[Any, Any, str]] = {
     "key": ({"a": 1.0}, {"b": 1.0}, r"tree\['a'\] on rank 0, tree\['b'\] on rank 1"),
     "length": ([1.0], [1.0, 2.0], r"tree\[1\] is on rank 1 only|First difference: tree\[1\]"),
     "none": ([1.0, None], [1.0, 2.0], r"tree\[1\] is None on rank 0, float64 \(\) on rank 1"),
+    "tuple": (
+        {"a": [1.0]},
+        {"a": (1.0,)},
+        r"tree\['a'\] is of type list on rank 0, tuple on rank 1",
+    ),
+    "ordered": (
+        [{"a": 1.0}],
+        [OrderedDict(a=1.0)],
+        r"tree\[0\] is of type dict on rank 0, OrderedDict on rank 1",
+    ),
+    "empty": ([1.0], [1.0, {}], r"tree\[1\], of type dict, is on rank 1 only"),
 }
 
 
