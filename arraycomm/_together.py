@@ -70,6 +70,8 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
                 self._runner.call(RaiseTogether)
         finally:
             group.open_together.pop()
+            # Its traceback has this frame, and with it those of the block.
+            del error, trace
 
     def _report(self, error: Exception) -> None:
         """Raise `error` instead of taking part in a call; the block raises it here."""
@@ -78,3 +80,6 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
         except Exception as raised:
             if raised is not error:
                 raise
+        finally:
+            # Its traceback has this frame.
+            del error

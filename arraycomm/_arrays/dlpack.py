@@ -134,18 +134,26 @@ def read(x: Any, device: tuple[int, int], label: str) -> Foreign:
 
 def request(x: Any, keyword_fallbacks: tuple[dict[str, Any], ...], label: str) -> Any:
     """Call `x.__dlpack__` with the first of these sets of keywords that it accepts."""
-    failure: Exception = TypeError("no call was made")
-    for keywords in keyword_fallbacks:
+    # No error is kept in a variable: its traceback has this frame, and with it the array.
+    for keywords in keyword_fallbacks[:-1]:
         try:
             return x.__dlpack__(**keywords)
-        except TypeError as error:
-            failure = error
+        except TypeError:
+            continue
         except MemoryError:
             raise
         except Exception as error:
-            failure = error
-            break
-    raise BufferError(f"{label}.__dlpack__() raised {describe(failure)}") from failure
+            raise _raised(label, error) from error
+    try:
+        return x.__dlpack__(**keyword_fallbacks[-1])
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _raised(label, error) from error
+
+
+def _raised(label: str, error: Exception) -> BufferError:
+    return BufferError(f"{label}.__dlpack__() raised {describe(error)}")
 
 
 def open_capsule(capsule: Any, label: str) -> tuple[Any, int]:

@@ -132,7 +132,11 @@ class Folding:
             name_operation(error, self._operation)
             local = Failure(str(error), describe_raise(error))
         details = yield from exchange_details(self._group.control, local)
-        if error is not None:
-            raise UndeliveredError(error)
+        try:
+            if error is not None:
+                raise UndeliveredError(error)
+        finally:
+            # Its traceback has this frame, and with it the arrays.
+            del error
         if any(isinstance(detail, Failure) for detail in details):
             raise peer_error(self._operation, details)

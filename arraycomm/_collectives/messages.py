@@ -112,11 +112,11 @@ class Messenger:
 
     def _delivered(self, steps: Steps, operation: str) -> Steps:
         """Close the group if a message fails in the middle of its steps."""
+        undelivered: Exception
         try:
             return (yield from steps)
-        except UndeliveredError as undelivered:
-            name_operation(undelivered.error, operation)
-            raise undelivered.error from None
+        except UndeliveredError as raised:
+            undelivered = raised.error
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -124,6 +124,12 @@ class Messenger:
             # Also if it was closed before: the transport may still hold this message's memory.
             self._group.unfinished = True
             raise
+        name_operation(undelivered, operation)
+        try:
+            raise undelivered
+        finally:
+            # Its traceback has this frame, and with it the arrays.
+            del undelivered
 
     # Sending
 

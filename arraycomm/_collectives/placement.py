@@ -274,8 +274,13 @@ class DeferredResultBuffer(ResultBuffer):
             super().__init__(placement, like, shape, dtype, None)
 
     def deliver(self) -> Any:
-        if self._error is not None:
-            raise UndeliveredError(self._error)
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise UndeliveredError(error)
+        finally:
+            # Its traceback has this frame, and with it the arrays.
+            del error
         return super().deliver()
 
 

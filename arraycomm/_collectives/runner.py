@@ -118,8 +118,11 @@ class Runner:
 
     def fail(self, name: str, error: Exception) -> None:
         """Make the other ranks' calls raise, in step; raises `error` here."""
+        failing = self._failing(name, error, describe_raise(error))
+        # Its traceback will have this frame, and with it the arrays.
+        del error
         with self.group.turn():
-            self.group.engine.run(self._failing(name, error, describe_raise(error)))
+            self.group.engine.run(failing)
 
     def settle(
         self,
@@ -245,13 +248,21 @@ class Runner:
 
     def _failing(self, name: str, error: Exception, traceback: str) -> Steps:
         """Take part in the others' call by raising in it."""
+        try:
+            yield from self._tell(name, error, traceback)
+            raise error
+        finally:
+            # Its traceback has this frame, and with it the arrays.
+            del error
+
+    def _tell(self, name: str, error: Exception, traceback: str) -> Steps:
         group = self.group
         if group.closed is not None:
             raise group.closed_error(name) from error
         if not group.options.check:
             # Others may be in a call without a header, in which nothing can be told in step.
             group.close(error)
-            raise error
+            return
         try:
             together = len(group.open_together) if name == "raise_together" else 0
             in_step = yield from fail_in_step(group.control, name, error, traceback, together)
@@ -261,7 +272,6 @@ class Runner:
         group.completed = group.control.step
         if not in_step:
             group.close(error)
-        raise error
 
     def _prefix(self, operation: Operation) -> bytes:
         if operation.prefix is not None:

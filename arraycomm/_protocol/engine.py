@@ -7,6 +7,7 @@ that lives only while there are any.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -69,6 +70,15 @@ def _done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> bo
     return False
 
 
+def _without_traceback(error: BaseException) -> BaseException:
+    """Return a copy of an error that keeps no frames alive, or the error if it cannot be copied."""
+    try:
+        copied = copy.copy(error)
+        return copied if type(copied) is type(error) else error
+    except Exception:
+        return error
+
+
 class Task:
     """One program under way, and in the end its result or its error."""
 
@@ -108,6 +118,17 @@ class Task:
         """Record how the program ended."""
         self.result, self.error, self.waiting = result, error, None
         self.finished = True
+
+    def outcome(self) -> Any:
+        """Return the result, or raise the error; once more if asked again."""
+        if self.error is None:
+            return self.result
+        error, self.error = self.error, _without_traceback(self.error)
+        try:
+            raise error
+        finally:
+            # Its traceback has this frame, and so has that of the caller's own request.
+            del error
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` inside the program, so that it can clean up."""
@@ -265,9 +286,7 @@ class Engine:
                 raise TimeoutError
 
         self.wait_for(lambda: self._pushed(task), watch)
-        if task.error is not None:
-            raise task.error
-        return task.result
+        return task.outcome()
 
     def _advance(self, task: Task, polls: int) -> bool:
         """Push one task on; tell whether it is finished."""

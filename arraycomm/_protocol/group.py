@@ -149,11 +149,12 @@ class Group:
 
     def guarded(self, steps: Steps) -> Steps:
         """Close the group if steps fail in a way that leaves ranks out of step."""
+        undelivered: Exception | None = None
+        result = None
         try:
             result = yield from steps
-        except UndeliveredError as undelivered:
-            self.completed = self.control.step
-            raise undelivered.error from None
+        except UndeliveredError as raised:
+            undelivered = raised.error
         except GeneratorExit:
             # Nobody is left who could have waited for it.
             raise
@@ -166,7 +167,13 @@ class Group:
                 self.close(error)
             raise
         self.completed = self.control.step
-        return result
+        try:
+            if undelivered is not None:
+                raise undelivered
+            return result
+        finally:
+            # Its traceback has this frame, and with it the arrays.
+            del undelivered
 
     def check_message(self, peer: int, doing: str, site: str, waited: float) -> None:
         """Raise if a message will not come any more, or will not be taken."""
