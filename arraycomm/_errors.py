@@ -96,6 +96,14 @@ def name_operation(error: Exception, operation: str) -> None:
         error.args = (f"{operation}: {error.args[0]}",)
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception's message, also if its own `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return f"<{type(error).__name__} whose __str__ raises>"
+
+
 @contextmanager
 def naming(operation: str) -> Iterator[None]:
     """Begin the messages of a block's argument errors with the operation's name."""

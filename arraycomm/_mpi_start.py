@@ -9,7 +9,7 @@ from arraycomm._callsite import describe_raise
 from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
-from arraycomm._errors import BackendUnavailableError
+from arraycomm._errors import BackendUnavailableError, text_of
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, watch_exit
 from arraycomm._protocol.group import Group, Options
@@ -75,7 +75,7 @@ def _checked_by_all(
     try:
         found = arguments()
     except Exception as error:
-        mpi_comm.allgather(Failure(str(error), describe_raise(error)))
+        mpi_comm.allgather(Failure(text_of(error), describe_raise(error)))
         raise
     replies: list[Detail] = mpi_comm.allgather(Nothing())
     if any(isinstance(reply, Failure) for reply in replies):

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._dtypes import BY_DLPACK, TABLE, DType
+from arraycomm._errors import text_of
 
 HOST: Final = frozenset((1, 3, 11))  # kDLCPU and the pinned host memory of CUDA and ROCm
 CUDA: Final = frozenset((2, 10, 13))  # kDLCUDA, kDLROCM, kDLCUDAManaged: CuPy's devices
@@ -387,4 +388,4 @@ def _over_buffer(
 
 def describe(error: BaseException) -> str:
     """Return an exception's type and message on one line."""
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{type(error).__name__}: {text_of(error)}".rstrip(": ")

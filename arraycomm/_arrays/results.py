@@ -44,6 +44,12 @@ def takes_over(framework: str, dtype: DType) -> bool:
     return BY_NAME[framework].takes_over(dtype)
 
 
+def lacking(like: BufferView) -> tuple[frozenset[DType], bool]:
+    """Return the dtypes of the table that a result like `like` cannot have; and whether others."""
+    framework = BY_NAME[like.framework]
+    return framework.lacks(like.source), not framework.takes_opaque
+
+
 def widest_float(framework: str) -> DType:
     """Return the float dtype of most bits that a framework's arrays have."""
     return BY_NAME[framework].widest_float()

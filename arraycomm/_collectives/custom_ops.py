@@ -13,10 +13,11 @@ from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._callsite import describe_raise
-from arraycomm._errors import name_operation
+from arraycomm._errors import name_operation, text_of
 from arraycomm._protocol.details import Detail, Failure, Nothing, exchange_details
-from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.mismatch import peer_error
+from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Steps
 
 
@@ -130,7 +131,7 @@ class Folding:
         local: Detail = Nothing()
         if error is not None:
             name_operation(error, self._operation)
-            local = Failure(str(error), describe_raise(error))
+            local = Failure(text_of(error), describe_raise(error))
         details = yield from exchange_details(self._group.control, local)
         try:
             if error is not None:

@@ -26,8 +26,9 @@ from arraycomm._collectives.statistics import Statistics
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
 from arraycomm._errors import PeerError, TransportError, name_operation
 from arraycomm._protocol.details import Description
-from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import MAX_DIMS, has_room_for
+from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import MAX_BYTES, Bytes, Flat, Steps, Transport
 
 # Tags of the user's are below this, those of further pieces from it on.
@@ -112,11 +113,12 @@ class Messenger:
 
     def _delivered(self, steps: Steps, operation: str) -> Steps:
         """Close the group if a message fails in the middle of its steps."""
-        undelivered: Exception
+        undelivered: list[Exception] = []
         try:
             return (yield from steps)
         except UndeliveredError as raised:
-            undelivered = raised.error
+            raised.name(operation)
+            undelivered.append(raised.error)
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -124,12 +126,8 @@ class Messenger:
             # Also if it was closed before: the transport may still hold this message's memory.
             self._group.unfinished = True
             raise
-        name_operation(undelivered, operation)
-        try:
-            raise undelivered
-        finally:
-            # Its traceback has this frame, and with it the arrays.
-            del undelivered
+        # Not kept here: its traceback has this frame, and with it the arrays.
+        raise undelivered.pop()
 
     # Sending
 

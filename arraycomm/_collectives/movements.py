@@ -19,6 +19,7 @@ from arraycomm._collectives.operation import (
     bounds_of,
 )
 from arraycomm._collectives.placement import DeferredResultBuffer, ResultBuffer, flatten
+from arraycomm._collectives.refusals import announced, check_taken
 from arraycomm._dtypes import DType, check_movable
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Description, Nothing, exchange_details
@@ -63,6 +64,7 @@ class FromRoot(Operation):
             self._look_at(x)
         else:
             self.kind = wanted_kind(x, like, out)
+            self.length = announced(self.kind)
 
     def _look_at(self, x: Any) -> None:
         if x is None:
@@ -95,20 +97,24 @@ class FromRoot(Operation):
         return payload
 
     def steps(self, agreement: Agreement) -> Steps:
+        # Read before further steps take the place of the headers.
+        lengths = agreement.lengths()
+        lengths[self.root] = 0
         if not self.is_root:
-            # Read before further steps take the place of the headers.
             nbytes, self.flag = agreement.payload_bytes(self.root), agreement.raw_length(self.root)
             payload = None if nbytes < 0 else agreement.payload(self.root, nbytes)
             array = agreement.array(self.root)
             if array is None:
                 details = yield from exchange_details(self.group.control, Nothing())
-                announced = details[self.root]
-                assert isinstance(announced, Description)
-                array = announced.parse()
+                described = details[self.root]
+                assert isinstance(described, Description)
+                array = described.parse()
+            check_taken(self.name, lengths, self.group.rank, self.kind, array[0])
             yield from self.receive(payload, *array)
             return
         if self.description is not None:
             yield from exchange_details(self.group.control, self.description)
+        check_taken(self.name, lengths, self.root, self.source, self.source.dtype)
         yield from self.send()
 
     def send(self) -> Steps:

@@ -18,8 +18,9 @@ from arraycomm._collectives.requests import Request
 from arraycomm._collectives.statistics import Statistics
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
-from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature, encode
+from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Handle, Steps
 
 _MAX_CACHED: Final = 1024
@@ -117,12 +118,9 @@ class Runner:
             hook()
 
     def fail(self, name: str, error: Exception) -> None:
-        """Make the other ranks' calls raise, in step; raises `error` here."""
-        failing = self._failing(name, error, describe_raise(error))
-        # Its traceback will have this frame, and with it the arrays.
-        del error
+        """Make the other ranks' calls raise, in step, because of an error that is raised here."""
         with self.group.turn():
-            self.group.engine.run(failing)
+            self.group.engine.run(self._tell(name, error, describe_raise(error)))
 
     def settle(
         self,
@@ -169,7 +167,7 @@ class Runner:
             if self.guard is not None:
                 self.guard.note_error(error)
             name_operation(error, name)
-            return self._failing(name, error, describe_raise(error))
+            return self._failing(name, [error], describe_raise(error))
         except BaseException as error:
             group.close(error)
             raise
@@ -246,14 +244,10 @@ class Runner:
             self.group.close(error)
             raise
 
-    def _failing(self, name: str, error: Exception, traceback: str) -> Steps:
-        """Take part in the others' call by raising in it."""
-        try:
-            yield from self._tell(name, error, traceback)
-            raise error
-        finally:
-            # Its traceback has this frame, and with it the arrays.
-            del error
+    def _failing(self, name: str, errors: list[Exception], traceback: str) -> Steps:
+        """Take part in the others' call by raising in it; no frame of the traceback keeps the error."""
+        yield from self._tell(name, errors[0], traceback)
+        raise errors.pop()
 
     def _tell(self, name: str, error: Exception, traceback: str) -> Steps:
         group = self.group
@@ -290,15 +284,17 @@ class Runner:
 
 def _finished(operation: Operation, agreement: Agreement) -> Steps:
     """Move what has not come with the headers, and hand the result over."""
-    yield from operation.steps(agreement)
     try:
-        return operation.result(agreement)
+        yield from operation.steps(agreement)
+        try:
+            return operation.result(agreement)
+        except UndeliveredError:
+            raise
+        except Exception as error:
+            raise UndeliveredError(error) from error
     except UndeliveredError as undelivered:
-        name_operation(undelivered.error, operation.name)
+        undelivered.name(operation.name)
         raise
-    except Exception as error:
-        name_operation(error, operation.name)
-        raise UndeliveredError(error) from error
 
 
 def _refused(group: Group, operation: str) -> Steps:

@@ -19,12 +19,12 @@ from arraycomm._collectives.arguments import check_root
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.pickling import dumps, loads
 from arraycomm._dtypes import check_movable
-from arraycomm._errors import MismatchError
+from arraycomm._errors import MismatchError, name_operation, text_of
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing, exchange_details
-from arraycomm._protocol.group import UndeliveredError
 from arraycomm._protocol.header import LeafSpec, Signature
 from arraycomm._protocol.mismatch import peer_error
+from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
@@ -66,7 +66,9 @@ class Synchronize(Operation):
         self._packed = Packed(buckets, slots_of(specs, buckets))
         if self._is_root:
             _pack_raw(self._packed, arrays)
-            self._data = dumps([part.value for part in self._parts if part.value is not _Kept])
+            self._data = dumps(
+                [part.value for part in self._parts if part.value is not _Kept], "tree"
+            )
         self.length = len(self._data)
         self.nbytes, self.copies = self._packed.nbytes, len(arrays)
         leaves = [
@@ -118,13 +120,18 @@ class Synchronize(Operation):
         local: Detail = Nothing()
         if self._is_root:
             try:
-                data = dumps(self._tree)
+                data = dumps(self._tree, "tree")
                 local = PickledBytes(len(data))
             except Exception as raised:
-                error, local = raised, Failure(str(raised), describe_raise(raised))
+                name_operation(raised, self.name)
+                error, local = raised, Failure(text_of(raised), describe_raise(raised))
         replies = yield from exchange_details(self.group.control, local)
-        if error is not None:
-            raise UndeliveredError(error)
+        try:
+            if error is not None:
+                raise UndeliveredError(error)
+        finally:
+            # Its traceback has this frame, and with it the tree.
+            del error
         if isinstance(replies[self.root], Failure):
             raise peer_error(self.name, replies)
         received = data.copy() if self._is_root else np.empty(replies[self.root].nbytes, np.uint8)

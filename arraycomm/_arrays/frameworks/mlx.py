@@ -11,7 +11,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, check_dtype
 from arraycomm._arrays.frameworks.base import Framework, no_such_dtype
-from arraycomm._dtypes import DType, name_of
+from arraycomm._dtypes import TABLE, DType, name_of
 
 
 def find_reader(kind: type) -> Reader | None:
@@ -67,11 +67,18 @@ def _device(_x: Any) -> Device:
 
 def _to_mlx(array: Array, _like: BufferView) -> Any:
     mx = sys.modules["mlx.core"]
-    name = name_of(array.dtype)
-    dtype = getattr(mx, "bool_" if name == "bool" else name, None)
+    dtype = _dtype_of(name_of(array.dtype))
     if dtype is None:
         raise no_such_dtype("mlx", array.dtype)
     return mx.array(np.asarray(array, order="C"), dtype=dtype)
+
+
+def _dtype_of(name: str) -> Any:
+    return getattr(sys.modules["mlx.core"], "bool_" if name == "bool" else name, None)
+
+
+def _lacks(_source: Any) -> frozenset[DType]:
+    return frozenset(row.dtype for row in TABLE if _dtype_of(row.name) is None)
 
 
 def _takes_over(_dtype: DType) -> bool:
@@ -95,6 +102,8 @@ MLX: Final = Framework(
     to_framework=_to_mlx,
     takes_over=_takes_over,
     commit_out=_commit_out,
+    lacks=_lacks,
+    takes_opaque=False,
     widest_float=_widest_float,
     replaces_out=True,
     reason_to_copy=lambda _: "MLX copies what it is given",

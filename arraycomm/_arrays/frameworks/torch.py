@@ -221,6 +221,7 @@ TORCH: Final = Framework(
     to_framework=_to_torch,
     takes_over=BY_DTYPE.__contains__,
     commit_out=_commit_out,
+    takes_opaque=False,
     copies_back=True,
     reason_to_copy=_reason_to_copy,
     on_device=OnDevice(
