@@ -19,8 +19,8 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._callsite import call_site, describe_raise
 from arraycomm._collectives.arguments import check_rank
-from arraycomm._collectives.movements import wanted_kind
 from arraycomm._collectives.placement import DeferredResultBuffer, HostPlacement, flatten
+from arraycomm._collectives.refusals import wanted_kind
 from arraycomm._collectives.requests import Request, waitall
 from arraycomm._collectives.statistics import Statistics
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable

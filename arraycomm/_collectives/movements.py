@@ -9,30 +9,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._arrays.views import result_prototype, view
 from arraycomm._collectives import algorithms
 from arraycomm._collectives.arguments import check_axis, check_counts, check_root, check_rows
-from arraycomm._collectives.operation import (
-    ArrayOperation,
-    Context,
-    Operation,
-    bounds_of,
-)
+from arraycomm._collectives.attempts import take_together
+from arraycomm._collectives.operation import ArrayOperation, Context, Operation, bounds_of
 from arraycomm._collectives.placement import DeferredResultBuffer, ResultBuffer, flatten
-from arraycomm._collectives.refusals import announced, check_taken
+from arraycomm._collectives.refusals import announced, check_taken, wanted_kind
 from arraycomm._dtypes import DType, check_movable
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Description, Nothing, exchange_details
 from arraycomm._protocol.header import ANY, Signature
 from arraycomm._transports.base import Bytes, Flat, Steps
-
-
-def wanted_kind(x: Any, like: Any, out: Any) -> BufferView:
-    """Return a view that tells what the result is like; its elements do not matter."""
-    for name, example in (("x", x), ("like", like), ("out", out)):
-        if example is not None:
-            return result_prototype(example, name)
-    return view(np.empty(0))
 
 
 def _join_inline(agreement: Agreement, bounds: list[int], target: Array) -> None:
@@ -100,6 +87,7 @@ class FromRoot(Operation):
         # Read before further steps take the place of the headers.
         lengths = agreement.lengths()
         lengths[self.root] = 0
+        some_unknown = 0 in map(agreement.array_digest, range(self.group.size))
         if not self.is_root:
             nbytes, self.flag = agreement.payload_bytes(self.root), agreement.raw_length(self.root)
             payload = None if nbytes < 0 else agreement.payload(self.root, nbytes)
@@ -110,12 +98,23 @@ class FromRoot(Operation):
                 assert isinstance(described, Description)
                 array = described.parse()
             check_taken(self.name, lengths, self.group.rank, self.kind, array[0])
+            if payload is None and some_unknown:
+                yield from self._take_target(*array)
             yield from self.receive(payload, *array)
             return
         if self.description is not None:
             yield from exchange_details(self.group.control, self.description)
         check_taken(self.name, lengths, self.root, self.source, self.source.dtype)
+        if self.payload is None and some_unknown:
+            yield from self._take_target(self.source.dtype, self.signature.shape or ())
         yield from self.send()
+
+    def _take_target(self, dtype: DType, shape: tuple[int, ...]) -> Steps:
+        def take() -> None:
+            if ANY not in shape:
+                self.target = self.target or self.make_target(self.kind, shape, dtype)
+
+        yield from take_together(self.group, self.name, prod(shape) * dtype.itemsize, take)
 
     def send(self) -> Steps:
         """Move the elements from the root."""
@@ -333,20 +332,22 @@ class Allgatherv(ArrayOperation):
         self.counts = agreement.lengths()
         elements, dtype = prod(self.row), self.source.dtype
         bounds = bounds_of(self.counts, elements)
-        if self.root in {None, self.group.rank}:
-            self.target = DeferredResultBuffer(
-                self.placement,
-                self.source,
-                (sum(self.counts), *self.row),
-                dtype,
-                self._out,
-                self.flat,
-                must_not_alias=self.root is not None,
-            )
         if max(self.counts) * elements * dtype.itemsize > self.placement.inline_bytes:
+            nbytes = bounds[-1] * dtype.itemsize
+            yield from take_together(self.group, self.name, nbytes, self._take_target)
             yield from self._move(bounds)
-        elif self.target is not None:
+            return
+        self._take_target()
+        if self.target is not None:
             _join_inline(agreement, bounds, self.target.flat)
+
+    def _take_target(self) -> None:
+        if self.root in {None, self.group.rank}:
+            shape, apart = (sum(self.counts), *self.row), self.root is not None
+            self.target = DeferredResultBuffer(
+                *(self.placement, self.source, shape, self.source.dtype, self._out, self.flat),
+                must_not_alias=apart,
+            )
 
     def _move(self, bounds: list[int]) -> Steps:
         into: Flat | None = None if self.target is None else self.target.flat
@@ -430,10 +431,12 @@ class Alltoallv(ArrayOperation):
         group, elements, dtype = self.group, prod(self.row), self.flat.dtype
         tables, data = yield from self._tables(agreement, elements * dtype.itemsize)
         self.received = tables[:, group.rank].tolist()
-        shape, source = (sum(self.received), *self.row), self.source
-        self.target = DeferredResultBuffer(
-            self.placement, source, shape, dtype, self._out, self.flat, must_not_alias=True
-        )
+        if data is None:
+            nbytes = int(tables.sum()) * elements * dtype.itemsize
+            yield from take_together(group, self.name, nbytes, self._take_target)
+        else:
+            self._take_target()
+        assert self.target is not None
         flat, into, link = self.flat, self.target.flat, self.placement.link
         places = bounds_of(self.received, elements)
         if data is None:
@@ -444,6 +447,13 @@ class Alltoallv(ArrayOperation):
         for rank, (start, end) in enumerate(pairwise(places)):
             first = int(tables[rank, : group.rank].sum()) * elements
             into[start:end] = data[rank].view(dtype)[first : first + end - start]
+
+    def _take_target(self) -> None:
+        shape, source = (sum(self.received), *self.row), self.source
+        self.target = DeferredResultBuffer(
+            *(self.placement, source, shape, source.dtype, self._out, self.flat),
+            must_not_alias=True,
+        )
 
     def _tables(self, agreement: Agreement, row_bytes: int) -> Steps:
         """Return how many rows each rank sends to each, and their data if it came along."""

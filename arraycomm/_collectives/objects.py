@@ -9,6 +9,7 @@ import numpy as np
 
 from arraycomm._collectives import algorithms
 from arraycomm._collectives.arguments import check_root
+from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.operation import Context, Operation, bounds_of
 from arraycomm._collectives.pickling import dumps, loads
 from arraycomm._protocol.agreement import Agreement
@@ -16,6 +17,10 @@ from arraycomm._protocol.header import Signature
 from arraycomm._transports.base import Bytes, Steps
 
 _NO_BYTES = np.empty(0, np.uint8)
+
+
+def _bytes(count: int) -> Bytes:
+    return np.empty(count, np.uint8)
 
 
 class ObjectOperation(Operation):
@@ -46,7 +51,9 @@ class AllgatherObject(ObjectOperation):
             self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
             return
         bounds = bounds_of(lengths)
-        everything = np.empty(bounds[-1], np.uint8)
+        everything = yield from take_together(
+            group, self.name, bounds[-1], lambda: _bytes(bounds[-1])
+        )
         everything[bounds[group.rank] : bounds[group.rank + 1]] = self.data
         yield from algorithms.allgatherv(group.transport, everything, bounds)
         self.received = [everything[start:end] for start, end in pairwise(bounds)]
@@ -71,7 +78,12 @@ class GatherObject(ObjectOperation):
             self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
             return
         bounds = bounds_of(lengths)
-        into = np.empty(bounds[-1], np.uint8) if group.rank == self.root else None
+        into = yield from take_together(
+            group,
+            self.name,
+            bounds[-1],
+            lambda: _bytes(bounds[-1]) if group.rank == self.root else None,
+        )
         yield from algorithms.gatherv(group.transport, self.data, into, bounds, self.root)
         if into is not None:
             self.received = [into[start:end] for start, end in pairwise(bounds)]
@@ -96,7 +108,12 @@ class BcastObject(ObjectOperation):
         if length <= group.inline_bytes:
             self.received = [agreement.payload(self.root, length)]
             return
-        received = self.data.copy() if group.rank == self.root else np.empty(length, np.uint8)
+        received = yield from take_together(
+            group,
+            self.name,
+            length,
+            lambda: self.data.copy() if group.rank == self.root else _bytes(length),
+        )
         yield from algorithms.bcast(group.transport, received, self.root)
         self.received = [received]
 

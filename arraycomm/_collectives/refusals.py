@@ -1,22 +1,33 @@
-"""Dtypes that a rank's framework does not have, if only another rank knows the dtype of the result.
+"""What a result is like if only another rank knows its dtype, and which dtypes it cannot have.
 
-A rank announces them in the free word of its header, so that all ranks raise before data moves, and
+A rank announces these dtypes in the free word of its header, so that all ranks raise before data moves, and
 no call has a further step to see whether its results were taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import allocate, lacking, to_framework
+from arraycomm._arrays.views import result_prototype, view
 from arraycomm._dtypes import BY_DTYPE, DType, name_of
 from arraycomm._errors import PeerError
 from arraycomm._protocol.undelivered import UndeliveredError
 
 # Stands for every dtype that has no code.
 _OTHERS: Final = 1 << 0
+
+
+def wanted_kind(x: Any, like: Any, out: Any) -> BufferView:
+    """Return a view that tells what the result is like; its elements do not matter."""
+    for name, example in (("x", x), ("like", like), ("out", out)):
+        if example is not None:
+            return result_prototype(example, name)
+    return view(np.empty(0))
 
 
 def announced(like: BufferView) -> int:

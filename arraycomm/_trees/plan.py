@@ -8,6 +8,7 @@ from typing import Any
 
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.scratch import reserve
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
 from arraycomm._protocol.agreement import Agreement
@@ -219,6 +220,7 @@ class RunPlan(Operation):
         inline = nbytes <= room
         self.prefix = self._plan.prefix(nbytes if inline else -1, self.placement.device_flag)
         if not inline:
+            reserve(self.group.transport)
             return None
         self._packed.pack(self._sources)
         return self._packed.buffer

@@ -11,9 +11,11 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
+from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.placement import HostPlacement
 from arraycomm._collectives.refusals import announced, check_taken
+from arraycomm._collectives.scratch import reserve
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._protocol.agreement import Agreement
@@ -69,6 +71,7 @@ class AllreduceTree(Operation):
 
     def pack(self, room: int) -> Bytes | None:
         if self.fusion.nbytes > room:
+            reserve(self.group.transport)
             return None
         self.packed.pack(self.parts.sources)
         return self.packed.buffer
@@ -103,7 +106,7 @@ class AllreduceTree(Operation):
         self._dtypes = [dtype for dtype, _ in specs]
         sent = tuple((compressed(dtype, self._compression), shape) for dtype, shape in specs)
         fusion = Fusion(sent, self._bucket_bytes)
-        self.packed = fusion.acquire()
+        self.packed = yield from take_together(self.group, self.name, fusion.nbytes, fusion.acquire)
         sources = [views[n] for n in self._present]
         yield from fusion.reduce(self._memory, self.packed, sources, self.op)
 

@@ -13,18 +13,16 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
-from arraycomm._callsite import describe_raise
 from arraycomm._collectives import algorithms
 from arraycomm._collectives.arguments import check_root
+from arraycomm._collectives.attempts import attempt_together, take_together
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.pickling import dumps, loads
 from arraycomm._dtypes import check_movable
-from arraycomm._errors import MismatchError, name_operation, text_of
+from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.details import Detail, Failure, Nothing, exchange_details
+from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.header import LeafSpec, Signature
-from arraycomm._protocol.mismatch import peer_error
-from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
@@ -105,9 +103,8 @@ class Synchronize(Operation):
         if self._take_whole:
             yield from self._bcast_whole()
             return
-        received = np.empty(agreement.raw_length(self.root), np.uint8)
-        if self._is_root:
-            received[...] = self._data
+        length = agreement.raw_length(self.root)
+        received = yield from self._received_bytes(length, self._data)
         transport = self.group.transport
         yield from algorithms.bcast(transport, received, self.root)
         for memory in self._packed.memory:
@@ -116,27 +113,25 @@ class Synchronize(Operation):
 
     def _bcast_whole(self) -> Steps:
         """Send the root's tree as one pickle, since some rank has passed no tree."""
-        data, error = self._data, None
-        local: Detail = Nothing()
-        if self._is_root:
-            try:
-                data = dumps(self._tree, "tree")
-                local = PickledBytes(len(data))
-            except Exception as raised:
-                name_operation(raised, self.name)
-                error, local = raised, Failure(text_of(raised), describe_raise(raised))
+        data = yield from attempt_together(
+            self.group, self.name, (lambda: dumps(self._tree, "tree")) if self._is_root else None
+        )
+        local = PickledBytes(len(data)) if self._is_root else Nothing()
         replies = yield from exchange_details(self.group.control, local)
-        try:
-            if error is not None:
-                raise UndeliveredError(error)
-        finally:
-            # Its traceback has this frame, and with it the tree.
-            del error
-        if isinstance(replies[self.root], Failure):
-            raise peer_error(self.name, replies)
-        received = data.copy() if self._is_root else np.empty(replies[self.root].nbytes, np.uint8)
+        received = yield from self._received_bytes(replies[self.root].nbytes, data)
         yield from algorithms.bcast(self.group.transport, received, self.root)
         self._received = received
+
+    def _received_bytes(self, length: int, data: Bytes | None) -> Steps:
+        """Return memory for the bytes of the root; on the root, with these bytes in it."""
+
+        def take() -> Bytes:
+            received = np.empty(length, np.uint8)
+            if self._is_root and data is not None:
+                received[...] = data
+            return received
+
+        return (yield from take_together(self.group, self.name, length, take))
 
     def result(self, agreement: Agreement) -> Any:
         received = None if self._received is None else loads(self._received)
