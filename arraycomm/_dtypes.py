@@ -117,9 +117,10 @@ def check_movable(dtype: DType) -> None:
             f"dtype {dtype} holds Python objects, which have no bytes to send; "
             "use bcast_object or allgather_object"
         )
-    raise TypeError(
-        f"dtype {dtype} is not supported; cast to one of " + ", ".join(row.name for row in TABLE)
-    )
+    names = f"one of {', '.join(row.name for row in TABLE)}"
+    if dtype.char in "gG":
+        names = "float64 or complex128: long doubles differ between machines"
+    raise TypeError(f"dtype {dtype} is not supported; cast to {names}")
 
 
 def check_op(op: object) -> None:
