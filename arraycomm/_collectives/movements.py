@@ -14,7 +14,13 @@ from arraycomm._collectives.arguments import check_axis, check_counts, check_roo
 from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.operation import ArrayOperation, Context, Operation, bounds_of
 from arraycomm._collectives.placement import DeferredResultBuffer, ResultBuffer, flatten
-from arraycomm._collectives.refusals import announced, check_taken, wanted_kind
+from arraycomm._collectives.refusals import (
+    announced,
+    check_taken,
+    framework_code,
+    like_root,
+    wanted_kind,
+)
 from arraycomm._dtypes import DType, check_movable
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Description, Nothing, exchange_details
@@ -60,6 +66,7 @@ class FromRoot(Operation):
         check_movable(self.source.dtype)
         self.flat, self.copies = flatten(self.source)
         self.nbytes = self.flat.nbytes
+        self.kind = self.source
 
     def sign(self, dtype: DType | None = None, shape: tuple[int, ...] | None = None) -> None:
         """Set the signature of a call with an array of this dtype and shape, if they are known."""
@@ -85,29 +92,20 @@ class FromRoot(Operation):
 
     def steps(self, agreement: Agreement) -> Steps:
         # Read before further steps take the place of the headers.
-        lengths = agreement.lengths()
-        lengths[self.root] = 0
+        lengths, rank = agreement.lengths(), self.group.rank
         some_unknown = 0 in map(agreement.array_digest, range(self.group.size))
-        if not self.is_root:
-            nbytes, self.flag = agreement.payload_bytes(self.root), agreement.raw_length(self.root)
-            payload = None if nbytes < 0 else agreement.payload(self.root, nbytes)
-            array = agreement.array(self.root)
-            if array is None:
-                details = yield from exchange_details(self.group.control, Nothing())
-                described = details[self.root]
-                assert isinstance(described, Description)
-                array = described.parse()
-            check_taken(self.name, lengths, self.group.rank, self.kind, array[0])
-            if payload is None and some_unknown:
-                yield from self._take_target(*array)
-            yield from self.receive(payload, *array)
-            return
-        if self.description is not None:
-            yield from exchange_details(self.group.control, self.description)
-        check_taken(self.name, lengths, self.root, self.source, self.source.dtype)
-        if self.payload is None and some_unknown:
-            yield from self._take_target(self.source.dtype, self.signature.shape or ())
-        yield from self.send()
+        self.flag, lengths[self.root] = lengths[self.root], 0
+        nbytes, array = agreement.payload_bytes(self.root), agreement.array(self.root)
+        payload = None if nbytes < 0 else agreement.payload(self.root, nbytes)
+        if array is None:
+            announcement = self.description or Nothing()
+            details = yield from exchange_details(self.group.control, announcement)
+            array = details[self.root].parse()
+        self.kind = like_root(self.kind, self.flag, array[0])
+        check_taken(self.name, lengths, rank, self.kind, array[0])
+        if payload is None and some_unknown:
+            yield from self._take_target(*array)
+        yield from self.send() if self.is_root else self.receive(payload, *array)
 
     def _take_target(self, dtype: DType, shape: tuple[int, ...]) -> Steps:
         def take() -> None:
@@ -140,6 +138,7 @@ class Bcast(FromRoot):
             source = self.source
             self.target = self.make_target(source, source.shape, source.dtype, self.flat)
             self.sign(source.dtype, source.shape)
+            self.length = framework_code(source)
         elif (known := self.placement.view_known(x, out)) is not None:
             check_movable(known.dtype)
             self.target = self.make_target(self.kind, known.shape, known.dtype)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._arrays.frameworks.torch import TORCH
+from arraycomm._arrays.views import view
+from arraycomm._collectives import refusals
 from arraycomm._communicator import Communicator
-from tests.support.frameworks import need
+from tests.support.frameworks import make, need
 
+UNLOADED = replace(TORCH, module="a module that is not loaded")
 Call = Callable[[Communicator, Any, Any], Any]
 
 
@@ -74,5 +79,52 @@ def test_a_missing_gradient_that_cannot_be_made_here(on_ranks, several) -> None:
         )
         assert type(got["a"]) is np.ndarray
         assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax", "array_api_strict", "numpy"])
+@pytest.mark.parametrize("length", [3, 30_000])
+def test_bcast_to_ranks_without_an_array_gives_the_framework_of_the_root(
+    on_ranks, several, kind, length
+) -> None:
+    module = need(kind)
+
+    def check(comm: Communicator) -> None:
+        x = make(kind, np.arange(length, dtype=np.float32))
+        got = comm.bcast(x if comm.rank == 1 else None, 1)
+        assert type(got) is type(x)
+        assert np.asarray(got).tolist() == list(range(length))
+        wanted = comm.bcast(
+            x if comm.rank == 1 else None, 1, like=None if comm.rank == 1 else np.ones(1)
+        )
+        assert type(wanted) is (type(x) if comm.rank == 1 else np.ndarray)
+        request = comm.ibcast(x if comm.rank == 1 else None, 1)
+        assert type(request.wait()) is type(x)
+
+    assert module is not None
+    on_ranks(several, check)
+
+
+def test_bcast_gives_numpy_if_the_framework_of_the_root_is_no_use_here(
+    on_ranks, several, monkeypatch
+) -> None:
+    jax, torch = need("jax"), need("torch")
+
+    def check(comm: Communicator) -> None:
+        with jax.enable_x64(comm.rank == 0):
+            x = jax.numpy.ones(2, "float64") if comm.rank == 0 else None
+            got = comm.bcast(x)
+            assert type(got) is (type(x) if comm.rank == 0 else np.ndarray)
+        x = torch.ones(2) if comm.rank == 0 else None
+        comm.barrier()
+        monkeypatch.setitem(
+            refusals.BY_CODE, refusals.framework_code(view(torch.ones(2))), UNLOADED
+        )
+        comm.barrier()
+        assert type(comm.bcast(x)) is (torch.Tensor if comm.rank == 0 else np.ndarray)
+        assert type(comm.bcast(2.5 if comm.rank == 0 else None)) is (
+            float if comm.rank == 0 else np.ndarray
+        )
 
     on_ranks(several, check)
