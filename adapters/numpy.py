@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import arraycomm as ac
@@ -22,6 +23,21 @@ def check(optimizer: Any) -> None:
             "transformation, or an object with a method update(params, grads); "
             f"got {type(optimizer).__name__}"
         )
+    first = _first_argument(optimizer.update)
+    if first.startswith("grad") or first == "updates":
+        raise TypeError(
+            "DistributedOptimizer: update must take the parameters first, update(params, grads); "
+            f"{type(optimizer).__name__}.update takes {first!r} first; wrap it in an object that "
+            "takes them in this order"
+        )
+
+
+def _first_argument(update: Any) -> str:
+    """Return the name of the first argument, or an empty string if it is not known."""
+    try:
+        return next(iter(inspect.signature(update).parameters), "")
+    except (TypeError, ValueError):
+        return ""
 
 
 class Distributed:
