@@ -15,7 +15,8 @@ class UndeliveredError(Exception):
     def name(self, operation: str) -> None:
         """Say in the error which operation raised it."""
         name_operation(self.error, operation)
-        if "operation" not in vars(self.error):
+        named = "operation" in vars(self.error) or str(self).startswith(f"{operation}: ")
+        if not named:
             # Of a framework's, a function of the user's, or an object that cannot be unpickled here.
             self.error.add_note(f"raised in {operation}")
             vars(self.error)["operation"] = operation
