@@ -46,7 +46,8 @@ def takes_over(framework: str, dtype: DType) -> bool:
 
 def lacking(like: BufferView) -> tuple[frozenset[DType], bool]:
     """Return the dtypes of the table that a result like `like` cannot have; and whether others."""
-    framework = BY_NAME[like.framework]
+    # Others are of objects on devices, whose results are arrays of CuPy.
+    framework = BY_NAME.get(like.framework, BY_NAME["cupy"])
     return framework.lacks(like.source), not framework.takes_opaque
 
 
