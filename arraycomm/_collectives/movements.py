@@ -93,9 +93,9 @@ class FromRoot(Operation):
     def steps(self, agreement: Agreement) -> Steps:
         # Read before further steps take the place of the headers.
         lengths, rank = agreement.lengths(), self.group.rank
-        some_unknown = 0 in map(agreement.array_digest, range(self.group.size))
         self.flag, lengths[self.root] = lengths[self.root], 0
         nbytes, array = agreement.payload_bytes(self.root), agreement.array(self.root)
+        some_unknown = nbytes < 0 and 0 in map(agreement.array_digest, range(self.group.size))
         payload = None if nbytes < 0 else agreement.payload(self.root, nbytes)
         if array is None:
             announcement = self.description or Nothing()
@@ -103,7 +103,7 @@ class FromRoot(Operation):
             array = details[self.root].parse()
         self.kind = like_root(self.kind, self.flag, array[0])
         check_taken(self.name, lengths, rank, self.kind, array[0])
-        if payload is None and some_unknown:
+        if some_unknown:
             yield from self._take_target(*array)
         yield from self.send() if self.is_root else self.receive(payload, *array)
 
