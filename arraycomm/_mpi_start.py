@@ -14,7 +14,7 @@ from arraycomm._callsite import describe_raise
 from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
-from arraycomm._errors import BackendUnavailableError, MismatchError
+from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
@@ -173,7 +173,7 @@ def _checked_by_all(
             )
         found = arguments.checked(transport.local_rank, transport.local_size)
     except Exception as error:
-        mpi_comm.allgather(Failure(str(error), describe_raise(error)))
+        mpi_comm.allgather(Failure(text_of(error), describe_raise(error)))
         raise
     replies: list[Detail] = mpi_comm.allgather(Nothing())
     if any(isinstance(reply, Failure) for reply in replies):

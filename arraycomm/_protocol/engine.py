@@ -7,6 +7,7 @@ that lives only while there are any.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -72,6 +73,15 @@ def _done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> bo
     return False
 
 
+def _without_traceback(error: BaseException) -> BaseException:
+    """Return a copy of an error that keeps no frames alive, or the error if it cannot be copied."""
+    try:
+        copied = copy.copy(error)
+        return copied if type(copied) is type(error) else error
+    except Exception:
+        return error
+
+
 class Task:
     """One program under way, and in the end its result or its error."""
 
@@ -125,6 +135,17 @@ class Task:
         """Note that nobody can wait for it any more."""
         if self._outcomes and self._outcome:
             self._outcomes.drop(self._outcome)
+
+    def outcome(self) -> Any:
+        """Return the result, or raise the error; once more if asked again."""
+        if self.error is None:
+            return self.result
+        error, self.error = self.error, _without_traceback(self.error)
+        try:
+            raise error
+        finally:
+            # Its traceback has this frame, and so has that of the caller's own request.
+            del error
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` inside the program, so that it can clean up."""
@@ -325,9 +346,7 @@ class Engine:
         finally:
             self.blocked = None
         task.claim()
-        if task.error is not None:
-            raise task.error
-        return task.result
+        return task.outcome()
 
     def _advance(self, task: Task, polls: int) -> bool:
         """Push one task on; tell whether it is finished."""
