@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -139,11 +140,12 @@ def test_error_shows_the_users_frames_and_one_of_the_library(on_ranks, call) -> 
 def test_error_raised_twice_does_not_show_the_first_time(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         request = comm.iallreduce(np.ones(3), ac.op(_divide))
-        for _ in range(3):
+        for time in range(3):
             with pytest.raises((ZeroDivisionError, ac.PeerError)) as caught:
                 request.wait()
             frames = traceback.extract_tb(caught.value.__traceback__)
-            own = isinstance(caught.value, ZeroDivisionError)
+            # Kept no longer than for the first time: frames keep arrays.
+            own = time == 0 and isinstance(caught.value, ZeroDivisionError)
             assert [frame.name for frame in frames] == ["check", "_divide"][: 1 + own]
 
     on_ranks(2, check)
@@ -177,7 +179,8 @@ def test_traceback_for_other_ranks_shows_the_users_frames_only(on_ranks) -> None
 @pytest.mark.parametrize("name", sorted(ac.__all__))
 def test_public_names_say_that_they_are_the_packages(name: str) -> None:
     value = getattr(ac, name)
-    assert (value.__module__, value.__qualname__) == ("arraycomm", name)
+    if isinstance(value, type | FunctionType):
+        assert (value.__module__, value.__qualname__) == ("arraycomm", name)
     assert pickle.loads(pickle.dumps(value)) is value
 
 
