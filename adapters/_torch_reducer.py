@@ -227,14 +227,18 @@ class Reducer:
     def _begin(self) -> Backward:
         """Begin a backward pass, and a new step if the last one was skipped."""
         gradients = self._gradients
-        if self._touched and self._are_zeroed(self._touched):
-            self._finish_step(skipped=True)
+        self._note_skipped()
         if self._has_joined and self._are_zeroed(range(len(self.parameters))):
             self._has_joined = False
         if gradients.rounds is None:
             return Backward(None, True, False, self._buckets)
         local = not self.syncing or gradients.keeps
         return Backward(gradients.rounds.place, local, gradients.joined, self._buckets)
+
+    def _note_skipped(self) -> None:
+        """Go on to the next step if the gradients of this one have been zeroed without it."""
+        if self._touched and self._are_zeroed(self._touched):
+            self._finish_step(skipped=True)
 
     def _are_zeroed(self, numbers: Iterable[int]) -> bool:
         """Tell whether the gradients of these parameters are None or zeros by now."""
@@ -368,6 +372,7 @@ class Reducer:
         if gradients.joined:
             return self._step_in_join()
         self._check_join()
+        self._note_skipped()
         if gradients.keeps:
             self._check_unchanged(f"with accumulate={gradients.accumulate}")
             gradients.keep(self._all_unreduced())
@@ -429,13 +434,13 @@ class Reducer:
 
     def _reduce_in_step(self) -> bool:
         """Take part in one round, and tell whether all ranks are in their step."""
-        pending, replaced, stale = self._is_pending(), self._is_replaced(), self._is_stale()
         place = replace(
             self._gradients.rounds.place,
             stepping=True,
-            pending=pending,
-            replaced=replaced,
-            stale=stale,
+            pending=self._is_pending(),
+            replaced=self._any(Slot.is_replaced),
+            changed=self._any(Slot.is_changed),
+            stale=self._any(Slot.is_stale),
         )
         first = self._reduce(self._buckets[0], place)
         self._settle(first.leaves)
@@ -445,7 +450,10 @@ class Reducer:
         if not together:
             self._finish_round(place, None)
             return False
-        if any(other.replaced for other in first.places):
+        worked = [rank for rank, other in enumerate(first.places) if other.worked]
+        if worked and len(worked) < len(first.places):
+            self._hand_over(worked[0])
+        elif _need_comparison(first.places):
             self._compare()
         if any(other.stale for other in first.places):
             return self._judge_stale()
@@ -454,6 +462,15 @@ class Reducer:
     def _run_rest(self, place: Any) -> None:
         for reduced in ac.waitall([self._start(bucket, place) for bucket in self._buckets[1:]]):
             self._settle(reduced.leaves)
+
+    def _hand_over(self, root: int) -> None:
+        """Give the gradients of a rank to all: it may have clipped them, others had none to clip."""
+        grads = [parameter.grad for parameter in self.parameters]
+        mine = grads if self._gradients.comm.rank == root else [None] * len(grads)
+        given = ac.allreduce_gradients(mine, "sum", comm=self._gradients.comm)
+        for parameter, slot, grad in zip(self.parameters, self._slots, given, strict=True):
+            parameter.grad = _like(parameter, grad)
+            slot.note_reduced(parameter.grad)
 
     def _reduce_at_once(self) -> bool:
         """Reduce all gradients now, because other ranks' frameworks cannot do so before the step."""
@@ -482,7 +499,9 @@ class Reducer:
             self._reduce_in_join()
         grads = [parameter.grad for parameter in self.parameters]
         replaced = (
-            zlib.crc32(repr(list(map(_checksum, grads))).encode()) if self._is_replaced() else None
+            zlib.crc32(repr(list(map(_checksum, grads))).encode())
+            if self._any(Slot.is_replaced)
+            else None
         )
         complete = self._gradients.hand_over(grads, replaced)
         self._has_joined = False
@@ -500,13 +519,10 @@ class Reducer:
             p.grad is not None and not slot.is_settled(p.grad) for slot, p in pairs
         )
 
-    def _is_replaced(self) -> bool:
+    def _any(self, question: Callable[[Slot, torch.Tensor | None], bool]) -> bool:
+        """Ask a question about each gradient; tell whether it is true of any."""
         pairs = zip(self._slots, self.parameters, strict=True)
-        return any(slot.is_replaced(parameter.grad) for slot, parameter in pairs)
-
-    def _is_stale(self) -> bool:
-        pairs = zip(self._slots, self.parameters, strict=True)
-        return any(slot.is_stale(parameter.grad) for slot, parameter in pairs)
+        return any(question(slot, parameter.grad) for slot, parameter in pairs)
 
     def _finish_step(self, *, skipped: bool = False) -> None:
         self._forget_reduced()
@@ -586,11 +602,16 @@ class Reducer:
             number = int(differing.argmax())
             ranks = [rank for rank, row in enumerate(rows) if row[number] != rows[0, number]]
             raise ac.MismatchError(
-                "DistributedOptimizer: .grad was replaced after backward() had reduced it, and is not the "
+                "DistributedOptimizer: .grad was changed after backward() had reduced it, and is not the "
                 f"same on all ranks: that of parameter {number}, of shape "
                 f"{tuple(self.parameters[number].shape)}, on rank {ranks[0]} is not that on rank 0; compute "
                 "it from .grad and from values that are the same on all ranks"
             )
+
+
+def _need_comparison(places: Sequence[Any]) -> bool:
+    """Tell whether gradients may differ between ranks since they have been reduced."""
+    return any(p.replaced for p in places) or len({p.changed for p in places}) > 1
 
 
 def _check_gradient(grad: torch.Tensor, number: int) -> None:

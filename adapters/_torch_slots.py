@@ -84,6 +84,10 @@ class Slot:
         """Tell whether something else has been assigned to `.grad` after it was reduced in this step."""
         return self.replaced or (self.reduced and (grad is None or self._result() is not grad))
 
+    def is_changed(self, grad: torch.Tensor | None) -> bool:
+        """Tell whether `.grad` has been written to after it was reduced in this step."""
+        return self.reduced and grad is not None and writes_to(grad) != self.version
+
     def forget_reduced(self) -> None:
         """Begin a new step."""
         self.reduced = self.replaced = False
@@ -148,7 +152,12 @@ class Slot:
             return
         if grad is not total:
             parameter.grad = total
-        self.reduced, self.version, self._result = True, writes_to(total), TensorWeakRef(total)
+        self.note_reduced(total)
+
+    def note_reduced(self, grad: torch.Tensor | None) -> None:
+        """Note that `.grad` is reduced now."""
+        if grad is not None:
+            self.reduced, self.version, self._result = True, writes_to(grad), TensorWeakRef(grad)
 
     def _total(
         self, parameter: torch.Tensor, sent: torch.Tensor | None, reduced: torch.Tensor

@@ -28,7 +28,7 @@ from arraycomm._trees.reduce import AllreduceGradients
 
 _NAME: Final = "DistributedOptimizer"
 # Bits of the word in which a header carries a place.
-_FLAGS, _COUNT, _STEP = 6, 12, 32
+_FLAGS, _COUNT, _STEP = 7, 12, 32
 
 # The gradients of some parameters, by the parameters' numbers.
 Leaves: TypeAlias = dict[int, Any]
@@ -52,6 +52,8 @@ class Place:
         Whether it is in `step()` with gradients that no backward pass has reduced.
     replaced : bool
         Whether it is in `step()` with reduced gradients that were replaced by others.
+    changed : bool
+        Whether it is in `step()` with reduced gradients that were written to.
     stale : bool
         Whether it is in `step()` with gradients that seem to be those of a step before.
     """
@@ -64,11 +66,13 @@ class Place:
     worked: bool = False
     pending: bool = False
     replaced: bool = False
+    changed: bool = False
     stale: bool = False
 
     def word(self) -> int:
         """Return the place as a word of a header."""
-        flags = (self.skipped, self.stepping, self.worked, self.pending, self.replaced, self.stale)
+        flags = [self.skipped, self.stepping, self.worked, self.pending]
+        flags += [self.replaced, self.changed, self.stale]
         word = self.step % (1 << _STEP)
         for count in (self.evaluation, self.number):
             word = word << _COUNT | count % (1 << _COUNT)

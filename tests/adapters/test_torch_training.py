@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm.testing import run
@@ -387,6 +389,93 @@ def test_inside_join_ranks_without_data_take_the_steps_of_the_others(loop: Loop)
             np.testing.assert_allclose(got, want.detach().numpy(), rtol=SLACK, atol=SLACK)
 
 
+# Loops that are drawn
+
+PARTS = ["all", "first", "second", "local", "derived"]
+CHANGES = ["nothing", "clip", "replace", "scale"]
+ENDS = ["step", "skip"]
+ZEROS = ["none", "in place", "not at all"]
+
+
+@st.composite
+def steps(draw: Any) -> list[tuple[list[str], str, str, str, int]]:
+    """Return a program: what each step does, and which rank has no data in it (-1 for none)."""
+    program: list[Any] = []
+    for _ in range(draw(st.integers(1, 4))):
+        parts = draw(st.lists(st.sampled_from(PARTS), max_size=3))
+        end = draw(st.sampled_from(ENDS))
+        changes, zeros = draw(st.sampled_from(CHANGES)), draw(st.sampled_from(ZEROS))
+        # Who has no data takes the step, since it cannot know that the others skip it.
+        idle = draw(st.integers(-1, 1)) if end == "step" else -1
+        if program and program[-1][2:4] == ("skip", "not at all"):
+            # It still has gradients.
+            idle = -1
+        program.append((parts, changes, end, zeros, idle))
+    return program
+
+
+def run_program(program: Any, ranks: list[int], comm: ac.Communicator | None) -> list[Any]:
+    """Run a program with the losses of these ranks; return parameters and gradients after each step."""
+    random, seen = np.random.default_rng(0), []
+    first, second = (torch.nn.Parameter(torch.from_numpy(random.normal(size=4))) for _ in range(2))
+    optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
+    if comm is not None:
+        ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=1)
+
+    def loss(part: str, number: int, idle: int) -> Any:
+        total = torch.zeros((), dtype=torch.float64)
+        for rank in ranks:
+            if rank != idle:
+                factor = torch.from_numpy(np.random.default_rng((rank, number)).normal(size=4))
+                total = total + (torch.tanh(first) * factor * (part != "second")).sum()
+                total = total + (torch.tanh(second) * factor * (part != "first")).sum()
+        return total
+
+    for number, (parts, changes, end, zeros, idle) in enumerate(program):
+        if ranks != [idle]:
+            for part in parts:
+                local = part == "local" and comm is not None
+                with no_sync(optimizer) if local else nullcontext():
+                    value = loss(part, number, idle)
+                    if part == "derived":
+                        torch.autograd.grad(value, [first, second])
+                    else:
+                        value.backward()
+            if "local" in parts:
+                # What follows sees all of it.
+                loss("all", number, idle).backward()
+            change(changes, [p for p in (first, second) if p.grad is not None])
+        if end == "step":
+            optimizer.step()
+            seen.append([p.detach().clone() for p in (first, second)])
+        if zeros != "not at all":
+            optimizer.zero_grad(set_to_none=zeros == "none")
+    return seen
+
+
+def change(how: str, parameters: list[Any]) -> None:
+    if how == "clip":
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    for parameter in parameters:
+        if how == "replace":
+            parameter.grad = parameter.grad / 2
+        elif how == "scale":
+            parameter.grad.mul_(0.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.integers(2, 3))
+def test_drawn_loops_give_what_one_process_gives(program: Any, size: int) -> None:
+    want = run_program(program, list(range(size)), None)
+    results = run(size, lambda comm: run_program(program, [comm.rank], comm))
+    for seen in results:
+        assert len(seen) == len(want)
+        for got, first, expected in zip(seen, results[0], want, strict=True):
+            for mine, theirs, one in zip(got, first, expected, strict=True):
+                assert torch.equal(mine, theirs)
+                torch.testing.assert_close(mine, one, rtol=SLACK, atol=SLACK)
+
+
 # What each rank passes, gets, and is told
 
 
@@ -432,13 +521,15 @@ def test_a_rank_without_data_takes_part_in_the_backward_passes_of_the_others() -
             if comm.rank != step:
                 weight.sum().backward()
                 (other * comm.rank).sum().backward()
+                torch.nn.utils.clip_grad_value_([weight, other], 2.5)
             elif step == 1:
                 # Its own gradient, set by hand, counts.
                 weight.grad = torch.full((2,), 10.0)
             optimizer.step()
         return [*weight.tolist(), other[0].item()]
 
-    assert run(3, train) == [[-16.0, -16.0, -6.0]] * 3
+    # The sums are 2, 12 and 2; 3, 2 and 1.
+    assert run(3, train) == [[-6.5, -6.5, -5.5]] * 3
 
 
 def test_autograd_grad_reduces_nothing_and_keeps_what_was_reduced() -> None:
@@ -632,13 +723,13 @@ def test_different_numbers_of_evaluations_raise_on_all() -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["none", "other", "added to"])
-def test_gradients_that_are_replaced_must_be_the_same_on_all_ranks(how: str) -> None:
+@pytest.mark.parametrize("how", ["other", "added to", "in place"])
+def test_gradients_that_are_changed_must_be_the_same_on_all_ranks(how: str) -> None:
     def train(comm: ac.Communicator) -> None:
         weight, optimizer = weight_and_optimizer(comm)
         weight.sum().backward()
         if comm.rank:
-            weight.grad = None if how == "none" else weight.grad * 2
+            weight.grad = weight.grad.mul_(2) if how == "in place" else weight.grad * 2
         if how == "added to":
             weight.sum().backward()
         optimizer.step()
