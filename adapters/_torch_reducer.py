@@ -531,8 +531,8 @@ class Reducer:
     def _forget_reduced(self) -> None:
         """Take gradients that are assigned from now on for this rank's own."""
         self._touched = []
-        for slot in self._slots:
-            slot.forget_reduced()
+        for slot, parameter in zip(self._slots, self.parameters, strict=True):
+            slot.forget_reduced(parameter.grad)
 
     # Checks
 

@@ -55,20 +55,22 @@ class Slot:
         self.sent: torch.Tensor | None = None
         self.reduced = self.replaced = False
         self.version = self.sent_version = 0
-        self._result: Any = lambda: None
+        self._result: Any = None
+
+    def _is_result(self, grad: torch.Tensor | None) -> bool:
+        """Tell whether a gradient is the tensor that the last reduction has left."""
+        return grad is not None and self._result is not None and self._result() is grad
 
     def is_reduced(self, grad: torch.Tensor) -> bool:
         """Tell whether a gradient has been reduced, and maybe changed since."""
-        return self.reduced or self._result() is grad
+        return self.reduced or self._is_result(grad)
 
     def is_stale(self, grad: torch.Tensor | None) -> bool:
-        """Tell whether a gradient seems to be what was reduced in a step before.
+        """Tell whether a gradient may be what was reduced in a step before, if its memory is the same.
 
-        Torch does not count what is written through `.data`, or through NumPy.
+        Gradients may have been written into it since; torch counts not all ways to do so.
         """
-        if grad is None or self.reduced:
-            return False
-        return self._result() is grad and writes_to(grad) == self.version
+        return grad is not None and not self.reduced and self._is_result(grad)
 
     def is_settled(self, grad: torch.Tensor) -> bool:
         """Tell whether a gradient has been reduced, in this step or before."""
@@ -78,26 +80,28 @@ class Slot:
         """Take a stale gradient as reduced, or, if the ranks' are not the same, as written by hand."""
         self.reduced = same
         if not same:
-            self._result = lambda: None
+            self._result = None
 
     def is_replaced(self, grad: torch.Tensor | None) -> bool:
         """Tell whether something else has been assigned to `.grad` after it was reduced in this step."""
-        return self.replaced or (self.reduced and (grad is None or self._result() is not grad))
+        return self.replaced or (self.reduced and not self._is_result(grad))
 
     def is_changed(self, grad: torch.Tensor | None) -> bool:
         """Tell whether `.grad` has been written to after it was reduced in this step."""
         return self.reduced and grad is not None and writes_to(grad) != self.version
 
-    def forget_reduced(self) -> None:
-        """Begin a new step."""
+    def forget_reduced(self, grad: torch.Tensor | None) -> None:
+        """Begin a new step, after one with this gradient."""
+        if self.reduced and not self._is_result(grad):
+            self.note_reduced(grad)
         self.reduced = self.replaced = False
 
     def was_zeroed(self, grad: torch.Tensor | None) -> bool:
         """Tell whether a gradient has been set to None or zeros since this slot last saw it."""
         if grad is None:
             return True
-        result = self._result()
-        if writes_to(grad) == self.version and (result is None or result is grad):
+        seen = self._result is None or self._result() is grad
+        if seen and writes_to(grad) == self.version:
             return False
         return not grad.any()
 
@@ -127,7 +131,7 @@ class Slot:
 
     def accumulated(self, grad: torch.Tensor | None) -> None:
         """Note that autograd has accumulated this rank's part."""
-        self.reduced, self._result = False, lambda: None
+        self.reduced, self._result = False, None
         self.version = 0 if grad is None else writes_to(grad)
 
     def send(self, grad: torch.Tensor) -> None:

@@ -407,9 +407,9 @@ def steps(draw: Any) -> list[tuple[list[str], str, str, str, int]]:
         changes, zeros = draw(st.sampled_from(CHANGES)), draw(st.sampled_from(ZEROS))
         # Who has no data takes the step, since it cannot know that the others skip it.
         idle = draw(st.integers(-1, 1)) if end == "step" else -1
-        if program and program[-1][2:4] == ("skip", "not at all"):
-            # It still has gradients.
-            idle = -1
+        if program and program[-1][3] == "not at all":
+            # It still has gradients. Others in their place would be this rank's own, set by hand.
+            idle, changes = -1, "clip" if changes == "replace" else changes
         program.append((parts, changes, end, zeros, idle))
     return program
 
@@ -463,7 +463,7 @@ def change(how: str, parameters: list[Any]) -> None:
             parameter.grad.mul_(0.5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(steps(), st.integers(2, 3))
 def test_drawn_loops_give_what_one_process_gives(program: Any, size: int) -> None:
     want = run_program(program, list(range(size)), None)
