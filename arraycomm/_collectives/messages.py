@@ -20,7 +20,12 @@ from arraycomm._arrays.views import view
 from arraycomm._callsite import call_site, describe_raise
 from arraycomm._collectives.arguments import check_rank
 from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
-from arraycomm._collectives.placement import DeferredResultBuffer, HostPlacement, flatten
+from arraycomm._collectives.placement import (
+    DeferredResultBuffer,
+    Destination,
+    HostPlacement,
+    flatten,
+)
 from arraycomm._collectives.refusals import wanted_kind
 from arraycomm._collectives.requests import Request, waitall
 from arraycomm._collectives.statistics import Statistics
@@ -234,7 +239,8 @@ class Messenger:
         if not 0 <= pieces < TAGS:
             raise malformed(source, f"pieces with tag {pieces}")
         status.dtype, status.shape, status.nbytes = dtype, shape, nbytes
-        target = DeferredResultBuffer(self._host, kind, shape, dtype, None if wrong else out)
+        to = Destination(kind, None if wrong else out)
+        target = DeferredResultBuffer(self._host, to, shape, dtype)
         data = target.flat.view(np.uint8)
         if length + nbytes <= _ROOM:
             data[...] = body[length : length + nbytes]

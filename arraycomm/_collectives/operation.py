@@ -12,7 +12,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from arraycomm._collectives.placement import HostPlacement, Placements, ResultBuffer, flatten
+from arraycomm._collectives.placement import (
+    DeferredResultBuffer,
+    Destination,
+    HostPlacement,
+    Placements,
+    ResultBuffer,
+    flatten,
+)
 from arraycomm._dtypes import check_movable
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
@@ -135,12 +142,20 @@ class ArrayOperation(Operation):
         self.nbytes = self.flat.nbytes
 
     def make_target(
-        self, shape: tuple[int, ...], out: Any, *, must_not_alias: bool = False
+        self,
+        shape: tuple[int, ...],
+        out: Any,
+        *,
+        must_not_alias: bool = False,
+        deferred: bool = False,
     ) -> ResultBuffer:
-        """Return where a result of this shape goes, like the caller's array."""
-        target = self.placement.result(
-            self.source, shape, self.source.dtype, out, self.flat, must_not_alias=must_not_alias
-        )
+        """Return where a result of this shape goes, like the caller's array.
+
+        It is `deferred` if the header tells the shape.
+        """
+        to = Destination(self.source, out, self.flat, must_not_alias)
+        make = DeferredResultBuffer if deferred else ResultBuffer
+        target = make(self.placement, to, shape, self.source.dtype)
         self.copies += target.copies
         return target
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from arraycomm._collectives import groups
-from arraycomm._collectives.placement import HostPlacements
+from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
@@ -244,7 +244,7 @@ def leave_by_error(comm: Member, error: BaseException) -> None:
 
 def free(comm: Member) -> None:
     """Free a communicator; collective."""
-    groups.free(Runner(group(comm), HostPlacements(group(comm))))
+    groups.free(Runner(group(comm), Placements(group(comm))))
 
 
 def is_closed(comm: Member) -> bool:
