@@ -29,7 +29,7 @@ CORE = [
     "_arrays/views",
     "_arrays/results",
     "_dtypes",
-    "_folds",
+    "_folds/__init__",
 ]
 
 Trees = dict[str, ast.Module]
