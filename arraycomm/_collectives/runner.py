@@ -221,7 +221,7 @@ class Runner:
         if deferred:
             # What the device is to do waits there for the other ranks.
             posted = next(agreeing)
-            group.engine.follow(self._checked_later(posted, agreeing), str(site))
+            group.engine.follow(self._checked_later(posted, agreeing))
             return (yield from self._finish(operation, NO_HEADERS))
         agreement = yield from agreeing
         return (yield from self._go_on(operation, prepare, agreement, site))

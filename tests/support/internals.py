@@ -17,8 +17,8 @@ from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._protocol import clock
 from arraycomm._protocol import exit as process_exit
 from arraycomm._protocol.deadlock import WaitReports, WaitStatus
-from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.progress import ProgressThread
 from arraycomm._transports.base import Blocks, Transport
 
 # A communicator of its own ---------------------------------------------------------------------
@@ -68,7 +68,7 @@ def threads_refused(*, here: bool) -> Iterator[None]:
 
     with mock.patch.object(threading.Thread, "start", start) if here else contextlib.nullcontext():
         yield
-    Engine.out_of_threads = False
+    ProgressThread.refused = False
 
 
 def restart_clock() -> None:
@@ -184,7 +184,7 @@ def forbid_progress_thread(comm: Member) -> None:
 
 
 def call_instead_of_progress_thread(comm: Member, function: Callable[[], None]) -> None:
-    engine(comm)._start_progress = function
+    engine(comm).progress.start = function
 
 
 def forget_interruption(comm: Member) -> None:
