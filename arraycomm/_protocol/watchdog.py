@@ -17,7 +17,8 @@ from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus
 from arraycomm._protocol.header import Headers
 from arraycomm._protocol.mismatch import how_left
 from arraycomm._transports.base import Transport
-from arraycomm._transports.control import WELL, ExitNotice
+from arraycomm._transports.control import WELL
+from arraycomm._transports.notes import ExitNotice
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import cache
 from typing import ClassVar, cast
 
-import numpy as np
 from mpi4py import MPI
 
 from arraycomm._errors import TransportError
@@ -21,12 +20,11 @@ from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.mpi_control import MpiControl, translated
+from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_probe import MessageProbe
-from arraycomm._transports.shared_files import close_file, make_file, need_names, open_file
+from arraycomm._transports.shared_files import close_file, make_file, open_file
 
 _SPINS = 64
-# The longest path of a file.
-_PATH = 4096
 
 
 @cache
@@ -86,7 +84,7 @@ class MPITransport(Transport):
         self.local_size = self._nodes.count(own)
         memory = None
         if share and self.local_size == self.size:
-            memory = _shared_memory(comm, SharedControl.nbytes(self.size))
+            memory = shared_memory(comm, SharedControl.nbytes(self.size))
         self.control: ControlChannel = (
             MpiControl(comm) if memory is None else SharedControl(self.rank, self.size, memory)
         )
@@ -168,7 +166,7 @@ class MPITransport(Transport):
     def _make_comm(self, color: int | None, members: Sequence[int]) -> MPI.Intracomm | None:
         if list(members) == list(range(self.size)):
             comm, request = self.mpi_comm.Idup()
-            _finish(request)
+            finish(request)
             return comm
         key = 0 if color is None else members.index(self.rank)
         made = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
@@ -232,30 +230,3 @@ def _find_nodes(comm: MPI.Intracomm) -> Sequence[int]:
     nodes: list[int] = comm.allgather(local.bcast(comm.rank))
     local.Free()
     return nodes
-
-
-def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> Bytes | None:
-    """Map one zeroed file on all ranks, or return None on all if one of them cannot."""
-    memory = _share_file(comm, nbytes)
-    if memory is None:
-        need_names()
-        memory = _share_file(comm, nbytes)
-    return memory
-
-
-def _share_file(comm: MPI.Intracomm, nbytes: int) -> Bytes | None:
-    own = make_file(nbytes) if comm.rank == 0 else ""
-    path = np.frombuffer(own.encode().ljust(_PATH, b"\0"), np.uint8).copy()
-    _finish(comm.Ibcast([path, MPI.BYTE]))
-    memory = open_file(path.tobytes().rstrip(b"\0").decode(), nbytes)
-    opened = np.array([memory is not None], np.int32)
-    _finish(comm.Iallreduce(MPI.IN_PLACE, opened, MPI.MIN))
-    if own:
-        close_file(own)
-    return memory if opened[0] else None
-
-
-def _finish(request: MPI.Request) -> None:
-    """Wait, and let others have the core: MPI's own wait would keep it from a rank that is late."""
-    while not request.Test():
-        os.sched_yield()

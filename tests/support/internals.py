@@ -41,21 +41,29 @@ def refuse_shared_memory() -> None:
     """Have this process's control channels go by messages from now on, as between nodes."""
     from arraycomm._transports import mpi
 
-    mpi._shared_memory = lambda *_: None  # type: ignore[assignment]
+    mpi.shared_memory = lambda *_: None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
 def unnamed_files_refused(*, here: bool) -> Iterator[None]:
     """Let this process open no file that has no name, if `here`, as between some containers."""
-    from arraycomm._transports import mpi, shared_files
+    from unittest import mock
 
-    usual = mpi.open_file
-    if here:
-        mpi.open_file = lambda path, n: None if path.startswith("/proc/") else usual(path, n)
+    from arraycomm._transports import mpi, mpi_memory, shared_files
+
+    usual = shared_files.open_file
+
+    def open_file(path: str, nbytes: int) -> Any:
+        return None if here and path.startswith("/proc/") else usual(path, nbytes)
+
     try:
-        yield
+        with (
+            mock.patch.object(mpi, "open_file", open_file),
+            mock.patch.object(mpi_memory, "open_file", open_file),
+        ):
+            yield
     finally:
-        mpi.open_file, shared_files._names_needed = usual, False
+        shared_files._names_needed = False
 
 
 @contextlib.contextmanager
