@@ -6,7 +6,7 @@ calls, blocking or not. Sources and targets are one-dimensional, contiguous arra
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -209,6 +209,14 @@ def _gather_rows(link: Link, source: Flat) -> Generator[Handle, None, list[Flat]
     return rows
 
 
+def bounds_of(lengths: Iterable[int], elements: int = 1) -> list[int]:
+    """Return where parts of so many rows of `elements` begin, and where the last one ends."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length * elements)
+    return bounds
+
+
 def _rows(array: Flat, count: int) -> list[Flat]:
     """Cut memory into `count` rows of one length."""
     length = len(array) // count
@@ -268,10 +276,7 @@ def _nothing(link: Link) -> Blocks:
 
 
 def _even(array: Flat, counts: Sequence[int]) -> Blocks:
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return _blocks(array, bounds)
+    return _blocks(array, bounds_of(counts))
 
 
 def _bytes(array: Flat) -> Flat:

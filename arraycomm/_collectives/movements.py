@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar
@@ -10,9 +11,10 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._collectives import algorithms
+from arraycomm._collectives.algorithms import bounds_of
 from arraycomm._collectives.arguments import check_axis, check_counts, check_root, check_rows
 from arraycomm._collectives.attempts import take_together
-from arraycomm._collectives.operation import ArrayOperation, Context, Operation, bounds_of
+from arraycomm._collectives.operation import ArrayOperation, Context, Operation
 from arraycomm._collectives.placement import (
     DeferredResultBuffer,
     Destination,
@@ -309,16 +311,17 @@ class Gather(ArrayOperation):
             _join_inline(agreement, bounds, into)
 
 
-class Allgatherv(ArrayOperation):
-    """See `Communicator.allgatherv`."""
+class OfAnyLength(ArrayOperation):
+    """An operation on arrays whose axis 0 may have another length on each rank."""
 
-    name, code = "allgatherv", 6
-    same_length: ClassVar[str] = "allgather"
+    # The operation on arrays without an axis 0.
+    same_length: ClassVar[str]
+    # How many rows of each rank are in the result.
+    received: list[int]
 
     def __init__(
         self, context: Context, x: Any, return_counts: bool, out: Any, root: int | None = None
     ) -> None:
-        self.root = root
         super().__init__(context, x, out)
         self._out, self._return_counts = out, return_counts
         self.row = check_axis(self.source, self.same_length)
@@ -326,12 +329,34 @@ class Allgatherv(ArrayOperation):
         self.length = self.source.shape[0]
         self.copies += 1
 
+    def take(self, *, must_not_alias: bool) -> None:
+        """Take memory for the rows that are received."""
+        shape = (sum(self.received), *self.row)
+        self.target = self.make_target(
+            shape, self._out, must_not_alias=must_not_alias, deferred=True
+        )
+
+    def result(self, agreement: Agreement) -> Any:
+        if self.target is None:
+            return None
+        result = self.target.deliver()
+        return (result, self.received) if self._return_counts else result
+
+
+class Allgatherv(OfAnyLength):
+    """See `Communicator.allgatherv`."""
+
+    name, code = "allgatherv", 6
+    same_length = "allgather"
+    root: int | None = None
+
     def steps(self, agreement: Agreement) -> Steps:
         elements, dtype = prod(self.row), self.source.dtype
-        self.counts = agreement.lengths(elements * dtype.itemsize)
-        bounds = bounds_of(self.counts, elements)
-        check_size(self.counts.index(max(self.counts)), bounds[-1:], dtype.itemsize)
-        if max(self.counts) * elements * dtype.itemsize > self.placement.inline_bytes:
+        self.received = agreement.lengths(elements * dtype.itemsize)
+        bounds = bounds_of(self.received, elements)
+        longest = max(self.received)
+        check_size(self.received.index(longest), bounds[-1:], dtype.itemsize)
+        if longest * elements * dtype.itemsize > self.placement.inline_bytes:
             nbytes = bounds[-1] * dtype.itemsize
             yield from take_together(self.group, self.name, nbytes, self._take_target)
             yield from self._move(bounds)
@@ -342,8 +367,7 @@ class Allgatherv(ArrayOperation):
 
     def _take_target(self) -> None:
         if self.root in {None, self.group.rank}:
-            shape, apart = (sum(self.counts), *self.row), self.root is not None
-            self.target = self.make_target(shape, self._out, must_not_alias=apart, deferred=True)
+            self.take(must_not_alias=self.root is not None)
 
     def _move(self, bounds: list[int]) -> Steps:
         into: Flat | None = None if self.target is None else self.target.flat
@@ -354,12 +378,6 @@ class Allgatherv(ArrayOperation):
             into[bounds[rank] : bounds[rank + 1]] = self.flat
             yield from algorithms.allgatherv(link, into, bounds)
 
-    def result(self, agreement: Agreement) -> Any:
-        if self.target is None:
-            return None
-        result = self.target.deliver()
-        return (result, self.counts) if self._return_counts else result
-
 
 class Gatherv(Allgatherv):
     """See `Communicator.gatherv`."""
@@ -368,8 +386,8 @@ class Gatherv(Allgatherv):
     same_length = "gather"
 
     def __init__(self, context: Context, x: Any, root: int, return_counts: bool, out: Any) -> None:
-        root = check_root(root, context.group.size)
-        super().__init__(context, x, return_counts, out, root)
+        self.root = check_root(root, context.group.size)
+        super().__init__(context, x, return_counts, out, self.root)
 
 
 # From all ranks to all -----------------------------------------------------------------------------
@@ -401,22 +419,18 @@ class Alltoall(ArrayOperation):
             into[start:end] = row[bounds[rank] : bounds[rank + 1]]
 
 
-class Alltoallv(ArrayOperation):
+class Alltoallv(OfAnyLength):
     """See `Communicator.alltoallv`. The counts travel with the header, the rows too if they fit."""
 
     name, code = "alltoallv", 24
+    same_length = "alltoall"
 
     def __init__(
         self, context: Context, x: Any, counts: Any, return_counts: bool, out: Any
     ) -> None:
-        super().__init__(context, x, out)
-        self._out, self._return_counts = out, return_counts
-        self.row = check_axis(self.source, "alltoall")
-        self.length = self.source.shape[0]
+        super().__init__(context, x, return_counts, out)
         self.counts = check_counts(counts, self.group.size, self.length)
         self.table = np.array(self.counts, np.int64)
-        self.signature = self.sign(None, None, (ANY, *self.row))
-        self.copies += 1
 
     def pack(self, room: int) -> Bytes | None:
         return _pack_table(self, room)
@@ -430,9 +444,10 @@ class Alltoallv(ArrayOperation):
         self.received = tables[:, group.rank].tolist()
         if data is None:
             nbytes = int(tables.sum()) * elements * dtype.itemsize
-            yield from take_together(group, self.name, nbytes, self._take_target)
+            take = partial(self.take, must_not_alias=True)
+            yield from take_together(group, self.name, nbytes, take)
         else:
-            self._take_target()
+            self.take(must_not_alias=True)
         assert self.target is not None
         flat, into, link = self.flat, self.target.flat, self.placement.link
         places = bounds_of(self.received, elements)
@@ -444,10 +459,6 @@ class Alltoallv(ArrayOperation):
         for rank, (start, end) in enumerate(pairwise(places)):
             first = int(tables[rank, : group.rank].sum()) * elements
             into[start:end] = data[rank].view(dtype)[first : first + end - start]
-
-    def _take_target(self) -> None:
-        shape = (sum(self.received), *self.row)
-        self.target = self.make_target(shape, self._out, must_not_alias=True, deferred=True)
 
     def _tables(self, agreement: Agreement, row_bytes: int) -> Steps:
         """Return how many rows each rank sends to each, and their data if it came along."""
@@ -465,8 +476,3 @@ class Alltoallv(ArrayOperation):
             return tables, None
         ends = [width + length * row_bytes for length in lengths]
         return tables, [agreement.payload(rank, end)[width:] for rank, end in enumerate(ends)]
-
-    def result(self, agreement: Agreement) -> Any:
-        assert self.target is not None
-        result = self.target.deliver()
-        return (result, self.received) if self._return_counts else result

@@ -7,7 +7,8 @@ the result to the caller. Operations decide nothing about when and over what the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,20 +28,16 @@ from arraycomm._protocol.header import Signature, register
 from arraycomm._transports.base import Bytes, Flat, Steps
 
 
+@dataclass(slots=True)
 class Context:
     """What the runner gives every operation: the group, and where the call's arrays are.
 
     A call that is prepared again, because arrays of other ranks are elsewhere, is given its placement.
     """
 
-    __slots__ = ("_given", "_placements", "group")
-
-    def __init__(
-        self, group: Group, placements: Placements, given: HostPlacement | None = None
-    ) -> None:
-        self.group = group
-        self._placements = placements
-        self._given = given
+    group: Group
+    _placements: Placements
+    _given: HostPlacement | None = None
 
     @property
     def host(self) -> HostPlacement:
@@ -202,11 +199,3 @@ class Barrier(Operation):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.signature = Signature(self.name)
-
-
-def bounds_of(lengths: Iterable[int], elements: int = 1) -> list[int]:
-    """Return where parts of so many rows of `elements` begin, and where the last one ends."""
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length * elements)
-    return bounds

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from arraycomm._collectives import algorithms, function_reductions
+from arraycomm._collectives.algorithms import bounds_of
 from arraycomm._collectives.arguments import check_root, check_rows, check_shares
 from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.operation import ArrayOperation, Context, bounds_of
+from arraycomm._collectives.operation import ArrayOperation, Context
 from arraycomm._collectives.scratch import reserve
 from arraycomm._dtypes import DType, check_op, check_reducible
 from arraycomm._folds import fold

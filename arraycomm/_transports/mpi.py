@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from mpi4py import MPI
 
@@ -90,25 +90,15 @@ class MPITransport(Transport):
         )
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
-        return self._start(
-            lambda: self.mpi_comm.Ialltoallv(
-                [send.buffer, (send.counts, send.offsets), MPI.BYTE],
-                [recv.buffer, (recv.counts, recv.offsets), MPI.BYTE],
-            ),
-            send.buffer,
-            recv.buffer,
-        )
+        parts, into = _vector(send), _vector(recv)
+        return self._start(lambda: self.mpi_comm.Ialltoallv(parts, into), send.buffer, recv.buffer)
 
     def allgather(self, recv: Blocks) -> Handle:
-        return self._start(
-            lambda: self.mpi_comm.Iallgatherv(
-                MPI.IN_PLACE, [recv.buffer, (recv.counts, recv.offsets), MPI.BYTE]
-            ),
-            recv.buffer,
-        )
+        into = _vector(recv)
+        return self._start(lambda: self.mpi_comm.Iallgatherv(MPI.IN_PLACE, into), recv.buffer)
 
     def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
-        into = recv and [recv.buffer, (recv.counts, recv.offsets), MPI.BYTE]
+        into = recv and _vector(recv)
         return self._start(
             lambda: self.mpi_comm.Igatherv([send, MPI.BYTE], into, root),
             send,
@@ -116,9 +106,9 @@ class MPITransport(Transport):
         )
 
     def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
-        blocks = send and [send.buffer, (send.counts, send.offsets), MPI.BYTE]
+        parts = send and _vector(send)
         return self._start(
-            lambda: self.mpi_comm.Iscatterv(blocks, [recv, MPI.BYTE], root),
+            lambda: self.mpi_comm.Iscatterv(parts, [recv, MPI.BYTE], root),
             recv,
             send and send.buffer,
         )
@@ -222,6 +212,11 @@ class MPITransport(Transport):
 
     def abort(self, code: int) -> None:
         self.mpi_comm.Abort(code)
+
+
+def _vector(blocks: Blocks) -> Any:
+    """Return blocks as MPI takes them."""
+    return [blocks.buffer, (blocks.counts, blocks.offsets), MPI.BYTE]
 
 
 def _find_nodes(comm: MPI.Intracomm) -> Sequence[int]:
