@@ -9,7 +9,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._collectives import algorithms
-from arraycomm._collectives.algorithms import bounds_of
+from arraycomm._collectives.blocks import bounds_of
 from arraycomm._collectives.custom_ops import Folding, Op
 from arraycomm._collectives.operation import ArrayOperation
 from arraycomm._collectives.selection import Algorithm, select

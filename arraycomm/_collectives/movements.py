@@ -11,9 +11,9 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._collectives import algorithms
-from arraycomm._collectives.algorithms import bounds_of
 from arraycomm._collectives.arguments import check_axis, check_counts, check_root, check_rows
 from arraycomm._collectives.attempts import take_together
+from arraycomm._collectives.blocks import bounds_of
 from arraycomm._collectives.operation import ArrayOperation, Context, Operation
 from arraycomm._collectives.placement import (
     DeferredResultBuffer,
