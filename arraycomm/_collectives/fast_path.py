@@ -14,8 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
+from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import allocate, commit_out, to_framework
-from arraycomm._arrays.views import view, view_out
+from arraycomm._arrays.views import view
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.statistics import Count
