@@ -16,7 +16,6 @@ from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.blocks import bounds_of
 from arraycomm._collectives.operation import ArrayOperation, Context, Operation
 from arraycomm._collectives.placement import (
-    DeferredResultBuffer,
     Destination,
     ResultBuffer,
     flatten,
@@ -52,7 +51,6 @@ class FromRoot(Operation):
     # Whether every rank gets the whole array, and may pass one that is like it.
     whole: ClassVar[bool] = False
     description: Description | None = None
-    target: ResultBuffer | None = None
     source: BufferView
     flat: Flat
     # What the root announces beside its array.
@@ -66,11 +64,23 @@ class FromRoot(Operation):
         super().__init__(context, context.place(x, like, out))
         self.out = out
         if self.is_root:
-            self._look_at(x)
-            shape, dtype = self.part_of_root(), self.source.dtype
-            self.target = self.make_target(dtype, shape)
-            self._sign(dtype, self.shown(shape))
-            return
+            self._prepare_root(x)
+        else:
+            self._prepare_other(x, like, out)
+
+    def _prepare_root(self, x: Any) -> None:
+        if x is None:
+            raise TypeError("x is None on the root; the root passes the array to send")
+        self.source = self.kind = self.placement.view(x)
+        dtype = self.source.dtype
+        check_movable(dtype)
+        self.flat, self.copies = flatten(self.source)
+        self.nbytes = self.flat.nbytes
+        shape = self.part_of_root()
+        self.target = self.make_target(dtype, shape)
+        self._sign(dtype, self.shown(shape))
+
+    def _prepare_other(self, x: Any, like: Any, out: Any) -> None:
         self.kind = wanted_kind(x, like, out)
         self.length = announced(self.kind)
         known = self.placement.view_known(x, out)
@@ -80,15 +90,6 @@ class FromRoot(Operation):
             check_movable(known.dtype)
             self.expect(known)
             self._sign(known.dtype, self.shown(known.shape))
-
-    def _look_at(self, x: Any) -> None:
-        if x is None:
-            raise TypeError("x is None on the root; the root passes the array to send")
-        self.source = self.placement.view(x)
-        check_movable(self.source.dtype)
-        self.flat, self.copies = flatten(self.source)
-        self.nbytes = self.flat.nbytes
-        self.kind = self.source
 
     def part_of_root(self) -> tuple[int, ...]:
         """Check what the root passes; return the shape of its own part."""
@@ -113,10 +114,7 @@ class FromRoot(Operation):
         """Return where this rank's part goes."""
         source = self.flat if self.is_root else None
         to = Destination(self.kind, self.out, source, must_not_alias=not self.whole)
-        make = DeferredResultBuffer if deferred else ResultBuffer
-        target = make(self.placement, to, shape, dtype)
-        self.copies += target.copies
-        return target
+        return self.buffer_for(to, shape, dtype, deferred=deferred)
 
     def pack(self, room: int) -> Bytes | None:
         if not self.is_root or self.description is not None or self.flat.nbytes > room:
@@ -152,10 +150,6 @@ class FromRoot(Operation):
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
         """Move the parts, of what the root shows; `payload` is what came with its header."""
         raise NotImplementedError
-
-    def result(self, agreement: Agreement) -> Any:
-        assert self.target is not None
-        return self.target.deliver()
 
 
 class Bcast(FromRoot):
@@ -337,10 +331,9 @@ class OfAnyLength(ArrayOperation):
         )
 
     def result(self, agreement: Agreement) -> Any:
-        if self.target is None:
-            return None
-        result = self.target.deliver()
-        return (result, self.received) if self._return_counts else result
+        result = super().result(agreement)
+        with_counts = self._return_counts and self.target is not None
+        return (result, self.received) if with_counts else result
 
 
 class Allgatherv(OfAnyLength):

@@ -21,7 +21,7 @@ from arraycomm._collectives.placement import (
     ResultBuffer,
     flatten,
 )
-from arraycomm._dtypes import check_movable
+from arraycomm._dtypes import DType, check_movable
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature, register
@@ -77,6 +77,8 @@ class Operation:
         The encoded header, if that was worked out beforehand.
     payload : array of bytes, or None
         What travels with the header; set by the runner from `pack`.
+    target : ResultBuffer or None
+        Where the result goes, on a rank that gets an array.
     length : int
         What the header announces, if the ranks may differ in it.
     nbytes, copies : int
@@ -91,6 +93,7 @@ class Operation:
     signature: Signature
     prefix: bytes | None = None
     payload: Bytes | None = None
+    target: ResultBuffer | None = None
     length: int = 0
     nbytes: int = 0
     copies: int = 0
@@ -113,7 +116,16 @@ class Operation:
 
     def result(self, agreement: Agreement) -> Any:
         """Hand the result to the caller, the last thing a call does."""
-        return None
+        return None if self.target is None else self.target.deliver()
+
+    def buffer_for(
+        self, to: Destination, shape: tuple[int, ...], dtype: DType, *, deferred: bool
+    ) -> ResultBuffer:
+        """Return memory for a result; it is `deferred` if the header tells the shape."""
+        make = DeferredResultBuffer if deferred else ResultBuffer
+        target = make(self.placement, to, shape, dtype)
+        self.copies += target.copies
+        return target
 
 
 class ArrayOperation(Operation):
@@ -125,11 +137,7 @@ class ArrayOperation(Operation):
         The caller's array.
     flat : Flat
         Its elements in C order.
-    target : ResultBuffer or None
-        Where the result goes, on a rank that gets one.
     """
-
-    target: ResultBuffer | None = None
 
     def __init__(self, context: Context, x: Any, op: Any = None) -> None:
         super().__init__(context, context.place(x, op))
@@ -146,15 +154,9 @@ class ArrayOperation(Operation):
         must_not_alias: bool = False,
         deferred: bool = False,
     ) -> ResultBuffer:
-        """Return where a result of this shape goes, like the caller's array.
-
-        It is `deferred` if the header tells the shape.
-        """
+        """Return memory for a result of this shape, like the caller's array; see `buffer_for`."""
         to = Destination(self.source, out, self.flat, must_not_alias)
-        make = DeferredResultBuffer if deferred else ResultBuffer
-        target = make(self.placement, to, shape, self.source.dtype)
-        self.copies += target.copies
-        return target
+        return self.buffer_for(to, shape, self.source.dtype, deferred=deferred)
 
     def sign(
         self, op: str | None, root: int | None, shape: tuple[int, ...] | None = None
@@ -165,9 +167,6 @@ class ArrayOperation(Operation):
 
     def pack(self, room: int) -> Bytes | None:
         return self.flat.view(np.uint8) if self.flat.nbytes <= room else None
-
-    def result(self, agreement: Agreement) -> Any:
-        return None if self.target is None else self.target.deliver()
 
     def rows(self, agreement: Agreement) -> list[Flat]:
         """Return every rank's elements, which came with the headers."""

@@ -35,10 +35,7 @@ class Task:
     """One program under way, and in the end its result or its error."""
 
     def __init__(
-        self,
-        program: Steps,
-        watch: Watch | None = None,
-        outcome: Outcome | None = None,
+        self, program: Steps, watch: Watch | None = None, outcome: Outcome | None = None
     ) -> None:
         self._program = program
         # What is kept of it if it is a request, in case that nobody waits for it.
