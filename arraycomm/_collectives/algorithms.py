@@ -13,8 +13,20 @@ import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._collectives import selection
+from arraycomm._collectives.blocks import (
+    blocks_of,
+    columns_of,
+    cut,
+    fit,
+    in_order,
+    nothing,
+    only,
+    pieces_of,
+    raw,
+    rows_of,
+)
 from arraycomm._collectives.selection import Algorithm, select
-from arraycomm._transports.base import MAX_BYTES, Blocks, Flat, Handle, Link, Transport
+from arraycomm._transports.base import Flat, Handle, Link, Transport
 from arraycomm._transports.control import PAYLOAD
 
 Moves = Generator[Handle, None, None]
@@ -37,7 +49,7 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
                 bounds = _bounds(chunk, link.size)
                 part = target[bounds[link.rank] : bounds[link.rank + 1]]
                 yield from _fold_slice(link, source, part, bounds, op)
-                yield link.allgather(_blocks(target, bounds))
+                yield link.allgather(blocks_of(target, bounds))
 
 
 def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) -> Moves:
@@ -51,16 +63,16 @@ def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) ->
         case Algorithm.GATHER:
             into = None if target is None else link.take(link.size * len(source), source.dtype)
             counts = [len(source)] * link.size
-            yield link.gather(_bytes(source), None if into is None else _even(into, counts), root)
+            yield link.gather(raw(source), None if into is None else in_order(into, counts), root)
             if target is not None and into is not None:
-                link.fold(op, source.dtype, _rows(into, link.size), target)
+                link.fold(op, source.dtype, rows_of(into, link.size), target)
         case _:
             for chunk in _chunks(link, source):
                 bounds = _bounds(chunk, link.size)
                 part = link.empty(bounds[link.rank + 1] - bounds[link.rank], source.dtype)
                 yield from _fold_slice(link, source, part, bounds, op)
-                into_blocks = None if target is None else _blocks(target, bounds)
-                yield link.gather(_bytes(part), into_blocks, root)
+                into_blocks = None if target is None else blocks_of(target, bounds)
+                yield link.gather(raw(part), into_blocks, root)
 
 
 def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat, op: str) -> Moves:
@@ -73,9 +85,9 @@ def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat
     for columns in _chunks(link, source[:longest], size):
         part = target[columns.start : columns.stop]
         rows = link.take(size * len(part), source.dtype)
-        sent = _columns(link, source, bounds, columns)
-        yield link.alltoall(sent, _even(rows, [len(part)] * size))
-        link.fold(op, source.dtype, _rows(rows, size), part)
+        sent = columns_of(link, source, bounds, columns)
+        yield link.alltoall(sent, in_order(rows, [len(part)] * size))
+        link.fold(op, source.dtype, rows_of(rows, size), part)
 
 
 def scan(link: Link, source: Flat, target: Flat | None, op: str, inclusive: bool) -> Moves:
@@ -87,16 +99,16 @@ def scan(link: Link, source: Flat, target: Flat | None, op: str, inclusive: bool
     for chunk in _chunks(link, source):
         bounds = _bounds(chunk, size)
         count = bounds[link.rank + 1] - bounds[link.rank]
-        rows, outs = _rows(link.take(2 * size * count, source.dtype), 2)
-        yield link.alltoall(_blocks(source, bounds), _even(rows, [count] * size))
-        link.prefixes(op, source.dtype, _rows(rows, size), _rows(outs, size))
+        rows, outs = rows_of(link.take(2 * size * count, source.dtype), 2)
+        yield link.alltoall(blocks_of(source, bounds), in_order(rows, [count] * size))
+        link.prefixes(op, source.dtype, rows_of(rows, size), rows_of(outs, size))
         counts = [count] * size
         if not inclusive:
             # Prefix r belongs to rank r + 1; the last belongs to nobody, and rank 0 gets none.
             counts[0] = 0
         yield link.alltoall(
-            _even(outs[: sum(counts)], counts),
-            _nothing(link) if target is None else _blocks(target, bounds),
+            in_order(outs[: sum(counts)], counts),
+            nothing(link) if target is None else blocks_of(target, bounds),
         )
 
 
@@ -104,30 +116,28 @@ def gatherv(
     link: Link, source: Flat, target: Flat | None, bounds: Sequence[int], root: int
 ) -> Moves:
     """Collect everyone's `source` in the `target` of `root`, rank r's from element bounds[r]."""
-    if bounds[-1] * source.itemsize <= MAX_BYTES:
-        yield link.gather(_bytes(source), None if target is None else _blocks(target, bounds), root)
+    if fit(bounds[-1] * source.itemsize):
+        yield link.gather(raw(source), None if target is None else blocks_of(target, bounds), root)
         return
-    for rank, piece in _pieces(bounds, source.itemsize):
+    for rank, piece in pieces_of(bounds, source.itemsize):
         first = piece.start - bounds[rank]
         mine = source[first : first + len(piece)] if rank == link.rank else source[:0]
-        into = None if target is None else _one(target[piece.start : piece.stop], rank, link.size)
-        yield link.gather(_bytes(mine), into, root)
+        into = None if target is None else only(target[piece.start : piece.stop], rank, link.size)
+        yield link.gather(raw(mine), into, root)
 
 
 def scatterv(
     link: Link, source: Flat | None, target: Flat, bounds: Sequence[int], root: int
 ) -> Moves:
     """Give rank r the elements bounds[r] to bounds[r + 1] of the `source` of `root`."""
-    if bounds[-1] * target.itemsize <= MAX_BYTES:
-        yield link.scatter(
-            None if source is None else _blocks(source, bounds), _bytes(target), root
-        )
+    if fit(bounds[-1] * target.itemsize):
+        yield link.scatter(None if source is None else blocks_of(source, bounds), raw(target), root)
         return
-    for rank, piece in _pieces(bounds, target.itemsize):
+    for rank, piece in pieces_of(bounds, target.itemsize):
         first = piece.start - bounds[rank]
         mine = target[first : first + len(piece)] if rank == link.rank else target[:0]
-        part = None if source is None else _one(source[piece.start : piece.stop], rank, link.size)
-        yield link.scatter(part, _bytes(mine), root)
+        part = None if source is None else only(source[piece.start : piece.stop], rank, link.size)
+        yield link.scatter(part, raw(mine), root)
 
 
 def alltoallv(
@@ -143,24 +153,23 @@ def alltoallv(
     `longest` is the length of the longest part between any two ranks, and the same on all.
     """
     rank, size = link.rank, link.size
-    if longest * size * source.itemsize <= MAX_BYTES:
-        yield link.alltoall(_blocks(source, bounds), _blocks(target, into))
+    if fit(longest * size * source.itemsize):
+        yield link.alltoall(blocks_of(source, bounds), blocks_of(target, into))
         return
     for shift in range(size):
         to, origin = (rank + shift) % size, (rank - shift) % size
-        for _, piece in _pieces([0, longest], source.itemsize):
+        for _, piece in pieces_of([0, longest], source.itemsize):
             send = source[bounds[to] : bounds[to + 1]][piece.start : piece.stop]
             recv = target[into[origin] : into[origin + 1]][piece.start : piece.stop]
-            yield link.alltoall(_one(send, to, size), _one(recv, origin, size))
+            yield link.alltoall(only(send, to, size), only(recv, origin, size))
 
 
 def bcast(link: Link, buffer: Flat, root: int) -> Moves:
     """Make every rank's `buffer` that of `root`."""
     if link.size == 1:
         return
-    raw = _bytes(buffer)
-    for start in range(0, len(raw), MAX_BYTES):
-        yield link.bcast(raw[start : start + MAX_BYTES], root)
+    for piece in cut(raw(buffer)):
+        yield link.bcast(piece, root)
 
 
 def allgatherv(link: Link, target: Flat, bounds: Sequence[int]) -> Moves:
@@ -170,8 +179,8 @@ def allgatherv(link: Link, target: Flat, bounds: Sequence[int]) -> Moves:
     """
     if link.size == 1:
         return
-    if target.nbytes <= MAX_BYTES:
-        yield link.allgather(_blocks(target, bounds))
+    if fit(target.nbytes):
+        yield link.allgather(blocks_of(target, bounds))
         return
     for rank in range(link.size):
         yield from bcast(link, target[bounds[rank] : bounds[rank + 1]], rank)
@@ -184,7 +193,7 @@ def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Moves:
     count = control.payload // dtype.itemsize
     for start in range(0, len(source), count):
         piece = slice(start, start + count)
-        shown = _bytes(source[piece])
+        shown = raw(source[piece])
         control.mine[(control.step + 1) & 1][PAYLOAD : PAYLOAD + len(shown)] = shown.data
         control.post()
         yield control
@@ -197,22 +206,16 @@ def _fold_slice(link: Link, source: Flat, part: Flat, bounds: Sequence[int], op:
     """Collect this rank's slice of a chunk from all ranks, and fold it into `part`."""
     count = bounds[link.rank + 1] - bounds[link.rank]
     rows = link.take(link.size * count, source.dtype)
-    yield link.alltoall(_blocks(source, bounds), _even(rows, [count] * link.size))
-    link.fold(op, source.dtype, _rows(rows, link.size), part)
+    yield link.alltoall(blocks_of(source, bounds), in_order(rows, [count] * link.size))
+    link.fold(op, source.dtype, rows_of(rows, link.size), part)
 
 
 def _gather_rows(link: Link, source: Flat) -> Generator[Handle, None, list[Flat]]:
     into = link.take(link.size * len(source), source.dtype)
-    rows = _rows(into, link.size)
+    rows = rows_of(into, link.size)
     rows[link.rank][...] = source
-    yield link.allgather(_even(into, [len(source)] * link.size))
+    yield link.allgather(in_order(into, [len(source)] * link.size))
     return rows
-
-
-def _rows(array: Flat, count: int) -> list[Flat]:
-    """Cut memory into `count` rows of one length."""
-    length = len(array) // count
-    return [array[row * length : (row + 1) * length] for row in range(count)]
 
 
 def _chunks(link: Link, array: Flat, rows: int = 1) -> Iterator[range]:
@@ -226,56 +229,6 @@ def _bounds(chunk: range, size: int) -> list[int]:
     """Where each rank's slice of the chunk starts, and where the last one ends."""
     count = len(chunk)
     return [chunk.start + count * rank // size for rank in range(size + 1)]
-
-
-def _blocks(array: Flat, bounds: Sequence[int]) -> Blocks:
-    """Elements bounds[r] to bounds[r + 1] of the array, as blocks of bytes."""
-    itemsize, first = array.itemsize, bounds[0]
-    offsets = [(bound - first) * itemsize for bound in bounds]
-    counts = [end - start for start, end in pairwise(offsets)]
-    return Blocks(_bytes(array[first : bounds[-1]]), counts, offsets[:-1])
-
-
-def _columns(link: Link, array: Flat, bounds: Sequence[int], columns: range) -> Blocks:
-    """The elements at `columns` of each rank's part of an array, as far as it has them."""
-    parts = [range(begin, end)[columns.start : columns.stop] for begin, end in pairwise(bounds)]
-    counts = [len(part) for part in parts]
-    if array.nbytes > MAX_BYTES:
-        packed = _even(link.empty(sum(counts), array.dtype), counts)
-        for rank, part in enumerate(parts):
-            packed.block(rank)[...] = _bytes(array[part.start : part.stop])
-        return packed
-    size = array.itemsize
-    return Blocks(_bytes(array), [n * size for n in counts], [part.start * size for part in parts])
-
-
-def _pieces(bounds: Sequence[int], itemsize: int) -> Iterator[tuple[int, range]]:
-    """Each part, and the elements of a piece of it that one movement can take."""
-    step = MAX_BYTES // itemsize
-    for rank, (begin, end) in enumerate(pairwise(bounds)):
-        for start in range(begin, end, step):
-            yield rank, range(start, min(start + step, end))
-
-
-def _one(array: Flat, rank: int, size: int) -> Blocks:
-    """The whole array for one rank, nothing for the others."""
-    counts = [array.nbytes if other == rank else 0 for other in range(size)]
-    return Blocks(_bytes(array), counts, [0] * size)
-
-
-def _nothing(link: Link) -> Blocks:
-    return Blocks(link.empty(0, np.dtype(np.uint8)), [0] * link.size, [0] * link.size)
-
-
-def _even(array: Flat, counts: Sequence[int]) -> Blocks:
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return _blocks(array, bounds)
-
-
-def _bytes(array: Flat) -> Flat:
-    return array.view(np.uint8)
 
 
 def _unaliased(source: Flat, target: Flat) -> Flat:

@@ -14,14 +14,16 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
+from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import allocate, commit_out, to_framework
-from arraycomm._arrays.views import view, view_out
+from arraycomm._arrays.views import view
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.statistics import Count
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
-from arraycomm._folds import fold_function, ieee_mode, in_ieee_mode
+from arraycomm._folds import fold_function
+from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
 from arraycomm._protocol.agreement import settle
 from arraycomm._protocol.header import Headers, Signature, digest_of, encode
 from arraycomm._protocol.launcher import watch

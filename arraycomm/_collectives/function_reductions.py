@@ -9,8 +9,9 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._collectives import algorithms
+from arraycomm._collectives.blocks import bounds_of
 from arraycomm._collectives.custom_ops import Folding, Op
-from arraycomm._collectives.operation import ArrayOperation, bounds_of
+from arraycomm._collectives.operation import ArrayOperation
 from arraycomm._collectives.selection import Algorithm, select
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._transports.base import Steps

@@ -19,8 +19,14 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._callsite import call_site, describe_raise
 from arraycomm._collectives.arguments import check_rank
+from arraycomm._collectives.blocks import cut
 from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
-from arraycomm._collectives.placement import DeferredResultBuffer, HostPlacement, flatten
+from arraycomm._collectives.placement import (
+    DeferredResultBuffer,
+    Destination,
+    HostPlacement,
+    flatten,
+)
 from arraycomm._collectives.refusals import wanted_kind
 from arraycomm._collectives.requests import Request, waitall
 from arraycomm._collectives.statistics import Statistics
@@ -32,8 +38,8 @@ from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import MAX_DIMS, has_room_for
 from arraycomm._protocol.undelivered import UndeliveredError
-from arraycomm._protocol.watchdog import checked_timeout
-from arraycomm._transports.base import MAX_BYTES, Bytes, Flat, Steps, Transport
+from arraycomm._protocol.watchdog import MessageWait, checked_timeout
+from arraycomm._transports.base import Bytes, Flat, Steps, Transport
 
 # Tags of the user's are below this, those of further pieces from it on.
 TAGS: Final = 1 << 20
@@ -124,7 +130,7 @@ class Messenger:
                 # A rank that waits cannot send to itself meanwhile.
                 alone = task is None or task.waited_for
                 peers = self._peers(message.peer, alone=alone)
-                group.check_message(peers, message.doing, site, waited, timeout)
+                group.check_message(MessageWait(peers, message.doing, site, timeout), waited)
 
             group.unmatched += 1 if operation == "send" else -1
             steps = self._delivered(message.steps, operation)
@@ -182,7 +188,7 @@ class Messenger:
         envelope = head + described + (data.tobytes() if inline else b"")
         handles = [transport.send(np.frombuffer(envelope, np.uint8), dest, tag)]
         if not inline:
-            handles += [transport.send(piece, dest, TAGS + pieces) for piece in _cut(data)]
+            handles += [transport.send(piece, dest, TAGS + pieces) for piece in cut(data)]
         yield from handles
 
     # Receiving
@@ -234,12 +240,13 @@ class Messenger:
         if not 0 <= pieces < TAGS:
             raise malformed(source, f"pieces with tag {pieces}")
         status.dtype, status.shape, status.nbytes = dtype, shape, nbytes
-        target = DeferredResultBuffer(self._host, kind, shape, dtype, None if wrong else out)
+        to = Destination(kind, None if wrong else out)
+        target = DeferredResultBuffer(self._host, to, shape, dtype)
         data = target.flat.view(np.uint8)
         if length + nbytes <= _ROOM:
             data[...] = body[length : length + nbytes]
         else:
-            yield from [transport.recv(piece, source, TAGS + pieces) for piece in _cut(data)]
+            yield from [transport.recv(piece, source, TAGS + pieces) for piece in cut(data)]
         if wrong is not None:
             raise UndeliveredError(wrong)
         try:
@@ -311,10 +318,6 @@ def _array(rank: int, code: int, dims: list[int], described: str) -> tuple[DType
     dtype = BY_CODE[code].dtype
     check_size(rank, dims, dtype.itemsize)
     return dtype, tuple(dims)
-
-
-def _cut(data: Bytes) -> list[Bytes]:
-    return [data[start : start + MAX_BYTES] for start in range(0, len(data), MAX_BYTES)]
 
 
 def _check_tag(tag: Any) -> int:

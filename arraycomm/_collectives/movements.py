@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar
@@ -12,8 +13,13 @@ from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._collectives import algorithms
 from arraycomm._collectives.arguments import check_axis, check_counts, check_root, check_rows
 from arraycomm._collectives.attempts import take_together
-from arraycomm._collectives.operation import ArrayOperation, Context, Operation, bounds_of
-from arraycomm._collectives.placement import DeferredResultBuffer, ResultBuffer, flatten
+from arraycomm._collectives.blocks import bounds_of
+from arraycomm._collectives.operation import ArrayOperation, Context, Operation
+from arraycomm._collectives.placement import (
+    Destination,
+    ResultBuffer,
+    flatten,
+)
 from arraycomm._collectives.refusals import (
     announced,
     check_taken,
@@ -42,8 +48,9 @@ def _join_inline(agreement: Agreement, bounds: list[int], target: Array) -> None
 class FromRoot(Operation):
     """The root's array goes to all ranks; the others need not know its dtype and shape."""
 
+    # Whether every rank gets the whole array, and may pass one that is like it.
+    whole: ClassVar[bool] = False
     description: Description | None = None
-    target: ResultBuffer | None = None
     source: BufferView
     flat: Flat
     # What the root announces beside its array.
@@ -51,39 +58,63 @@ class FromRoot(Operation):
 
     def __init__(self, context: Context, x: Any, root: int, like: Any, out: Any) -> None:
         self.root = check_root(root, context.group.size)
+        self.is_root = context.group.rank == self.root
+        if not (self.is_root or self.whole):
+            x = None
         super().__init__(context, context.place(x, like, out))
         self.out = out
-        self.is_root = self.group.rank == self.root
         if self.is_root:
-            self._look_at(x)
+            self._prepare_root(x)
         else:
-            self.kind = wanted_kind(x, like, out)
-            self.length = announced(self.kind)
+            self._prepare_other(x, like, out)
 
-    def _look_at(self, x: Any) -> None:
+    def _prepare_root(self, x: Any) -> None:
         if x is None:
             raise TypeError("x is None on the root; the root passes the array to send")
-        self.source = self.placement.view(x)
-        check_movable(self.source.dtype)
+        self.source = self.kind = self.placement.view(x)
+        dtype = self.source.dtype
+        check_movable(dtype)
         self.flat, self.copies = flatten(self.source)
         self.nbytes = self.flat.nbytes
-        self.kind = self.source
+        shape = self.part_of_root()
+        self.target = self.make_target(dtype, shape)
+        self._sign(dtype, self.shown(shape))
 
-    def sign(self, dtype: DType | None = None, shape: tuple[int, ...] | None = None) -> None:
-        """Set the signature of a call with an array of this dtype and shape, if they are known."""
+    def _prepare_other(self, x: Any, like: Any, out: Any) -> None:
+        self.kind = wanted_kind(x, like, out)
+        self.length = announced(self.kind)
+        known = self.placement.view_known(x, out)
+        if known is None:
+            self._sign()
+        else:
+            check_movable(known.dtype)
+            self.expect(known)
+            self._sign(known.dtype, self.shown(known.shape))
+
+    def part_of_root(self) -> tuple[int, ...]:
+        """Check what the root passes; return the shape of its own part."""
+        raise NotImplementedError
+
+    def expect(self, known: BufferView) -> None:
+        """Prepare for a part that the caller knows."""
+        self.target = self.make_target(known.dtype, known.shape)
+
+    def shown(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what the ranks compare of the shape of a part."""
+        return shape
+
+    def _sign(self, dtype: DType | None = None, shape: tuple[int, ...] | None = None) -> None:
         self.signature = Signature(self.name, None, self.root, dtype, shape)
         if self.is_root and dtype is not None and shape is not None:
             self.description = Description.if_needed(dtype, shape)
 
     def make_target(
-        self, like: BufferView, shape: tuple[int, ...], dtype: DType, source: Flat | None = None
+        self, dtype: DType, shape: tuple[int, ...], *, deferred: bool = False
     ) -> ResultBuffer:
         """Return where this rank's part goes."""
-        target = self.placement.result(
-            like, shape, dtype, self.out, source, must_not_alias=self.name != "bcast"
-        )
-        self.copies += target.copies
-        return target
+        source = self.flat if self.is_root else None
+        to = Destination(self.kind, self.out, source, must_not_alias=not self.whole)
+        return self.buffer_for(to, shape, dtype, deferred=deferred)
 
     def pack(self, room: int) -> Bytes | None:
         if not self.is_root or self.description is not None or self.flat.nbytes > room:
@@ -104,67 +135,43 @@ class FromRoot(Operation):
                 self.group.control, announcement, Nothing, Description
             )
             array = description_of(self.root, details[self.root])
-        self.kind = like_root(self.kind, self.flag, array[0])
-        check_taken(self.name, lengths, rank, self.kind, array[0])
-        if some_unknown:
-            yield from self._take_target(*array)
-        yield from self.send() if self.is_root else self.receive(payload, *array)
+        dtype, shape = array
+        self.kind = like_root(self.kind, self.flag, dtype)
+        check_taken(self.name, lengths, rank, self.kind, dtype)
+        if ANY not in shape:
+            check_size(self.root, shape, dtype.itemsize)
+            size = prod(shape) * dtype.itemsize if some_unknown else 0
+            yield from take_together(self.group, self.name, size, lambda: self._take(dtype, shape))
+        yield from self.move(payload, dtype, shape)
 
-    def _take_target(self, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        def take() -> None:
-            if ANY not in shape:
-                self.target = self.target or self.make_target(self.kind, shape, dtype)
+    def _take(self, dtype: DType, shape: tuple[int, ...]) -> None:
+        self.target = self.target or self.make_target(dtype, shape)
 
-        yield from take_together(self.group, self.name, prod(shape) * dtype.itemsize, take)
-
-    def send(self) -> Steps:
-        """Move the elements from the root."""
+    def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
+        """Move the parts, of what the root shows; `payload` is what came with its header."""
         raise NotImplementedError
-
-    def receive(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        """Take elements of the root's dtype and shape; `payload` is what came with its header."""
-        raise NotImplementedError
-
-    def result(self, agreement: Agreement) -> Any:
-        assert self.target is not None
-        return self.target.deliver()
 
 
 class Bcast(FromRoot):
     """See `Communicator.bcast`."""
 
     name, code = "bcast", 4
+    whole = True
 
-    def __init__(self, context: Context, x: Any, root: int, like: Any, out: Any) -> None:
-        super().__init__(context, x, root, like, out)
-        if self.is_root:
-            source = self.source
-            self.target = self.make_target(source, source.shape, source.dtype, self.flat)
-            self.sign(source.dtype, source.shape)
-            self.length = framework_code(source)
-        elif (known := self.placement.view_known(x, out)) is not None:
-            check_movable(known.dtype)
-            self.target = self.make_target(self.kind, known.shape, known.dtype)
-            self.sign(known.dtype, known.shape)
-        else:
-            self.sign()
+    def part_of_root(self) -> tuple[int, ...]:
+        self.length = framework_code(self.source)
+        return self.source.shape
 
-    def send(self) -> Steps:
+    def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
         assert self.target is not None
-        if self.target.flat is not self.flat:
-            self.target.flat[...] = self.flat
-        if self.payload is None:
-            yield from algorithms.bcast(self.placement.link, self.target.flat, self.root)
-
-    def receive(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        check_size(self.root, shape, dtype.itemsize)
-        self.target = self.target or self.make_target(self.kind, shape, dtype)
         into = self.target.flat
-        if payload is not None and self.placement.host:
+        if self.is_root and into is not self.flat:
+            into[...] = self.flat
+        if payload is None or not self.placement.host:
+            yield from algorithms.bcast(self.placement.link, into, self.root)
+        elif not self.is_root:
             check_payload(self.root, len(payload), into.nbytes)
             into.view(np.uint8)[...] = payload
-        else:
-            yield from algorithms.bcast(self.placement.link, into, self.root)
 
 
 class Scatter(FromRoot):
@@ -172,41 +179,28 @@ class Scatter(FromRoot):
 
     name, code = "scatter", 21
 
-    def __init__(self, context: Context, x: Any, root: int, like: Any, out: Any) -> None:
-        super().__init__(context, x if context.group.rank == root else None, root, like, out)
-        if self.is_root:
-            shape, dtype = check_rows(self.source, self.group.size), self.source.dtype
-            self.target = self.make_target(self.source, shape, dtype, self.flat)
-            self.sign(dtype, shape)
-        elif (known := self.placement.view_known(None, out)) is not None:
-            self.target = self.make_target(self.kind, known.shape, known.dtype)
-            self.sign(known.dtype, known.shape)
-        else:
-            self.sign()
+    def part_of_root(self) -> tuple[int, ...]:
+        return check_rows(self.source, self.group.size)
 
-    def send(self) -> Steps:
+    def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
         assert self.target is not None
-        into, count = self.target.flat, self.target.flat.size
-        if self.payload is not None:
-            into[...] = self.flat[self.root * count : (self.root + 1) * count]
-            return
-        bounds = bounds_of([count] * self.group.size)
-        yield from algorithms.scatterv(self.placement.link, self.flat, into, bounds, self.root)
+        return self.scatter(payload, bounds_of([self.target.flat.size] * self.group.size))
 
-    def receive(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        check_size(self.root, shape, dtype.itemsize)
-        self.target = self.target or self.make_target(self.kind, shape, dtype)
-        into, rank = self.target.flat, self.group.rank
-        if payload is not None and self.placement.host:
-            check_payload(self.root, len(payload), into.nbytes * self.group.size)
-            rows = payload.view(dtype)
-            into[...] = rows[rank * into.size : (rank + 1) * into.size]
-            return
-        bounds = bounds_of([into.size] * self.group.size)
-        yield from algorithms.scatterv(self.placement.link, None, into, bounds, self.root)
+    def scatter(self, payload: Bytes | None, bounds: list[int]) -> Steps:
+        """Give rank r its part, from element bounds[r]; `payload` has all parts, if they came."""
+        assert self.target is not None
+        into, part = self.target.flat, slice(*bounds[self.group.rank : self.group.rank + 2])
+        source = self.flat if self.is_root else None
+        if payload is None or not self.placement.host:
+            yield from algorithms.scatterv(self.placement.link, source, into, bounds, self.root)
+        elif source is not None:
+            into[...] = source[part]
+        else:
+            check_payload(self.root, len(payload), bounds[-1] * into.itemsize)
+            into[...] = payload.view(into.dtype)[part]
 
 
-class Scatterv(FromRoot):
+class Scatterv(Scatter):
     """See `Communicator.scatterv`. The counts travel with the header, the rows too if they fit."""
 
     name, code = "scatterv", 22
@@ -214,61 +208,51 @@ class Scatterv(FromRoot):
     def __init__(
         self, context: Context, x: Any, counts: Any, root: int, like: Any, out: Any
     ) -> None:
-        super().__init__(context, x if context.group.rank == root else None, root, like, out)
-        size = self.group.size
-        if self.is_root:
-            self.row = check_axis(self.source, "scatter")
-            self.counts = check_counts(counts, size, self.source.shape[0])
-            self.table = np.array(self.counts, np.int64)
-            shape, dtype = (self.counts[self.root], *self.row), self.source.dtype
-            self.target = self.make_target(self.source, shape, dtype, self.flat)
-            self.sign(dtype, (ANY, *self.row))
-        elif (known := self.placement.view_known(None, out)) is not None:
-            self.sign(known.dtype, (ANY, *check_axis(known, "scatter")))
-        else:
-            self.sign()
+        self._counts = counts
+        super().__init__(context, x, root, like, out)
+
+    def part_of_root(self) -> tuple[int, ...]:
+        row = check_axis(self.source, "scatter")
+        counts = check_counts(self._counts, self.group.size, self.source.shape[0])
+        self.table = np.array(counts, np.int64)
+        return (counts[self.root], *row)
+
+    def expect(self, known: BufferView) -> None:
+        check_axis(known, "scatter")
+
+    def shown(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (ANY, *shape[1:])
 
     def pack(self, room: int) -> Bytes | None:
         if not self.is_root or self.description is not None:
             return None
-        if self.table.nbytes + self.flat.nbytes <= room:
-            # Says that the rows are there as well.
-            self.length = 1
-            return np.concatenate([self.table.view(np.uint8), self.flat.view(np.uint8)])
-        return self.table.view(np.uint8) if self.table.nbytes <= self.group.inline_bytes else None
+        # Says that the rows are there as well.
+        self.length = int(self.table.nbytes + self.flat.nbytes <= room)
+        return _pack_table(self, room)
 
-    def send(self) -> Steps:
-        assert self.target is not None
-        bounds = bounds_of(self.counts, prod(self.row))
-        if self.payload is None:
-            yield from algorithms.bcast(self.group.transport, self.table, self.root)
-        if self.length:
-            self.target.flat[...] = self.flat[bounds[self.root] : bounds[self.root + 1]]
-        else:
-            link = self.placement.link
-            yield from algorithms.scatterv(link, self.flat, self.target.flat, bounds, self.root)
-
-    def receive(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
+    def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
         group, row = self.group, shape[1:]
-        table = np.empty(group.size, np.int64)
+        table = self.table if self.is_root else np.empty(group.size, np.int64)
         if payload is None:
             yield from algorithms.bcast(group.transport, table, self.root)
-        else:
+        elif not self.is_root:
             check_payload(self.root, len(payload[: table.nbytes]), table.nbytes)
             table[...] = payload[: table.nbytes].view(np.int64)
         counts = table.tolist()
         check_table(self.root, counts, sum(counts))
         check_size(self.root, [counts[group.rank]], prod(row) * dtype.itemsize)
-        bounds = bounds_of(counts, prod(row))
-        shape = (counts[group.rank], *row)
-        self.target = DeferredResultBuffer(self.placement, self.kind, shape, dtype, self.out)
-        into = self.target.flat
-        if payload is not None and self.flag and self.placement.host:
-            check_payload(self.root, len(payload) - table.nbytes, bounds[-1] * dtype.itemsize)
-            rows = payload[table.nbytes :].view(dtype)
-            into[...] = rows[bounds[group.rank] : bounds[group.rank + 1]]
-        else:
-            yield from algorithms.scatterv(self.placement.link, None, into, bounds, self.root)
+        if not self.is_root:
+            self.target = self.make_target(dtype, (counts[group.rank], *row), deferred=True)
+        rows = payload[table.nbytes :] if payload is not None and self.flag else None
+        yield from self.scatter(rows, bounds_of(counts, prod(row)))
+
+
+def _pack_table(operation: Scatterv | Alltoallv, room: int) -> Bytes | None:
+    """Return the counts as bytes, with the rows behind them if both fit; None if neither does."""
+    table, flat = operation.table.view(np.uint8), operation.flat
+    if table.nbytes + flat.nbytes <= room:
+        return np.concatenate([table, flat.view(np.uint8)])
+    return table if table.nbytes <= operation.group.inline_bytes else None
 
 
 # From all ranks to one, or to all ------------------------------------------------------------------
@@ -321,16 +305,17 @@ class Gather(ArrayOperation):
             _join_inline(agreement, bounds, into)
 
 
-class Allgatherv(ArrayOperation):
-    """See `Communicator.allgatherv`."""
+class OfAnyLength(ArrayOperation):
+    """An operation on arrays whose axis 0 may have another length on each rank."""
 
-    name, code = "allgatherv", 6
-    same_length: ClassVar[str] = "allgather"
+    # The operation on arrays without an axis 0.
+    same_length: ClassVar[str]
+    # How many rows of each rank are in the result.
+    received: list[int]
 
     def __init__(
         self, context: Context, x: Any, return_counts: bool, out: Any, root: int | None = None
     ) -> None:
-        self.root = root
         super().__init__(context, x, out)
         self._out, self._return_counts = out, return_counts
         self.row = check_axis(self.source, self.same_length)
@@ -338,12 +323,33 @@ class Allgatherv(ArrayOperation):
         self.length = self.source.shape[0]
         self.copies += 1
 
+    def take(self, *, must_not_alias: bool) -> None:
+        """Take memory for the rows that are received."""
+        shape = (sum(self.received), *self.row)
+        self.target = self.make_target(
+            shape, self._out, must_not_alias=must_not_alias, deferred=True
+        )
+
+    def result(self, agreement: Agreement) -> Any:
+        result = super().result(agreement)
+        with_counts = self._return_counts and self.target is not None
+        return (result, self.received) if with_counts else result
+
+
+class Allgatherv(OfAnyLength):
+    """See `Communicator.allgatherv`."""
+
+    name, code = "allgatherv", 6
+    same_length = "allgather"
+    root: int | None = None
+
     def steps(self, agreement: Agreement) -> Steps:
         elements, dtype = prod(self.row), self.source.dtype
-        self.counts = agreement.lengths(elements * dtype.itemsize)
-        bounds = bounds_of(self.counts, elements)
-        check_size(self.counts.index(max(self.counts)), bounds[-1:], dtype.itemsize)
-        if max(self.counts) * elements * dtype.itemsize > self.placement.inline_bytes:
+        self.received = agreement.lengths(elements * dtype.itemsize)
+        bounds = bounds_of(self.received, elements)
+        longest = max(self.received)
+        check_size(self.received.index(longest), bounds[-1:], dtype.itemsize)
+        if longest * elements * dtype.itemsize > self.placement.inline_bytes:
             nbytes = bounds[-1] * dtype.itemsize
             yield from take_together(self.group, self.name, nbytes, self._take_target)
             yield from self._move(bounds)
@@ -354,11 +360,7 @@ class Allgatherv(ArrayOperation):
 
     def _take_target(self) -> None:
         if self.root in {None, self.group.rank}:
-            shape, apart = (sum(self.counts), *self.row), self.root is not None
-            self.target = DeferredResultBuffer(
-                *(self.placement, self.source, shape, self.source.dtype, self._out, self.flat),
-                must_not_alias=apart,
-            )
+            self.take(must_not_alias=self.root is not None)
 
     def _move(self, bounds: list[int]) -> Steps:
         into: Flat | None = None if self.target is None else self.target.flat
@@ -369,12 +371,6 @@ class Allgatherv(ArrayOperation):
             into[bounds[rank] : bounds[rank + 1]] = self.flat
             yield from algorithms.allgatherv(link, into, bounds)
 
-    def result(self, agreement: Agreement) -> Any:
-        if self.target is None:
-            return None
-        result = self.target.deliver()
-        return (result, self.counts) if self._return_counts else result
-
 
 class Gatherv(Allgatherv):
     """See `Communicator.gatherv`."""
@@ -383,8 +379,8 @@ class Gatherv(Allgatherv):
     same_length = "gather"
 
     def __init__(self, context: Context, x: Any, root: int, return_counts: bool, out: Any) -> None:
-        root = check_root(root, context.group.size)
-        super().__init__(context, x, return_counts, out, root)
+        self.root = check_root(root, context.group.size)
+        super().__init__(context, x, return_counts, out, self.root)
 
 
 # From all ranks to all -----------------------------------------------------------------------------
@@ -416,27 +412,21 @@ class Alltoall(ArrayOperation):
             into[start:end] = row[bounds[rank] : bounds[rank + 1]]
 
 
-class Alltoallv(ArrayOperation):
+class Alltoallv(OfAnyLength):
     """See `Communicator.alltoallv`. The counts travel with the header, the rows too if they fit."""
 
     name, code = "alltoallv", 24
+    same_length = "alltoall"
 
     def __init__(
         self, context: Context, x: Any, counts: Any, return_counts: bool, out: Any
     ) -> None:
-        super().__init__(context, x, out)
-        self._out, self._return_counts = out, return_counts
-        self.row = check_axis(self.source, "alltoall")
-        self.length = self.source.shape[0]
+        super().__init__(context, x, return_counts, out)
         self.counts = check_counts(counts, self.group.size, self.length)
         self.table = np.array(self.counts, np.int64)
-        self.signature = self.sign(None, None, (ANY, *self.row))
-        self.copies += 1
 
     def pack(self, room: int) -> Bytes | None:
-        if self.table.nbytes + self.flat.nbytes <= room:
-            return np.concatenate([self.table.view(np.uint8), self.flat.view(np.uint8)])
-        return self.table.view(np.uint8) if self.table.nbytes <= self.group.inline_bytes else None
+        return _pack_table(self, room)
 
     def steps(self, agreement: Agreement) -> Steps:
         group, elements, dtype = self.group, prod(self.row), self.flat.dtype
@@ -447,9 +437,10 @@ class Alltoallv(ArrayOperation):
         self.received = tables[:, group.rank].tolist()
         if data is None:
             nbytes = int(tables.sum()) * elements * dtype.itemsize
-            yield from take_together(group, self.name, nbytes, self._take_target)
+            take = partial(self.take, must_not_alias=True)
+            yield from take_together(group, self.name, nbytes, take)
         else:
-            self._take_target()
+            self.take(must_not_alias=True)
         assert self.target is not None
         flat, into, link = self.flat, self.target.flat, self.placement.link
         places = bounds_of(self.received, elements)
@@ -461,13 +452,6 @@ class Alltoallv(ArrayOperation):
         for rank, (start, end) in enumerate(pairwise(places)):
             first = int(tables[rank, : group.rank].sum()) * elements
             into[start:end] = data[rank].view(dtype)[first : first + end - start]
-
-    def _take_target(self) -> None:
-        shape, source = (sum(self.received), *self.row), self.source
-        self.target = DeferredResultBuffer(
-            *(self.placement, source, shape, source.dtype, self._out, self.flat),
-            must_not_alias=True,
-        )
 
     def _tables(self, agreement: Agreement, row_bytes: int) -> Steps:
         """Return how many rows each rank sends to each, and their data if it came along."""
@@ -485,8 +469,3 @@ class Alltoallv(ArrayOperation):
             return tables, None
         ends = [width + length * row_bytes for length in lengths]
         return tables, [agreement.payload(rank, end)[width:] for rank, end in enumerate(ends)]
-
-    def result(self, agreement: Agreement) -> Any:
-        assert self.target is not None
-        result = self.target.deliver()
-        return (result, self.received) if self._return_counts else result

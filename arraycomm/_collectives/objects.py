@@ -10,7 +10,8 @@ import numpy as np
 from arraycomm._collectives import algorithms
 from arraycomm._collectives.arguments import check_root
 from arraycomm._collectives.attempts import take_together
-from arraycomm._collectives.operation import Context, Operation, bounds_of
+from arraycomm._collectives.blocks import bounds_of
+from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.pickling import dumps, loads
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_size

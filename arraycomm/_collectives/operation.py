@@ -7,33 +7,37 @@ the result to the caller. Operations decide nothing about when and over what the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from arraycomm._collectives.placement import HostPlacement, Placements, ResultBuffer, flatten
-from arraycomm._dtypes import check_movable
+from arraycomm._collectives.placement import (
+    DeferredResultBuffer,
+    Destination,
+    HostPlacement,
+    Placements,
+    ResultBuffer,
+    flatten,
+)
+from arraycomm._dtypes import DType, check_movable
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature, register
 from arraycomm._transports.base import Bytes, Flat, Steps
 
 
+@dataclass(slots=True)
 class Context:
     """What the runner gives every operation: the group, and where the call's arrays are.
 
     A call that is prepared again, because arrays of other ranks are elsewhere, is given its placement.
     """
 
-    __slots__ = ("_given", "_placements", "group")
-
-    def __init__(
-        self, group: Group, placements: Placements, given: HostPlacement | None = None
-    ) -> None:
-        self.group = group
-        self._placements = placements
-        self._given = given
+    group: Group
+    _placements: Placements
+    _given: HostPlacement | None = None
 
     @property
     def host(self) -> HostPlacement:
@@ -73,6 +77,8 @@ class Operation:
         The encoded header, if that was worked out beforehand.
     payload : array of bytes, or None
         What travels with the header; set by the runner from `pack`.
+    target : ResultBuffer or None
+        Where the result goes, on a rank that gets an array.
     length : int
         What the header announces, if the ranks may differ in it.
     nbytes, copies : int
@@ -87,6 +93,7 @@ class Operation:
     signature: Signature
     prefix: bytes | None = None
     payload: Bytes | None = None
+    target: ResultBuffer | None = None
     length: int = 0
     nbytes: int = 0
     copies: int = 0
@@ -109,7 +116,16 @@ class Operation:
 
     def result(self, agreement: Agreement) -> Any:
         """Hand the result to the caller, the last thing a call does."""
-        return None
+        return None if self.target is None else self.target.deliver()
+
+    def buffer_for(
+        self, to: Destination, shape: tuple[int, ...], dtype: DType, *, deferred: bool
+    ) -> ResultBuffer:
+        """Return memory for a result; it is `deferred` if the header tells the shape."""
+        make = DeferredResultBuffer if deferred else ResultBuffer
+        target = make(self.placement, to, shape, dtype)
+        self.copies += target.copies
+        return target
 
 
 class ArrayOperation(Operation):
@@ -121,11 +137,7 @@ class ArrayOperation(Operation):
         The caller's array.
     flat : Flat
         Its elements in C order.
-    target : ResultBuffer or None
-        Where the result goes, on a rank that gets one.
     """
-
-    target: ResultBuffer | None = None
 
     def __init__(self, context: Context, x: Any, op: Any = None) -> None:
         super().__init__(context, context.place(x, op))
@@ -135,14 +147,16 @@ class ArrayOperation(Operation):
         self.nbytes = self.flat.nbytes
 
     def make_target(
-        self, shape: tuple[int, ...], out: Any, *, must_not_alias: bool = False
+        self,
+        shape: tuple[int, ...],
+        out: Any,
+        *,
+        must_not_alias: bool = False,
+        deferred: bool = False,
     ) -> ResultBuffer:
-        """Return where a result of this shape goes, like the caller's array."""
-        target = self.placement.result(
-            self.source, shape, self.source.dtype, out, self.flat, must_not_alias=must_not_alias
-        )
-        self.copies += target.copies
-        return target
+        """Return memory for a result of this shape, like the caller's array; see `buffer_for`."""
+        to = Destination(self.source, out, self.flat, must_not_alias)
+        return self.buffer_for(to, shape, self.source.dtype, deferred=deferred)
 
     def sign(
         self, op: str | None, root: int | None, shape: tuple[int, ...] | None = None
@@ -153,9 +167,6 @@ class ArrayOperation(Operation):
 
     def pack(self, room: int) -> Bytes | None:
         return self.flat.view(np.uint8) if self.flat.nbytes <= room else None
-
-    def result(self, agreement: Agreement) -> Any:
-        return None if self.target is None else self.target.deliver()
 
     def rows(self, agreement: Agreement) -> list[Flat]:
         """Return every rank's elements, which came with the headers."""
@@ -187,11 +198,3 @@ class Barrier(Operation):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.signature = Signature(self.name)
-
-
-def bounds_of(lengths: Iterable[int], elements: int = 1) -> list[int]:
-    """Return where parts of so many rows of `elements` begin, and where the last one ends."""
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length * elements)
-    return bounds

@@ -6,15 +6,15 @@ the devices' side in `_cuda`.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import allocate, commit_out, to_framework
-from arraycomm._arrays.views import view, view_out
+from arraycomm._arrays.views import view
 from arraycomm._collectives.algorithms import overlap
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
@@ -91,19 +91,6 @@ class HostPlacement:
             np.copyto(out.array, flat.reshape(out.array.shape))
         return commit_out(out)
 
-    def result(
-        self,
-        like: BufferView,
-        shape: tuple[int, ...],
-        dtype: DType,
-        out: Any,
-        source: Flat | None = None,
-        *,
-        must_not_alias: bool = False,
-    ) -> ResultBuffer:
-        """Return where a result of this shape and dtype goes; see `ResultBuffer`."""
-        return ResultBuffer(self, like, shape, dtype, out, source, must_not_alias=must_not_alias)
-
     def run(self, steps: Steps) -> Steps:
         """Run what follows the header."""
         return steps
@@ -115,30 +102,36 @@ class StagedTreePlacement(HostPlacement):
     tree = True
 
 
-class Placements(abc.ABC):
-    """Decides where the arrays of a call are communicated from."""
+class Placements:
+    """Decides where the arrays of a call are communicated from; here, always from host memory.
 
-    @abc.abstractmethod
+    Attributes
+    ----------
+    host : HostPlacement
+        That of arrays that are host memory.
+    host_tree : HostPlacement
+        That of trees that are communicated as host memory.
+    negotiated : bool
+        Whether the ranks have chosen a link between their devices, be it none.
+    """
+
+    negotiated = True
+
+    def __init__(self, group: Group) -> None:
+        self.host = HostPlacement(group)
+        self.host_tree: HostPlacement = StagedTreePlacement(group)
+
     def of(self, *arrays: Any) -> HostPlacement:
         """Return the placement of a call of these arrays, some of which may be None."""
+        return self.host
 
-    @abc.abstractmethod
     def of_tree(self, leaves: Sequence[Any]) -> HostPlacement:
         """Return the placement of a tree of these leaves."""
+        return self.host_tree
 
-    @abc.abstractmethod
     def on_device(self, x: Any) -> bool:
         """Tell whether `x` is an array on a device; copies nothing."""
-
-    @property
-    @abc.abstractmethod
-    def host(self) -> HostPlacement:
-        """The placement of arrays that are host memory."""
-
-    @property
-    @abc.abstractmethod
-    def host_tree(self) -> HostPlacement:
-        """The placement of trees that are communicated as host memory."""
+        return False
 
     @property
     def device_name(self) -> str:
@@ -147,9 +140,9 @@ class Placements(abc.ABC):
 
     # The life of a communicator.
 
-    @abc.abstractmethod
     def child(self, group: Group, link: Any) -> Placements:
         """Return the placements of a group made from this one, over what `split` returned."""
+        return Placements(group)
 
     def for_survivors(self, group: Group) -> Placements:
         """Return the placements of a group that takes the place of one with dead ranks."""
@@ -161,11 +154,6 @@ class Placements(abc.ABC):
         return None
 
     # What the runner asks once headers show that arrays are in several places.
-
-    @property
-    def negotiated(self) -> bool:
-        """Whether the ranks have chosen a link between their devices, be it none."""
-        return True
 
     def negotiate(self) -> Steps:
         """Choose a link together with the other ranks."""
@@ -180,63 +168,47 @@ class Placements(abc.ABC):
         return self.host_tree
 
 
-class HostPlacements(Placements):
-    """Every array is host memory."""
+class Destination(NamedTuple):
+    """Where a result goes, whatever its shape: a fresh array like `like`, or the caller's `out`.
 
-    def __init__(self, group: Group) -> None:
-        self._host = HostPlacement(group)
-        self._host_tree = StagedTreePlacement(group)
+    `source` is what is read while the result is written. `out` may be the same memory, unless it
+    `must_not_alias`.
+    """
 
-    def child(self, group: Group, link: Any) -> Placements:
-        return HostPlacements(group)
+    like: BufferView
+    out: Any = None
+    source: Flat | None = None
+    must_not_alias: bool = False
 
-    @property
-    def host(self) -> HostPlacement:
-        return self._host
-
-    @property
-    def host_tree(self) -> HostPlacement:
-        return self._host_tree
-
-    def on_device(self, x: Any) -> bool:
-        return False
-
-    def of(self, *arrays: Any) -> HostPlacement:
-        return self._host
-
-    def of_tree(self, leaves: Sequence[Any]) -> HostPlacement:
-        return self._host_tree
+    def takes(self, memory: Flat) -> bool:
+        """Tell whether a result can be written straight into the memory of `out`."""
+        source = self.source
+        if source is None or not overlap(memory, source):
+            return True
+        same = memory.nbytes == source.nbytes and _address(memory) == _address(source)
+        return same and not self.must_not_alias
 
 
 class ResultBuffer:
-    """Where a result goes: a fresh array like the caller's, or the caller's `out`.
+    """A result of this shape and dtype on its way to its destination.
 
     `flat` is contiguous memory of the result's elements in C order. It is the caller's own memory if
-    that is contiguous and does not overlap `source` other than by being the same; if it
-    `must_not_alias`, not even so.
+    that is contiguous, and the destination `takes` it.
     """
 
     def __init__(
-        self,
-        placement: HostPlacement,
-        like: BufferView,
-        shape: tuple[int, ...],
-        dtype: DType,
-        out: Any,
-        source: Flat | None = None,
-        *,
-        must_not_alias: bool = False,
+        self, placement: HostPlacement, to: Destination, shape: tuple[int, ...], dtype: DType
     ) -> None:
-        self._placement, self._like = placement, like
-        self._out = None if out is None else placement.view_out(out, shape, dtype)
+        self._placement, self._like = placement, to.like
+        self._out = None if to.out is None else placement.view_out(to.out, shape, dtype)
         self._made: Any = None
         self._direct = False
         self.copies = int(self._out is not None)
         if self._out is None:
-            self._made, self.flat = placement.empty(like, shape, dtype)
+            self._made, self.flat = placement.empty(to.like, shape, dtype)
             return
         direct = placement.direct(self._out)
-        if direct is not None and _may_write(direct, source, must_not_alias):
+        if direct is not None and to.takes(direct):
             self.flat, self._direct, self.copies = direct, True, 0
         else:
             self.flat = placement.scratch(shape, dtype)
@@ -255,24 +227,14 @@ class DeferredResultBuffer(ResultBuffer):
     """
 
     def __init__(
-        self,
-        placement: HostPlacement,
-        like: BufferView,
-        shape: tuple[int, ...],
-        dtype: DType,
-        out: Any,
-        source: Flat | None = None,
-        *,
-        must_not_alias: bool = False,
+        self, placement: HostPlacement, to: Destination, shape: tuple[int, ...], dtype: DType
     ) -> None:
         self._errors: list[Exception] = []
         try:
-            super().__init__(
-                placement, like, shape, dtype, out, source, must_not_alias=must_not_alias
-            )
+            super().__init__(placement, to, shape, dtype)
         except Exception as error:
             self._errors.append(error)
-            super().__init__(placement, like, shape, dtype, None)
+            super().__init__(placement, Destination(to.like), shape, dtype)
 
     def deliver(self) -> Any:
         if self._errors:
@@ -291,13 +253,6 @@ def flatten(source: BufferView) -> tuple[Flat, int]:
         flat = np.ascontiguousarray(flat)
     copied = flat.size > 0 and not np.may_share_memory(flat, source.array)
     return flat, int(copied) + int(source.copied)
-
-
-def _may_write(out: Flat, source: Flat | None, must_not_alias: bool) -> bool:
-    """Tell whether a result can be written straight into `out` while `source` is being read."""
-    if source is None or not overlap(out, source):
-        return True
-    return not must_not_alias and out.nbytes == source.nbytes and _address(out) == _address(source)
 
 
 def _address(flat: Flat) -> int:

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from arraycomm._collectives import algorithms, function_reductions
 from arraycomm._collectives.arguments import check_root, check_rows, check_shares
+from arraycomm._collectives.blocks import bounds_of
 from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.operation import ArrayOperation, Context, bounds_of
+from arraycomm._collectives.operation import ArrayOperation, Context
 from arraycomm._collectives.scratch import reserve
 from arraycomm._dtypes import DType, check_op, check_reducible
 from arraycomm._folds import fold
@@ -57,7 +58,7 @@ class Reduction(ArrayOperation):
 
     def by_function(self, op: Op, agreement: Agreement) -> Steps:
         """Reduce by a function of the user's."""
-        raise NotImplementedError
+        return function_reductions.reduce(self, op, agreement, self.into, self.root)
 
     def folded_rows(self, agreement: Agreement) -> list[Flat]:
         """Return what is folded of the elements that have come with the headers."""
@@ -76,9 +77,6 @@ class Allreduce(Reduction):
     def move(self, op: str) -> Steps:
         return algorithms.allreduce(self.placement.link, self.flat, self.into, op)
 
-    def by_function(self, op: Op, agreement: Agreement) -> Steps:
-        return function_reductions.reduce(self, op, agreement, self.into, None)
-
 
 class Reduce(Reduction):
     """See `Communicator.reduce`."""
@@ -94,9 +92,6 @@ class Reduce(Reduction):
     def move(self, op: str) -> Steps:
         assert self.root is not None
         return algorithms.reduce(self.placement.link, self.flat, self.into, op, self.root)
-
-    def by_function(self, op: Op, agreement: Agreement) -> Steps:
-        return function_reductions.reduce(self, op, agreement, self.into, self.root)
 
 
 class ReduceScatter(Reduction):

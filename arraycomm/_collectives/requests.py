@@ -55,7 +55,7 @@ class Request(ProcessBound):
         """Push it on without waiting, and tell whether it is finished."""
         self._group.engine.advance()
         if self._task.finished and self._task.error is None:
-            self._task.claim()
+            self._task.outcome.claim()
         return self._task.finished
 
     def give_up(self, error: BaseException) -> None:
@@ -64,7 +64,7 @@ class Request(ProcessBound):
 
     @opaque
     def __del__(self) -> None:
-        self._task.drop()
+        self._task.outcome.drop()
 
     def __repr__(self) -> str:
         state = "finished" if self._task.finished else "under way"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from functools import lru_cache
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 from arraycomm._callsite import call_site, describe_raise, trim
@@ -19,12 +20,13 @@ from arraycomm._collectives.statistics import Statistics
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import Signature, encode
+from arraycomm._protocol.header import Status, encode
 from arraycomm._protocol.launcher import watch
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Handle, Steps
 
-_MAX_CACHED: Final = 1024
+# Headers of calls that are made again and again.
+_encoded: Final = lru_cache(maxsize=1024)(encode)
 
 P = ParamSpec("P")
 O_co = TypeVar("O_co", bound=Operation, covariant=True)
@@ -84,7 +86,6 @@ class Runner:
         self.guard: Guard | None = None
         self.on_guard: list[Callable[[], None]] = []
         self.original: Runner | None = None
-        self._prefixes: dict[tuple[Signature, int, int, int], bytes] = {}
 
     def call(
         self, operation: OperationClass[P, Operation], *args: P.args, **kwargs: P.kwargs
@@ -213,7 +214,7 @@ class Runner:
         agreeing = agree(
             group.control,
             operation.signature,
-            self._prefix(operation),
+            operation.prefix or _prefix(operation),
             operation.payload,
             negotiable=operation.negotiable,
             site=site,
@@ -221,7 +222,7 @@ class Runner:
         if deferred:
             # What the device is to do waits there for the other ranks.
             posted = next(agreeing)
-            group.engine.follow(self._checked_later(posted, agreeing), str(site))
+            group.engine.follow(self._checked_later(posted, agreeing))
             return (yield from self._finish(operation, NO_HEADERS))
         agreement = yield from agreeing
         return (yield from self._go_on(operation, prepare, agreement, site))
@@ -289,19 +290,12 @@ class Runner:
         if not in_step:
             group.close(error)
 
-    def _prefix(self, operation: Operation) -> bytes:
-        if operation.prefix is not None:
-            return operation.prefix
-        payload = -1 if operation.payload is None else len(operation.payload)
-        flag = operation.placement.device_flag
-        key = (operation.signature, payload, operation.length, flag)
-        prefix = self._prefixes.get(key)
-        if prefix is None:
-            if len(self._prefixes) >= _MAX_CACHED:
-                self._prefixes.clear()
-            signature, length = operation.signature, operation.length
-            prefix = self._prefixes[key] = encode(signature, payload, length, device_flag=flag)
-        return prefix
+
+def _prefix(operation: Operation) -> bytes:
+    """Return the header of a call."""
+    payload = -1 if operation.payload is None else len(operation.payload)
+    flag = operation.placement.device_flag
+    return _encoded(operation.signature, payload, operation.length, Status.CALLING, flag)
 
 
 def _finished(operation: Operation, agreement: Agreement) -> Steps:

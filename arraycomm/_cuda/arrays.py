@@ -13,7 +13,8 @@ import numpy as np
 
 from arraycomm._arrays.buffer import BufferView, check_dtype
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
-from arraycomm._arrays.views import NOTHING, check_out
+from arraycomm._arrays.out import check_out
+from arraycomm._arrays.views import NOTHING
 from arraycomm._cuda.frameworks import ANY, Framework, framework_named, framework_of
 from arraycomm._cuda.layouts import DeviceExport, Layout
 from arraycomm._cuda.streams import LEASES, order

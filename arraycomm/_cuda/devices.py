@@ -19,7 +19,6 @@ from arraycomm._arrays.device_memory import Event
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.placement import (
     HostPlacement,
-    HostPlacements,
     Placements,
     StagedTreePlacement,
 )
@@ -72,7 +71,7 @@ class _Pending(NamedTuple):
     since: float
 
 
-class Devices(HostPlacements):
+class Devices(Placements):
     """The placements of one communicator if arrays may be on devices, and its devices' state.
 
     Attributes
@@ -90,7 +89,7 @@ class Devices(HostPlacements):
         self._group = group
         self.request = request
         self.link: DeviceLink | None = None
-        self._negotiated = False
+        self.negotiated = False
         self.reason = "no array on a device has been communicated so far"
         self._stream: int | None = None
         self._last: Event | None = None
@@ -109,17 +108,13 @@ class Devices(HostPlacements):
 
         return f"cuda:{choose_device(self._group.transport.local_rank, self.request.device)}"
 
-    @property
-    def negotiated(self) -> bool:
-        return self._negotiated
-
     # Placements
 
     def on_device(self, x: Any) -> bool:
         return arrays.on_cuda(x)
 
     def of(self, *given: Any) -> HostPlacement:
-        if self._negotiated and self.link is None:
+        if self.negotiated and self.link is None:
             return self.host
         x = next((x for x in given if arrays.may_be_on_cuda(type(x)) and arrays.on_cuda(x)), None)
         if x is None or any(isinstance(argument, Op) for argument in given):
@@ -132,7 +127,7 @@ class Devices(HostPlacements):
 
     def of_tree(self, leaves: Sequence[Any]) -> HostPlacement:
         host = self.host_tree
-        if (self._negotiated and self.link is None) or not self._group.options.check:
+        if (self.negotiated and self.link is None) or not self._group.options.check:
             return host
         if not any(map(arrays.may_be_on_cuda, set(map(type, leaves)))):
             return host
@@ -182,7 +177,7 @@ class Devices(HostPlacements):
 
         local = selection.capabilities(self._group, self.request)
         replies = yield from exchange_details(self._group.control, local)
-        self._negotiated = True
+        self.negotiated = True
         self.link, self.reason = yield from selection.choose(self._group, self.request, replies)
 
     def require(self) -> None:
@@ -200,8 +195,8 @@ class Devices(HostPlacements):
     def child(self, group: Group, link: DeviceLink | None) -> Placements:
         made = Devices(group, self.request)
         group.backend = self._group.backend
-        if link is not None or (self._negotiated and self.link is None):
-            made._negotiated, made.link, made.reason = True, link, self.reason
+        if link is not None or (self.negotiated and self.link is None):
+            made.negotiated, made.link, made.reason = True, link, self.reason
         return made
 
     def for_survivors(self, group: Group) -> Placements:

@@ -8,8 +8,9 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
+from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import allocate, commit_out, to_framework
-from arraycomm._arrays.views import view, view_out
+from arraycomm._arrays.views import view
 from arraycomm._collectives.placement import HostPlacement
 from arraycomm._cuda import arrays
 from arraycomm._cuda.link import DeviceLink

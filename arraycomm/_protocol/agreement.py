@@ -5,10 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Generator, Sequence
 
-import numpy as np
-
 from arraycomm._callsite import call_site
-from arraycomm._errors import PeerError, text_of
+from arraycomm._errors import text_of
 from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
 from arraycomm._protocol.header import (
     ALL_ON_DEVICE,
@@ -19,9 +17,10 @@ from arraycomm._protocol.header import (
     encode,
     show,
 )
-from arraycomm._protocol.mismatch import how_left, mismatch, peer_error
+from arraycomm._protocol.leaving import leaving_error
+from arraycomm._protocol.mismatch import mismatch, peer_error
 from arraycomm._transports.base import Bytes, Handle
-from arraycomm._transports.control import ENDED, ControlChannel
+from arraycomm._transports.control import ControlChannel
 
 # The call of a rank that takes part in whatever the others call: see `join`.
 JOINING = Signature("join")
@@ -101,7 +100,7 @@ def settle(
         return agreement
     if verdict is _Verdict.LEAVING:
         control.ended = True
-        raise _leaving_error(control, agreement)
+        raise leaving_error(control, agreement)
     local = CallDetail(
         signature.head,
         str(signature),
@@ -149,22 +148,6 @@ def fail_in_step(
     return not control.ended
 
 
-def leave_in_step(control: ControlChannel, text: str) -> Generator[Handle, None, None]:
-    """Take part in one last step, which tells the others that this rank leaves, and why."""
-    data = np.frombuffer(text.encode(errors="replace")[-control.payload :], np.uint8)
-    control.ended = True
-    yield from show(control, encode(Signature(""), len(data), status=Status.LEAVING), data)
-
-
-def all_left_well(control: ControlChannel) -> bool:
-    """Tell whether the step of `leave_in_step` showed every rank leaving without a failure."""
-    headers = Headers(control)
-    return all(
-        status is Status.LEAVING and headers.payload_bytes(rank) == 0
-        for rank, status in enumerate(headers.statuses())
-    )
-
-
 def _judge(headers: Headers) -> _Verdict:
     statuses = headers.statuses()
     if Status.LEAVING in statuses:
@@ -184,11 +167,3 @@ def _note_left_together(control: ControlChannel, details: Sequence[Detail]) -> N
     depths = [d.together for d in details if isinstance(d, Failure) and d.together]
     if depths:
         control.left_together = (control.step, min(depths))
-
-
-def _leaving_error(control: ControlChannel, headers: Headers) -> PeerError:
-    rank = headers.statuses().index(Status.LEAVING)
-    length = min(max(headers.payload_bytes(rank), 0), control.payload)
-    text = headers.payload(rank, length).tobytes().decode(errors="replace")
-    how = f"failed: {text}; it" if text else f"{how_left(ENDED)} and"
-    return PeerError(f"rank {rank} {how} takes part no more", rank=rank, traceback=text)

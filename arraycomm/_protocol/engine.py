@@ -1,76 +1,25 @@
 """Drives the programs of one communicator, first in, first out, and does all the waiting.
 
 A program is a generator that yields what it waits for. With nothing outstanding a blocking call is
-driven by its own thread; requests are driven by whoever tests or waits, and meanwhile by a thread
-that lives only while there are any.
+driven by its own thread; requests are driven by whoever tests or waits, and meanwhile by the
+progress thread.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, Final
+from functools import partial
+from typing import Any, Final
 
 from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError
-from arraycomm._protocol import clock, launcher
-from arraycomm._protocol.outcomes import Outcomes
+from arraycomm._protocol import clock
+from arraycomm._protocol.outcomes import Outcome, Outcomes
+from arraycomm._protocol.progress import ProgressThread
+from arraycomm._protocol.waiting import Watch, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps
-from arraycomm._transports.control import ControlChannel
-
-# Seconds after which a wait sleeps between polls, instead of only giving up the core.
-_PATIENCE: Final = 0.02
-_NAP: Final = 5e-5
-# Seconds in which ranks that call at about the same time have all called.
-_GLANCE: Final = 2e-4
-# Polls of the progress thread between two times that it gives up the core.
-_POLLS: Final = 32
-# Polls between two looks at the clock and at the peers.
-_LOOK_EVERY: Final = 32
-
-Watch = Callable[[float], None]
-
-
-def give_up_core() -> None:
-    """Let another process or thread run."""
-    os.sched_yield()
-
-
-def wait_for(done: Callable[[], bool], spins: int, watch: Watch) -> None:
-    """Poll until `done`; `watch(seconds waited)` now and then, which may raise."""
-    for _ in range(spins):
-        if done():
-            return
-    started = clock.now()
-    waited, polls = 0.0, 0
-    while not done():
-        if waited < _PATIENCE:
-            give_up_core()
-        else:
-            time.sleep(_NAP)
-        polls += 1
-        if polls % _LOOK_EVERY == 0:
-            waited = clock.now() - started
-            if _done_after_all(done, watch, waited):
-                return
-
-
-def _done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> bool:
-    """Call `watch`; what it raises counts only if nothing came between the last poll and its look.
-
-    What came says better why others have left since.
-    """
-    launcher.watch.look(time.perf_counter())
-    try:
-        watch(waited)
-    except Exception:
-        if not done():
-            raise
-        return True
-    return False
 
 
 def _without_traceback(error: BaseException) -> BaseException:
@@ -86,17 +35,11 @@ class Task:
     """One program under way, and in the end its result or its error."""
 
     def __init__(
-        self,
-        program: Steps,
-        site: str = "unknown",
-        watch: Watch | None = None,
-        outcomes: Outcomes | None = None,
+        self, program: Steps, watch: Watch | None = None, outcome: Outcome | None = None
     ) -> None:
         self._program = program
-        self.site = site
-        # Those of the requests, if this is one.
-        self._outcomes = outcomes
-        self._outcome = outcomes.add(site) if outcomes else None
+        # What is kept of it if it is a request, in case that nobody waits for it.
+        self.outcome = outcome or Outcome()
         # Whether the caller does nothing else until it is finished.
         self.waited_for = False
         # Called while waiting, in place of the engine's own.
@@ -123,20 +66,9 @@ class Task:
         """Record how the program ended."""
         self.result, self.error, self.waiting = result, error, None
         self.finished = True
-        if self._outcomes and self._outcome:
-            self._outcomes.finish(self._outcome, error)
+        self.outcome.finish(error)
 
-    def claim(self) -> None:
-        """Note that somebody knows how it ended."""
-        if self._outcomes and self._outcome:
-            self._outcomes.claim(self._outcome)
-
-    def drop(self) -> None:
-        """Note that nobody can wait for it any more."""
-        if self._outcomes and self._outcome:
-            self._outcomes.drop(self._outcome)
-
-    def outcome(self) -> Any:
+    def take(self) -> Any:
         """Return the result, or raise the error; once more if asked again."""
         if self.error is None:
             return self.result
@@ -169,9 +101,6 @@ class Engine:
     requests of other queues.
     """
 
-    # Whether the system has refused this process a thread.
-    out_of_threads: ClassVar[bool] = False
-
     def __init__(
         self,
         spins: int,
@@ -196,8 +125,7 @@ class Engine:
         self.outcomes = Outcomes()
         self._messages: list[Task] = []
         self._driving = threading.Lock()
-        self._progress: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self.progress = ProgressThread(self.advance, self._active)
         # The thread that waits for as long as it takes, if it looks after the wait just now.
         self.blocked: int | None = None
         # Held by the thread that is calling; the fast path of small reductions takes it too.
@@ -215,12 +143,16 @@ class Engine:
 
     def _has_thread(self) -> bool:
         """Tell whether a thread pushes on what is outstanding."""
-        return self.threaded and not Engine.out_of_threads
+        return self.threaded and not ProgressThread.refused
 
     @property
     def idle(self) -> bool:
         """Whether nothing is outstanding."""
         return not self.queue and not self._messages
+
+    def _active(self) -> list[Task]:
+        """Return the programs that do not wait for another one; none if it is idle."""
+        return [*list(self.queue)[:1], *self._messages]
 
     def take_turn(self) -> None:
         """Begin a call of the user's; `self.turn.release()` ends it."""
@@ -249,13 +181,13 @@ class Engine:
 
     def submit(self, program: Steps, site: str = "unknown") -> Task:
         """Put a program at the end of the queue, and start it if it is alone there."""
-        task = Task(program, site, None, self.outcomes)
+        task = Task(program, None, self.outcomes.add(site))
         self.queue.append(task)
         return self._begin(task)
 
-    def follow(self, program: Steps, site: str) -> None:
+    def follow(self, program: Steps) -> None:
         """Put a program right behind the one that is running: what comes next waits for it."""
-        self.queue.insert(1 if self.queue else 0, Task(program, site))
+        self.queue.insert(1 if self.queue else 0, Task(program))
 
     def submit_message(
         self, program: Steps, site: str, watch: Watch, *, awaited: bool = False
@@ -264,7 +196,7 @@ class Engine:
 
         One that is `awaited` is driven by the wait that follows, and needs no thread.
         """
-        task = Task(program, site, watch, self.outcomes)
+        task = Task(program, watch, self.outcomes.add(site))
         # Begun here, so that messages begin in the order of the calls.
         task.step()
         self._messages.append(task)
@@ -273,7 +205,7 @@ class Engine:
     def give_up(self, task: Task, error: BaseException) -> None:
         """End a program whose caller was interrupted: nobody is left who could wait for it."""
         with self._driving:
-            task.claim()
+            task.outcome.claim()
             if not task.finished:
                 self.interrupted = task.waiting
                 task.fail(error)
@@ -286,7 +218,7 @@ class Engine:
     def _begin(self, task: Task) -> Task:
         self.advance()
         if self._has_thread() and not self.idle:
-            self._start_progress()
+            self.progress.start()
         return task
 
     def advance(self, polls: int = 1) -> None:
@@ -305,7 +237,7 @@ class Engine:
     def drain(self) -> None:
         """Wait for everything outstanding."""
         for task in [*self.queue, *self._messages]:
-            self.wait_for(lambda task=task: self._pushed(task), lambda waited: None)  # type: ignore[misc]
+            self.wait_for(partial(self._pushed, task), lambda waited: None)
 
     def wait_for(self, done: Callable[[], bool], watch: Watch | None = None) -> None:
         """Poll until `done`, and push on what else this rank has outstanding if nobody does."""
@@ -342,11 +274,11 @@ class Engine:
 
         self.blocked = threading.get_ident() if timeout is None else None
         try:
-            self.wait_for(lambda: self._pushed(task), watch)
+            self.wait_for(partial(self._pushed, task), watch)
         finally:
             self.blocked = None
-        task.claim()
-        return task.outcome()
+        task.outcome.claim()
+        return task.take()
 
     def _advance(self, task: Task, polls: int) -> bool:
         """Push one task on; tell whether it is finished."""
@@ -355,7 +287,7 @@ class Engine:
                 waiting, watch = task.waiting, task.watch or self._watch
                 if waiting is not None and not any(waiting.done() for _ in range(polls)):
                     waited = clock.now() - task.since
-                    if not _done_after_all(waiting.done, watch, waited):
+                    if not done_after_all(waiting.done, watch, waited):
                         return False
                 self._after_wait()
             except Exception as error:
@@ -364,44 +296,3 @@ class Engine:
                 return True
             task.step()
         return True
-
-    def join_progress(self, seconds: float) -> None:
-        """Wait for the progress thread, if there is one."""
-        if (progress := self._progress) is not None:
-            progress.join(seconds)
-
-    def _start_progress(self) -> None:
-        with self._starting:
-            if self._progress is None:
-                thread = threading.Thread(
-                    target=self._run_progress, name="arraycomm-progress", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError:
-                    # From now on every wait of this process pushes on all that is outstanding.
-                    Engine.out_of_threads = True
-                else:
-                    self._progress = thread
-
-    def _run_progress(self) -> None:
-        while True:
-            # Some MPI move a piece of the data with each poll.
-            self.advance(_POLLS)
-            with self._starting:
-                if self.idle:
-                    self._progress = None
-                    return
-            # Data moves only while somebody polls; ranks that are late come without that.
-            if self._moves():
-                give_up_core()
-            else:
-                time.sleep(_NAP)
-
-    def _moves(self) -> bool:
-        """Tell whether data is under way, or has been until a moment ago."""
-        now = clock.now()
-        return any(
-            now - task.since < (_GLANCE if isinstance(task.waiting, ControlChannel) else _PATIENCE)
-            for task in [*list(self.queue)[:1], *self._messages]
-        )

@@ -16,9 +16,9 @@ from typing import Final
 from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError, TransportError
 from arraycomm._protocol import clock, launcher
-from arraycomm._protocol.agreement import all_left_well, leave_in_step
-from arraycomm._protocol.engine import wait_for
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.leaving import all_left_well, leave_in_step
+from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.control import ENDED, FAILED, FINALIZED, GONE
 from arraycomm._transports.mpi_files import remove_mpi_files
 

@@ -19,7 +19,7 @@ from arraycomm._errors import (
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitReports
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.undelivered import UndeliveredError
-from arraycomm._protocol.watchdog import LAST_MESSAGE, Watchdog, checked_timeout
+from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog, checked_timeout
 from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.control import FAILED
 
@@ -181,15 +181,13 @@ class Group:
             raise undelivered.pop()
         return result
 
-    def check_message(
-        self, peers: list[int], doing: str, site: str, waited: float, timeout: float | None
-    ) -> None:
+    def check_message(self, wait: MessageWait, waited: float) -> None:
         """Raise if a message will not come any more, or will not be taken."""
-        self.watchdog.check_message(peers, doing, site, waited, timeout)
+        self.watchdog.check_message(wait, waited)
         if waited > LAST_MESSAGE and not isinstance(self.closed, CommTimeoutError | None):
             # The other rank, which may be told no more than this, posts nothing any more either.
-            raise self.closed_error(doing)
-        self.watchdog.check_message_timeout(peers, doing, site, waited, timeout)
+            raise self.closed_error(wait.doing)
+        self.watchdog.check_message_timeout(wait, waited)
 
     # The end
 

@@ -14,14 +14,36 @@ from arraycomm._errors import CommunicatorClosedError
 class Outcome:
     """How one request ended; it outlives the request, and holds none of its arrays."""
 
-    __slots__ = ("dropped", "error", "finished", "site")
+    __slots__ = ("_outcomes", "dropped", "error", "finished", "site")
 
-    def __init__(self, site: str) -> None:
+    def __init__(self, outcomes: Outcomes | None = None, site: str = "unknown") -> None:
+        self._outcomes = outcomes
         self.site = site
         self.finished = False
         self.error: BaseException | None = None
         # Whether the program has no reference to the request any more.
         self.dropped = False
+
+    def finish(self, error: BaseException | None) -> None:
+        """Note how the request has ended."""
+        self.finished, self.error = True, error
+        self._settle()
+
+    def drop(self) -> None:
+        """Note that the program can wait for the request no more."""
+        self.dropped = True
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.finished and self.dropped and self._outcomes is not None:
+            self._outcomes.lose(self)
+
+    def claim(self) -> None:
+        """Forget the request: its caller knows how it ended."""
+        if self._outcomes is not None:
+            self._outcomes.forget(self)
+        # Its traceback has the frames of a call, and with them the arrays.
+        self.error = None
 
 
 class Outcomes:
@@ -35,28 +57,17 @@ class Outcomes:
 
     def add(self, site: str) -> Outcome:
         """Return the outcome of a new request."""
-        outcome = Outcome(site)
+        outcome = Outcome(self, site)
         self._open[outcome] = None
         return outcome
 
-    def claim(self, outcome: Outcome) -> None:
-        """Forget a request: its caller knows how it ended."""
+    def forget(self, outcome: Outcome) -> None:
+        """Report a request no more."""
         self._open.pop(outcome, None)
-        # Its traceback has the frames of a call, and with them the arrays.
-        outcome.error = None
 
-    def finish(self, outcome: Outcome, error: BaseException | None) -> None:
-        """Note how a request has ended."""
-        outcome.finished, outcome.error = True, error
-        self._settle(outcome)
-
-    def drop(self, outcome: Outcome) -> None:
-        """Note that the program can wait for a request no more."""
-        outcome.dropped = True
-        self._settle(outcome)
-
-    def _settle(self, outcome: Outcome) -> None:
-        if not (outcome.finished and outcome.dropped and outcome in self._open):
+    def lose(self, outcome: Outcome) -> None:
+        """Note that a request has ended, and that nobody can wait for it any more."""
+        if outcome not in self._open:
             return
         if outcome.error is None:
             self._open.pop(outcome)

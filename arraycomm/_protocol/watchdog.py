@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from arraycomm._callsite import call_site
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
@@ -17,7 +17,8 @@ from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus
 from arraycomm._protocol.header import Headers
 from arraycomm._protocol.mismatch import how_left
 from arraycomm._transports.base import Transport
-from arraycomm._transports.control import WELL, ExitNotice
+from arraycomm._transports.control import WELL
+from arraycomm._transports.notes import ExitNotice
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,6 +42,15 @@ def checked_timeout(timeout: Any) -> float | None:
     if not timeout > 0:
         raise ValueError(f"timeout must be positive, or None; got {timeout!r}")
     return float(timeout)
+
+
+class MessageWait(NamedTuple):
+    """A wait for a message: with one of which ranks, what and where it is, and its own timeout."""
+
+    peers: Sequence[int]
+    doing: str
+    site: str
+    timeout: float | None
 
 
 class Watchdog:
@@ -131,17 +141,11 @@ class Watchdog:
             + ("" if missing else "every rank had begun the call, but its data did not come")
         )
 
-    def check_message(
-        self,
-        peers: Sequence[int],
-        doing: str,
-        site: str,
-        waited: float,
-        timeout: float | None = None,
-    ) -> None:
+    def check_message(self, wait: MessageWait, waited: float) -> None:
         """Raise if all have left to or from one of which a message is to go."""
+        peers = wait.peers
         # Of several ranks any one would do.
-        needed = peers if len(peers) == 1 and timeout is None else ()
+        needed = peers if len(peers) == 1 and wait.timeout is None else ()
         left = self._control.exit_notices()
         gone = [peer for peer in peers if peer in left]
         if len(gone) == len(peers) and waited > LAST_MESSAGE:
@@ -150,24 +154,16 @@ class Watchdog:
             raise self.peer_error(cause, left[cause])
         if waited > _LONG_WAIT:
             self.check_for_deaths()
-        self.report_or_ask(
-            waited, doing, site, lambda: list(peers), timeout or self._timeout, needed
-        )
+        timeout = wait.timeout or self._timeout
+        self.report_or_ask(waited, wait.doing, wait.site, lambda: list(peers), timeout, needed)
 
-    def check_message_timeout(
-        self,
-        peers: Sequence[int],
-        doing: str,
-        site: str,
-        waited: float,
-        timeout: float | None = None,
-    ) -> None:
+    def check_message_timeout(self, wait: MessageWait, waited: float) -> None:
         """Raise if time is up for a message: the group's, or that of its call."""
-        timeout = timeout or self._timeout
+        timeout = wait.timeout or self._timeout
         if timeout is not None and waited > timeout:
-            seen = "; ".join(f"rank {peer} {self.last_seen(peer)}" for peer in peers)
+            seen = "; ".join(f"rank {peer} {self.last_seen(peer)}" for peer in wait.peers)
             raise CommTimeoutError(
-                f"{doing} at {site}: waited {waited:.1f} s (timeout {timeout:g} s) on rank "
+                f"{wait.doing} at {wait.site}: waited {waited:.1f} s (timeout {timeout:g} s) on rank "
                 f"{self._control.rank}; {seen}"
             )
 

@@ -11,12 +11,13 @@ Layout of a slot, in words of 8 bytes: word 0 is the stamp (the step's number, w
 
 from __future__ import annotations
 
-import platform
-import threading
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
+
+from arraycomm._transports.memory_order import fence
+from arraycomm._transports.notes import NOTES_BYTES, ExitNotice, Notes
 
 PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)
@@ -27,38 +28,6 @@ MESSAGE_SLOT: Final = 256
 # (FINISHED), its process ends (ENDED), or its program has finalized MPI (FINALIZED).
 FAILED, FINISHED, GONE, ENDED, FINALIZED = range(1, 6)
 WELL: Final = (FINISHED, ENDED, FINALIZED)
-
-# A rank's notes. Four words: how it left, the last step that it completed, the length of its exit
-# text, and the number and length of its wait status. Then the exit text, and two places for wait
-# statuses, used in turn, so that a reader always finds a complete one.
-_TEXT: Final = 32
-_EXIT_TEXT: Final = 4096
-_STATUS: Final = _TEXT + _EXIT_TEXT
-_STATUS_TEXT: Final = 512
-_NOTES: Final = _STATUS + 2 * _STATUS_TEXT
-
-_STRONGLY_ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
-_fence_lock = threading.Lock()
-
-
-def fence() -> None:
-    """Order memory accesses, by a lock's barriers, on processors that would reorder them."""
-    if not _STRONGLY_ORDERED:
-        _fence_lock.acquire()
-        _fence_lock.release()
-
-
-class ExitNotice(NamedTuple):
-    """How a rank left: the state, the step of its last completed call, its traceback."""
-
-    state: int
-    step: int
-    text: str
-
-
-def _status_text(turn: int) -> int:
-    """Return the offset of a wait status in a rank's notes; `turn` is its number."""
-    return _STATUS + (turn & 1) * _STATUS_TEXT
 
 
 def shared_slot(size: int) -> int:
@@ -159,15 +128,14 @@ class SharedControl(ControlChannel):
         slots = memory[: 2 * size * slot].reshape(2, size, slot)
         super().__init__(rank, size, [slots[0], slots[1]], [slots[0, rank], slots[1, rank]])
         self._memory = memory
-        notes = memory[2 * size * slot :][: size * _NOTES].reshape(size, _NOTES)
-        self._notes = notes
-        self._note_words = [note[:_TEXT].data.cast("q") for note in notes]
+        notes = memory[2 * size * slot :][: size * NOTES_BYTES]
+        self._notes = Notes(rank, notes.reshape(size, NOTES_BYTES))
         self.stamps = [peer * self.stride for peer in self.peers]
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Return the bytes of zeroed memory that a group of `size` ranks shares."""
-        return size * (2 * shared_slot(size) + _NOTES)
+        return size * (2 * shared_slot(size) + NOTES_BYTES)
 
     def post(self) -> None:
         fence()
@@ -188,48 +156,20 @@ class SharedControl(ControlChannel):
         return [r for r in self.peers if words[r * self.stride] < self.step]
 
     def announce_exit(self, state: int, completed: int, text: str) -> None:
-        words = self._note_words[self.rank]
-        if not words[0]:
-            data = text.encode(errors="replace")[-_EXIT_TEXT:]
-            self._notes[self.rank, _TEXT : _TEXT + len(data)] = np.frombuffer(data, np.uint8)
-            words[1], words[2] = completed, len(data)
-            fence()
-        words[0] = state
+        self._notes.leave(state, completed, text)
 
     def exit_notices(self) -> dict[int, ExitNotice]:
-        return {peer: self._exit_notice(peer) for peer in self.peers if self._note_words[peer][0]}
-
-    def _exit_notice(self, rank: int) -> ExitNotice:
-        words = self._note_words[rank]
-        state = words[0]
-        fence()
-        length = min(max(words[2], 0), _EXIT_TEXT)
-        text = self._notes[rank, _TEXT : _TEXT + length].tobytes().decode(errors="replace")
-        return ExitNotice(state, words[1], text)
+        found = {peer: self._notes.exit_notice(peer) for peer in self.peers}
+        return {peer: notice for peer, notice in found.items() if notice is not None}
 
     def report_wait(self, status: str) -> None:
-        words = self._note_words[self.rank]
-        data = status.encode(errors="replace")[:_STATUS_TEXT]
-        turn = (words[3] >> 16) + 1
-        place = _status_text(turn)
-        self._notes[self.rank, place : place + len(data)] = np.frombuffer(data, np.uint8)
-        fence()
-        words[3] = turn << 16 | len(data)
+        self._notes.report(status)
 
     def wait_status(self, rank: int) -> str:
-        words = self._note_words[rank]
-        while True:
-            word = words[3]
-            fence()
-            place, length = _status_text(word >> 16), min(word & 0xFFFF, _STATUS_TEXT)
-            data = self._notes[rank, place : place + length].tobytes()
-            fence()
-            # The text is overwritten only after the next one is published.
-            if words[3] == word:
-                return data.decode(errors="replace")
+        return self._notes.status(rank)
 
     def close(self) -> None:
         """Release the memory now: Python collects the channel late, since it is in a cycle."""
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
-        self._memory, self._notes = np.empty(0, np.uint8), np.empty((0, _NOTES), np.uint8)
-        self._note_words = []
+        self._memory = np.empty(0, np.uint8)
+        self._notes = Notes(self.rank, np.empty((0, NOTES_BYTES), np.uint8))

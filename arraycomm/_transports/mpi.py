@@ -11,9 +11,8 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
-import numpy as np
 from mpi4py import MPI
 
 from arraycomm._errors import TransportError
@@ -21,12 +20,11 @@ from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.mpi_control import MpiControl, translated
+from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_probe import MessageProbe
-from arraycomm._transports.shared_files import close_file, make_file, need_names, open_file
+from arraycomm._transports.shared_files import close_file, make_file, open_file
 
 _SPINS = 64
-# The longest path of a file.
-_PATH = 4096
 
 
 @cache
@@ -86,31 +84,21 @@ class MPITransport(Transport):
         self.local_size = self._nodes.count(own)
         memory = None
         if share and self.local_size == self.size:
-            memory = _shared_memory(comm, SharedControl.nbytes(self.size))
+            memory = shared_memory(comm, SharedControl.nbytes(self.size))
         self.control: ControlChannel = (
             MpiControl(comm) if memory is None else SharedControl(self.rank, self.size, memory)
         )
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
-        return self._start(
-            lambda: self.mpi_comm.Ialltoallv(
-                [send.buffer, (send.counts, send.offsets), MPI.BYTE],
-                [recv.buffer, (recv.counts, recv.offsets), MPI.BYTE],
-            ),
-            send.buffer,
-            recv.buffer,
-        )
+        parts, into = _vector(send), _vector(recv)
+        return self._start(lambda: self.mpi_comm.Ialltoallv(parts, into), send.buffer, recv.buffer)
 
     def allgather(self, recv: Blocks) -> Handle:
-        return self._start(
-            lambda: self.mpi_comm.Iallgatherv(
-                MPI.IN_PLACE, [recv.buffer, (recv.counts, recv.offsets), MPI.BYTE]
-            ),
-            recv.buffer,
-        )
+        into = _vector(recv)
+        return self._start(lambda: self.mpi_comm.Iallgatherv(MPI.IN_PLACE, into), recv.buffer)
 
     def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
-        into = recv and [recv.buffer, (recv.counts, recv.offsets), MPI.BYTE]
+        into = recv and _vector(recv)
         return self._start(
             lambda: self.mpi_comm.Igatherv([send, MPI.BYTE], into, root),
             send,
@@ -118,9 +106,9 @@ class MPITransport(Transport):
         )
 
     def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
-        blocks = send and [send.buffer, (send.counts, send.offsets), MPI.BYTE]
+        parts = send and _vector(send)
         return self._start(
-            lambda: self.mpi_comm.Iscatterv(blocks, [recv, MPI.BYTE], root),
+            lambda: self.mpi_comm.Iscatterv(parts, [recv, MPI.BYTE], root),
             recv,
             send and send.buffer,
         )
@@ -168,7 +156,7 @@ class MPITransport(Transport):
     def _make_comm(self, color: int | None, members: Sequence[int]) -> MPI.Intracomm | None:
         if list(members) == list(range(self.size)):
             comm, request = self.mpi_comm.Idup()
-            _finish(request)
+            finish(request)
             return comm
         key = 0 if color is None else members.index(self.rank)
         made = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
@@ -226,36 +214,14 @@ class MPITransport(Transport):
         self.mpi_comm.Abort(code)
 
 
+def _vector(blocks: Blocks) -> Any:
+    """Return blocks as MPI takes them."""
+    return [blocks.buffer, (blocks.counts, blocks.offsets), MPI.BYTE]
+
+
 def _find_nodes(comm: MPI.Intracomm) -> Sequence[int]:
     """Return, for each rank, the first rank on its node."""
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
     nodes: list[int] = comm.allgather(local.bcast(comm.rank))
     local.Free()
     return nodes
-
-
-def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> Bytes | None:
-    """Map one zeroed file on all ranks, or return None on all if one of them cannot."""
-    memory = _share_file(comm, nbytes)
-    if memory is None:
-        need_names()
-        memory = _share_file(comm, nbytes)
-    return memory
-
-
-def _share_file(comm: MPI.Intracomm, nbytes: int) -> Bytes | None:
-    own = make_file(nbytes) if comm.rank == 0 else ""
-    path = np.frombuffer(own.encode().ljust(_PATH, b"\0"), np.uint8).copy()
-    _finish(comm.Ibcast([path, MPI.BYTE]))
-    memory = open_file(path.tobytes().rstrip(b"\0").decode(), nbytes)
-    opened = np.array([memory is not None], np.int32)
-    _finish(comm.Iallreduce(MPI.IN_PLACE, opened, MPI.MIN))
-    if own:
-        close_file(own)
-    return memory if opened[0] else None
-
-
-def _finish(request: MPI.Request) -> None:
-    """Wait, and let others have the core: MPI's own wait would keep it from a rank that is late."""
-    while not request.Test():
-        os.sched_yield()

@@ -16,7 +16,8 @@ import numpy as np
 from mpi4py import MPI
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.control import MESSAGE_SLOT, WELL, ControlChannel, ExitNotice
+from arraycomm._transports.control import MESSAGE_SLOT, WELL, ControlChannel
+from arraycomm._transports.notes import ExitNotice
 
 # Larger than the tags of users' messages and of their further pieces.
 TAG: Final = 1 << 21

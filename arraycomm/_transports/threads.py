@@ -90,35 +90,31 @@ class ThreadsTransport(Transport):
         self._splits = 0
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
-        return self._swap(
-            [send.block(r) for r in range(self.size)], [recv.block(r) for r in range(self.size)]
-        )
+        return self._swap(self._parts(send), self._parts(recv))
 
     def allgather(self, recv: Blocks) -> Handle:
-        local = recv.block(self.rank)
-        into = [None if r == self.rank else recv.block(r) for r in range(self.size)]
+        into = self._parts(recv)
+        local, into[self.rank] = into[self.rank], None
         return self._swap([local] * self.size, into)
 
     def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
-        parts: list[Bytes | None] = [None] * self.size
-        parts[root] = send
-        nothing: list[Bytes | None] = [None] * self.size
-        into = nothing if recv is None else [recv.block(r) for r in range(self.size)]
-        return self._swap(parts, into)
+        return self._swap(self._only(send, root), self._parts(recv))
 
     def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
-        into: list[Bytes | None] = [None] * self.size
-        into[root] = recv
-        nothing: list[Bytes | None] = [None] * self.size
-        parts = nothing if send is None else [send.block(r) for r in range(self.size)]
-        return self._swap(parts, into)
+        return self._swap(self._parts(send), self._only(recv, root))
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
-        into: list[Bytes | None] = [None] * self.size
         if self.rank == root:
-            return self._swap([buffer] * self.size, into)
-        into[root] = buffer
-        return self._swap([None] * self.size, into)
+            return self._swap([buffer] * self.size, self._parts(None))
+        return self._swap(self._parts(None), self._only(buffer, root))
+
+    def _parts(self, blocks: Blocks | None) -> list[Bytes | None]:
+        """Return the part of each rank, or that none has any."""
+        return [blocks and blocks.block(rank) for rank in range(self.size)]
+
+    def _only(self, part: Bytes, rank: int) -> list[Bytes | None]:
+        """Return a part of one rank, and none of the others."""
+        return [part if other == rank else None for other in range(self.size)]
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
         return self._group.mailbox.send((self.rank, dest, tag), buffer)

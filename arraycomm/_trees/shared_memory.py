@@ -18,7 +18,8 @@ from arraycomm._folds import fold
 from arraycomm._protocol.details import Detail, exchange_details
 from arraycomm._protocol.group import Group
 from arraycomm._transports.base import Bytes, Steps
-from arraycomm._transports.control import SharedControl, fence
+from arraycomm._transports.control import SharedControl
+from arraycomm._transports.memory_order import fence
 from arraycomm._trees.layout import Chunk, Spec
 
 # Up to this many ranks, each rank folds whole chunks, which saves a step and a copy. With more

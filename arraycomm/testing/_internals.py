@@ -13,9 +13,9 @@ from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import CommunicatorClosedError
-from arraycomm._protocol.agreement import all_left_well, leave_in_step
-from arraycomm._protocol.engine import give_up_core
 from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.leaving import all_left_well, leave_in_step
+from arraycomm._protocol.waiting import give_up_core
 from arraycomm._transports.base import Steps, Transport
 
 
@@ -73,7 +73,7 @@ def stop_progress(comm: Communicator, error: Exception | None, seconds: float) -
     for group in group_of(comm).related:
         if error is not None:
             group.engine.give_up_all(error)
-        group.engine.join_progress(seconds)
+        group.engine.progress.join(seconds)
 
 
 def unseen_error(comm: Communicator) -> BaseException | None:

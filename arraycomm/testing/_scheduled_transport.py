@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
-from arraycomm._transports.control import ControlChannel, ExitNotice
+from arraycomm._transports.control import ControlChannel
+from arraycomm._transports.notes import ExitNotice
 from arraycomm.testing._schedule import Baton, Schedule
 
 # No count of changes: the handle has not been polled yet.

@@ -7,14 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._folds import (
-    _round_to_half,
-    _widen_half,
-    fold,
-    fold_function,
-    ieee_mode,
-    in_ieee_mode,
-)
+from arraycomm._folds import fold, fold_function
+from arraycomm._folds.float16 import round_to_half, widen_half
+from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
 from tests.support.oracle import CASES, IDS, expected, same_result, sample
 
 
@@ -34,7 +29,7 @@ def test_every_float16_is_widened_as_numpy_does_it(which) -> None:
     if which == "finite":
         half = half[np.isfinite(half)]
     wide = np.empty(half.shape, np.float32)
-    _widen_half(wide, half)
+    widen_half(wide, half)
     expected = half.astype(np.float32)
     nan = np.isnan(expected)
     assert np.array_equal(np.isnan(wide), nan)
@@ -61,7 +56,7 @@ def test_float32_is_rounded_to_float16_as_numpy_does_it(extreme) -> None:
         with np.errstate(over="ignore"):
             expected = values.astype(np.float16)
             half = np.empty(values.shape, np.float16)
-            _round_to_half(half, values.copy())
+            round_to_half(half, values.copy())
         assert np.array_equal(half.view(np.uint16), expected.view(np.uint16))
 
 

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from arraycomm._arrays.buffer import CPU
+from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import commit_out
-from arraycomm._arrays.views import result_prototype, view, view_out
+from arraycomm._arrays.views import result_prototype, view
 from arraycomm._dtypes import BY_NAME
 from tests.support.frameworks import FRAMEWORKS, PAIRS, content, make, need, pointer, sample
 from tests.support.pairwise import pairwise

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import messages
+from arraycomm._collectives import blocks, messages
 from arraycomm._communicator import Communicator
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
@@ -146,7 +146,7 @@ def test_what_is_said_of_a_structure_takes_room_in_the_envelope(on_ranks) -> Non
 def test_messages_beyond_the_largest_movement_go_in_pieces(
     on_ranks, size, monkeypatch, count
 ) -> None:
-    monkeypatch.setattr(messages, "MAX_BYTES", 1_000)
+    monkeypatch.setattr(blocks, "MAX_BYTES", 1_000)
 
     def check(comm: Communicator) -> None:
         right, left = _ring(comm)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import algorithms
+from arraycomm._collectives import blocks
 from arraycomm._communicator import Communicator
 from tests.support import internals
 from tests.support.frameworks import converter
@@ -376,7 +376,7 @@ def test_what_the_other_ranks_pass_to_scatter_is_ignored(on_ranks, several) -> N
 def test_more_bytes_than_one_movement_takes_go_in_pieces(
     on_ranks, few, name, limit, monkeypatch
 ) -> None:
-    monkeypatch.setattr(algorithms, "MAX_BYTES", limit)
+    monkeypatch.setattr(blocks, "MAX_BYTES", limit)
 
     def check(comm: Communicator) -> None:
         # So that little data is more than travels with the header.
@@ -394,7 +394,7 @@ def test_more_bytes_than_one_movement_takes_go_in_pieces(
 def test_bcast_and_objects_of_more_bytes_than_one_movement_takes(
     on_ranks, few, limit, monkeypatch
 ) -> None:
-    monkeypatch.setattr(algorithms, "MAX_BYTES", limit)
+    monkeypatch.setattr(blocks, "MAX_BYTES", limit)
 
     def check(comm: Communicator) -> None:
         for root in range(comm.size):
@@ -410,7 +410,7 @@ def test_bcast_and_objects_of_more_bytes_than_one_movement_takes(
 
 def test_no_single_movement_exceeds_its_limit(on_ranks, name, monkeypatch) -> None:
     limit = 4096
-    monkeypatch.setattr(algorithms, "MAX_BYTES", limit)
+    monkeypatch.setattr(blocks, "MAX_BYTES", limit)
 
     def check(comm: Communicator) -> None:
         arrays, counts = inputs(name, comm.size, 9_000)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import algorithms, selection
+from arraycomm._collectives import blocks, selection
 from arraycomm._communicator import Communicator
 from tests.support import internals
 from tests.support.layouts import LAYOUTS, OUTS
@@ -110,7 +110,7 @@ def test_more_elements_than_are_folded_at_a_time(on_ranks, size, name) -> None:
 
 def test_more_bytes_than_one_movement_takes(on_ranks, size, name, monkeypatch) -> None:
     limit = 4096
-    monkeypatch.setattr(algorithms, "MAX_BYTES", limit)
+    monkeypatch.setattr(blocks, "MAX_BYTES", limit)
     monkeypatch.setattr(selection, "CHUNK_BYTES", 3_000)
 
     def check(comm: Communicator) -> None:
@@ -125,7 +125,7 @@ def test_more_bytes_than_one_movement_takes(on_ranks, size, name, monkeypatch) -
 
 @pytest.mark.parametrize("limit", [4096, 2**31])
 def test_shares_of_reduce_scatter_in_many_chunks(on_ranks, size, limit, monkeypatch) -> None:
-    monkeypatch.setattr(algorithms, "MAX_BYTES", limit)
+    monkeypatch.setattr(blocks, "MAX_BYTES", limit)
     monkeypatch.setattr(selection, "CHUNK_BYTES", 3_000)
 
     def check(comm: Communicator) -> None:

@@ -33,7 +33,7 @@ from arraycomm._cuda.nccl_link import NcclLink, refuse_sharing
 from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._dtypes import BY_NAME, OPS, TABLE
 from arraycomm._errors import TransportError
-from arraycomm._protocol.engine import wait_for
+from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle
 
 OK, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7

@@ -12,7 +12,7 @@ from arraycomm import Communicator
 from arraycomm._arrays.device_memory import DeviceBuffer, Event
 from arraycomm._arrays.pinned import Staging
 from arraycomm._cuda.staged_link import HostStagedLink
-from arraycomm._protocol.engine import wait_for
+from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle
 from tests.support import internals
 from tests.support.device_standin import LateMemory, Never, peek

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from arraycomm._protocol.engine import wait_for
+from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.threads import ThreadsTransport, make_group
 from tests.support import internals
 

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from arraycomm._collectives import groups
-from arraycomm._collectives.placement import HostPlacements
+from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._protocol import clock
 from arraycomm._protocol import exit as process_exit
 from arraycomm._protocol.deadlock import WaitReports, WaitStatus
-from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.progress import ProgressThread
 from arraycomm._transports.base import Blocks, Transport
 
 # A communicator of its own ---------------------------------------------------------------------
@@ -41,21 +41,29 @@ def refuse_shared_memory() -> None:
     """Have this process's control channels go by messages from now on, as between nodes."""
     from arraycomm._transports import mpi
 
-    mpi._shared_memory = lambda *_: None  # type: ignore[assignment]
+    mpi.shared_memory = lambda *_: None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
 def unnamed_files_refused(*, here: bool) -> Iterator[None]:
     """Let this process open no file that has no name, if `here`, as between some containers."""
-    from arraycomm._transports import mpi, shared_files
+    from unittest import mock
 
-    usual = mpi.open_file
-    if here:
-        mpi.open_file = lambda path, n: None if path.startswith("/proc/") else usual(path, n)
+    from arraycomm._transports import mpi, mpi_memory, shared_files
+
+    usual = shared_files.open_file
+
+    def open_file(path: str, nbytes: int) -> Any:
+        return None if here and path.startswith("/proc/") else usual(path, nbytes)
+
     try:
-        yield
+        with (
+            mock.patch.object(mpi, "open_file", open_file),
+            mock.patch.object(mpi_memory, "open_file", open_file),
+        ):
+            yield
     finally:
-        mpi.open_file, shared_files._names_needed = usual, False
+        shared_files._names_needed = False
 
 
 @contextlib.contextmanager
@@ -68,7 +76,7 @@ def threads_refused(*, here: bool) -> Iterator[None]:
 
     with mock.patch.object(threading.Thread, "start", start) if here else contextlib.nullcontext():
         yield
-    Engine.out_of_threads = False
+    ProgressThread.refused = False
 
 
 def restart_clock() -> None:
@@ -184,7 +192,7 @@ def forbid_progress_thread(comm: Member) -> None:
 
 
 def call_instead_of_progress_thread(comm: Member, function: Callable[[], None]) -> None:
-    engine(comm)._start_progress = function
+    engine(comm).progress.start = function
 
 
 def forget_interruption(comm: Member) -> None:
@@ -244,7 +252,7 @@ def leave_by_error(comm: Member, error: BaseException) -> None:
 
 def free(comm: Member) -> None:
     """Free a communicator; collective."""
-    groups.free(Runner(group(comm), HostPlacements(group(comm))))
+    groups.free(Runner(group(comm), Placements(group(comm))))
 
 
 def is_closed(comm: Member) -> bool:

@@ -29,7 +29,7 @@ CORE = [
     "_arrays/views",
     "_arrays/results",
     "_dtypes",
-    "_folds",
+    "_folds/__init__",
 ]
 
 Trees = dict[str, ast.Module]
@@ -118,7 +118,7 @@ def numbers() -> dict[str, tuple[int, int]]:
 
 
 # Not to grow; 3,500 is what it ought to come to.
-CORE_LIMIT = 4_400
+CORE_LIMIT = 4_050
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from arraycomm._protocol.engine import wait_for
+from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle, Transport
 from arraycomm._transports.control import FAILED, PAYLOAD
 from tests.support import internals

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from arraycomm._transports import control
+from arraycomm._transports import notes
 from arraycomm._transports.control import SharedControl
 
 
@@ -72,5 +72,5 @@ def test_a_text_that_is_told_over_while_it_is_read_is_read_again(
         for text in texts:
             teller.report_wait(text)
 
-    monkeypatch.setattr(control, "fence", tell_meanwhile)
+    monkeypatch.setattr(notes, "fence", tell_meanwhile)
     assert reader.wait_status(0) == "the last"

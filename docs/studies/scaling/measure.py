@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm import Communicator
-from arraycomm._collectives.placement import HostPlacements
+from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
 from arraycomm._folds import fold
 from arraycomm._protocol.group import Group, Options
@@ -171,7 +171,7 @@ Calls = dict[str, Callable[[], Any]]
 
 def _communicator(transport: Transport) -> Communicator:
     group = Group(transport, Options())
-    return Communicator(Runner(group, HostPlacements(group)))
+    return Communicator(Runner(group, Placements(group)))
 
 
 def _alone() -> Calls:
