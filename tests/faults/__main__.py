@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from tests.faults.judge import Verdict
 
 OUTCOMES = (
-    *("right", "argument error", "MismatchError", "PeerError", "CommTimeoutError"),
-    *("job ended", "left alone"),
+    *("right", "argument error", "MismatchError", "PeerError", "DeadlockError"),
+    *("CommTimeoutError", "job ended", "left alone"),
 )
 
 
