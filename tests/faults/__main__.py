@@ -26,6 +26,7 @@ class Summary:
         self.slowest: dict[str, float] = defaultdict(float)
         self.mismatch_seconds = 0.0
         self.programs = self.wrong_numbers = self.hangs = self.left_processes = 0
+        self.left_files = 0
 
     def add(self, verdict: Verdict) -> None:
         """Count a program, and show at once what is wrong with it."""
@@ -37,6 +38,7 @@ class Summary:
         self.wrong_numbers += verdict.wrong_numbers
         self.hangs += verdict.hangs
         self.left_processes += verdict.left_processes
+        self.left_files += verdict.left_files
         if verdict.wrong:
             self.failed.append(verdict)
             part = f" --part {verdict.part}" if verdict.part else ""
@@ -63,7 +65,7 @@ class Summary:
         """Return what must be nothing, in one line."""
         return (
             f"hangs: {self.hangs}; wrong numbers: {self.wrong_numbers}; left processes: "
-            f"{self.left_processes}; not as promised: {len(self.failed)}; slowest MismatchError: "
+            f"{self.left_processes}; left files: {self.left_files}; not as promised: {len(self.failed)}; slowest MismatchError: "
             f"{self.mismatch_seconds * 1000:.0f} ms"
         )
 

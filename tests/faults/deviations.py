@@ -24,6 +24,7 @@ from tests.faults.programs import (
     SHAPES,
     TREES,
     Action,
+    Call,
     Program,
 )
 from tests.faults.values import passes_nothing
@@ -302,7 +303,7 @@ def _scarce(what: str) -> Change:
     def change(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
         action = program.actions[rank][place]
         call = action.call
-        if call is None or action.kind in ("irecv", "recv") or call.operation == "println":
+        if call is None or action.kind in ("irecv", "recv") or not _needs(call, what):
             return None
         if call.shape and call.operation != "message" and random.random() < 0.6:
             for actions in program.actions:
@@ -310,6 +311,13 @@ def _scarce(what: str) -> Change:
         return _with_call(program.actions[rank], place, wrong=what)
 
     return change
+
+
+def _needs(call: Call, what: str) -> bool:
+    """Tell whether a call may need memory, or a file of shared memory."""
+    if call.operation in ("dup", "split", "optimizer", "container", *TREES):
+        return True
+    return what == "memory" and (bool(call.dtype) or call.operation in OBJECTS)
 
 
 def _enlarged(action: Action, number: int) -> Action:

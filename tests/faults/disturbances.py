@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -16,8 +17,6 @@ from typing import Final
 import arraycomm as ac
 from arraycomm import Communicator
 
-# Bytes that a process with little memory may still map.
-_ROOM: Final = 64 << 10
 # Seconds: for which a rank is stopped, after at most how many; and those that a child may take.
 _STOPPED: Final = 0.4
 _SOON: Final = 0.03
@@ -28,7 +27,9 @@ _CHILD: Final = 15
 def disturbed(wrong: str) -> Iterator[None]:
     """Take away what a call needs, if that is what is wrong with it."""
     if wrong == "memory":
-        with _limit(resource.RLIMIT_AS, _mapped() + _ROOM):
+        # What is free in the process goes back first.
+        ctypes.CDLL(None).malloc_trim(0)
+        with _limit(resource.RLIMIT_AS, _mapped()):
             yield
     elif wrong == "files":
         with _limit(resource.RLIMIT_FSIZE, 0):

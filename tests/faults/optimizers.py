@@ -9,6 +9,8 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 import arraycomm as ac
 from arraycomm import Communicator
 from tests.faults.above import whole
@@ -75,7 +77,7 @@ def _reduced(means: Sequence[Any], call: Call) -> Any:
 def _gradients(call: Call, rank: int, step: int) -> dict[str, Any]:
     gradient = whole(call, rank, step)
     missing = (call.number + rank) % 2 == 0
-    return {"w": gradient, "v": None if missing else gradient * 2}
+    return {"w": gradient, "v": None if missing else np.asarray(gradient * 2)}
 
 
 def _mean_of_steps(call: Call, rank: int, name: str) -> Any:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults import on_threads
-from tests.faults.judge import MAY_END, Verdict, judge, stuck
+from tests.faults.deviations import DEVIATIONS, draw
+from tests.faults.judge import MAY_END, Verdict, judge
 from tests.faults.play import Trace
-from tests.faults.programs import DEVIATIONS, draw
+from tests.faults.simulation import stuck
 from tests.support.launcher import needs_mpiexec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
