@@ -305,6 +305,9 @@ def _scarce(what: str) -> Change:
         call = action.call
         if call is None or action.kind in ("irecv", "recv") or not _needs(call, what):
             return None
+        if action.kind == "start":
+            # CPython waits for ever for a thread that has no memory to begin.
+            return None
         if call.shape and call.operation != "message" and random.random() < 0.6:
             for actions in program.actions:
                 actions[:] = [_enlarged(a, call.number) for a in actions]

@@ -17,10 +17,17 @@ from typing import Final
 import arraycomm as ac
 from arraycomm import Communicator
 
+# Of malloc.h.
+_MMAP_THRESHOLD: Final = -3
 # Seconds: for which a rank is stopped, after at most how many; and those that a child may take.
 _STOPPED: Final = 0.4
 _SOON: Final = 0.03
 _CHILD: Final = 15
+
+
+def map_arrays() -> None:
+    """Have each large array in memory of its own, so that none takes what another has left free."""
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 64 << 10)
 
 
 @contextmanager

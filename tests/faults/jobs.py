@@ -89,7 +89,7 @@ def launch(
             stderr=err,
             start_new_session=True,
         )
-        hung = not _ended(process, Running(process, mark), limit, disturb)
+        hung = not _ended(process, Running(process, mark), limit, out.fileno(), disturb)
         ended = time.monotonic()
         left = 0 if hung else _left(mark)
         if hung:
@@ -105,15 +105,17 @@ def launch(
 
 
 def _ended(
-    process: subprocess.Popen[bytes], running: Running, limit: float, disturb: Disturb
+    process: subprocess.Popen[bytes], running: Running, limit: float, out: int, disturb: Disturb
 ) -> bool:
-    """Wait for a job to end; tell whether it has."""
-    deadline, quiet = time.monotonic() + limit, False
+    """Wait for a job to end; tell whether it has, or prints nothing any more."""
+    deadline, printed, quiet = time.monotonic() + limit, 0, False
     while time.monotonic() < deadline:
         quiet = quiet or disturb(running)
         try:
-            process.wait(deadline - time.monotonic() if quiet else 0.02)
+            process.wait(0.5 if quiet else 0.02)
         except subprocess.TimeoutExpired:
+            if os.fstat(out).st_size > printed:
+                deadline, printed = time.monotonic() + limit, os.fstat(out).st_size
             continue
         return True
     return False

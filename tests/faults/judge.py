@@ -47,7 +47,8 @@ MAY_END: Final[dict[str, frozenset[str]]] = {
     # At the end the rank that has not waited for its request tells of its error.
     "lost error": frozenset({RETURNED}),
     # The rank has room enough, or ends by its own error.
-    **dict.fromkeys(("memory", "files", "sigint"), frozenset({RETURNED, OWN, PEER})),
+    "sigint": frozenset({RETURNED, OWN, PEER}),
+    **dict.fromkeys(("memory", "files"), frozenset({RETURNED, OWN, PEER, MISMATCH})),
     **dict.fromkeys(("stop", "suspend", "fork"), frozenset({RETURNED})),
     # Only that all end soon is promised.
     "launcher": frozenset({RETURNED, OWN, PEER, CUT}) | _WAITING,
@@ -282,7 +283,8 @@ class _Judge:
         if end == ASLEEP:
             return self._program.kind == "sleep"
         if end == MISMATCH:
-            return self._mismatched(rank)
+            # A rank that could not take part in a call any more may be seen in another one.
+            return self._program.kind in ("memory", "files") or self._mismatched(rank)
         if self._program.kind == "launcher":
             return True
         if end in _WAITING:

@@ -33,9 +33,9 @@ ALONE: Final = (
 ALONE_SHARE: Final = 0.5
 BATCH: Final = 50
 # Seconds in which a job must have ended: without Python's help at most so long after the death,
-# and else with the grace that a rank has to tell the others, or the whole with starting.
+# and else so long after it has started or printed what came of a program.
 DEATH_LIMIT: Final = 5.0
-JOB_LIMIT: Final = 60.0
+JOB_LIMIT: Final = 45.0
 
 
 def run_programs(
@@ -60,8 +60,7 @@ def play_together(
     seeds: Sequence[int], kinds: tuple[str, ...], python: Path, control: str = "shared"
 ) -> Iterator[Verdict]:
     """Run programs one after the other in one job of five ranks."""
-    limit = JOB_LIMIT + 3 * len(seeds)
-    job = launch(python, 5, limit, _arguments(seeds, kinds, control))
+    job = launch(python, 5, JOB_LIMIT, _arguments(seeds, kinds, control))
     lines = [json.loads(line) for line in job.out.splitlines() if line.startswith("{")]
     told = [line for line in lines if "program" in line]
     verdicts = [

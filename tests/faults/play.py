@@ -141,6 +141,9 @@ class _Player:
     def act(self, place: int, action: Action) -> str:
         """Do an action; return what is wrong with its result, or an empty string."""
         wrong = "" if action.call is None else action.call.wrong
+        if wrong == "memory" and action.kind == "call":
+            # What is passed is there already; the call is to run out of memory, not its caller.
+            self._right(place)
         if action.kind in ("call", "wait", "recv"):
             with disturbances.disturbed(wrong):
                 got = self._result(action)
@@ -264,12 +267,19 @@ class _Player:
         if action.kind in ("recv", "irecv"):
             sent = sent_call(self._program, self._rank, place)
             return "nobody has sent it" if sent is None else differs(got, *sent)
-        comm = self._comms[action.comm]
-        index = self._program.index(self._rank, place)
-        calls = self._program.together(action.comm, self._rank, index)
+        calls, right = self._right(place)
         if calls is None or not agreed(calls) or any(harms(call) for call in calls):
             return f"a result, where ranks called {calls}"
-        return differs(got, right_result(calls, comm.rank), calls[0].op)
+        return differs(got, right, calls[0].op)
+
+    def _right(self, place: int) -> tuple[list[Call] | None, Any]:
+        """Return what all ranks call, and what this one is to get if they agree."""
+        comm = self._program.actions[self._rank][place].comm
+        index = self._program.index(self._rank, place)
+        calls = self._program.together(comm, self._rank, index)
+        if calls is None or not agreed(calls) or any(harms(call) for call in calls):
+            return calls, None
+        return calls, right_result(calls, self._comms[comm].rank)
 
 
 def sent_call(program: Program, rank: int, place: int) -> tuple[Any, str] | None:

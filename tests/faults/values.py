@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -51,8 +52,13 @@ def passes_nothing(call: Call, rank: int) -> bool:
 
 def values(call: Call, shape: tuple[int, ...], rank: int) -> Array:
     """Return values that no other rank and no other call passes."""
-    dtype = DTYPES[call.dtype]
-    random = np.random.default_rng((call.number, rank, dtype.itemsize))
+    return _values(call.number, call.dtype, shape, rank)
+
+
+@lru_cache(64)
+def _values(number: int, name: str, shape: tuple[int, ...], rank: int) -> Array:
+    dtype = DTYPES[name]
+    random = np.random.default_rng((number, rank, dtype.itemsize))
     raw = random.integers(0, 2 if dtype in BOOL else 120, shape)
     if dtype.kind == "c":
         return np.asarray(raw + 1j * random.integers(0, 120, shape), dtype)

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import arraycomm as ac
 from arraycomm import Communicator
-from tests.faults import optimizers
+from tests.faults import disturbances, optimizers
 from tests.faults.deviations import draw
 from tests.faults.jobs import SHOW_STACK
 from tests.faults.judge import LIMIT, judge
@@ -40,6 +40,7 @@ def main() -> None:
         "--alone", type=Path, help="where each rank writes what came of its actions"
     )
     arguments = parser.parse_args()
+    disturbances.map_arrays()
     faulthandler.register(SHOW_STACK, all_threads=True)
     if arguments.control == "messages":
         internals.refuse_shared_memory()
