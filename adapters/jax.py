@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,19 @@ synchronize = ac.synchronize
 
 class _Distributed(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """A transformation that `DistributedOptimizer` made."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "DistributedOptimizer: a distributed transformation cannot be pickled, since it stands "
+            "for ranks of this process; save its state, which is a pytree, and make the "
+            "transformation anew in each process"
+        )
 
 
 def check(optimizer: Any) -> None:
@@ -127,9 +140,9 @@ def _is_traced(tree: Any) -> bool:
 
 
 def all_reduce(
+    op: str = "mean",
     *,
     comm: ac.Communicator | None = None,
-    op: str = "mean",
     bucket_bytes: int = 25 << 20,
     compression: str | None = None,
 ) -> optax.GradientTransformation:
@@ -142,7 +155,7 @@ def all_reduce(
 
     Parameters
     ----------
-    comm, op, bucket_bytes, compression
+    op, comm, bucket_bytes, compression
         As for `arraycomm.DistributedOptimizer`.
     """
     group = (comm or ac.world()).dup()

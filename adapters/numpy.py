@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, NoReturn
 
 import arraycomm as ac
 
@@ -47,6 +48,20 @@ class Distributed:
         """
         complete, reduced = self._gradients.add(grads)
         return self._optimizer.update(params, reduced, *args, **kwargs) if complete else params
+
+    def __copy__(self) -> Distributed:
+        return Distributed(copy.copy(self._optimizer), self._gradients.copy())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Distributed:
+        return Distributed(copy.deepcopy(self._optimizer, memo), self._gradients.copy())
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # The wrapped optimizer's own state could be pickled, but not that it is distributed.
+        raise TypeError(
+            "DistributedOptimizer: a distributed optimizer cannot be pickled, since it stands for "
+            "ranks of this process; pickle the plain optimizer, and pass it to DistributedOptimizer "
+            "in each process"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":

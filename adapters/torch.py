@@ -1,4 +1,4 @@
-"""PyTorch: optimizers that reduce gradients over all ranks before each step."""
+"""PyTorch: optimizers, differentiable collectives, batch norm and a data loader for several ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,28 @@ from typing import Any
 import torch
 
 import arraycomm as ac
+from arraycomm.adapters._torch_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from arraycomm.adapters._torch_collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    bcast,
+    reduce_scatter,
+)
+from arraycomm.adapters._torch_data import DataLoader
 
-__all__ = ["DistributedOptimizer", "synchronize"]
+__all__ = [
+    "DataLoader",
+    "DistributedOptimizer",
+    "SyncBatchNorm",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "bcast",
+    "convert_sync_batchnorm",
+    "reduce_scatter",
+    "synchronize",
+]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
@@ -92,10 +112,26 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
 
     # A rank without data applies gradients through this; the hooks keep it alive.
     gradients.follow = follow
+    vars(optimizer)["__reduce_ex__"] = lambda protocol: _reduced(optimizer, protocol, gradients)
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
     _distributed.add(optimizer)
     return optimizer
+
+
+def _reduced(optimizer: torch.optim.Optimizer, protocol: Any, gradients: Any) -> tuple[Any, ...]:
+    """Return what `copy` makes a copy of: torch leaves out hooks. `gradients` refuse to be pickled."""
+    reduced: tuple[Any, ...] = type(optimizer).__reduce_ex__(optimizer, protocol)  # type: ignore[assignment]
+    return _copied, (gradients, *reduced[:3])
+
+
+def _copied(
+    gradients: Any, make: Callable[..., torch.optim.Optimizer], arguments: Any, state: Any
+) -> torch.optim.Optimizer:
+    """Return a copy of a distributed optimizer, which is distributed as well."""
+    optimizer = make(*arguments)
+    optimizer.__setstate__(state)
+    return distribute(optimizer, gradients.copy())
 
 
 def _set_gradient(parameter: torch.Tensor, gradient: Any) -> None:

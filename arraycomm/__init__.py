@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from arraycomm._arrays.exchange import exchange
 from arraycomm._collectives.custom_ops import op
+from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Status
 from arraycomm._collectives.requests import Request, waitall
 from arraycomm._communicator import Communicator
 from arraycomm._errors import (
@@ -44,6 +45,8 @@ _ON_FIRST_USE = {
 }
 
 __all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
     "ArrayCommError",
     "BackendUnavailableError",
     "CommTimeoutError",
@@ -59,6 +62,7 @@ __all__ = [
     "PeerError",
     "Plan",
     "Request",
+    "Status",
     "TransportError",
     "allreduce_gradients",
     "allreduce_tree",

@@ -23,13 +23,20 @@ def is_ours(filename: str) -> bool:
 
 
 def call_site() -> str:
-    """Return `file.py:line` of the innermost frame outside the library."""
+    """Return `file.py:line` of the innermost frame outside the library, and outside torch.
+
+    Torch calls the library in backward passes and hooks; its own lines say nothing of the program.
+    """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_ours(frame.f_code.co_filename):
+    while frame is not None and (is_ours(frame.f_code.co_filename) or _is_of_torch(frame)):
         frame = frame.f_back
     if frame is None:
         return "unknown"
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
 
 
 def raised_by_us(error: BaseException) -> bool:

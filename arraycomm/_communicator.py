@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from arraycomm._collectives import groups
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.fast_path import FastPaths
+from arraycomm._collectives.matching import Status, Wildcard
 from arraycomm._collectives.messages import Messenger
 from arraycomm._collectives.movements import (
     Allgather,
@@ -21,20 +22,19 @@ from arraycomm._collectives.movements import (
     Scatter,
     Scatterv,
 )
+from arraycomm._collectives.nonblocking import NonblockingCalls
 from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherObject
 from arraycomm._collectives.operation import Barrier
 from arraycomm._collectives.reductions import Allreduce, Exscan, Reduce, ReduceScatter, Scan
-from arraycomm._collectives.requests import Request
 from arraycomm._collectives.runner import Runner
-from arraycomm._cuda.devices import DeviceRequest
-from arraycomm._mpi_start import open_over_mpi
+from arraycomm._mpi_start import Arguments, open_over_mpi
 from arraycomm._protocol.exit import leave_by_error, replace_root
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan
 
 
-class Communicator:
+class Communicator(NonblockingCalls):
     """A group of ranks that communicate.
 
     Made by `arraycomm.init`, `split`, `dup` and `from_mpi`. All ranks of the group call every
@@ -52,7 +52,18 @@ class Communicator:
         The same among the ranks of this node.
     backend : str
         "self", "threads", "mpi", or "nccl" if that was asked for.
+
+    Notes
+    -----
+    Every blocking call takes `timeout`, on this rank and for this call in place of the
+    communicator's: the seconds that it may wait for other ranks (`math.inf` is for ever). If time is
+    up, it raises `CommTimeoutError`, and the communicator is closed.
+
+    A copy of a communicator, also one by `copy.deepcopy` of what holds it, is the communicator
+    itself; `dup` makes another one. It cannot be pickled.
     """
+
+    _instead = "call arraycomm.init() or world() in each process"
 
     def __init__(self, runner: Runner) -> None:
         group = runner.group
@@ -72,6 +83,7 @@ class Communicator:
         cls,
         mpi4py_comm: Any,
         *,
+        backend: str = "auto",
         device: Any = None,
         check: bool = True,
         reproducible: bool = True,
@@ -86,6 +98,8 @@ class Communicator:
         ----------
         mpi4py_comm : mpi4py.MPI.Intracomm
             The communicator to work over.
+        backend : str
+            "auto", "mpi" or "nccl", which mean what they mean for `arraycomm.init`.
         device, check, reproducible, timeout
             As for `arraycomm.init`.
 
@@ -94,15 +108,8 @@ class Communicator:
         TypeError, ValueError, BackendUnavailableError
             An argument is wrong, or not possible here; the other ranks raise `PeerError`.
         """
-        return cls(
-            open_over_mpi(
-                mpi4py_comm,
-                lambda: (
-                    Options(check, reproducible, timeout),
-                    DeviceRequest.checked("auto", device),
-                ),
-            )
-        )
+        arguments = Arguments(backend, device, check, reproducible, timeout)
+        return cls(open_over_mpi(mpi4py_comm, arguments).runner)
 
     @property
     def device(self) -> str:
@@ -198,7 +205,9 @@ class Communicator:
 
     # Collectives
 
-    def allreduce(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
+    def allreduce(
+        self, x: Any, op: str | Op = "sum", *, out: Any = None, timeout: float | None = None
+    ) -> Any:
         """Reduce all ranks' arrays, elementwise and in rank order; every rank gets the result.
 
         Parameters
@@ -234,18 +243,28 @@ class Communicator:
         Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
         """
         try:
-            fast = self._fast.paths.get((type(x), op, x.dtype, x.shape))
+            # A fast path waits as long as the communicator's timeout says.
+            key = (type(x), op, x.dtype, x.shape)
+            fast = self._fast.paths.get(key) if timeout is None else None
         except Exception:
             # The full call checks x, and lets the other ranks know of an error.
             fast = None
         if fast is not None and (result := fast(x, out)) is not None:
             return result
-        result = self._runner.call(Allreduce, x, op, out)
+        result = self._runner.call_within(timeout, Allreduce, x, op, out)
         if fast is None and isinstance(op, str):
             self._fast.remember(x, op)
         return result
 
-    def reduce(self, x: Any, op: str | Op = "sum", root: int = 0, *, out: Any = None) -> Any:
+    def reduce(
+        self,
+        x: Any,
+        op: str | Op = "sum",
+        root: int = 0,
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Reduce all ranks' arrays as `allreduce` does; only `root` gets the result.
 
         Parameters
@@ -264,9 +283,17 @@ class Communicator:
         array, shape S, or None
             An array like `x` on `root`, None on the other ranks.
         """
-        return self._runner.call(Reduce, x, op, root, out)
+        return self._runner.call_within(timeout, Reduce, x, op, root, out)
 
-    def bcast(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Any:
+    def bcast(
+        self,
+        x: Any = None,
+        root: int = 0,
+        *,
+        like: Any = None,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Give every rank the array of `root`.
 
         Parameters
@@ -286,9 +313,9 @@ class Communicator:
         array, shape S
             A fresh array on every rank, `root` included; or `out`.
         """
-        return self._runner.call(Bcast, x, root, like, out)
+        return self._runner.call_within(timeout, Bcast, x, root, like, out)
 
-    def allgather(self, x: Any, *, out: Any = None) -> Any:
+    def allgather(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
         """Stack all ranks' arrays; every rank gets the result.
 
         Parameters
@@ -303,9 +330,11 @@ class Communicator:
         array, shape (size, *S)
             Row r is the array of rank r. (A Python number gives a NumPy array.)
         """
-        return self._runner.call(Allgather, x, out)
+        return self._runner.call_within(timeout, Allgather, x, out)
 
-    def allgatherv(self, x: Any, *, return_counts: bool = False, out: Any = None) -> Any:
+    def allgatherv(
+        self, x: Any, *, return_counts: bool = False, out: Any = None, timeout: float | None = None
+    ) -> Any:
         """Join all ranks' arrays along axis 0, whose length may differ; every rank gets the result.
 
         Parameters
@@ -322,9 +351,11 @@ class Communicator:
         array, shape (sum of n, *S), or (array, list of int)
             The rows of rank 0, then those of rank 1, and so on.
         """
-        return self._runner.call(Allgatherv, x, return_counts, out)
+        return self._runner.call_within(timeout, Allgatherv, x, return_counts, out)
 
-    def gather(self, x: Any, root: int = 0, *, out: Any = None) -> Any:
+    def gather(
+        self, x: Any, root: int = 0, *, out: Any = None, timeout: float | None = None
+    ) -> Any:
         """Stack all ranks' arrays on `root`.
 
         Parameters
@@ -341,10 +372,16 @@ class Communicator:
         array, shape (size, *S), or None
             On `root`, row r is the array of rank r; None on the other ranks.
         """
-        return self._runner.call(Gather, x, root, out)
+        return self._runner.call_within(timeout, Gather, x, root, out)
 
     def gatherv(
-        self, x: Any, root: int = 0, *, return_counts: bool = False, out: Any = None
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        return_counts: bool = False,
+        out: Any = None,
+        timeout: float | None = None,
     ) -> Any:
         """Join all ranks' arrays along axis 0, whose length may differ, on `root`.
 
@@ -364,9 +401,17 @@ class Communicator:
         array, shape (sum of n, *S), or (array, list of int), or None
             The rows of rank 0, then those of rank 1, and so on; None on the other ranks.
         """
-        return self._runner.call(Gatherv, x, root, return_counts, out)
+        return self._runner.call_within(timeout, Gatherv, x, root, return_counts, out)
 
-    def scatter(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Any:
+    def scatter(
+        self,
+        x: Any = None,
+        root: int = 0,
+        *,
+        like: Any = None,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Give each rank its row of the array of `root`.
 
         Parameters
@@ -385,7 +430,7 @@ class Communicator:
         array, shape S
             Row r of the array, on rank r.
         """
-        return self._runner.call(Scatter, x, root, like, out)
+        return self._runner.call_within(timeout, Scatter, x, root, like, out)
 
     def scatterv(
         self,
@@ -395,6 +440,7 @@ class Communicator:
         *,
         like: Any = None,
         out: Any = None,
+        timeout: float | None = None,
     ) -> Any:
         """Give each rank its share of the rows of the array of `root`.
 
@@ -416,28 +462,39 @@ class Communicator:
         array, shape (counts[rank], *S)
             The first counts[0] rows on rank 0, the next counts[1] on rank 1, and so on.
         """
-        return self._runner.call(Scatterv, x, counts, root, like, out)
+        return self._runner.call_within(timeout, Scatterv, x, counts, root, like, out)
 
-    def reduce_scatter(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
-        """Reduce all ranks' arrays; each rank gets its row of the result.
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: str | Op = "sum",
+        *,
+        counts: Any = None,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce all ranks' arrays; each rank gets its row of the result, or its share of the rows.
 
         Parameters
         ----------
-        x : array, shape (size, *S)
+        x : array, shape (size, *S), or (n, *S) with `counts`
             This rank's array; shape and dtype are the same on every rank.
         op : str or Op
             As for `allreduce`.
-        out : array, shape S, optional
+        counts : sequence of int, optional
+            How many rows each rank gets, n in all; the same on every rank.
+        out : array, shape S, or (counts[rank], *S) with `counts`, optional
             Where the result goes.
 
         Returns
         -------
-        array, shape S
-            Row r of what `allreduce` would give, on rank r. Sends about the array's bytes a rank.
+        array, shape S, or (counts[rank], *S) with `counts`
+            Row r of what `allreduce` would give, on rank r; with `counts`, the first counts[0] rows
+            on rank 0, the next counts[1] on rank 1, and so on. Sends about the array's bytes a rank.
         """
-        return self._runner.call(ReduceScatter, x, op, out)
+        return self._runner.call_within(timeout, ReduceScatter, x, op, counts, out)
 
-    def alltoall(self, x: Any, *, out: Any = None) -> Any:
+    def alltoall(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
         """Send row r to rank r, and get a row from each.
 
         Parameters
@@ -452,10 +509,16 @@ class Communicator:
         array, shape (size, *S)
             Row r is what rank r had in the row of this rank.
         """
-        return self._runner.call(Alltoall, x, out)
+        return self._runner.call_within(timeout, Alltoall, x, out)
 
     def alltoallv(
-        self, x: Any, counts: Any, *, return_counts: bool = False, out: Any = None
+        self,
+        x: Any,
+        counts: Any,
+        *,
+        return_counts: bool = False,
+        out: Any = None,
+        timeout: float | None = None,
     ) -> Any:
         """Send each rank its share of the rows, and get a share of everyone's.
 
@@ -475,9 +538,11 @@ class Communicator:
         array, shape (m, *S), or (array, list of int)
             The rows from rank 0, then those from rank 1, and so on.
         """
-        return self._runner.call(Alltoallv, x, counts, return_counts, out)
+        return self._runner.call_within(timeout, Alltoallv, x, counts, return_counts, out)
 
-    def scan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
+    def scan(
+        self, x: Any, op: str | Op = "sum", *, out: Any = None, timeout: float | None = None
+    ) -> Any:
         """Reduce the arrays of the ranks up to and with this one.
 
         Parameters
@@ -494,16 +559,18 @@ class Communicator:
         array, shape S
             The fold of the arrays of ranks 0 to r, on rank r. Sends about twice the array's bytes.
         """
-        return self._runner.call(Scan, x, op, out)
+        return self._runner.call_within(timeout, Scan, x, op, out)
 
-    def exscan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Any:
+    def exscan(
+        self, x: Any, op: str | Op = "sum", *, out: Any = None, timeout: float | None = None
+    ) -> Any:
         """Reduce the arrays of the ranks before this one; None on rank 0.
 
         Parameters and result are those of `scan`, with the arrays of ranks 0 to r − 1 on rank r.
         """
-        return self._runner.call(Exscan, x, op, out)
+        return self._runner.call_within(timeout, Exscan, x, op, out)
 
-    def send(self, x: Any, dest: int, tag: int = 0) -> None:
+    def send(self, x: Any, dest: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Send an array to one rank, which calls `recv`.
 
         Parameters
@@ -521,22 +588,34 @@ class Communicator:
         Returns when `x` may be changed again: a short message may then still be under way, a long
         one has been received. Messages wait for no collective, and no collective waits for them.
         """
-        self._messenger.wait("send", self._messenger.send(x, dest, tag, awaited=True))
+        sending = self._messenger.send(x, dest, tag, awaited=True, timeout=timeout)
+        self._messenger.wait("send", sending)
 
-    def recv(self, source: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Any:
+    def recv(
+        self,
+        source: int | Wildcard,
+        tag: int | Wildcard = 0,
+        *,
+        like: Any = None,
+        out: Any = None,
+        status: Status | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Receive an array from one rank, which calls `send`.
 
         Parameters
         ----------
-        source : int
-            The rank that sends.
-        tag : int
-            The tag that it sends with.
+        source : int or ANY_SOURCE
+            The rank that sends; with `arraycomm.ANY_SOURCE` any rank.
+        tag : int or ANY_TAG
+            The tag that it sends with; with `arraycomm.ANY_TAG` any tag.
         like : array, optional
             An array of the framework and device wanted. NumPy otherwise.
         out : array, shape S, optional
             Where the elements go. If it cannot take them, or `like` is no array, the call raises
             and the message is lost.
+        status : Status, optional
+            Is told the rank and tag of the message, and its dtype, shape and bytes.
 
         Returns
         -------
@@ -546,39 +625,42 @@ class Communicator:
         Raises
         ------
         PeerError
-            The sender raised instead of sending, or has left.
+            The sender raised instead of sending, or has left; with ANY_SOURCE, all others have left.
         CommTimeoutError
-            Nothing came within the communicator's timeout.
+            Nothing came within the timeout.
+
+        Notes
+        -----
+        Messages go to receives in the order of the calls: each to the first receive that takes it.
+        Those of one rank arrive in the order of their sending, also with ANY_SOURCE. With several
+        ranks' messages to choose from, those that have come first are taken first, as far as the
+        transport knows.
         """
-        receiving = self._messenger.recv(source, tag, like, out, awaited=True)
+        receiving = self._messenger.recv(
+            source, tag, like, out, status, awaited=True, timeout=timeout
+        )
         return self._messenger.wait("recv", receiving)[0]
 
     def sendrecv(
         self,
         x: Any,
         dest: int,
-        source: int,
+        source: int | Wildcard,
         tag: int = 0,
         *,
         like: Any = None,
         out: Any = None,
+        status: Status | None = None,
+        timeout: float | None = None,
     ) -> Any:
         """Send to one rank and receive from another at the same time; see `send` and `recv`."""
-        return self._messenger.sendrecv(x, dest, source, tag, like, out)
+        return self._messenger.sendrecv(x, dest, source, tag, like, out, status, timeout=timeout)
 
-    def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
-        """Start `send`; leave `x` alone until the request is finished."""
-        return self._messenger.send(x, dest, tag)
-
-    def irecv(self, source: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Request:
-        """Start `recv`; leave `out` alone until the request is finished."""
-        return self._messenger.recv(source, tag, like, out)
-
-    def barrier(self) -> None:
+    def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until every rank has called."""
-        self._runner.call(Barrier)
+        self._runner.call_within(timeout, Barrier)
 
-    def bcast_object(self, obj: Any = None, root: int = 0) -> Any:
+    def bcast_object(self, obj: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
         """Give every rank a copy of the Python object of `root`.
 
         The object is sent as a pickle: the ranks of a job trust one another.
@@ -590,9 +672,9 @@ class Communicator:
         root : int
             The rank that sends.
         """
-        return self._runner.call(BcastObject, obj, root)
+        return self._runner.call_within(timeout, BcastObject, obj, root)
 
-    def allgather_object(self, obj: Any) -> list[Any]:
+    def allgather_object(self, obj: Any, *, timeout: float | None = None) -> list[Any]:
         """Return the list of all ranks' Python objects, which are sent as pickles.
 
         Parameters
@@ -600,10 +682,12 @@ class Communicator:
         obj : object
             Anything that pickles; it may differ between ranks in type and size.
         """
-        gathered: list[Any] = self._runner.call(AllgatherObject, obj)
+        gathered: list[Any] = self._runner.call_within(timeout, AllgatherObject, obj)
         return gathered
 
-    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+    def gather_object(
+        self, obj: Any, root: int = 0, *, timeout: float | None = None
+    ) -> list[Any] | None:
         """Return the list of all ranks' Python objects on `root`, None on the other ranks.
 
         Parameters
@@ -614,86 +698,10 @@ class Communicator:
             The rank that gets the list.
         """
         gathered: list[Any] | None
-        gathered = self._runner.call(GatherObject, obj, root)
+        gathered = self._runner.call_within(timeout, GatherObject, obj, root)
         return gathered
 
-    # Nonblocking forms
-
-    def iallreduce(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
-        """Start `allreduce`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Allreduce, x, op, out)
-
-    def ireduce(self, x: Any, op: str | Op = "sum", root: int = 0, *, out: Any = None) -> Request:
-        """Start `reduce`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Reduce, x, op, root, out)
-
-    def ibcast(self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None) -> Request:
-        """Start `bcast`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Bcast, x, root, like, out)
-
-    def iallgather(self, x: Any, *, out: Any = None) -> Request:
-        """Start `allgather`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Allgather, x, out)
-
-    def iallgatherv(self, x: Any, *, return_counts: bool = False, out: Any = None) -> Request:
-        """Start `allgatherv`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Allgatherv, x, return_counts, out)
-
-    def igather(self, x: Any, root: int = 0, *, out: Any = None) -> Request:
-        """Start `gather`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Gather, x, root, out)
-
-    def igatherv(
-        self, x: Any, root: int = 0, *, return_counts: bool = False, out: Any = None
-    ) -> Request:
-        """Start `gatherv`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Gatherv, x, root, return_counts, out)
-
-    def iscatter(
-        self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None
-    ) -> Request:
-        """Start `scatter`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Scatter, x, root, like, out)
-
-    def iscatterv(
-        self,
-        x: Any = None,
-        counts: Any = None,
-        root: int = 0,
-        *,
-        like: Any = None,
-        out: Any = None,
-    ) -> Request:
-        """Start `scatterv`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Scatterv, x, counts, root, like, out)
-
-    def ireduce_scatter(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
-        """Start `reduce_scatter`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(ReduceScatter, x, op, out)
-
-    def ialltoall(self, x: Any, *, out: Any = None) -> Request:
-        """Start `alltoall`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Alltoall, x, out)
-
-    def ialltoallv(
-        self, x: Any, counts: Any, *, return_counts: bool = False, out: Any = None
-    ) -> Request:
-        """Start `alltoallv`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Alltoallv, x, counts, return_counts, out)
-
-    def iscan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
-        """Start `scan`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Scan, x, op, out)
-
-    def iexscan(self, x: Any, op: str | Op = "sum", *, out: Any = None) -> Request:
-        """Start `exscan`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Exscan, x, op, out)
-
-    def ibarrier(self) -> Request:
-        """Start `barrier`."""
-        return self._runner.start(Barrier)
-
-    def plan(self, tree: Any, op: str = "mean") -> Plan:
+    def plan(self, tree: Any, op: str = "mean", *, timeout: float | None = None) -> Plan:
         """Prepare the reduction of trees like this one, to be used in every step.
 
         Parameters
@@ -720,7 +728,9 @@ class Communicator:
         -----
         Collective; costs one exchange of a header. Calls of the plan compare only a digest.
         """
-        made: Plan = self._runner.call(MakePlan, self._runner, self._trees, tree, op)
+        made: Plan = self._runner.call_within(
+            timeout, MakePlan, self._runner, self._trees, tree, op
+        )
         return made
 
     def stats(self) -> dict[str, dict[str, float]]:

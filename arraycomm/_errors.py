@@ -19,7 +19,7 @@ on the rank that passed it, and a `PeerError` on the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from arraycomm._callsite import raised_by_us
@@ -99,6 +99,15 @@ def name_operation(error: Exception, operation: str) -> None:
     vars(error)["operation"] = operation
     if not error.args[0].startswith(f"{operation}: "):
         error.args = (f"{operation}: {error.args[0]}",)
+    alternative = vars(error).get("alternatives", {}).get(operation)
+    if alternative is not None:
+        error.args = (f"{error.args[0]}, or use {alternative}",)
+
+
+def with_alternatives(error: TypeError, functions: Mapping[str, str]) -> TypeError:
+    """Return an error whose message will name what takes the argument instead, for each operation."""
+    vars(error)["alternatives"] = functions
+    return error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ def allreduce_tree(
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     comm: Communicator | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Reduce every leaf of a tree over the ranks, in few messages.
 
@@ -29,6 +30,8 @@ def allreduce_tree(
         Leaves are fused into messages of about this many bytes.
     comm : Communicator, optional
         `world()` by default.
+    timeout : float, optional
+        Seconds that this call may wait for other ranks, in place of the communicator's timeout.
 
     Returns
     -------
@@ -48,7 +51,9 @@ def allreduce_tree(
     Each byte is copied once, into a buffer for its dtype; results are parts of that buffer.
     """
     comm = comm or world()
-    return runner_of(comm).call(AllreduceTree, trees_of(comm), tree, op, bucket_bytes)
+    return runner_of(comm).call_within(
+        timeout, AllreduceTree, trees_of(comm), tree, op, bucket_bytes
+    )
 
 
 def allreduce_gradients(
@@ -59,6 +64,7 @@ def allreduce_gradients(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     compression: str | None = None,
     comm: Communicator | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Reduce a tree of gradients, of which some may be missing on some ranks.
 
@@ -79,6 +85,8 @@ def allreduce_gradients(
         values beyond 65504 become infinite. Other leaves are sent as they are.
     comm : Communicator, optional
         `world()` by default.
+    timeout : float, optional
+        Seconds that this call may wait for other ranks, in place of the communicator's timeout.
 
     Returns
     -------
@@ -92,12 +100,14 @@ def allreduce_gradients(
     has other shapes: twice the tree's bytes at most. It is used again once its results are gone.
     """
     comm = comm or world()
-    return runner_of(comm).call(
-        AllreduceGradients, trees_of(comm), tree, op, bucket_bytes, compression, missing
+    return runner_of(comm).call_within(
+        timeout, AllreduceGradients, trees_of(comm), tree, op, bucket_bytes, compression, missing
     )
 
 
-def synchronize(tree: Any, *, root: int = 0, comm: Communicator | None = None) -> Any:
+def synchronize(
+    tree: Any, *, root: int = 0, comm: Communicator | None = None, timeout: float | None = None
+) -> Any:
     """Give every rank the values of `root`.
 
     Parameters
@@ -111,6 +121,8 @@ def synchronize(tree: Any, *, root: int = 0, comm: Communicator | None = None) -
         The rank whose values all ranks get.
     comm : Communicator, optional
         `world()` by default.
+    timeout : float, optional
+        Seconds that this call may wait for other ranks, in place of the communicator's timeout.
 
     Returns
     -------
@@ -125,4 +137,4 @@ def synchronize(tree: Any, *, root: int = 0, comm: Communicator | None = None) -
     TypeError
         A leaf is of a type that cannot be synchronized; the message names its path.
     """
-    return runner_of(comm or world()).call(Synchronize, tree, root)
+    return runner_of(comm or world()).call_within(timeout, Synchronize, tree, root)

@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 from arraycomm._callsite import describe_raise
 from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import BackendUnavailableError
+from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, watch_exit
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.mismatch import peer_error
 from arraycomm._transports.base import Transport
+
+_BACKENDS: Final = ("auto", "mpi", "nccl")
+# Bytes of a device's name, as in "cuda:0".
+_NAME: Final = 16
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What this rank passed to `init` or `from_mpi`, before it is checked."""
+
+    backend: Any
+    device: Any
+    check: Any
+    reproducible: Any
+    timeout: Any
+
+    def checked(self, local_rank: int, local_size: int) -> tuple[Options, DeviceRequest]:
+        """Return the options and the request of this rank, or raise what is wrong with them."""
+        options = Options(self.check, self.reproducible, self.timeout)
+        return options, DeviceRequest.checked(
+            self.backend, self._own_device(local_rank, local_size)
+        )
+
+    def _own_device(self, local_rank: int, local_size: int) -> Any:
+        devices = self.device
+        if not isinstance(devices, list | tuple):
+            return devices
+        if len(devices) < local_size:
+            raise ValueError(
+                "init: a list of devices must have one for each rank of a node, by local rank; got "
+                f"{len(devices)} for {local_size} ranks: {devices!r}"
+            )
+        return devices[local_rank]
+
+
+class Opened(NamedTuple):
+    """A group that has been opened, and where each of its ranks makes arrays."""
+
+    runner: Runner
+    devices: list[str]
 
 
 class Init(SmallExchange):
@@ -22,8 +64,11 @@ class Init(SmallExchange):
 
     name, code = "init", 1
 
-    def __init__(self, context: Context, options: Options, backend: str) -> None:
-        super().__init__(context, f"{options!r}, {backend}")
+    def __init__(self, context: Context, options: Options, backend: str, device: str) -> None:
+        super().__init__(context, f"{options!r}, {backend}", device.encode().ljust(_NAME))
+
+    def result(self, agreement: Agreement) -> Any:
+        return [name.decode().rstrip() for name in super().result(agreement)]
 
 
 def mpi_transport() -> Callable[[Any], Transport]:
@@ -49,31 +94,41 @@ def mpi_transport() -> Callable[[Any], Transport]:
     return MPITransport
 
 
-def open_over_mpi(mpi_comm: Any, arguments: Callable[[], tuple[Options, DeviceRequest]]) -> Runner:
-    """Return the runner of a group over a duplicate of an mpi4py communicator.
+def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
+    """Open a group over a duplicate of an mpi4py communicator.
 
-    `arguments` returns this rank's arguments. If it raises on a rank, all others raise `PeerError`.
+    If the arguments of a rank are wrong, it raises, and all others raise `PeerError`.
     """
-    transport = mpi_transport()
+    make = mpi_transport()
     watch_exit()
-    options, request = _checked_by_all(mpi_comm, arguments)
-    group = Group(transport(mpi_comm.Dup()), options)
+    transport = make(mpi_comm.Dup())
+    try:
+        options, request = _checked_by_all(mpi_comm, arguments, transport)
+    except Exception:
+        transport.free()
+        raise
+    group = Group(transport, options)
     devices = Devices(group, request)
     runner = Runner(group, devices)
     add_root(group)
-    runner.call(Init, options, request.backend)
+    names = runner.call(Init, options, request.backend, devices.device_name)
     if request.backend == "nccl":
         devices.require()
         group.backend = "nccl"
-    return runner
+    return Opened(runner, names)
 
 
 def _checked_by_all(
-    mpi_comm: Any, arguments: Callable[[], tuple[Options, DeviceRequest]]
+    mpi_comm: Any, arguments: Arguments, transport: Transport
 ) -> tuple[Options, DeviceRequest]:
     """Return this rank's arguments, once every rank has found its own to be right."""
     try:
-        found = arguments()
+        if arguments.backend not in _BACKENDS:
+            raise ValueError(
+                f"init: over MPI backend must be one of {', '.join(_BACKENDS)}; "
+                f"got {arguments.backend!r}"
+            )
+        found = arguments.checked(transport.local_rank, transport.local_size)
     except Exception as error:
         mpi_comm.allgather(Failure(str(error), describe_raise(error)))
         raise

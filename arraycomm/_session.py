@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 from arraycomm import _launch
 from arraycomm._collectives.groups import ENDED_BY_ERROR, Finalize, warn_of_messages
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, latest, runner_of
-from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._cuda.devices import Devices
 from arraycomm._errors import BackendUnavailableError, NotInitializedError
-from arraycomm._mpi_start import mpi_transport, open_over_mpi
+from arraycomm._facts import facts
+from arraycomm._mpi_start import Arguments, Opened, mpi_transport, open_over_mpi
 from arraycomm._protocol.exit import complete, forget_on_fork, remove_root, watch_exit
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
 from arraycomm._transports.threads import SelfTransport
 
 _UNSET: Final[Any] = type("_Unset", (), {"__repr__": lambda self: "unset"})()
@@ -26,10 +28,21 @@ class _Session:
 
     world: Communicator | None = None
     arguments: dict[str, Any]
+    facts: list[str]
+
+    def begin(self, made: Communicator, arguments: dict[str, Any], found: list[str]) -> None:
+        """Remember a new world, what it was made with, and how its ranks communicate."""
+        self.world, self.arguments, self.facts = made, arguments, found
+
+    def show(self, verbose: bool) -> None:
+        """Print on rank 0 how the ranks communicate, if that was asked for."""
+        if verbose and self.world is not None and self.world.rank == 0:
+            sys.stdout.write("".join(f"arraycomm: {fact}\n" for fact in self.facts))
+            sys.stdout.flush()
 
     def end(self) -> None:
         """Forget the world; called in forked children as well."""
-        self.world, self.arguments = None, {}
+        self.world, self.arguments, self.facts = None, {}, []
 
 
 _session = _Session()
@@ -40,10 +53,11 @@ forget_on_fork(_session.end)
 def init(
     backend: str = "auto",
     *,
-    device: str | None = _UNSET,
+    device: str | Sequence[str | None] | None = _UNSET,
     check: bool = _UNSET,
     reproducible: bool = _UNSET,
     timeout: float | None = _UNSET,
+    verbose: bool = False,
 ) -> Communicator:
     """Start communication; return the communicator of all ranks.
 
@@ -57,9 +71,10 @@ def init(
         one process alone, and needs no MPI. Arrays on devices use NCCL if all ranks can; the ranks
         find that out when one of them first passes such an array. With "nccl" they find out at
         once, and `init` raises if they cannot. With "mpi" they never use NCCL.
-    device : str, optional
+    device : str or list of str, optional
         Where this rank makes arrays if no argument says where: "cpu", "cuda" or "cuda:1". If no
-        number is given, the ranks of a node take its devices in turn.
+        number is given, the ranks of a node take its devices in turn. A list has a device for each
+        rank of a node, by `local_rank`.
     check : bool, default True
         Compare what the ranks call before any data moves. Default from `ARRAYCOMM_CHECK`.
     reproducible : bool, default True
@@ -67,6 +82,9 @@ def init(
     timeout : float or None, default 1800.0
         Seconds that a call may wait for other ranks; None means for ever. Default from
         `ARRAYCOMM_TIMEOUT`.
+    verbose : bool
+        Whether rank 0 prints how the ranks communicate, a line for each fact: backend, ranks and
+        nodes, the MPI library, devices, and the options. Only rank 0 has to pass it.
 
     Returns
     -------
@@ -78,7 +96,8 @@ def init(
     BackendUnavailableError
         The backend cannot run here: the message says what is missing.
     ValueError
-        A second call passes an argument that differs from the first.
+        A second call passes an argument that differs from the first, or a list of devices is
+        shorter than the number of ranks on a node.
     """
     if backend not in _BACKENDS:
         raise ValueError(f"init: backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
@@ -92,19 +111,25 @@ def init(
         )
         if value is not _UNSET
     }
+    if not isinstance(verbose, bool):
+        raise TypeError(f"init: verbose must be True or False; got {verbose!r}")
     if _session.world is not None:
         _compare_with_first(_session.world, backend, passed)
+        _session.show(verbose)
         return world()
+    arguments = {**_defaults(), **passed}
+    given = Arguments(backend=backend, **arguments)
     if backend != "self" and (_launch.detect(os.environ) is not None or _mpi_has_peers()):
         # From now on an uncaught error of this rank ends the job: other ranks may wait for it.
         mpi_transport()
         watch_exit()
-    arguments = {**_defaults(), **passed}
-    request = DeviceRequest.checked(backend, arguments["device"])
-    options = Options(arguments["check"], arguments["reproducible"], arguments["timeout"])
-    _session.world = _open_world(backend, options, request)
-    _session.arguments = arguments
-    return _session.world
+    else:
+        # Raises what is wrong with them before MPI is loaded, since no other rank has to be told.
+        given.checked(local_rank=0, local_size=1)
+    opened = _open_world(backend, given)
+    _session.begin(Communicator(opened.runner), arguments, facts(*opened))
+    _session.show(verbose)
+    return world()
 
 
 def world() -> Communicator:
@@ -182,18 +207,20 @@ def _compare_with_first(comm: Communicator, backend: str, passed: dict[str, Any]
             raise ValueError(f"init: was called with {name}={first!r} before; got {value!r}")
 
 
-def _open_world(backend: str, options: Options, request: DeviceRequest) -> Communicator:
+def _open_world(backend: str, arguments: Arguments) -> Opened:
     if backend == "auto":
         backend = _automatic()
     if backend in ("mpi", "nccl"):
-        return _open_mpi_world(options, request)
+        return _open_mpi_world(arguments)
     if backend == "threads":
         raise ValueError(
             "init: a world of threads is made by arraycomm.testing.run, which passes its "
             "communicator to your function"
         )
+    options, request = arguments.checked(local_rank=0, local_size=1)
     group = Group(SelfTransport(), options)
-    return Communicator(Runner(group, Devices(group, request)))
+    devices = Devices(group, request)
+    return Opened(Runner(group, devices), [devices.device_name])
 
 
 def _automatic() -> str:
@@ -214,7 +241,7 @@ def _mpi_has_peers() -> bool:
     return bool(alive and module and module.COMM_WORLD.size > 1)
 
 
-def _open_mpi_world(options: Options, request: DeviceRequest) -> Communicator:
+def _open_mpi_world(arguments: Arguments) -> Opened:
     mpi_transport()
     from mpi4py import MPI
 
@@ -226,4 +253,4 @@ def _open_mpi_world(options: Options, request: DeviceRequest) -> Communicator:
             f"({library}) sees {MPI.COMM_WORLD.size}; start the program with the mpiexec of that "
             "MPI, or install the MPI that belongs to this launcher"
         )
-    return Communicator(open_over_mpi(MPI.COMM_WORLD, lambda: (options, request)))
+    return open_over_mpi(MPI.COMM_WORLD, arguments)

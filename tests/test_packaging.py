@@ -96,12 +96,15 @@ def test_every_declared_package_can_be_imported(package: str) -> None:
 
 def test_the_public_names_are_these_and_sorted() -> None:
     assert ac.__all__ == [
+        "ANY_SOURCE",
+        "ANY_TAG",
         "ArrayCommError",
         "BackendUnavailableError",
         "CommTimeoutError",
         "Communicator",
         "CommunicatorClosedError",
         "ConcurrentUseError",
+        "DeadlockError",
         "DistributedDataContainer",
         "DistributedOptimizer",
         "Join",
@@ -110,6 +113,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "PeerError",
         "Plan",
         "Request",
+        "Status",
         "TransportError",
         "allreduce_gradients",
         "allreduce_tree",

@@ -63,17 +63,18 @@ def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) ->
                 yield link.gather(_bytes(part), into_blocks, root)
 
 
-def reduce_scatter(link: Link, source: Flat, target: Flat, op: str) -> Moves:
-    """Fold everyone's row r of `source`, which has one row a rank, into the `target` of rank r."""
-    size, count = link.size, len(target)
+def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat, op: str) -> Moves:
+    """Fold everyone's elements bounds[r] to bounds[r + 1] into the `target` of rank r."""
+    size = link.size
     if size == 1:
         link.fold(op, source.dtype, [_unaliased(source, target)], target)
         return
-    for columns in _chunks(link, target, size):
-        rows = link.take(size * len(columns), source.dtype)
-        sent = _columns(link, source, count, columns)
-        yield link.alltoall(sent, _even(rows, [len(columns)] * size))
+    longest = max(end - start for start, end in pairwise(bounds))
+    for columns in _chunks(link, source[:longest], size):
         part = target[columns.start : columns.stop]
+        rows = link.take(size * len(part), source.dtype)
+        sent = _columns(link, source, bounds, columns)
+        yield link.alltoall(sent, _even(rows, [len(part)] * size))
         link.fold(op, source.dtype, _rows(rows, size), part)
 
 
@@ -235,16 +236,17 @@ def _blocks(array: Flat, bounds: Sequence[int]) -> Blocks:
     return Blocks(_bytes(array[first : bounds[-1]]), counts, offsets[:-1])
 
 
-def _columns(link: Link, array: Flat, count: int, columns: range) -> Blocks:
-    """Some columns of an array of rows of `count` elements, a row for each rank."""
-    rows = len(array) // count
+def _columns(link: Link, array: Flat, bounds: Sequence[int], columns: range) -> Blocks:
+    """The elements at `columns` of each rank's part of an array, as far as it has them."""
+    parts = [range(begin, end)[columns.start : columns.stop] for begin, end in pairwise(bounds)]
+    counts = [len(part) for part in parts]
     if array.nbytes > MAX_BYTES:
-        packed = link.empty(rows * len(columns), array.dtype)
-        for row, part in enumerate(_rows(packed, rows)):
-            part[...] = array[row * count + columns.start : row * count + columns.stop]
-        return _even(packed, [len(columns)] * rows)
-    places = [(row * count + columns.start) * array.itemsize for row in range(rows)]
-    return Blocks(_bytes(array), [len(columns) * array.itemsize] * rows, places)
+        packed = _even(link.empty(sum(counts), array.dtype), counts)
+        for rank, part in enumerate(parts):
+            packed.block(rank)[...] = _bytes(array[part.start : part.stop])
+        return packed
+    size = array.itemsize
+    return Blocks(_bytes(array), [n * size for n in counts], [part.start * size for part in parts])
 
 
 def _pieces(bounds: Sequence[int], itemsize: int) -> Iterator[tuple[int, range]]:

@@ -24,6 +24,13 @@ def check_counts(counts: Any, size: int, rows: int) -> list[int]:
     return found
 
 
+def check_shares(source: BufferView, counts: Any, size: int) -> tuple[tuple[int, ...], list[int]]:
+    """Return the shape of the rows of an array, and how many of them belong to each rank."""
+    if not source.shape:
+        raise ValueError("x must have an axis 0, whose rows counts shares out; got a 0-d array")
+    return source.shape[1:], check_counts(counts, size, source.shape[0])
+
+
 def check_rows(source: BufferView, size: int) -> tuple[int, ...]:
     """Return the shape of the rows of an array that has one for each rank."""
     shape = source.shape

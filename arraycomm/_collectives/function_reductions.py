@@ -45,11 +45,12 @@ def reduce(
         yield from algorithms.bcast(link, target, 0)
 
 
-def reduce_scatter(call: ArrayOperation, op: Op, agreement: Agreement, target: Array) -> Steps:
-    """Reduce each rank's row on that rank, or all of them on rank 0."""
+def reduce_scatter(
+    call: ArrayOperation, op: Op, agreement: Agreement, bounds: Sequence[int], target: Array
+) -> Steps:
+    """Reduce each rank's part, from element bounds[r], on that rank, or all parts on rank 0."""
     group, flat = call.group, call.flat
     folding = Folding(group, call.name, op, call.source)
-    bounds = bounds_of([target.size] * group.size)
     if op.elementwise:
         rows = yield from _rows_of_slice(call, bounds)
         yield from folding.together(lambda: folding.fold(rows, target.shape, target))

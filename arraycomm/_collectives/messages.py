@@ -19,6 +19,7 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._callsite import call_site, describe_raise
 from arraycomm._collectives.arguments import check_rank
+from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
 from arraycomm._collectives.movements import wanted_kind
 from arraycomm._collectives.placement import DeferredResultBuffer, HostPlacement, flatten
 from arraycomm._collectives.requests import Request, waitall
@@ -26,8 +27,10 @@ from arraycomm._collectives.statistics import Statistics
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
 from arraycomm._errors import PeerError, TransportError, name_operation
 from arraycomm._protocol.details import Description
+from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group, UndeliveredError
 from arraycomm._protocol.header import MAX_DIMS, has_room_for
+from arraycomm._protocol.watchdog import checked_timeout
 from arraycomm._transports.base import MAX_BYTES, Bytes, Flat, Steps, Transport
 
 # Tags of the user's are below this, those of further pieces from it on.
@@ -39,10 +42,13 @@ _ELEMENTS, _RAISED = range(2)
 
 
 class Message(NamedTuple):
-    """One rank's part in a message: its steps, the other rank, and what it is, for errors."""
+    """One rank's part in a message: its steps, the other rank, and what it is, for errors.
+
+    `peer` is None for a message from any rank.
+    """
 
     steps: Steps
-    peer: int
+    peer: int | None
     doing: str
     nbytes: int = 0
     copies: int = 0
@@ -55,21 +61,26 @@ class Messenger:
         self._group = group
         self._statistics = statistics
         self._host = HostPlacement(group)
+        self._matcher = Matcher(group.transport)
         self._pieces = 0
 
-    def send(self, x: Any, dest: int, tag: int, *, awaited: bool = False) -> Request:
+    def send(
+        self, x: Any, dest: int, tag: int, *, awaited: bool = False, timeout: float | None = None
+    ) -> Request:
         """Start to send an array; `awaited` if the caller waits for it at once."""
-        return self._post("send", self._sending, x, dest, tag, awaited=awaited)
+        return self._post("send", self._sending, x, dest, tag, awaited=awaited, timeout=timeout)
 
-    def recv(self, source: int, tag: int, like: Any, out: Any, *, awaited: bool = False) -> Request:
-        """Start to receive an array; `awaited` if the caller waits for it at once."""
-        return self._post("recv", self._receiving, source, tag, like, out, awaited=awaited)
+    def recv(self, *arguments: Any, awaited: bool = False, timeout: float | None = None) -> Request:
+        """Start to receive an array: source, tag, like, out and status, as for `irecv`."""
+        return self._post("recv", self._receiving, *arguments, awaited=awaited, timeout=timeout)
 
-    def sendrecv(self, x: Any, dest: int, source: int, tag: int, like: Any, out: Any) -> Any:
+    def sendrecv(
+        self, x: Any, dest: int, source: Any, tag: Any, *arguments: Any, timeout: float | None
+    ) -> Any:
         """Send and receive at the same time; return what was received."""
-        sending = self.send(x, dest, tag, awaited=True)
+        sending = self.send(x, dest, tag, awaited=True, timeout=timeout)
         try:
-            receiving = self.recv(source, tag, like, out, awaited=True)
+            receiving = self.recv(source, tag, *arguments, awaited=True, timeout=timeout)
         except Exception:
             self.wait("send", sending)
             raise
@@ -89,26 +100,41 @@ class Messenger:
         finally:
             self._statistics.add_seconds(operation, time.perf_counter() - started)
 
-    def _post(self, operation: str, prepare: Any, *args: Any, awaited: bool) -> Request:
+    def _post(
+        self, operation: str, prepare: Any, *args: Any, awaited: bool, timeout: float | None
+    ) -> Request:
         group = self._group
         if group.closed is not None:
             raise group.closed_error(operation)
         site = call_site()
         with group.turn():
             try:
+                timeout = checked_timeout(timeout)
                 message: Message = prepare(*args)
             except Exception as error:
                 name_operation(error, operation)
                 raise
             self._statistics.count(operation, message.nbytes, message.copies)
 
+            task: Task | None = None
+
             def watch(waited: float) -> None:
-                group.check_message(message.peer, message.doing, site, waited)
+                # A rank that waits cannot send to itself meanwhile.
+                alone = task is None or task.waited_for
+                peers = self._peers(message.peer, alone=alone)
+                group.check_message(peers, message.doing, site, waited, timeout)
 
             group.unmatched += 1 if operation == "send" else -1
             steps = self._delivered(message.steps, operation)
             task = group.engine.submit_message(steps, site, watch, awaited=awaited)
         return Request(group, task, site)
+
+    def _peers(self, peer: int | None, *, alone: bool) -> list[int]:
+        """Return the ranks with which a message may be: another one, or itself if not waiting."""
+        rank, size = self._group.rank, self._group.size
+        if peer is not None:
+            return [peer]
+        return [each for each in range(size) if each != rank or not alone or size == 1]
 
     def _delivered(self, steps: Steps, operation: str) -> Steps:
         """Close the group if a message fails in the middle of its steps."""
@@ -156,24 +182,50 @@ class Messenger:
 
     # Receiving
 
-    def _receiving(self, source: int, tag: int, like: Any, out: Any) -> Message:
-        source, tag = check_rank(source, self._group.size, "source"), _check_tag(tag)
-        doing = f"recv from rank {source} with tag {tag}"
-        return Message(self._recv(source, tag, like, out), source, doing)
+    def _receiving(self, source: Any, tag: Any, like: Any, out: Any, status: Any) -> Message:
+        rank = None if source is ANY_SOURCE else check_rank(source, self._group.size, "source")
+        tags = range(TAGS) if tag is ANY_TAG else range(found := _check_tag(tag), found + 1)
+        if not isinstance(status, Status | None):
+            raise TypeError(f"status must be an arraycomm.Status; got {status!r}")
+        who = "any rank" if rank is None else f"rank {rank}"
+        doing = f"recv from {who} with {'any tag' if tag is ANY_TAG else f'tag {tags[0]}'}"
+        return Message(self._recv(rank, tags, like, out, status), rank, doing)
 
-    def _recv(self, source: int, tag: int, like: Any, out: Any) -> Steps:
-        transport = self._group.transport
-        kind, wrong = _wanted(like, out)
+    def _recv(
+        self, rank: int | None, tags: range, like: Any, out: Any, status: Status | None
+    ) -> Steps:
+        wanted = _wanted(like, out)
         envelope = np.empty(_ENVELOPE, np.uint8)
-        yield transport.recv(envelope, source, tag)
-        status, pieces, nbytes, code, ndim, length, *dims = _HEAD.unpack_from(envelope.data)
+        receive = self._matcher.recv(envelope, rank, tags)
+        try:
+            yield receive
+        finally:
+            self._matcher.drop(receive)
+        assert receive.source is not None
+        status = status or Status()
+        status.source, status.tag = receive.source, receive.tag
+        status.dtype, status.shape, status.nbytes = None, None, 0
+        return (yield from self._take(envelope, receive.source, wanted, out, status))
+
+    def _take(
+        self,
+        envelope: Bytes,
+        source: int,
+        wanted: tuple[BufferView, Exception | None],
+        out: Any,
+        status: Status,
+    ) -> Steps:
+        """Read an envelope, and receive what follows it."""
+        transport, (kind, wrong) = self._group.transport, wanted
+        state, pieces, nbytes, code, ndim, length, *dims = _HEAD.unpack_from(envelope.data)
         body = envelope[_HEAD.size :]
         text = body[: min(max(length, 0), _ROOM)].tobytes().decode(errors="replace")
-        if status == _RAISED:
+        if state == _RAISED:
             raise UndeliveredError(wrong or _sender_raised(source, text))
         dtype, shape = _array(code, dims[: max(ndim, 0)], text)
         if math.prod(shape) * dtype.itemsize != nbytes:
             raise TransportError(f"recv: a malformed message came from rank {source}")
+        status.dtype, status.shape, status.nbytes = dtype, shape, nbytes
         target = DeferredResultBuffer(self._host, kind, shape, dtype, None if wrong else out)
         data = target.flat.view(np.uint8)
         if length + nbytes <= _ROOM:

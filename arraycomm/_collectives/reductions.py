@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from arraycomm._collectives import algorithms, function_reductions
-from arraycomm._collectives.arguments import check_root, check_rows
+from arraycomm._collectives.arguments import check_root, check_rows, check_shares
 from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.operation import ArrayOperation, Context
+from arraycomm._collectives.operation import ArrayOperation, Context, bounds_of
 from arraycomm._dtypes import DType, check_op, check_reducible
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
@@ -95,21 +97,30 @@ class ReduceScatter(Reduction):
 
     name, code = "reduce_scatter", 25
 
-    def __init__(self, context: Context, x: Any, op: str | Op, out: Any) -> None:
+    def __init__(self, context: Context, x: Any, op: str | Op, counts: Any, out: Any) -> None:
         super().__init__(context, x, op)
-        self.target = self.make_target(check_rows(self.source, self.group.size), out)
+        size, rank = self.group.size, self.group.rank
+        if counts is None:
+            shape, lengths = check_rows(self.source, size), [1] * size
+        else:
+            tail, lengths = check_shares(self.source, counts, size)
+            shape = (lengths[rank], *tail)
+            self.signature = replace(self.signature, op=f"{self.signature.op}, counts={lengths}")
+        self._bounds = bounds_of(lengths, math.prod(self.source.shape[1:]))
+        self.target = self.make_target(shape, out)
 
     def move(self, op: str) -> Steps:
-        return algorithms.reduce_scatter(self.placement.link, self.flat, self.into, op)
+        link = self.placement.link
+        return algorithms.reduce_scatter(link, self.flat, self._bounds, self.into, op)
 
     def by_function(self, op: Op, agreement: Agreement) -> Steps:
         assert self.target is not None
-        return function_reductions.reduce_scatter(self, op, agreement, self.target.flat)
+        into = self.target.flat
+        return function_reductions.reduce_scatter(self, op, agreement, self._bounds, into)
 
     def folded_rows(self, agreement: Agreement) -> list[Flat]:
-        count = len(self.flat) // self.group.size
-        mine = slice(self.group.rank * count, (self.group.rank + 1) * count)
-        return [row[mine] for row in self.rows(agreement)]
+        start, end = self._bounds[self.group.rank : self.group.rank + 2]
+        return [row[start:end] for row in self.rows(agreement)]
 
 
 class Scan(Reduction):

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
 
 
-class Request:
+class Request(ProcessBound):
     """A collective or a message under way, started by one of the `i…` methods.
 
     All ranks start the same collectives in the same order; requests may be waited for in any order.
     """
+
+    _instead = "wait for it, and pickle its result"
 
     def __init__(self, group: Group, task: Task, site: str) -> None:
         self._group = group
@@ -36,11 +39,14 @@ class Request:
         """
         try:
             with self._group.turn():
+                self._task.waited_for = True
                 return self._group.engine.finish(self._task, timeout)
         except TimeoutError:
             raise CommTimeoutError(
                 f"the request made at {self._site} is not finished after {timeout} seconds"
             ) from None
+        finally:
+            self._task.waited_for = False
 
     def test(self) -> bool:
         """Push it on without waiting, and tell whether it is finished."""

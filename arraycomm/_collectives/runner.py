@@ -88,13 +88,26 @@ class Runner:
         self, operation: OperationClass[P, Operation], *args: P.args, **kwargs: P.kwargs
     ) -> Any:
         """Make a blocking call."""
+        return self.call_within(None, operation, *args, **kwargs)
+
+    def call_within(
+        self,
+        timeout: float | None,
+        operation: OperationClass[P, Operation],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Any:
+        """Make a blocking call with a timeout of its own, or with the group's if that is None."""
         started = time.perf_counter()
         engine = self.group.engine
         engine.take_turn()
         try:
             prepare = self._preparing(operation, *args, **kwargs)
+            if timeout is not None:
+                prepare = self.group.watchdog.limited(timeout, prepare)
             result = engine.run(self._program(operation.name, prepare, None))
         finally:
+            self.group.watchdog.unlimit()
             engine.turn.release()
         self.statistics.add_seconds(operation.name, time.perf_counter() - started)
         return result

@@ -229,14 +229,20 @@ class DeadlockWatch:
             )
             self.status = None
 
-    def look(self, waited: float, missing: Missing, *, message: bool, now: bool = False) -> None:
-        """Raise if the wait is in vain; looks now and then, unless it has to `now`."""
+    def look(
+        self, waited: float, missing: Missing, needed: Sequence[int] | None, *, now: bool = False
+    ) -> None:
+        """Raise if the wait is in vain; looks now and then, unless it has to `now`.
+
+        `missing` are the ranks that are not in the call yet. A message needs a rank, or, if any of
+        several would do, none that is certain; a collective (None) needs all that are missing.
+        """
         clock = time.monotonic()
         if self.status is None or (not now and clock < self._looked + _LOOK_EVERY):
             return
         self._looked = clock
         others = self.reports.statuses(self._group)
-        self._update(missing, others, message=message)
+        self._update(missing, others, needed)
         waits = {**others, self.rank: self.status}
         self._follow(waits)
         if waited > self._ask_after:
@@ -254,18 +260,21 @@ class DeadlockWatch:
             self.status = status
             self.reports.report(self._group, status)
 
-    def _update(self, missing: Missing, others: Mapping[int, WaitStatus], *, message: bool) -> None:
+    def _update(
+        self, missing: Missing, others: Mapping[int, WaitStatus], needed: Sequence[int] | None
+    ) -> None:
         """Tell the other ranks for whom this one waits, and which of their waits that holds up."""
         assert self.status is not None
         status = replace(self.status, missing=(), held=())
+        message = needed is not None
         blocked = self._group.blocked is not None and not self._others_may_call()
-        if blocked and (message or self._certain):
+        if blocked and (bool(needed) if message else self._certain):
             control, family = self._group.control, self._group.family_ranks
             place = f"message {self.rank}.{status.number}" if message else str(control.step)
             status = replace(
                 status,
                 call=f"{self._group.name}:{place}",
-                missing=tuple(family[r] for r in missing()[:_NAMED]),
+                missing=tuple(family[r] for r in (needed or missing())[:_NAMED]),
                 held=self._held(others, message=message),
             )
         self._report(status)

@@ -85,6 +85,8 @@ class Task:
         # Those of the requests, if this is one.
         self._outcomes = outcomes
         self._outcome = outcomes.add(site) if outcomes else None
+        # Whether the caller does nothing else until it is finished.
+        self.waited_for = False
         # Called while waiting, in place of the engine's own.
         self.watch = watch
         self.waiting: Handle | None = None

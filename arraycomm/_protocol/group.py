@@ -17,7 +17,7 @@ from arraycomm._errors import (
 )
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitReports
 from arraycomm._protocol.engine import Engine
-from arraycomm._protocol.watchdog import LAST_MESSAGE, Watchdog
+from arraycomm._protocol.watchdog import LAST_MESSAGE, Watchdog, checked_timeout
 from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.control import FAILED
 
@@ -42,13 +42,7 @@ class Options:
         for name in ("check", "reproducible"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        if self.timeout is None:
-            return
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
-            raise TypeError(f"timeout must be a number of seconds or None; got {self.timeout!r}")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout must be positive, or None; got {self.timeout!r}")
-        object.__setattr__(self, "timeout", float(self.timeout))
+        object.__setattr__(self, "timeout", checked_timeout(self.timeout))
 
 
 class _Turn:
@@ -190,13 +184,15 @@ class Group:
         self.completed = self.control.step
         return result
 
-    def check_message(self, peer: int, doing: str, site: str, waited: float) -> None:
+    def check_message(
+        self, peers: list[int], doing: str, site: str, waited: float, timeout: float | None
+    ) -> None:
         """Raise if a message will not come any more, or will not be taken."""
-        self.watchdog.check_message(peer, doing, site, waited)
+        self.watchdog.check_message(peers, doing, site, waited, timeout)
         if waited > LAST_MESSAGE and not isinstance(self.closed, CommTimeoutError | None):
             # The other rank, which may be told no more than this, posts nothing any more either.
             raise self.closed_error(doing)
-        self.watchdog.check_message_timeout(peer, doing, site, waited)
+        self.watchdog.check_message_timeout(peers, doing, site, waited, timeout)
 
     # The end
 

@@ -7,8 +7,8 @@ long, the watchdog reports to the others what it waits in, so that their errors 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, ParamSpec, TypeVar
 
 from arraycomm._callsite import call_site
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
@@ -16,6 +16,9 @@ from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus
 from arraycomm._protocol.header import Headers
 from arraycomm._transports.base import Transport
 from arraycomm._transports.control import FINISHED, ExitNotice
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Seconds of waiting after which a rank reports it, and the parts of the timeout after which it asks
 # the ranks that it cannot see.
@@ -25,6 +28,17 @@ _ASK_AT: Final = (0.5, 0.9)
 LAST_MESSAGE: Final = 0.5
 # Seconds in which MPI learns of the death of a process after others saw that something is wrong.
 _DEATH: Final = 5.0
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """Return a number of seconds as it may be waited for, or None, which is for ever; or raise."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None; got {timeout!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive, or None; got {timeout!r}")
+    return float(timeout)
 
 
 class Watchdog:
@@ -45,6 +59,9 @@ class Watchdog:
         self._control = transport.control
         self._name = name
         self._timeout = timeout
+        # The timeout of the call under way if it has one of its own, and when the call began.
+        self._limit: float | None = None
+        self._limited_at = 0.0
         self.current: tuple[str, str | None] = ("", None)
         self.deadlocks = deadlocks
         # How often the ranks that are missing were asked where they are.
@@ -52,21 +69,44 @@ class Watchdog:
         # When a rank was first seen to have left because another had.
         self._alone_since = 0.0
 
+    def limited(self, timeout: Any, prepare: Callable[P, T]) -> Callable[P, T]:
+        """Return `prepare` of a call that may wait so long, instead of as long as the group's.
+
+        It checks the timeout together with the call's arguments: the other ranks hear if it is wrong.
+        """
+
+        def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._limit, self._limited_at = checked_timeout(timeout), time.monotonic()
+            return prepare(*args, **kwargs)
+
+        return limited
+
+    def unlimit(self) -> None:
+        """Let calls wait as long as the group's timeout says."""
+        self._limit = None
+
     def check(self, waited: float) -> None:
         """Raise if a rank has left or died, or if time is up; called during every wait."""
-        control = self._control
+        control, timeout = self._control, self._timeout
         left = control.exit_notices()
         gone = [rank for rank, notice in left.items() if notice.step < control.step]
         if gone:
             # A rank that found a deadlock has told so before it left.
-            self.deadlocks.look(waited, control.missing, message=False, now=True)
+            self.deadlocks.look(waited, control.missing, self._needed(), now=True)
             self._check_left(gone, left)
         if waited > _LONG_WAIT:
             self.check_for_deaths()
+        if self._limit is not None:
+            # What is waited for first may have begun before this call.
+            timeout, waited = self._limit, min(waited, time.monotonic() - self._limited_at)
         operation, site = self.current
-        self.report_or_ask(waited, operation, site, control.missing)
-        if self._timeout is not None and waited > self._timeout:
-            raise CommTimeoutError(self._timeout_text(waited))
+        self.report_or_ask(waited, operation, site, control.missing, timeout, self._needed())
+        if timeout is not None and waited > timeout:
+            raise CommTimeoutError(self._timeout_text(waited, timeout))
+
+    def _needed(self) -> Sequence[int] | None:
+        # A call with a timeout of its own ends by itself: it needs nobody.
+        return None if self._limit is None else ()
 
     def _check_left(self, gone: list[int], left: dict[int, ExitNotice]) -> None:
         # A rank that has a traceback of its own, or none because it finished, is the cause; the
@@ -80,31 +120,53 @@ class Watchdog:
             cause = (causes or gone)[0]
             raise self.peer_error(cause, left[cause])
 
-    def _timeout_text(self, waited: float) -> str:
+    def _timeout_text(self, waited: float, timeout: float) -> str:
         missing = self._control.missing()
         return (
-            f"waited {waited:.1f} s (timeout {self._timeout:g} s) in step {self._control.step} on rank "
+            f"waited {waited:.1f} s (timeout {timeout:g} s) in step {self._control.step} on rank "
             f"{self._control.rank}; "
             + ("; ".join(f"rank {r} is missing: it {self.last_seen(r)}" for r in missing))
             + ("" if missing else "every rank had begun the call, but its data did not come")
         )
 
-    def check_message(self, peer: int, doing: str, site: str, waited: float) -> None:
-        """Raise if a message to or from `peer` cannot come any more, or if time is up."""
-        notice = self._control.exit_notices().get(peer)
-        if notice is not None and waited > LAST_MESSAGE:
-            self.deadlocks.look(waited, lambda: [peer], message=True, now=True)
-            raise self.peer_error(peer, notice)
+    def check_message(
+        self,
+        peers: Sequence[int],
+        doing: str,
+        site: str,
+        waited: float,
+        timeout: float | None = None,
+    ) -> None:
+        """Raise if all have left to or from one of which a message is to go."""
+        # Of several ranks any one would do.
+        needed = peers if len(peers) == 1 and timeout is None else ()
+        left = self._control.exit_notices()
+        gone = [peer for peer in peers if peer in left]
+        if len(gone) == len(peers) and waited > LAST_MESSAGE:
+            self.deadlocks.look(waited, list, needed, now=True)
+            cause = next((peer for peer in gone if left[peer].text), gone[0])
+            raise self.peer_error(cause, left[cause])
         if waited > _LONG_WAIT:
             self.check_for_deaths()
-        self.report_or_ask(waited, doing, site, lambda: [peer], message=True)
+        self.report_or_ask(
+            waited, doing, site, lambda: list(peers), timeout or self._timeout, needed
+        )
 
-    def check_message_timeout(self, peer: int, doing: str, site: str, waited: float) -> None:
-        """Raise if time is up for a message."""
-        if self._timeout is not None and waited > self._timeout:
+    def check_message_timeout(
+        self,
+        peers: Sequence[int],
+        doing: str,
+        site: str,
+        waited: float,
+        timeout: float | None = None,
+    ) -> None:
+        """Raise if time is up for a message: the group's, or that of its call."""
+        timeout = timeout or self._timeout
+        if timeout is not None and waited > timeout:
+            seen = "; ".join(f"rank {peer} {self.last_seen(peer)}" for peer in peers)
             raise CommTimeoutError(
-                f"{doing} at {site}: waited {waited:.1f} s (timeout {self._timeout:g} s) on rank "
-                f"{self._control.rank}; rank {peer} {self.last_seen(peer)}"
+                f"{doing} at {site}: waited {waited:.1f} s (timeout {timeout:g} s) on rank "
+                f"{self._control.rank}; {seen}"
             )
 
     # Deaths
@@ -150,8 +212,8 @@ class Watchdog:
         operation: str,
         site: str | None,
         missing: Callable[[], list[int]],
-        *,
-        message: bool = False,
+        timeout: float | None,
+        needed: Sequence[int] | None = None,
     ) -> None:
         """In a long wait, report it to the other ranks, and ask those that are missing."""
         if waited < _LONG_WAIT:
@@ -163,8 +225,7 @@ class Watchdog:
             deadlocks.begin(f"in {operation} at {where}, step {self._control.step} of {self._name}")
         for group in deadlocks.reports.groups:
             group.control.answer_requests()
-        deadlocks.look(waited, missing, message=message)
-        timeout = self._timeout
+        deadlocks.look(waited, missing, needed)
         if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
             self._asked += 1
             if self._asked <= len(_ASK_AT):
@@ -172,7 +233,8 @@ class Watchdog:
 
     def withdraw(self) -> None:
         """Take a report back: the wait is over."""
-        self.deadlocks.end(in_vain=False)
+        if self.deadlocks.status is not None:
+            self.deadlocks.end(in_vain=False)
 
     def give_up(self, error: BaseException) -> None:
         """Replace a report by what came of the wait: ranks that time out later still read it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_int64
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawArray
@@ -24,6 +24,10 @@ _MAX_EPOCH: Final = (1 << 63) - 1
 # What a state must have in common with the container that takes it.
 _SETTINGS: Final = ("count", "shuffle", "seed", "uneven")
 _STATE: Final = (*_SETTINGS, "epoch", "consumed")
+_NOTHING: Final = object()
+
+# From this rank's batches, as indices into the container, to their items.
+Load = Callable[[Iterator[range]], Iterable[Any]]
 
 
 class Batch(NamedTuple):
@@ -80,7 +84,7 @@ class DistributedDataContainer(Sequence[Any]):
         with arrays in it, a dataclass or another pytree of arrays that are all of length n along
         axis 0; an item is a tree of rows, and None stays None. Anything else with `len` and
         integer indices: a list (also of arrays), a map-style data set of torch. The same data on
-        every rank; only this rank's items are ever read.
+        every rank; only this rank's items are ever read (`example` may read one more).
     comm : Communicator, optional
         `world()` by default.
     shuffle : bool
@@ -121,8 +125,9 @@ class DistributedDataContainer(Sequence[Any]):
     `load_state_dict`. Everything else is local. An order takes 8 n bytes while it is drawn, and
     8 n / size afterwards.
 
-    The container can be given to `torch.utils.data.DataLoader`, with workers. They follow
-    `set_epoch` even if the loader keeps them for the next epoch.
+    `arraycomm.adapters.torch.DataLoader` loads batches by worker processes. The container can also
+    be given to `torch.utils.data.DataLoader` itself, whose workers follow `set_epoch` even if the
+    loader keeps them for the next epoch; with "exact" some ranks may then have a batch less.
     """
 
     def __init__(
@@ -185,13 +190,18 @@ class DistributedDataContainer(Sequence[Any]):
         if used or wanted != self._epoch:
             self._begin(wanted, 0)
 
-    def batches(self, n: int) -> Iterator[Batch]:
+    def batches(self, n: int, *, load: Load | None = None) -> Iterator[Batch]:
         """Go through what is left of the epoch, `n` items of this rank at a time; collective.
 
         Parameters
         ----------
         n : int
             Items of one rank in a batch, the same on every rank: all ranks together have n · size.
+        load : callable, optional
+            Loads the items, for example by worker processes. Called as `load(indices)` when the
+            loop begins. `indices` is an iterator over this rank's batches, each a `range` of
+            indices into the container; the last one may be empty. Returns an iterable of their
+            items, in the same order. It may read ahead: this changes neither weights nor states.
 
         Returns
         -------
@@ -205,7 +215,8 @@ class DistributedDataContainer(Sequence[Any]):
         Raises
         ------
         TypeError, ValueError
-            `n` is no integer, or less than 1.
+            `n` is no integer, or less than 1; `load` cannot be called. From the iterator: `load`
+            has returned too few batches.
         MismatchError
             The ranks have passed different `n`.
         RuntimeError
@@ -222,13 +233,55 @@ class DistributedDataContainer(Sequence[Any]):
 
         def check() -> tuple[int, str]:
             wanted = _natural(n, "batches", "n", least=1)
+            if not (load is None or callable(load)):
+                raise TypeError(f"batches: load must be a function; got {load!r}")
             return wanted, f"n={wanted}"
 
         wanted, used = self._agree(Batches, check)
         if used:
             self._begin(self._epoch, 0)
         self._used = True
-        return self._pass(wanted, self._disturb())
+        return self._pass(wanted, self._disturb(), load)
+
+    def num_batches(self, n: int) -> int:
+        """Return the number of batches of `n` items in the epoch; local, the same on every rank.
+
+        Parameters
+        ----------
+        n : int
+            Items of one rank in a batch.
+
+        Returns
+        -------
+        int
+            The batches of the whole epoch; if a state was loaded, those that it had left, until the
+            next epoch begins.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `n` is no integer, or less than 1.
+        """
+        return -(-self._share.rounds // _natural(n, "num_batches", "n", least=1))
+
+    def example(self) -> Any:
+        """Return an item of the data set, also on a rank that has none; local.
+
+        For its structure, shapes and dtypes. It does not count as consumed.
+
+        Returns
+        -------
+        item
+            This rank's first item, or if it has none, the first of the data set.
+
+        Raises
+        ------
+        ValueError
+            The data set is empty.
+        """
+        if not self._settings["count"]:
+            raise ValueError("example: the data set has no items, so there is none to look at")
+        return self[0] if len(self) else self._items.one(0)
 
     def advance(self, n: int) -> None:
         """Count `n` more items of this rank as consumed; local.
@@ -388,21 +441,33 @@ class DistributedDataContainer(Sequence[Any]):
         self._current = object()
         return self._current
 
-    def _pass(self, n: int, current: object) -> Iterator[Batch]:
-        while True:
-            if self._current is not current:
-                raise RuntimeError(
-                    "batches: the container was moved on during the loop, by set_epoch, "
-                    "load_state_dict, advance or another call of batches; leave the loop first"
+    def _pass(self, n: int, current: object, load: Load | None = None) -> Iterator[Batch]:
+        self._check_current(current)
+        rounds, held = self._share.rounds, len(self._index)
+        firsts = range(self._taken, rounds, n)
+        indices = (range(min(first, held), min(first + n, held)) for first in firsts)
+        loaded = iter((self._load if load is None else load)(indices))
+        for first in firsts:
+            self._check_current(current)
+            items = next(loaded, _NOTHING)
+            if items is _NOTHING:
+                raise ValueError(
+                    f"batches: load must return the items of all {len(firsts)} batches of rank "
+                    f"{self._rank}; it returned {firsts.index(first)}"
                 )
-            first = self._taken
-            stop = min(first + n, self._share.rounds)
-            if first == stop:
-                return
-            own = slice(first, stop)
-            batch = Batch(self._items.many(self._index[own]), self._weights[own].copy())
-            self._taken = stop
-            yield batch
+            self._taken = min(first + n, rounds)
+            yield Batch(items, self._weights[first : self._taken].copy())
+        self._check_current(current)
+
+    def _check_current(self, current: object) -> None:
+        if self._current is not current:
+            raise RuntimeError(
+                "batches: the container was moved on during the loop, by set_epoch, "
+                "load_state_dict, advance or another call of batches; leave the loop first"
+            )
+
+    def _load(self, indices: Iterator[range]) -> Iterator[Any]:
+        return (self._items.many(self._index[own.start : own.stop]) for own in indices)
 
 
 def _check_settings(count: int, shuffle: Any, seed: Any, uneven: Any) -> dict[str, Any]:

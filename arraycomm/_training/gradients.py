@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from arraycomm._collectives.operation import Context
@@ -77,7 +77,7 @@ class Gradients:
         self._shared = shared
         # The same number on every rank, since making an optimizer is collective.
         registry = registry_of(shared)
-        self.number = registry.made
+        self.number: int | None = registry.made
         registry.made += 1
         registry.optimizers[self.number] = self
         self.options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "compression": compression}
@@ -106,6 +106,30 @@ class Gradients:
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
+
+    def copy(self) -> Self:
+        """Return the gradients of a copy of the optimizer, which are reduced over the same ranks.
+
+        What is accumulated so far is the copy's as well.
+        """
+        made = object.__new__(type(self))
+        # Copies need not be made on all ranks, so that they have no number that these agree on.
+        vars(made).update(vars(self), number=None, follow=lambda gradients: None)
+        made._sums = list(self._sums)
+        return made
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "DistributedOptimizer: a distributed optimizer cannot be pickled or saved whole, since it "
+            "stands for ranks of this process; save its state (state_dict() in torch), load that "
+            "into a plain optimizer, and pass it to DistributedOptimizer"
+        )
 
     def reduce_loss(self, loss: Any) -> Any:
         """Reduce a loss as the gradients are."""
@@ -157,6 +181,12 @@ class JoinedStep(WeightedGradients):
                 f"would keep some back; got an optimizer with accumulate={gradients.accumulate}"
             )
         options, number = gradients.options, gradients.number
+        if number is None:
+            raise ValueError(
+                "inside join a copy of a distributed optimizer cannot take steps, since ranks without "
+                "data would not know which of their copies to apply them to; pass a plain optimizer "
+                "to DistributedOptimizer on every rank"
+            )
         super().__init__(context, block, memory, tree, gradients.op, **options, optimizer=number)
 
 

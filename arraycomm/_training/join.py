@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
 from arraycomm._collectives.operation import Context, Operation, SmallExchange
+from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._errors import ArrayCommError
 from arraycomm._protocol.agreement import JOINING, Agreement, active
@@ -82,7 +83,7 @@ def join(comm: Communicator | None = None) -> Join:
     return Join(comm or world())
 
 
-class Join:
+class Join(ProcessBound):
     """A block in which ranks may run out of data at different steps; made by `join`.
 
     Attributes

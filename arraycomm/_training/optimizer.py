@@ -79,6 +79,9 @@ def DistributedOptimizer(  # noqa: N802
     calls is free. If a parameter has no gradient on some ranks, it counts as zeros there. Gradients
     that are accumulated but not yet reduced are not in a torch optimizer's state dict; with optax
     they are in the state.
+
+    A copy, also one by `copy.deepcopy`, is distributed over the same ranks; every rank steps the
+    original and its copies in the same order. It cannot be pickled: save its state instead.
     """
     shared = comm or world()
     arguments = _Arguments(optimizer, op, bucket_bytes, accumulate, compression)

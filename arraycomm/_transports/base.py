@@ -163,6 +163,14 @@ class Transport(Link):
         prefixes(op, dtype, rows, outs)
 
     @abc.abstractmethod
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        """Return source and tag of a message that a receive begun now would get, or None.
+
+        From any rank if `source` is None. The message stays. One that an earlier receive is to get
+        is not found, and none is passed over for ever.
+        """
+
+    @abc.abstractmethod
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         """Return the group of `members` (ranks of this group, in their new order), or None.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable
+from itertools import count
 from typing import Final, TypeVar
 
 import numpy as np
@@ -15,31 +15,48 @@ from arraycomm._transports.base import Bytes, Handle
 _COPIED: Final = 4096
 
 T = TypeVar("T")
+# Sender, receiver and tag of a message.
+Key = tuple[int, int, int]
 
 
 class Mailbox:
     """Messages under way; those of one key arrive in the order of their sending."""
 
     def __init__(self) -> None:
-        self._messages: dict[Hashable, deque[_Message]] = {}
-        self._receives: dict[Hashable, deque[_Receive]] = {}
+        self._messages: dict[Key, deque[_Message]] = {}
+        self._receives: dict[Key, deque[_Receive]] = {}
+        self._numbers = count()
         self._lock = threading.Lock()
 
-    def send(self, key: Hashable, buffer: Bytes) -> Handle:
+    def send(self, key: Key, buffer: Bytes) -> Handle:
         """Send bytes; a short message is finished at once, a long one when it has been received."""
-        message = _Message(buffer)
         with self._lock:
+            message = _Message(buffer, next(self._numbers))
             self._messages.setdefault(key, deque()).append(message)
         return message
 
-    def recv(self, key: Hashable, buffer: Bytes) -> Handle:
+    def recv(self, key: Key, buffer: Bytes) -> Handle:
         """Receive into the first bytes of `buffer`."""
         receive = _Receive(self, key, buffer)
         with self._lock:
             self._receives.setdefault(key, deque()).append(receive)
         return receive
 
-    def collect(self, key: Hashable, receive: _Receive) -> _Message | None:
+    def probe(self, source: int | None, dest: int, tags: range) -> tuple[int, int] | None:
+        """Return source and tag of the first message to `dest` that no receive is to get, or None."""
+        with self._lock:
+            found = [
+                (messages[waiting].number, key)
+                for key, messages in self._messages.items()
+                if key[1] == dest and source in (None, key[0]) and key[2] in tags
+                if len(messages) > (waiting := len(self._receives.get(key, ())))
+            ]
+        if not found:
+            return None
+        _, (sender, _, tag) = min(found)
+        return sender, tag
+
+    def collect(self, key: Key, receive: _Receive) -> _Message | None:
         """Return the first message of a key for its first receive; None if there is none yet."""
         if key not in self._messages:
             return None
@@ -53,7 +70,9 @@ class Mailbox:
 class _Message:
     """A message: a copy if it is short, otherwise the sender's own memory until it is received."""
 
-    def __init__(self, buffer: Bytes) -> None:
+    def __init__(self, buffer: Bytes, number: int) -> None:
+        # Messages are numbered in the order of their sending.
+        self.number = number
         self._taken = len(buffer) <= _COPIED
         self._buffer: Bytes = buffer.copy() if self._taken else buffer
 
@@ -68,7 +87,7 @@ class _Message:
 class _Receive:
     """A receive under way."""
 
-    def __init__(self, mailbox: Mailbox, key: Hashable, buffer: Bytes) -> None:
+    def __init__(self, mailbox: Mailbox, key: Key, buffer: Bytes) -> None:
         self._mailbox, self._key, self._buffer = mailbox, key, buffer
         self._done = False
 
@@ -81,7 +100,7 @@ class _Receive:
         return self._done
 
 
-def _pop(queues: dict[Hashable, deque[T]], key: Hashable) -> T:
+def _pop(queues: dict[Key, deque[T]], key: Key) -> T:
     """Take the first element of a queue, and delete the queue if it is then empty."""
     first = queues[key].popleft()
     if not queues[key]:

@@ -23,6 +23,7 @@ from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.mpi_control import MpiControl, translated
+from arraycomm._transports.mpi_probe import MessageProbe
 
 _SPINS = 64
 
@@ -75,6 +76,7 @@ class MPITransport(Transport):
         self._share = share
         # Messages of this rank to itself: MPI may finish a send only when it is received.
         self._own = Mailbox()
+        self._probe = MessageProbe(comm, self._own)
         local = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = local.rank, local.size
         self._nodes: list[int] = comm.allgather(local.bcast(comm.rank))
@@ -125,13 +127,16 @@ class MPITransport(Transport):
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
         if dest == self.rank:
-            return self._own.send(tag, buffer)
+            return self._own.send((dest, dest, tag), buffer)
         return self._begin(lambda: self.mpi_comm.Isend([buffer, MPI.BYTE], dest, tag), buffer)
 
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
         if source == self.rank:
-            return self._own.recv(tag, buffer)
+            return self._own.recv((source, source, tag), buffer)
         return self._begin(lambda: self.mpi_comm.Irecv([buffer, MPI.BYTE], source, tag), buffer)
+
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        return self._probe(source, tags)
 
     def _start(self, call: Callable[[], MPI.Request], *buffers: Bytes | None) -> Handle:
         if self.size == 1 and len(buffers) == 1:

@@ -126,6 +126,9 @@ class ThreadsTransport(Transport):
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
         return self._group.mailbox.recv((source, self.rank, tag), buffer)
 
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        return self._group.mailbox.probe(source, self.rank, tags)
+
     def _swap(self, parts: _Parts, into: _Parts) -> Handle:
         return _Swap(self._group, self.rank, parts, into)
 

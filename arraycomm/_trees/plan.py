@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from arraycomm._collectives.operation import Context, Operation
+from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
@@ -19,7 +20,7 @@ from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
 
 
-class Plan:
+class Plan(ProcessBound):
     """The reduction of trees of one structure, made by `Communicator.plan`, called in every step.
 
     Parameters
@@ -28,6 +29,8 @@ class Plan:
         Like the tree that the plan was made of: the same paths, shapes and dtypes, None and tied
         leaves in the same places. Frameworks and layouts may change from call to call, and differ
         between ranks.
+    timeout : float, optional
+        Seconds that this call may wait for other ranks, in place of the communicator's timeout.
 
     Returns
     -------
@@ -67,6 +70,8 @@ class Plan:
     [0.5, 0.5]
     """
 
+    _instead = "make one in each process, with Communicator.plan"
+
     def __init__(
         self, runner: Runner, memory: TreeMemory, leaves: Leaves, op: str, fusion: Fusion
     ) -> None:
@@ -80,8 +85,8 @@ class Plan:
         # Encoded headers, by device flag.
         self._prefixes: dict[int, bytes] = {}
 
-    def __call__(self, tree: Any) -> Any:
-        return self._runner.call(RunPlan, self, tree)
+    def __call__(self, tree: Any, *, timeout: float | None = None) -> Any:
+        return self._runner.call_within(timeout, RunPlan, self, tree)
 
     def __repr__(self) -> str:
         return f"<Plan: {self.op} of {len(self._specs)} leaves, {self.fusion.nbytes} bytes>"

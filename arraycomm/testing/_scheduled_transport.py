@@ -117,6 +117,8 @@ class _ScheduledLink(Transport):
         self.local_rank, self.local_size = link.local_rank, link.local_size
         self.mpi_comm, self.spins = link.mpi_comm, link.spins
         self.control = _ScheduledControl(link.control, baton, player)
+        # For each probe, the count of changes at which it found nothing.
+        self._in_vain: dict[tuple[int | None, range], int] = {}
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         return self._start("alltoall", lambda: self._link.alltoall(send, recv))
@@ -138,6 +140,12 @@ class _ScheduledLink(Transport):
 
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
         return self._start("recv", lambda: self._link.recv(buffer, source, tag))
+
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        self._baton.poll(self._player, "probe polled", self._in_vain.get((source, tags), _NEVER))
+        found = self._link.probe(source, tags)
+        self._in_vain[source, tags] = self._baton.changes if found is None else _NEVER
+        return found
 
     def _start(self, movement: str, start: Callable[[], Handle]) -> Handle:
         self._baton.switch(self._player, movement)

@@ -18,6 +18,7 @@ from tests.support.launcher import needs_mpiexec
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 jnp = jax.numpy
+adapter = pytest.importorskip("arraycomm.adapters.jax")
 
 Make = Callable[[], Any]
 
@@ -90,6 +91,17 @@ def test_an_update_is_the_plain_one_with_the_reduced_gradients(
 
     expected = train(make(), lambda step: reduced(size, step, op))
     for params in run(size, on_rank):
+        assert_same(params, expected)
+
+
+@pytest.mark.parametrize("arguments", [("sum",), ()])
+def test_all_reduce_takes_the_op_as_reductions_do(arguments: tuple[str, ...]) -> None:
+    def on_rank(comm: ac.Communicator) -> Gradients:
+        optimizer = optax.chain(adapter.all_reduce(*arguments, comm=comm), sgd())
+        return train(optimizer, lambda step: gradients(comm.rank, step))
+
+    expected = train(sgd(), lambda step: reduced(2, step, (*arguments, "mean")[0]))
+    for params in run(2, on_rank):
         assert_same(params, expected)
 
 

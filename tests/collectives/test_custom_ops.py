@@ -135,6 +135,9 @@ def test_reduce_scatter_gives_the_rows_that_allreduce_gives(on_ranks, size) -> N
             whole = comm.allreduce(mine, ac.op(upside_down))
             got = comm.reduce_scatter(mine, ac.op(upside_down))
             assert same_bits(got, whole[comm.rank])
+            counts = [0] * (comm.size - 1) + [comm.size]
+            got = comm.reduce_scatter(mine, ac.op(upside_down), counts=counts)
+            assert same_bits(got, whole if comm.rank == comm.size - 1 else whole[:0])
 
     on_ranks(size, check)
 
@@ -162,6 +165,9 @@ def _check_elementwise(comm: Communicator, arrays: list[Array]) -> None:
     assert before is None or same_bits(before, want[comm.rank - 1])
     rows = np.stack([mine] * comm.size)
     assert same_bits(comm.reduce_scatter(rows, made), want[-1])
+    counts = [comm.size, *[0] * (comm.size - 1)]
+    got = comm.reduce_scatter(rows, made, counts=counts)
+    assert same_bits(got, np.stack([want[-1]] * len(got)) if len(got) else rows[:0])
 
 
 # What the function gets

@@ -123,6 +123,21 @@ def test_more_bytes_than_one_movement_takes(on_ranks, size, name, monkeypatch) -
     on_ranks(size, check)
 
 
+@pytest.mark.parametrize("limit", [4096, 2**31])
+def test_shares_of_reduce_scatter_in_many_chunks(on_ranks, size, limit, monkeypatch) -> None:
+    monkeypatch.setattr(algorithms, "MAX_BYTES", limit)
+    monkeypatch.setattr(selection, "CHUNK_BYTES", 3_000)
+
+    def check(comm: Communicator) -> None:
+        counts = [(0, 9_001, 77)[rank % 3] for rank in range(comm.size)]
+        arrays = [sample(np.dtype("f8"), sum(counts), rank, "sum") for rank in range(comm.size)]
+        got = comm.reduce_scatter(arrays[comm.rank], "mean", counts=counts)
+        start = sum(counts[: comm.rank])
+        assert same_bits(got, expected(arrays, "mean")[start : start + counts[comm.rank]])
+
+    on_ranks(size, check)
+
+
 @pytest.mark.parametrize("offset", [-8, 0, 8])
 @pytest.mark.parametrize("payload", [128, 32 << 10])
 def test_sizes_around_what_travels_with_the_header(on_ranks, size, name, payload, offset) -> None:

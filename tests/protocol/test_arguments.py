@@ -221,6 +221,31 @@ WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], 
         "out must have the shape",
         lambda c: c.reduce_scatter(np.ones((c.size, 2)), out=np.ones((c.size, 2))),
     ),
+    "reduce_scatter counts": (
+        ValueError,
+        r"one length for each of the 3 ranks, 4 in all, as x has rows; got \[2, 2, 2\]",
+        lambda c: c.reduce_scatter(np.ones((4, 2)), counts=[2] * c.size),
+    ),
+    "reduce_scatter counts negative": (
+        ValueError,
+        "one length for each",
+        lambda c: c.reduce_scatter(np.ones((3, 2)), counts=[-1, 2, 2]),
+    ),
+    "reduce_scatter counts a number": (
+        TypeError,
+        "sequence of integers",
+        lambda c: c.reduce_scatter(np.ones((3, 2)), counts=3),
+    ),
+    "reduce_scatter counts 0-d": (
+        ValueError,
+        "whose rows counts shares out; got a 0-d array",
+        lambda c: c.reduce_scatter(1.0, counts=[1] * c.size),
+    ),
+    "reduce_scatter counts out": (
+        ValueError,
+        "out must have the shape",
+        lambda c: c.reduce_scatter(np.ones((3, 2)), counts=[1] * c.size, out=np.ones(2)),
+    ),
     "scan op": (ValueError, "op must be one of", lambda c: c.scan(1.0, "avg")),
     "scan dates": (TypeError, "only be moved", lambda c: c.scan(np.zeros(1, "M8[s]"))),
     "scan out read-only": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import threading
 import time
@@ -20,21 +21,30 @@ pytestmark = pytest.mark.both_control_channels
 
 def test_tensor_that_requires_grad_is_refused_by_every_movement(on_ranks) -> None:
     torch = pytest.importorskip("torch")
+    adapter = importlib.import_module("arraycomm.adapters.torch")
 
     def check(comm: Communicator) -> None:
         x = torch.ones(comm.size, requires_grad=True)
-        for call in (
-            lambda: comm.allgatherv(x),
-            lambda: comm.gather(x),
-            lambda: comm.gatherv(x),
-            lambda: comm.alltoall(x),
-            lambda: comm.alltoallv(x, [1] * comm.size),
-            lambda: comm.reduce_scatter(x),
-            lambda: comm.scan(x),
-            lambda: comm.exscan(x),
-        ):
-            with pytest.raises(TypeError, match=r"arraycomm\.adapters\.torch"):
+        for name, call in {
+            "allgather": lambda: comm.allgather(x),
+            "allgatherv": lambda: comm.allgatherv(x),
+            "allreduce": lambda: comm.iallreduce(x).wait(),
+            "gather": lambda: comm.gather(x),
+            "gatherv": lambda: comm.gatherv(x),
+            "alltoall": lambda: comm.alltoall(x),
+            "alltoallv": lambda: comm.alltoallv(x, [1] * comm.size),
+            "reduce": lambda: comm.reduce(x),
+            "reduce_scatter": lambda: comm.reduce_scatter(x),
+            "scan": lambda: comm.scan(x),
+            "exscan": lambda: comm.exscan(x),
+            "bcast": lambda: comm.bcast(x),
+        }.items():
+            with pytest.raises(
+                TypeError, match=rf"^{name}: x requires gradients.*detach"
+            ) as raised:
                 call()
+            named = f"arraycomm.adapters.torch.{name}"
+            assert str(raised.value).endswith(named) == hasattr(adapter, name)
         with pytest.raises(ac.PeerError if comm.rank else TypeError):
             comm.scatter(x)
 
@@ -138,6 +148,11 @@ DIFFERENT_MOVEMENTS: Different = {
         lambda c: c.reduce_scatter(np.ones(c.size)),
         lambda c: c.reduce_scatter(np.ones(c.size), "mean"),
         r"reduce_scatter\(mean\)",
+    ),
+    "reduce_scatter counts": (
+        lambda c: c.reduce_scatter(np.ones(c.size), counts=[1] * c.size),
+        lambda c: c.reduce_scatter(np.ones(c.size), counts=[c.size, *[0] * (c.size - 1)]),
+        r"reduce_scatter\(sum, counts=\[1, 1, 1\]\)",
     ),
     "exscan for scan": (lambda c: c.scan(1.0), lambda c: c.exscan(1.0), r"exscan\(sum\)"),
     "scan shape": (
@@ -378,7 +393,7 @@ def test_tensor_that_requires_grad_is_refused(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
         x = torch.ones(3, requires_grad=True)
         for _ in range(2):
-            with pytest.raises(TypeError, match=r"arraycomm\.adapters\.torch"):
+            with pytest.raises(TypeError, match=r"use arraycomm\.adapters\.torch\.allreduce$"):
                 comm.allreduce(x)
             with torch.no_grad():
                 assert (comm.allreduce(x) == comm.size).all()

@@ -98,6 +98,32 @@ def what_cannot_run_says_what_is_missing() -> None:
     assert not ac.is_initialized()
 
 
+def verbose_prints_a_line_for_each_fact() -> None:
+    with redirect_stdout(io.StringIO()) as printed:
+        ac.init(verbose=True, timeout=None, check=False)
+        ac.init()
+    assert printed.getvalue().splitlines() == [
+        "arraycomm: backend: self",
+        "arraycomm: ranks: 1 on 1 node",
+        "arraycomm: MPI: none",
+        "arraycomm: devices: cpu",
+        "arraycomm: check: off",
+        "arraycomm: reproducible: on",
+        "arraycomm: timeout: none",
+    ]
+    ac.finalize()
+    with pytest.raises(TypeError, match="init: verbose must be True or False; got 1"):
+        ac.init(verbose=1)  # type: ignore[arg-type]
+
+
+def list_of_devices_is_taken_by_local_rank() -> None:
+    assert ac.init(device=["cpu", "cuda:7"]).device == "cpu"
+    ac.finalize()
+    with pytest.raises(ValueError, match=r"one for each rank of a node.*; got 0 for 1 ranks: \[\]"):
+        ac.init(device=[])
+    assert not ac.is_initialized()
+
+
 def torchrun_is_told_what_to_do() -> None:
     with (
         environment(TORCHELASTIC_RUN_ID="1", WORLD_SIZE="2", RANK="0"),
@@ -126,6 +152,8 @@ CHECKS: tuple[Check, ...] = (
     init_is_idempotent_and_compares_what_is_passed,
     environment_sets_the_defaults,
     what_cannot_run_says_what_is_missing,
+    verbose_prints_a_line_for_each_fact,
+    list_of_devices_is_taken_by_local_rank,
     torchrun_is_told_what_to_do,
     forked_child_is_refused,
 )

@@ -6,8 +6,9 @@ and use none of them again, so that the program's end shows that this is no fail
 
 from __future__ import annotations
 
+import io
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,8 @@ def wrong_argument_to_from_mpi_on_one_rank_raises_on_all() -> None:
         ("timeout", -1, ValueError, "timeout must be positive"),
         ("check", 1, TypeError, "check must be True or False"),
         ("device", 0, TypeError, "init: device must be"),
+        ("device", ["cpu"] * 2, ValueError, "got 2 for 3 ranks"),
+        ("backend", "self", ValueError, "backend must be one of auto, mpi, nccl; got 'self'"),
     ):
         with pytest.raises(error if wrong else ac.PeerError, match=said) as caught:
             ac.Communicator.from_mpi(given, **({option: value} if wrong else {}))
@@ -65,6 +68,51 @@ def wrong_argument_to_from_mpi_on_one_rank_raises_on_all() -> None:
         assert wrong or text.startswith("init: rank 1 raised instead of taking part"), text
         with ac.Communicator.from_mpi(given) as comm:
             assert comm.allreduce(1) == RANKS
+
+
+def from_mpi_has_the_backends_of_init() -> None:
+    from mpi4py import MPI
+
+    for backend in ("auto", "mpi"):
+        with ac.Communicator.from_mpi(MPI.COMM_WORLD, backend=backend) as comm:
+            assert (comm.backend, comm.allreduce(1)) == ("mpi", RANKS)
+    with pytest.raises(ac.BackendUnavailableError, match="backend 'nccl' cannot be had"):
+        ac.Communicator.from_mpi(MPI.COMM_WORLD, backend="nccl")
+    backend = "mpi" if MPI.COMM_WORLD.rank else "auto"
+    with pytest.raises(ac.MismatchError, match=", mpi"):
+        ac.Communicator.from_mpi(MPI.COMM_WORLD, backend=backend)
+
+
+def short_list_of_devices_raises_on_all_ranks() -> None:
+    with pytest.raises(ValueError, match=r"by local rank; got 2 for 3 ranks: \['cpu', 'cpu'\]"):
+        ac.init(device=["cpu"] * 2)
+    assert not ac.is_initialized()
+    assert ac.init(device=["cpu"] * RANKS).device == "cpu"
+    ac.finalize()
+
+
+def wrong_argument_to_init_on_one_rank_raises_on_all() -> None:
+    from mpi4py import MPI
+
+    wrong = MPI.COMM_WORLD.rank == 1
+    with pytest.raises(ValueError if wrong else ac.PeerError, match="timeout must be positive"):
+        ac.init(timeout=-1 if wrong else 5)
+    assert not ac.is_initialized()
+
+
+def verbose_prints_facts_on_rank_0() -> None:
+    from mpi4py import MPI
+
+    with redirect_stdout(io.StringIO()) as printed:
+        ac.init(verbose=MPI.COMM_WORLD.rank == 0)
+    lines = printed.getvalue().splitlines()
+    if MPI.COMM_WORLD.rank:
+        assert not lines
+    else:
+        assert lines[:2] == ["arraycomm: backend: mpi", "arraycomm: ranks: 3 on 1 node"]
+        assert lines[2] == f"arraycomm: MPI: {MPI.Get_library_version().splitlines()[0].strip()}"
+        assert lines[3:5] == ["arraycomm: devices: cpu", "arraycomm: check: on"]
+    ac.finalize()
 
 
 def options_that_differ_are_a_mismatch() -> None:
@@ -127,6 +175,10 @@ CHECKS: tuple[Check, ...] = (
     finalize_completes_requests_of_duplicates_first,
     from_mpi_leaves_the_world_and_the_given_communicator_alone,
     wrong_argument_to_from_mpi_on_one_rank_raises_on_all,
+    from_mpi_has_the_backends_of_init,
+    short_list_of_devices_raises_on_all_ranks,
+    wrong_argument_to_init_on_one_rank_raises_on_all,
+    verbose_prints_facts_on_rank_0,
     options_that_differ_are_a_mismatch,
     world_is_the_whole_job,
     mpi_without_room_for_a_communicator_is_told_what_to_do,

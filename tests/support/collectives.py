@@ -15,6 +15,9 @@ COLLECTIVES: dict[str, Collective] = {
     "max": lambda comm, x: comm.allreduce(x, "max"),
     "reduce": lambda comm, x: comm.reduce(x, root=comm.size - 1),
     "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "reduce_scatter with counts": lambda comm, x: comm.reduce_scatter(
+        x, counts=[comm.size] + [0] * (comm.size - 1)
+    ),
     "scan": lambda comm, x: comm.scan(x),
     "exscan": lambda comm, x: comm.exscan(x),
     "bcast": lambda comm, x: comm.bcast(x, comm.size - 1),

@@ -325,6 +325,68 @@ def test_every_rank_has_as_many_batches() -> None:
     assert run(4, batches) == [[[0, 4], [8]], [[1, 5], [9]], [[2, 6], []], [[3, 7], []]]
 
 
+def test_loaded_batches_are_those_of_the_container_and_count_when_the_loop_gets_them() -> None:
+    def check(comm: ac.Communicator) -> None:
+        container = DistributedDataContainer(range(10), comm=comm, shuffle=True, uneven="pad")
+        expected = list(container.batches(2))
+
+        def read_ahead(indices: Any) -> list[Any]:
+            return [container[own.start : own.stop] for own in indices]
+
+        for number, batch in enumerate(container.batches(2, load=read_ahead), 1):
+            wanted = expected[number - 1]
+            assert batch.items == wanted.items
+            assert batch.weights.tolist() == wanted.weights.tolist()
+            assert container.state_dict()["consumed"] == min(2 * 4 * number, 10)
+        assert number == len(expected)
+
+    run(4, check)
+
+
+def test_load_gets_the_rest_of_a_resumed_epoch_with_an_empty_batch() -> None:
+    def check(comm: ac.Communicator) -> list[list[int]]:
+        container = DistributedDataContainer(range(12), comm=comm)
+        container.load_state_dict({**container.state_dict(), "consumed": 5})
+        assert container.num_batches(1) == 3
+        batches = container.batches(1, load=lambda indices: map(list, indices))
+        return [batch.items for batch in batches]
+
+    assert run(3, check) == [[[0], [1], [2]], [[0], [1], []], [[0], [1], []]]
+
+
+def test_load_that_is_wrong() -> None:
+    container = alone(range(5))
+    with pytest.raises(TypeError, match="batches: load must be a function; got 7"):
+        container.batches(2, load=7)
+    few = container.batches(2, load=lambda indices: [next(indices)])
+    next(few)
+    with pytest.raises(ValueError, match="the items of all 3 batches of rank 0; it returned 1"):
+        next(few)
+    assert container.state_dict()["consumed"] == 2
+
+
+def test_number_of_batches_is_known_before_and_during_the_loop() -> None:
+    def check(comm: ac.Communicator) -> list[int]:
+        container = DistributedDataContainer(range(10), comm=comm)
+        said = [container.num_batches(2)]
+        said += [container.num_batches(2) for _ in container.batches(2)]
+        container.load_state_dict({**container.state_dict(), "consumed": 9})
+        said.append(container.num_batches(2))
+        container.set_epoch(1)
+        return [*said, container.num_batches(1)]
+
+    assert run(4, check) == [[2, 2, 2, 1, 3]] * 4
+    with pytest.raises(ValueError, match="num_batches: n must be at least 1; got 0"):
+        alone([1]).num_batches(0)
+
+
+def test_every_rank_has_an_example() -> None:
+    own = [container.example() for container in containers(4, ["a", "b"])]
+    assert own == ["a", "b", "a", "a"]
+    with pytest.raises(ValueError, match="example: the data set has no items"):
+        alone([]).example()
+
+
 def test_each_pass_begins_the_epoch_anew() -> None:
     container = alone(range(5))
     for _ in range(2):

@@ -12,6 +12,7 @@ import numpy as np
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, type_name
 from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
 from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType
+from arraycomm._errors import with_alternatives
 
 
 def find_reader(kind: type) -> Reader | None:
@@ -60,9 +61,15 @@ def _memory_of(x: Any) -> Array:
 def without_history(x: Any, name: str) -> Any:
     """Return a tensor without its autograd history; raise while that would be lost."""
     if sys.modules["torch"].is_grad_enabled():
-        raise TypeError(
-            f"{name} requires gradients, and their history would be lost; use the "
-            "differentiable collectives of arraycomm.adapters.torch, or torch.no_grad()"
+        raise with_alternatives(
+            TypeError(
+                f"{name} requires gradients, and their history would be lost; pass {name}.detach() "
+                "or call this under torch.no_grad()"
+            ),
+            {
+                operation: f"arraycomm.adapters.torch.{operation}"
+                for operation in ("allgather", "allreduce", "alltoall", "bcast", "reduce_scatter")
+            },
         )
     return x.detach()
 

@@ -152,6 +152,16 @@ def reductions_of_rows(draw: st.DrawFn) -> Reduction:
 
 
 @st.composite
+def reductions_of_shares(draw: st.DrawFn) -> tuple[Reduction, list[int]]:
+    """Draw reductions of arrays, and how many of their rows each rank gets: none, some or many."""
+    dtype, op = draw(dtypes_and_ops())
+    count = st.integers(0, 3) | st.just(draw(st.sampled_from((1, 2_000))))
+    counts = [draw(count) for _ in range(rank_count())]
+    tail = draw(st.lists(st.integers(0, 3), max_size=2))
+    return Reduction(op, draw(arrays(dtype, (sum(counts), *tail)))), counts
+
+
+@st.composite
 def rows(draw: st.DrawFn) -> Arrays:
     """Draw arrays that have a row for each rank, of any dtype."""
     shape = (rank_count(), *draw(small_and_long()))

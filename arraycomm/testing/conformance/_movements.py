@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Status
 from arraycomm._communicator import Communicator
 from arraycomm._functions import allreduce_tree, synchronize
 from arraycomm.testing import strategies as ranked
@@ -149,6 +150,10 @@ class MovementLaws:
             check_copy(elements_of(comm.recv(source, tag)), want if tag == 1 else np.arange(3))
         for request in sent:
             request.wait()
+        sending, status = comm.isend(x, dest, 3), Status()
+        check_copy(elements_of(comm.recv(ANY_SOURCE, ANY_TAG, status=status)), want)
+        assert status == Status(source, 3, want.dtype, want.shape, want.nbytes)
+        sending.wait()
 
     @law(
         reduction=reductions_of_rows(),

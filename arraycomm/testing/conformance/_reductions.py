@@ -33,6 +33,7 @@ from arraycomm.testing.conformance._inputs import (
     reductions,
     reductions_into,
     reductions_of_rows,
+    reductions_of_shares,
     reductions_of_sizes,
 )
 from arraycomm.testing.conformance._law import law
@@ -141,6 +142,18 @@ class ReductionLaws:
         op, x = reduction.op, reduction.arrays.build(comm.rank)
         found = check_like(comm.reduce_scatter(x, op), x)
         check_elements(found, reduction.fold()[comm.rank, ...], op)
+
+    @law(drawn=reductions_of_shares())
+    def test_reduce_scatter_with_counts_is_a_share_of_allreduce(
+        self, comm: Communicator, drawn: tuple[Reduction, list[int]]
+    ) -> None:
+        """Rank r gets its counts[r] rows of the fold, which may be none."""
+        (op, given_arrays), counts = drawn
+        x, start = given_arrays.build(comm.rank), sum(counts[: comm.rank])
+        want = drawn[0].fold()[start : start + counts[comm.rank]]
+        check_elements(check_like(comm.reduce_scatter(x, op, counts=counts), x), want, op)
+        request = comm.ireduce_scatter(x, op, counts=counts)
+        check_elements(check_like(request.wait(), x), want, op)
 
     @law(
         given_arrays=arrays(

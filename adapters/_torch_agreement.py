@@ -1,0 +1,148 @@
+"""What ranks tell one another before a differentiable call, so that their backward passes pair up.
+
+A backward pass of one rank meets those of the others. So before a call the ranks agree whether any of
+them differentiates it, and before its backward pass that all differentiate the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+
+import arraycomm as ac
+
+
+class CallState(NamedTuple):
+    """What one rank shows of its call.
+
+    Attributes
+    ----------
+    differentiates : int
+        The number of the call whose backward pass this is; -1 for any other call.
+    requires_grad, has_tangent : int
+        1 or 0: whether reverse mode records the tensor, and whether forward mode follows it.
+    transforms : int
+        How many transforms of torch.func the tensor is in.
+    differentiable : int
+        1 or 0: whether the operation has a gradient.
+    elements : int
+        The number of elements of a channel, for batch norm.
+    """
+
+    differentiates: int
+    requires_grad: int
+    has_tangent: int
+    transforms: int
+    differentiable: int = 1
+    elements: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor | None,
+        differentiates: int = -1,
+        *,
+        differentiable: bool = True,
+        elements: int = 0,
+    ) -> CallState:
+        """Return the state of a call with this tensor."""
+        if x is None:
+            return cls(differentiates, False, False, 0, differentiable, elements)
+        transforms = _transforms_of(x)
+        return cls(
+            differentiates,
+            x.requires_grad and torch.is_grad_enabled(),
+            not transforms and _has_tangent(x),
+            transforms,
+            differentiable,
+            elements,
+        )
+
+    @property
+    def recorded(self) -> bool:
+        """Whether torch records what becomes of the tensor, in any of its modes."""
+        return bool(self.requires_grad or self.has_tangent or self.transforms)
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _transforms_of(x: torch.Tensor) -> int:
+    # Torch 2.4 has no public name for these.
+    depth = 0
+    while is_functorch_wrapped_tensor(x):
+        depth, x = depth + 1, get_unwrapped(x)
+    return depth
+
+
+def agree(comm: ac.Communicator, operation: str, own: CallState) -> list[CallState]:
+    """Return the states of all ranks; raise the same error on every rank if they do not fit."""
+    rows = comm.allgather(np.array(own, np.int64))
+    states = [CallState(*row) for row in rows.tolist()]
+    _check_same_call(operation, states)
+    _check_differentiable(operation, states)
+    _check_same_transforms(operation, states)
+    return states
+
+
+def raise_on_all(comm: ac.Communicator, error: Exception) -> NoReturn:
+    """Raise an argument error of this rank; the others raise `PeerError` in their call."""
+    with ac.raise_together(comm):
+        raise error
+    raise error
+
+
+def _check_same_call(operation: str, states: list[CallState]) -> None:
+    calls = {state.differentiates for state in states}
+    if len(calls) > 1:
+        shown = ", ".join(
+            f"{_backward_of(state)} on rank {rank}" for rank, state in enumerate(states)
+        )
+        raise ac.MismatchError(
+            f"{operation}: ranks must differentiate the same calls, in the same order; got {shown}. "
+            "The loss of every rank must depend on the result of every call (add 0 * y.sum() to the "
+            "loss of a rank that does not use the result y)"
+        )
+
+
+def _backward_of(state: CallState) -> str:
+    if state.differentiates < 0:
+        return "a forward call"
+    return f"the backward pass of differentiable call {state.differentiates}"
+
+
+def _check_differentiable(operation: str, states: list[CallState]) -> None:
+    recorded = _ranks(states, lambda state: state.recorded)
+    if recorded and not all(state.differentiable for state in states):
+        raise TypeError(
+            f'{operation}: op must be "sum" or "mean" if x is differentiated or transformed, since '
+            f"no other op has a gradient here; x is on ranks {recorded}. Pass x.detach()"
+        )
+
+
+def _check_same_transforms(operation: str, states: list[CallState]) -> None:
+    transforms = [state.transforms for state in states]
+    if any(transforms) and len({(state.transforms, state.requires_grad) for state in states}) > 1:
+        raise ac.MismatchError(
+            f"{operation}: x must be in the same transforms of torch.func on every rank; it is in "
+            f"{transforms} of them on the ranks, and requires gradients on ranks "
+            f"{_ranks(states, lambda state: state.requires_grad > 0)}. Compute x from the transformed "
+            "arguments on every rank"
+        )
+    dual = _ranks(states, lambda state: state.has_tangent > 0)
+    if dual and len(dual) < len(states):
+        raise ac.MismatchError(
+            f"{operation}: in forward mode, x must have a tangent on every rank or on none; it has "
+            f"one on ranks {dual} of {len(states)}. Pass torch.autograd.forward_ad.make_dual(x, "
+            "torch.zeros_like(x)) on the others"
+        )
+
+
+def _ranks(states: list[CallState], holds: Callable[[CallState], bool]) -> list[int]:
+    return [rank for rank, state in enumerate(states) if holds(state)]

@@ -1,0 +1,401 @@
+"""SciPy: rank 0 runs the optimizer, and every rank evaluates the functions on its share of the data.
+
+No rank can take another path than the others, since only one of them decides.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+from scipy import optimize, sparse
+
+import arraycomm as ac
+
+__all__ = ["least_squares", "minimize"]
+
+
+class _Kind(enum.IntEnum):
+    """What rank 0 asks the ranks for."""
+
+    END = enum.auto()
+    FAILED = enum.auto()
+    CALLBACK = enum.auto()
+    FUN = enum.auto()
+    JAC = enum.auto()
+    HESS = enum.auto()
+    HESSP = enum.auto()
+
+
+_NAMES: Final = {kind: kind.name.lower() for kind in _Kind}
+
+
+def minimize(
+    fun: Callable[..., Any],
+    x0: Any,
+    args: tuple[Any, ...] = (),
+    method: Any = None,
+    jac: Any = None,
+    hess: Any = None,
+    hessp: Any = None,
+    bounds: Any = None,
+    constraints: Any = (),
+    tol: float | None = None,
+    callback: Callable[..., Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    comm: ac.Communicator | None = None,
+) -> optimize.OptimizeResult:
+    """Minimize the sum over all ranks of a function, as `scipy.optimize.minimize` does; collective.
+
+    Parameters
+    ----------
+    fun : callable, fun(x, *args) -> float
+        This rank's part of the sum, usually over its share of the data.
+    x0 : array, shape (n,)
+        Where to start. Rank 0's counts.
+    args : tuple
+        Passed to this rank's `fun`, `jac`, `hess` and `hessp`.
+    method : str or callable, optional
+        As for SciPy.
+    jac : callable, bool, or str, optional
+        This rank's part of the gradient, jac(x, *args) -> (n,); True if `fun` returns a pair of
+        value and gradient. Otherwise SciPy takes differences of the sum.
+    hess, hessp : callable, optional
+        This rank's part of the Hessian, hess(x, *args) -> (n, n), or of its product with a vector,
+        hessp(x, p, *args) -> (n,). For `hess` also what SciPy takes instead of a callable.
+    bounds, constraints, tol, options
+        As for SciPy. They are rank 0's alone: constraints are functions of x, not sums over ranks,
+        and may not communicate.
+    callback : callable, optional
+        As for SciPy, which decides by its signature whether it gets `intermediate_result` or x. It
+        is called on every rank that passes one, with the same values, and may communicate if all
+        ranks pass one. StopIteration from any of them ends the optimization.
+    comm : Communicator, optional
+        `world()` by default.
+
+    Returns
+    -------
+    scipy.optimize.OptimizeResult
+        Rank 0's, on every rank.
+
+    Raises
+    ------
+    Exception
+        What a function of this rank, or on rank 0 SciPy, has raised.
+    PeerError
+        Another rank's function, or SciPy on rank 0, has raised. The communicator can still be used.
+    TypeError
+        A function that rank 0 asks for is missing on this rank.
+
+    Notes
+    -----
+    Sums are taken in rank order. An evaluation costs a broadcast of x, one small exchange, and a
+    reduction of the result to rank 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from arraycomm.adapters.scipy import minimize
+    >>> from arraycomm.testing import run
+    >>> def fit(comm):
+    ...     target = np.arange(3.0)[comm.rank :: comm.size]  # this rank's share of the data
+    ...     return minimize(lambda x: ((x - target) ** 2).sum(), np.zeros(1), comm=comm).x.round(4)
+    >>> run(2, fit)
+    [array([1.]), array([1.])]
+    """
+    comm = comm or ac.world()
+    functions = {_Kind.FUN: fun, _Kind.JAC: jac, _Kind.HESS: hess, _Kind.HESSP: hessp}
+    bound = {kind: _bind(f, args, {}) for kind, f in functions.items() if callable(f)}
+    team = _Team(comm, bound, _packed if jac is True else np.asarray, callback, method)
+
+    def run() -> optimize.OptimizeResult:
+        objective = team.asks(_Kind.FUN)
+        return optimize.minimize(
+            (lambda x: _unpacked(objective(x))) if jac is True else (lambda x: objective(x)[()]),
+            x0,
+            method=method,
+            jac=team.asks(_Kind.JAC) if callable(jac) else jac,
+            hess=team.asks(_Kind.HESS) if callable(hess) else hess,
+            hessp=team.asks(_Kind.HESSP) if callable(hessp) else hessp,
+            bounds=bounds,
+            constraints=constraints,
+            tol=tol,
+            callback=team.callback,
+            options=dict(options) if options is not None else None,
+        )
+
+    return team.run(run)
+
+
+def least_squares(
+    fun: Callable[..., Any],
+    x0: Any,
+    jac: Any = "2-point",
+    bounds: Any = (-np.inf, np.inf),
+    method: str = "trf",
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    jac_sparsity: Any = None,
+    callback: Callable[..., Any] | None = None,
+    comm: ac.Communicator | None = None,
+    **options: Any,
+) -> optimize.OptimizeResult:
+    """Solve a nonlinear least-squares problem whose residuals are spread over the ranks; collective.
+
+    As `scipy.optimize.least_squares` does on the residuals of all ranks, one rank's behind the
+    other's.
+
+    Parameters
+    ----------
+    fun : callable, fun(x, *args, **kwargs) -> (m,)
+        This rank's residuals; m may differ between ranks, and be 0.
+    x0 : array, shape (n,)
+        Where to start. Rank 0's counts.
+    jac : callable or str
+        This rank's rows of the Jacobian, jac(x, *args, **kwargs) -> (m, n), an array or a SciPy
+        sparse array; or how SciPy takes differences of the residuals.
+    bounds, method, **options
+        As for SciPy; rank 0's count.
+    args, kwargs
+        Passed to this rank's `fun` and `jac`.
+    jac_sparsity : array or sparse array, shape (m, n), optional
+        The pattern of this rank's rows; all ranks pass one, or none.
+    callback, comm
+        As for `minimize`. Callbacks need SciPy 1.16.
+
+    Returns
+    -------
+    scipy.optimize.OptimizeResult
+        Rank 0's, on every rank, with the residuals and the Jacobian of all ranks.
+
+    Raises
+    ------
+    Exception, PeerError, TypeError
+        As `minimize`.
+
+    Notes
+    -----
+    An evaluation costs a broadcast of x, one small exchange, and a gather to rank 0.
+    """
+    comm = comm or ac.world()
+    functions = {_Kind.FUN: fun, _Kind.JAC: jac}
+    bound = {kind: _bind(f, args, kwargs or {}) for kind, f in functions.items() if callable(f)}
+    team = _Rows(comm, bound, np.atleast_1d, callback, method)
+
+    def run() -> optimize.OptimizeResult:
+        pattern = None if jac_sparsity is None else _stacked(patterns or [])
+        extra = {"callback": team.callback} if team.callback is not None else {}
+        return optimize.least_squares(
+            team.asks(_Kind.FUN),
+            x0,
+            jac=team.asks(_Kind.JAC) if callable(jac) else jac,
+            bounds=bounds,
+            method=method,
+            jac_sparsity=pattern,
+            **extra,
+            **options,
+        )
+
+    patterns = comm.gather_object(jac_sparsity)
+    return team.run(run)
+
+
+class _Team:
+    """The ranks of one optimization: rank 0 asks, and all evaluate.
+
+    Parameters
+    ----------
+    functions : dict
+        This rank's function of each kind.
+    shape : callable
+        Makes an array of what `fun` returns.
+    """
+
+    def __init__(
+        self,
+        comm: ac.Communicator,
+        functions: dict[_Kind, Callable[..., Any]],
+        shape: Callable[[Any], Any],
+        callback: Callable[..., Any] | None,
+        method: Any,
+    ) -> None:
+        self._comm, self._functions, self._shape = comm, functions, shape
+        self._own_callback, self._method = callback, method
+        # SciPy may evaluate in several threads.
+        self._asking = threading.Lock()
+        # The error of which all ranks know.
+        self._known: BaseException | None = None
+        with ac.raise_together(comm):
+            if _Kind.FUN not in functions or not (callback is None or callable(callback)):
+                raise TypeError("minimize and least_squares need a callable fun, and callback")
+        anywhere = comm.allreduce(callback is not None, "or")
+        self.callback = self._call_back if anywhere else None
+
+    def run(self, solve: Callable[[], optimize.OptimizeResult]) -> optimize.OptimizeResult:
+        """Run `solve` on rank 0, and serve it on the others; return its result on every rank."""
+        if self._comm.rank > 0:
+            self._serve()
+        else:
+            with self._telling_others():
+                result = solve()
+            self._tell(_Kind.END)
+        return self._comm.bcast_object(result if self._comm.rank == 0 else None)
+
+    def asks(self, kind: _Kind) -> Callable[..., Any]:
+        """Return the function, for rank 0, that evaluates on all ranks."""
+
+        def ask(*vectors: Any) -> Any:
+            with self._asking, self._known_to_all():
+                self._tell(kind, *vectors)
+                return self._evaluate(kind, list(map(np.asarray, vectors)))
+
+        return ask
+
+    def _serve(self) -> None:
+        """Evaluate what rank 0 asks for, until it ends."""
+        while True:
+            told = self._comm.bcast(None)
+            kind, count = _Kind(int(told[0].real)), int(told[1].real)
+            if kind is _Kind.END:
+                return
+            if kind is _Kind.FAILED:
+                # Rank 0 raises in the block.
+                with ac.raise_together(self._comm):
+                    pass
+            if kind is _Kind.CALLBACK:
+                self._take_callback(self._comm.bcast_object(None))
+            else:
+                self._evaluate(kind, np.split(told[2:], count))
+
+    def _tell(self, kind: _Kind, *vectors: Any) -> None:
+        self._comm.bcast(np.concatenate([[kind, len(vectors)], *vectors]))
+
+    def _evaluate(self, kind: _Kind, vectors: Sequence[Any]) -> Any:
+        with ac.raise_together(self._comm):
+            if kind not in self._functions:
+                raise TypeError(f"rank 0 has a callable {_NAMES[kind]}; this rank has none")
+            local = self._local(kind, self._functions[kind](*vectors))
+        return self._joined(kind, local)
+
+    def _local(self, kind: _Kind, value: Any) -> Any:
+        array = self._shape(value) if kind is _Kind.FUN else np.asarray(value)
+        if kind is _Kind.FUN and array.size == 1:
+            array = array.reshape(())
+        return array.astype(np.result_type(array.dtype, np.float64))
+
+    def _joined(self, kind: _Kind, local: Any) -> Any:
+        return self._comm.reduce(local)
+
+    # Callbacks
+
+    def _call_back(self, intermediate_result: Any) -> None:
+        """Call back on all ranks; SciPy passes a result to a parameter of this name, or else x."""
+        result = intermediate_result
+        if not isinstance(result, optimize.OptimizeResult):
+            result = optimize.OptimizeResult(x=np.array(result))
+        with self._asking, self._known_to_all():
+            self._tell(_Kind.CALLBACK)
+            stops = self._take_callback(self._comm.bcast_object(result))
+        if stops:
+            raise StopIteration
+
+    def _take_callback(self, result: optimize.OptimizeResult) -> bool:
+        """Call this rank's callback, and tell whether any rank's wants to stop."""
+        stops = False
+        with ac.raise_together(self._comm):
+            try:
+                if self._own_callback is not None:
+                    stops = self._called_back(self._own_callback, result)
+            except StopIteration:
+                stops = True
+        return bool(self._comm.allreduce(stops, "or"))
+
+    def _called_back(self, callback: Callable[..., Any], result: optimize.OptimizeResult) -> bool:
+        takes_result = set(inspect.signature(callback).parameters) == {"intermediate_result"}
+        if takes_result and "fun" in result:
+            callback(intermediate_result=result)
+            return False
+        if self._method == "trust-constr":
+            return bool(callback(result.x, result))
+        callback(result.x)
+        return False
+
+    # Errors
+
+    @contextmanager
+    def _known_to_all(self) -> Iterator[None]:
+        """Remember an error in the block: all ranks hear of it there."""
+        try:
+            yield
+        except Exception as error:
+            self._known = error
+            raise
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Make the other ranks raise as well if this one does."""
+        try:
+            yield
+        except Exception as error:
+            if error is self._known:
+                raise
+            self._tell(_Kind.FAILED)
+            with ac.raise_together(self._comm):
+                raise
+
+
+class _Rows(_Team):
+    """A team whose results are rows, one rank's behind the other's."""
+
+    def _local(self, kind: _Kind, value: Any) -> Any:
+        wanted = 1 if kind is _Kind.FUN else 2
+        if kind is _Kind.JAC and sparse.issparse(value):
+            return sparse.csr_array(value)
+        if isinstance(value, sparse.linalg.LinearOperator):
+            raise TypeError("jac must return an array or a sparse array; got a LinearOperator")
+        array = (
+            np.atleast_1d(np.asarray(value)) if wanted == 1 else np.atleast_2d(np.asarray(value))
+        )
+        if array.ndim != wanted:
+            raise ValueError(
+                f"{_NAMES[kind]} must return an array of {wanted} dimensions; got {array.shape}"
+            )
+        return array.astype(np.result_type(array.dtype, np.float64))
+
+    def _joined(self, kind: _Kind, local: Any) -> Any:
+        if self._comm.allreduce(sparse.issparse(local), "or"):
+            parts = self._comm.gather_object(local)
+            return None if parts is None else _stacked(parts)
+        return self._comm.gatherv(local)
+
+
+def _bind(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    return lambda *vectors: function(*vectors, *args, **kwargs)
+
+
+def _packed(pair: Any) -> Any:
+    """Return value and gradient as one vector, so that they travel together."""
+    value, gradient = pair
+    return np.concatenate([np.reshape(value, 1), np.ravel(gradient)])
+
+
+def _unpacked(packed: Any) -> tuple[Any, Any]:
+    return packed[0], packed[1:]
+
+
+def _stacked(parts: Sequence[Any]) -> Any:
+    missing = [rank for rank, part in enumerate(parts) if part is None]
+    if missing:
+        raise TypeError(
+            f"jac_sparsity must be passed on all ranks or on none; rank {missing[0]} has none"
+        )
+    return sparse.csr_array(sparse.vstack([sparse.csr_array(part) for part in parts]))

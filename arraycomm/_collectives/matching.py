@@ -1,0 +1,133 @@
+"""Which message a receive takes if it may be from any rank, or have any tag.
+
+A receive that names both is the transport's. While one that does not is waiting, all receives begun
+after it wait behind it, so that each message goes to the first receive that takes it.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+from arraycomm._dtypes import DType
+from arraycomm._transports.base import Bytes, Handle, Transport
+
+
+class Wildcard(enum.Enum):
+    """What stands for any rank, or for any tag, in a receive."""
+
+    # No integers: `rank - 1` of rank 0 must not mean any rank.
+    ANY_SOURCE = enum.auto()
+    ANY_TAG = enum.auto()
+
+    def __repr__(self) -> str:
+        return f"arraycomm.{self.name}"
+
+
+ANY_SOURCE: Final = Wildcard.ANY_SOURCE
+ANY_TAG: Final = Wildcard.ANY_TAG
+
+
+@dataclass(slots=True)
+class Status:
+    """What a receive says of the message that it got: pass one as `status`.
+
+    Attributes
+    ----------
+    source, tag : int
+        The rank that sent it, and its tag; None until the message has arrived.
+    dtype, shape : numpy.dtype, tuple of int
+        The array's, as it was sent; None if the sender raised instead.
+    nbytes : int
+        Bytes of its elements.
+    """
+
+    source: int | None = None
+    tag: int | None = None
+    dtype: DType | None = None
+    shape: tuple[int, ...] | None = None
+    nbytes: int = 0
+
+
+class Receive:
+    """A receive under way; `source` and `tag` are its message's once it is finished.
+
+    Before, they are what it takes: None and a range of several tags stand for any.
+    """
+
+    def __init__(self, matcher: Matcher, buffer: Bytes, source: int | None, tags: range) -> None:
+        self._matcher, self._buffer = matcher, buffer
+        self.source, self.tags = source, tags
+        self._handle: Handle | None = None
+
+    @property
+    def tag(self) -> int:
+        """The tag of the message."""
+        return self.tags[0]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it names both rank and tag."""
+        return self.source is not None and len(self.tags) == 1
+
+    def takes(self, source: int, tag: int) -> bool:
+        """Tell whether a message is one that this receive may get."""
+        return self.source in (None, source) and tag in self.tags
+
+    def begin(self, transport: Transport, source: int, tag: int) -> None:
+        """Receive the next message of this rank and tag."""
+        self.source, self.tags = source, range(tag, tag + 1)
+        self._handle = transport.recv(self._buffer, source, tag)
+
+    def done(self) -> bool:
+        if self._handle is None:
+            self._matcher.match()
+        return self._handle is not None and self._handle.done()
+
+
+class Matcher:
+    """The receives of one group that wait for a message to be theirs, in the order of their calls."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._waiting: list[Receive] = []
+        self._lock = threading.Lock()
+
+    def recv(self, buffer: Bytes, source: int | None, tags: range) -> Receive:
+        """Receive a message from `source`, or from any rank, with one of the tags."""
+        receive = Receive(self, buffer, source, tags)
+        with self._lock:
+            if receive.exact and source is not None and not self._waiting:
+                receive.begin(self._transport, source, receive.tag)
+            else:
+                self._waiting.append(receive)
+        return receive
+
+    def drop(self, receive: Receive) -> None:
+        """Let a receive that was given up take no message any more."""
+        with self._lock:
+            if receive in self._waiting:
+                self._waiting.remove(receive)
+
+    def match(self) -> None:
+        """Give each message that has come to the first receive that takes it."""
+        with self._lock:
+            for receive in list(self._waiting):
+                while receive in self._waiting and self._match_one(receive):
+                    pass
+            while self._waiting and self._waiting[0].exact:
+                first = self._waiting.pop(0)
+                assert first.source is not None
+                first.begin(self._transport, first.source, first.tag)
+
+    def _match_one(self, receive: Receive) -> bool:
+        """Look for a message for this receive; an earlier one may take what is found."""
+        found = self._transport.probe(receive.source, receive.tags)
+        if found is None:
+            return False
+        first = next(each for each in self._waiting if each.takes(*found))
+        self._waiting.remove(first)
+        first.begin(self._transport, *found)
+        return True

@@ -1,0 +1,241 @@
+"""SciPy's optimizers over sums and rows of all ranks, against one process on all data."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import Communicator
+
+scipy_optimize = pytest.importorskip("scipy.optimize")
+datasets = pytest.importorskip("sklearn.datasets")
+
+from scipy import sparse  # noqa: E402
+
+from arraycomm.adapters.scipy import least_squares, minimize  # noqa: E402
+
+# Of the penalty of the logistic regression, so that its minimum is unique.
+LAMBDA = 1.0
+GRADIENT = ["L-BFGS-B", "BFGS", "CG", "SLSQP"]
+HESSIAN = ["Newton-CG", "trust-constr"]
+
+
+def _digits() -> tuple[Any, Any]:
+    x, y = datasets.load_digits(return_X_y=True)
+    return np.c_[x / 16, np.ones(len(x))][:, ::8], np.where(y < 5, -1.0, 1.0)
+
+
+class Logistic(NamedTuple):
+    """The part of a penalized logistic regression that one of `size` ranks has."""
+
+    x: Any
+    y: Any
+    share: float
+
+    @classmethod
+    def of(cls, rank: int, size: int) -> Logistic:
+        x, y = _digits()
+        return cls(x[rank::size], y[rank::size], LAMBDA / size)
+
+    def value(self, w: Any) -> Any:
+        return np.logaddexp(0, -self.y * (self.x @ w)).sum() + self.share / 2 * (w @ w)
+
+    def gradient(self, w: Any) -> Any:
+        s = 1 / (1 + np.exp(self.y * (self.x @ w)))
+        return -self.x.T @ (self.y * s) + self.share * w
+
+    def hessian(self, w: Any) -> Any:
+        s = 1 / (1 + np.exp(self.y * (self.x @ w)))
+        return (self.x.T * (s * (1 - s))) @ self.x + self.share * np.eye(len(w))
+
+
+def _check_minimum(w: Any) -> None:
+    """Compare with one process: a point is as far from the minimum as its gradient over LAMBDA."""
+    whole = Logistic.of(0, 1)
+    alone = scipy_optimize.minimize(
+        whole.value, np.zeros(len(w)), jac=whole.gradient, hess=whole.hessian, method="trust-exact"
+    ).x
+    bound = (np.linalg.norm(whole.gradient(w)) + np.linalg.norm(whole.gradient(alone))) / LAMBDA
+    assert np.linalg.norm(w - alone) <= bound
+    assert bound < 0.1
+
+
+@pytest.mark.parametrize("method", GRADIENT + HESSIAN)
+def test_every_method_finds_the_minimum_of_all_data(on_ranks, size: int, method: str) -> None:
+    def fit(comm: Communicator) -> Any:
+        part, dims = Logistic.of(comm.rank, comm.size), 9
+        second: dict[str, Any] = {}
+        if method == "Newton-CG":
+            second = {"hessp": lambda w, p: part.hessian(w) @ p}
+        elif method in HESSIAN:
+            second = {"hess": part.hessian}
+        if method == "BFGS":
+            both = lambda w: (part.value(w), part.gradient(w))  # noqa: E731
+            return minimize(both, np.zeros(dims), jac=True, method=method, comm=comm)
+        return minimize(
+            part.value, np.zeros(dims), jac=part.gradient, method=method, comm=comm, **second
+        )
+
+    results = on_ranks(size, fit)
+    _check_minimum(results[0].x)
+    assert all(np.array_equal(result.x, results[0].x) for result in results)
+    assert all(result.fun == results[0].fun for result in results)
+
+
+def test_methods_without_derivatives_bounds_constraints_and_args(on_ranks, several: int) -> None:
+    """Rosenbrock's function, whose terms are spread over the ranks."""
+
+    def fit(comm: Communicator) -> list[Any]:
+        def terms(x: Any, scale: float) -> float:
+            parts = [scale * 100 * (x[1] - x[0] ** 2) ** 2, scale * (1 - x[0]) ** 2]
+            return sum(parts[comm.rank :: comm.size])
+
+        start, found = np.array([-1.0, 2.0]), []
+        tight = {"xatol": 1e-10, "fatol": 1e-12}
+        for options in (
+            {"method": "Nelder-Mead", "options": tight},
+            {"method": "L-BFGS-B", "jac": "3-point", "bounds": [(None, 0.5), (None, None)]},
+            {
+                "method": "SLSQP",
+                "tol": 1e-12,
+                "constraints": {"type": "eq", "fun": lambda x: x[0] + x[1] - 1},
+            },
+        ):
+            result = minimize(terms, start, (2.0,), comm=comm, **options)
+            found.append((result.x, result.fun))
+        return found
+
+    for free, bounded, constrained in on_ranks(several, fit):
+        # At a distance d from the minimum the function is at least 0.2 d², its least curvature / 2.
+        assert np.linalg.norm(free[0] - 1) <= np.sqrt(free[1] / 0.2) < 1e-3
+        assert np.allclose(bounded[0], [0.5, 0.25], atol=1e-4)
+        assert abs(constrained[0].sum() - 1) < 1e-9
+
+
+@pytest.mark.parametrize("jac", ["rows", "sparse rows", "2-point", "cs"])
+def test_least_squares_has_the_residuals_of_all_ranks(on_ranks, size: int, jac: str) -> None:
+    x, y = datasets.load_diabetes(return_X_y=True)
+    y = (y - y.mean()) / y.std()
+
+    def fit(comm: Communicator) -> Any:
+        # The last of several ranks has no data.
+        sharing = max(comm.size - 1, 1)
+        rows = slice(comm.rank, None, sharing) if comm.rank < sharing else slice(0, 0)
+        part, target = x[rows], y[rows]
+        derivative = {
+            "rows": lambda w: part,
+            "sparse rows": lambda w: sparse.csr_array(part),
+        }.get(jac, jac)
+        return least_squares(lambda w: part @ w - target, np.zeros(10), derivative, comm=comm)
+
+    exact = np.linalg.lstsq(x, y, rcond=None)[0]
+    for result in on_ranks(size, fit):
+        assert len(result.fun) == len(y)
+        # The distance is bounded by the gradient over the least eigenvalue of XᵀX.
+        bound = np.linalg.norm(x.T @ (x @ result.x - y)) / np.linalg.eigvalsh(x.T @ x)[0]
+        assert np.linalg.norm(result.x - exact) <= bound + 1e-10
+        assert bound < 1e-2
+
+
+def test_callbacks_are_called_on_all_ranks_and_may_communicate(on_ranks, several: int) -> None:
+    def fit(comm: Communicator) -> tuple[Any, ...]:
+        part, seen = Logistic.of(comm.rank, comm.size), []
+
+        def by_result(intermediate_result: Any) -> None:
+            seen.append(comm.allreduce(intermediate_result.fun, "max"))
+            if comm.rank == comm.size - 1 and len(seen) == 3:
+                raise StopIteration
+
+        def by_point(x: Any) -> None:
+            seen.append(x)
+
+        def run(callback: Any) -> Any:
+            return minimize(
+                part.value, np.zeros(9), jac=part.gradient, callback=callback, comm=comm
+            )
+
+        stopped = run(by_result)
+        values, seen = seen, []
+        run(by_point if comm.rank == 1 else None)
+        return stopped.nit, values, len(seen)
+
+    results = on_ranks(several, fit)
+    assert {nit for nit, *_ in results} == {3}
+    assert all(values == results[0][1] and len(values) == 3 for _, values, _ in results)
+    assert results[0][1] == sorted(results[0][1], reverse=True)
+    assert [calls > 3 for *_, calls in results] == [rank == 1 for rank in range(several)]
+
+
+def _raising_fun(comm: Communicator) -> Any:
+    def fun(x: Any) -> Any:
+        if comm.rank == 1 and x[0] != 0:
+            raise ZeroDivisionError("no such point")
+        return (x**2).sum() - x.sum()
+
+    return minimize(fun, np.zeros(2), comm=comm)
+
+
+def _raising_callback(comm: Communicator) -> Any:
+    def callback(x: Any) -> None:
+        if comm.rank == 1:
+            raise ZeroDivisionError("no such point")
+
+    return minimize(lambda x: ((x - 1) ** 2).sum(), np.zeros(2), callback=callback, comm=comm)
+
+
+@pytest.mark.parametrize("fit", [_raising_fun, _raising_callback])
+def test_error_of_one_rank_is_raised_on_all(on_ranks, several: int, fit: Any) -> None:
+    def check(comm: Communicator) -> None:
+        if comm.rank == 1:
+            with pytest.raises(ZeroDivisionError, match="no such point"):
+                fit(comm)
+        else:
+            with pytest.raises(ac.PeerError, match="no such point") as caught:
+                fit(comm)
+            assert caught.value.rank == 1
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ({"method": "steepest"}, ValueError, "Unknown solver steepest"),
+        ({"constraints": {"type": "eq", "fun": lambda x: 1 / 0}}, ZeroDivisionError, "division"),
+    ],
+)
+def test_error_of_scipy_on_rank_0_is_raised_on_all(
+    on_ranks, several: int, arguments: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    def check(comm: Communicator) -> None:
+        wanted = kind if comm.rank == 0 else ac.PeerError
+        with pytest.raises(wanted, match=said):
+            minimize(lambda x: (x**2).sum(), np.ones(2), comm=comm, **arguments)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_functions_that_ranks_lack_are_named(on_ranks, several: int) -> None:
+    def value(x: Any) -> Any:
+        return (x**2).sum()
+
+    def check(comm: Communicator) -> None:
+        last = comm.rank == comm.size - 1
+        pattern = None if comm.rank == 1 else np.ones((2, 2))
+        with pytest.raises(
+            TypeError if last else ac.PeerError,
+            match="rank 0 has a callable jac; this rank has none",
+        ):
+            minimize(value, np.ones(2), jac=None if last else lambda x: 2 * x, comm=comm)
+        with pytest.raises(TypeError if last else ac.PeerError, match="need a callable fun"):
+            minimize(None if last else value, np.ones(2), comm=comm)
+        with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError, match="rank 1 has none"):
+            least_squares(lambda x: x, np.ones(2), jac_sparsity=pattern, comm=comm)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)

@@ -1,0 +1,296 @@
+"""Batch norm over all ranks, against torch's own in one process with the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+
+torch = pytest.importorskip("torch")
+adapter = pytest.importorskip("arraycomm.adapters.torch")
+
+Tensor = Any
+CHANNELS = 3
+KINDS = {0: torch.nn.BatchNorm1d, 1: torch.nn.BatchNorm1d, 2: torch.nn.BatchNorm2d}
+KINDS[3] = torch.nn.BatchNorm3d
+# How far sums of some hundred numbers in another order are apart, in units of the last place.
+ULPS = 256
+
+
+def draw(seed: int, *spatial: int, batch: int = 7) -> Tensor:
+    """Return a batch whose channels have other means and variances."""
+    generator = np.random.default_rng(seed)
+    x = torch.from_numpy(generator.normal(size=(batch, CHANNELS, *spatial)))
+    shape = (1, -1, *(1,) * len(spatial))
+    return (1 + torch.arange(CHANNELS).view(shape)) * x + torch.arange(CHANNELS).view(shape)
+
+
+def part_of(whole: Tensor, rank: int, size: int) -> Tensor:
+    """Return a rank's part of a batch: of several ranks the first has none, the last one sample."""
+    bounds = [0, 7] if size == 1 else [*[0, 0, 6, 7][:size], 7]
+    return whole[bounds[rank] : bounds[rank + 1]]
+
+
+def initialized(module: Any) -> Any:
+    if module.affine:
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(CHANNELS) - 1.5)
+            module.bias.copy_(torch.arange(CHANNELS) + 0.5)
+    return module
+
+
+def tolerance(dtype: Any) -> dict[str, float]:
+    return {"rtol": 0, "atol": ULPS * torch.finfo(dtype).eps}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"affine": False, "momentum": None},
+    {"momentum": 0.3, "eps": 0.5},
+    {"track_running_stats": False},
+]
+
+
+@pytest.mark.parametrize("spatial", [(), (4,), (2, 3), (2, 2, 2)])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_training_is_that_of_one_process_with_the_whole_batch(
+    on_ranks, few: int, spatial: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    def check(comm: ac.Communicator) -> None:
+        one = initialized(KINDS[len(spatial)](CHANNELS, **options).double())
+        ours = adapter.convert_sync_batchnorm(copy.deepcopy(one), comm=comm)
+        for step in range(2):
+            x = draw(step, *spatial).requires_grad_()
+            upstream = draw(10 + step, *spatial)
+            (one(x) * upstream).sum().backward()
+            own = part_of(x.detach(), comm.rank, few).clone().requires_grad_()
+            y = ours(own)
+            (y * part_of(upstream, comm.rank, few)).sum().backward()
+            close = tolerance(x.dtype)
+            with torch.no_grad():
+                expected = torch.nn.functional.batch_norm(
+                    x, None, None, one.weight, one.bias, True, 0.0, one.eps
+                )
+            torch.testing.assert_close(y, part_of(expected, comm.rank, few), **close)
+            torch.testing.assert_close(own.grad, part_of(x.grad, comm.rank, few), **close)
+        for mine, theirs in zip(ours.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(comm.allreduce(mine.grad), theirs.grad, **close)
+        torch.testing.assert_close(ours.state_dict(), one.state_dict(), **close)
+        if options.get("track_running_stats", True):
+            torch.testing.assert_close(ours.eval()(x), one.eval()(x), **close)
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("whole_module", [True, False])
+def test_statistics_of_narrow_floats_are_of_32_bits(
+    on_ranks, few: int, dtype: str, whole_module: bool
+) -> None:
+    """In channels-last, which the result keeps."""
+    narrow = getattr(torch, dtype)
+
+    def check(comm: ac.Communicator) -> None:
+        # Numbers that all have in every dtype, and a mean of which 16 bits keep next to nothing.
+        whole = (draw(1, 2, 3).round() + 64).to(narrow)
+        ours = adapter.SyncBatchNorm(CHANNELS, comm=comm).to(narrow if whole_module else None)
+        own = part_of(whole, comm.rank, few).to(memory_format=torch.channels_last)
+        own = own.clone().requires_grad_()
+        y = ours(own)
+        assert y.dtype == narrow
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        y.backward(torch.ones_like(y) * y.detach())
+        assert own.grad.dtype == narrow
+        expected = torch.nn.BatchNorm2d(CHANNELS)(whole.float())
+        # A rounding of y, of up to 4, beside the error in 32 bits.
+        atol = 2 * torch.finfo(narrow).eps + 64 * ULPS * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(y.float(), part_of(expected, comm.rank, few), rtol=0, atol=atol)
+        assert ours.running_mean.dtype == (narrow if whole_module else torch.float32)
+
+    on_ranks(few, check)
+
+
+def test_gradient_of_the_gradient_is_that_of_one_process(on_ranks, few: int) -> None:
+    def penalty(module: Any, x: Tensor, upstream: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad((module(x) * upstream).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    def check(comm: ac.Communicator) -> None:
+        x, upstream = draw(1).requires_grad_(), draw(2)
+        one = torch.nn.BatchNorm1d(CHANNELS).double()
+        penalty(one, x, upstream).backward()
+        own = part_of(x.detach(), comm.rank, few).clone().requires_grad_()
+        ours = adapter.SyncBatchNorm(CHANNELS, dtype=torch.float64, comm=comm)
+        penalty(ours, own, part_of(upstream, comm.rank, few)).backward()
+        close = tolerance(x.dtype)
+        torch.testing.assert_close(own.grad, part_of(x.grad, comm.rank, few), **close)
+        torch.testing.assert_close(comm.allreduce(ours.weight.grad), one.weight.grad, **close)
+
+    on_ranks(few, check)
+
+
+def test_input_requires_gradients_on_one_rank_only(on_ranks, several: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        x, upstream = draw(1).requires_grad_(), draw(2)
+        (torch.nn.BatchNorm1d(CHANNELS).double()(x) * upstream).sum().backward()
+        own = part_of(x.detach(), comm.rank, several).clone().requires_grad_(comm.rank == 1)
+        ours = adapter.SyncBatchNorm(CHANNELS, affine=False, dtype=torch.float64, comm=comm)
+        (ours(own) * part_of(upstream, comm.rank, several)).sum().backward()
+        if comm.rank == 1:
+            expected = part_of(x.grad, 1, several)
+            torch.testing.assert_close(own.grad, expected, **tolerance(x.dtype))
+
+    on_ranks(several, check)
+
+
+def test_each_pass_is_one_message_and_one_small_step(on_ranks, several: int) -> None:
+    def calls(comm: ac.Communicator) -> dict[str, int]:
+        return {name: row["calls"] for name, row in comm.stats().items()}
+
+    def check(comm: ac.Communicator) -> None:
+        y = adapter.SyncBatchNorm(CHANNELS, comm=comm)(draw(comm.rank).float().requires_grad_())
+        assert calls(comm) == {"allgather": 2}
+        y.sum().backward()
+        assert calls(comm) == {"allgather": 3, "reduce_scatter": 1}
+
+    on_ranks(several, check)
+
+
+def test_evaluation_does_not_communicate(on_ranks, several: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        module = adapter.SyncBatchNorm(CHANNELS, comm=comm).eval()
+        if comm.rank == 0:
+            module(draw(0).float())
+        assert comm.allreduce(1) == several
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("elements", [0, 1])
+def test_fewer_than_two_elements_on_all_ranks_are_refused(
+    on_ranks, few: int, elements: int
+) -> None:
+    def check(comm: ac.Communicator) -> None:
+        module = adapter.SyncBatchNorm(CHANNELS, comm=comm)
+        own = torch.ones(elements if comm.rank == comm.size - 1 else 0, CHANNELS)
+        with pytest.raises(ValueError, match=f"2 elements of each channel.*; got {elements}, "):
+            module(own)
+        assert module.num_batches_tracked == 0
+        assert comm.allreduce(1) == few
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        (np.ones((2, CHANNELS)), TypeError, "must be a tensor of floats; got ndarray"),
+        (torch.ones(2, CHANNELS).int(), TypeError, "must be a tensor of floats; got torch.int32"),
+        (torch.ones(CHANNELS), ValueError, r"must have the shape \(N, 3, ...\); got \(3,\)"),
+        (torch.ones(2, 4), ValueError, r"must have the shape \(N, 3, ...\); got \(2, 4\)"),
+    ],
+)
+def test_wrong_input_on_one_rank_is_an_error_on_every_rank(
+    on_ranks, several: int, wrong: Any, kind: type[Exception], message: str
+) -> None:
+    def check(comm: ac.Communicator) -> None:
+        module = adapter.SyncBatchNorm(CHANNELS, comm=comm)
+        with pytest.raises(kind if comm.rank == 1 else ac.PeerError, match=message):
+            module(wrong if comm.rank == 1 else torch.ones(2, CHANNELS))
+        assert comm.allreduce(1) == several
+
+    on_ranks(several, check)
+
+
+class Tied(torch.nn.Module):  # type: ignore[misc]
+    """A batch norm at the top, one within, and that one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.BatchNorm3d(CHANNELS, dtype=torch.float64).eval()
+        self.inner = torch.nn.Sequential(
+            torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(CHANNELS, 0.25, None)
+        )
+        self.again = torch.nn.ModuleList([self.inner[1]])
+
+
+class TestConversion:
+    def test_everything_but_the_class_stays(self) -> None:
+        module = Tied()
+        expected, parameters = module.state_dict(), list(module.parameters())
+        calls = []
+        handle = module.inner[1].register_forward_hook(lambda *_: calls.append(1))
+        converted = adapter.convert_sync_batchnorm(module)
+        assert converted is module
+        assert type(module.first) is type(module.inner[1]) is adapter.SyncBatchNorm
+        assert module.again[0] is module.inner[1]
+        assert [module.first.training, module.inner[1].training] == [False, True]
+        assert (module.inner[1].eps, module.inner[1].momentum) == (0.25, None)
+        assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+        torch.testing.assert_close(module.state_dict(), expected, rtol=0, atol=0)
+        Tied().load_state_dict(module.state_dict())
+        module.load_state_dict(Tied().state_dict())
+        module.inner[1].eval()(torch.ones(2, CHANNELS))
+        handle.remove()
+        module.inner[1](torch.ones(2, CHANNELS))
+        assert calls == [1]
+
+    def test_converted_modules_stay_as_they_are(self) -> None:
+        module = adapter.convert_sync_batchnorm(Tied())
+        before = list(module.modules())
+        assert adapter.convert_sync_batchnorm(module) is module
+        assert list(module.modules()) == before
+
+    def test_a_batch_norm_itself_is_replaced(self) -> None:
+        module = torch.nn.BatchNorm2d(CHANNELS)
+        converted = adapter.convert_sync_batchnorm(module)
+        assert type(converted) is adapter.SyncBatchNorm
+        assert converted.weight is module.weight
+        assert adapter.convert_sync_batchnorm(converted) is converted
+
+    def test_a_lazy_batch_norm_is_refused(self) -> None:
+        module = torch.nn.Sequential(torch.nn.LazyBatchNorm1d())
+        with pytest.raises(ValueError, match=r"^convert_sync_batchnorm: 0 is a LazyBatchNorm1d"):
+            adapter.convert_sync_batchnorm(module)
+
+    def test_what_is_no_module_is_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"module must be a torch.nn.Module; got list"):
+            adapter.convert_sync_batchnorm([torch.nn.BatchNorm1d(3)])
+
+
+def test_a_copy_has_the_same_communicator_and_parameters_of_its_own(on_ranks, few: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        module = torch.nn.Sequential(adapter.SyncBatchNorm(CHANNELS, comm=comm))
+        copied = copy.deepcopy(module)
+        assert copied[0].comm is comm
+        assert copied[0].weight is not module[0].weight
+        x = draw(comm.rank).float()
+        torch.testing.assert_close(copied(x), module(x), rtol=0, atol=0)
+        with pytest.raises(
+            TypeError, match=r"^SyncBatchNorm: .*cannot be pickled; save its state_dict"
+        ):
+            torch.save(module, io.BytesIO())
+
+    on_ranks(few, check)
+
+
+def test_a_module_of_the_world_can_be_pickled() -> None:
+    file = io.BytesIO()
+    torch.save(adapter.SyncBatchNorm(CHANNELS, eps=0.5), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=False).eps == 0.5
+
+
+def test_compiled_modules_communicate_between_two_graphs(on_ranks) -> None:
+    def check(comm: ac.Communicator) -> None:
+        module = adapter.SyncBatchNorm(CHANNELS, track_running_stats=False, comm=comm)
+        x = draw(0, 2, 3).float()
+        compiled = torch.compile(module, backend="eager")
+        torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+
+    on_ranks(1, check)

@@ -1,0 +1,483 @@
+"""Differentiable collectives of torch tensors, against differences of the sum of all ranks' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from tests.support.launched import run_pytest
+from tests.support.launcher import needs_mpiexec
+
+torch = pytest.importorskip("torch")
+collectives = pytest.importorskip("arraycomm.adapters.torch")
+forward_ad = torch.autograd.forward_ad
+
+Tensor = Any
+Objective = Callable[[Tensor], Tensor]
+
+
+class Case(NamedTuple):
+    """A collective, and the same in one process, from the tensors of all ranks to their results."""
+
+    call: Callable[..., Tensor]
+    in_one_process: Callable[[list[Tensor]], list[Tensor]]
+    rows: bool = False
+
+    def shape(self, size: int, rest: tuple[int, ...] = (2,)) -> tuple[int, ...]:
+        return (size, *rest) if self.rows else rest
+
+
+def stacked(xs: list[Tensor]) -> list[Tensor]:
+    return [torch.stack(xs)] * len(xs)
+
+
+def scattered(rows: Tensor) -> list[Tensor]:
+    return list(rows)
+
+
+def sent_to_all(xs: list[Tensor]) -> list[Tensor]:
+    return list(torch.stack(xs).transpose(0, 1))
+
+
+CASES = {
+    "allreduce": Case(collectives.allreduce, lambda xs: [sum(xs)] * len(xs)),
+    "allreduce-mean": Case(
+        partial(collectives.allreduce, op="mean"), lambda xs: [sum(xs) / len(xs)] * len(xs)
+    ),
+    "allgather": Case(collectives.allgather, stacked),
+    "reduce_scatter": Case(collectives.reduce_scatter, lambda xs: scattered(sum(xs)), rows=True),
+    "reduce_scatter-mean": Case(
+        partial(collectives.reduce_scatter, op="mean"),
+        lambda xs: scattered(sum(xs) / len(xs)),
+        rows=True,
+    ),
+    "alltoall": Case(collectives.alltoall, sent_to_all, rows=True),
+    "bcast-first": Case(partial(collectives.bcast, root=0), lambda xs: [xs[0]] * len(xs)),
+    "bcast-last": Case(
+        lambda x, *, comm: collectives.bcast(x, comm.size - 1, comm=comm),
+        lambda xs: [xs[-1]] * len(xs),
+    ),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def draw(seed: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def objective(case: Case, comm: ac.Communicator) -> Objective:
+    """Return a loss of this rank: a polynomial of degree 3 in the result, none like another rank's."""
+
+    def loss(x: Tensor) -> Tensor:
+        y = case.call(x, comm=comm)
+        weights = draw(comm.rank, y.shape)
+        return (weights * (y + y**2 + y**3 / 3)).sum()
+
+    return loss
+
+
+def gradient(loss: Objective, x: Tensor, **options: Any) -> Tensor:
+    x = x.detach().requires_grad_() if not x.requires_grad else x
+    (found,) = torch.autograd.grad(loss(x), x, **options)
+    return found
+
+
+# With these steps and factors, differences are exact for polynomials of degree 4, up to rounding.
+DIFFERENCES = ((1, 8 / 12), (-1, -8 / 12), (2, -1 / 12), (-2, 1 / 12))
+
+
+def differences(comm: ac.Communicator, loss: Objective, x: Tensor) -> Tensor:
+    """Return the derivatives of the sum of all ranks' losses by the elements of this rank."""
+    found = torch.zeros_like(x)
+    for rank in range(comm.size):
+        for index in range(x.numel()):
+            total = 0.0
+            for step, factor in DIFFERENCES:
+                moved = x.clone()
+                if comm.rank == rank:
+                    moved.view(-1)[index] += step
+                total += factor * float(comm.allreduce(loss(moved).detach()))
+            if comm.rank == rank:
+                found.view(-1)[index] = total
+    return found
+
+
+def change(function: Objective, x: Tensor, along: Tensor) -> Tensor:
+    """Return how a result of this rank changes if the tensors of all ranks do."""
+    total: Tensor = sum(factor * function(x + step * along) for step, factor in DIFFERENCES)
+    return total.detach()
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    # Some hundred operations on numbers below 1e3.
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e5 * torch.finfo(torch.float64).eps)
+
+
+@every_case
+def test_gradient_is_that_of_the_sum_of_all_losses(on_ranks, size: int, case: Case) -> None:
+    def check(comm: ac.Communicator) -> None:
+        x = draw(100 + comm.rank, case.shape(size))
+        loss = objective(case, comm)
+        assert_close(gradient(loss, x), differences(comm, loss, x))
+
+    on_ranks(size, check)
+
+
+@every_case
+def test_gradient_of_the_gradient(on_ranks, few: int, case: Case) -> None:
+    def check(comm: ac.Communicator) -> None:
+        x = draw(100 + comm.rank, case.shape(few))
+        loss, along = objective(case, comm), draw(200 + comm.rank, case.shape(few))
+
+        def slope(x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_() if not x.requires_grad else x
+            return (along * gradient(loss, x, create_graph=True)).sum()
+
+        assert_close(gradient(slope, x), differences(comm, slope, x))
+
+    on_ranks(few, check)
+
+
+@every_case
+def test_transforms_of_torch_func(on_ranks, few: int, case: Case) -> None:
+    def check(comm: ac.Communicator) -> None:
+        x = draw(100 + comm.rank, case.shape(few))
+        loss = objective(case, comm)
+        expected = gradient(loss, x)
+        assert_close(torch.func.grad(loss)(x), expected)
+        _, pullback = torch.func.vjp(loss, x)
+        assert_close(pullback(torch.ones((), dtype=x.dtype))[0], expected)
+        # The last axis is mapped over, then the first.
+        batch = torch.stack([x, -x, 2 * x], -1)
+        call = partial(case.call, comm=comm)
+        mapped = torch.func.vmap(call, in_dims=-1)(batch)
+        assert_close(mapped, torch.stack([call(part) for part in batch.unbind(-1)]))
+        twice = torch.func.vmap(torch.func.vmap(call))(torch.stack([batch.movedim(-1, 0)] * 2))
+        assert_close(twice, torch.stack([mapped] * 2))
+        slopes = torch.func.vmap(torch.func.grad(loss), in_dims=-1)(batch)
+        assert_close(slopes, torch.stack([gradient(loss, part) for part in batch.unbind(-1)]))
+
+    on_ranks(few, check)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(-1, -2),
+    "sliced": lambda x: x[..., ::2],
+    "scalars": lambda x: x[..., 0, 0],
+    "empty": lambda x: x[..., :0],
+    "expanded": lambda x: x[..., :1].expand(x.shape),
+}
+
+
+@every_case
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dtypes_and_layouts_are_as_in_one_process(
+    on_ranks, case: Case, dtype: str, layout: str
+) -> None:
+    """With integers that all dtypes hold, results and gradients are exact; the mean is of two ranks."""
+
+    def leaf(rank: int) -> Tensor:
+        generator = np.random.default_rng(rank)
+        shape = case.shape(2, (3, 4))
+        numbers = generator.integers(-4, 4, shape) + 1j * generator.integers(-4, 4, shape)
+        x = torch.from_numpy(numbers) if dtype == "complex64" else torch.from_numpy(numbers.real)
+        return x.to(getattr(torch, dtype)).requires_grad_()
+
+    def loss(results: list[Tensor], ranks: list[int]) -> Tensor:
+        total: Tensor = sum(
+            (rank + 1) * (y * y.conj()).real.sum() for y, rank in zip(results, ranks, strict=True)
+        )
+        return total
+
+    def check(comm: ac.Communicator) -> None:
+        xs = [leaf(rank) for rank in range(2)]
+        expected = case.in_one_process([LAYOUTS[layout](x) for x in xs])
+        loss(expected, [0, 1]).backward()
+        own = leaf(comm.rank)
+        y = case.call(LAYOUTS[layout](own), comm=comm)
+        loss([y], [comm.rank]).backward()
+        assert y.is_contiguous()
+        torch.testing.assert_close(y, expected[comm.rank].contiguous(), rtol=0, atol=0)
+        torch.testing.assert_close(own.grad, _or_zeros(xs[comm.rank]), rtol=0, atol=0)
+
+    on_ranks(2, check)
+
+
+def _or_zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+@every_case
+def test_result_and_gradient_share_memory_with_nothing(on_ranks, few: int, case: Case) -> None:
+    def check(comm: ac.Communicator) -> None:
+        x = draw(comm.rank, case.shape(few)).requires_grad_()
+        y = case.call(x, comm=comm)
+        upstream = torch.ones_like(y)
+        y.backward(upstream)
+        places = {part.data_ptr() for part in (x, y, upstream, x.grad)}
+        assert len(places) == 4
+
+    on_ranks(few, check)
+
+
+@every_case
+def test_tensor_requires_gradients_on_some_ranks_only(on_ranks, several: int, case: Case) -> None:
+    """The ranks without one take part in the backward pass; theirs is a graph of their own."""
+
+    def check(comm: ac.Communicator) -> None:
+        loss = objective(case, comm)
+        x = draw(100 + comm.rank, case.shape(several))
+        expected = gradient(loss, x)
+        for only in range(several):
+            own = x.clone().requires_grad_(comm.rank == only)
+            found = loss(own)
+            assert found.requires_grad
+            found.backward()
+            assert (own.grad is None) == (comm.rank != only)
+            if comm.rank == only:
+                torch.testing.assert_close(own.grad, expected, rtol=0, atol=0)
+
+    on_ranks(several, check)
+
+
+def test_ranks_other_than_the_root_need_no_tensor(on_ranks, several: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        w = torch.arange(3.0).requires_grad_()
+        received = collectives.bcast(w if comm.rank == 1 else None, 1, comm=comm)
+        ((comm.rank + 1) * received).sum().backward()
+        total = several * (several + 1) / 2
+        assert w.grad is None if comm.rank != 1 else w.grad.tolist() == [total] * 3
+        plain = collectives.bcast(w.detach() if comm.rank == 1 else None, 1, comm=comm)
+        assert torch.equal(plain, w.detach())
+        assert not plain.requires_grad
+        numbers = collectives.bcast(torch.arange(3) if comm.rank == 1 else None, 1, comm=comm)
+        assert torch.equal(numbers, torch.arange(3))
+
+    on_ranks(several, check)
+
+
+def test_what_nothing_differentiates_is_the_plain_result(on_ranks, few: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        for x in (torch.arange(3), torch.tensor([True, False]), torch.arange(3.0)):
+            for op in ("min", "max", "or" if x.dtype == torch.bool else "prod"):
+                result = collectives.allreduce(x, op, comm=comm)
+                assert torch.equal(result, comm.allreduce(x, op))
+                assert not result.requires_grad
+        w = torch.ones(2, requires_grad=True)
+        with torch.no_grad():
+            for op in ("sum", "max"):
+                assert not collectives.allreduce(w, op, comm=comm).requires_grad
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize("op", ["min", "max", "prod", ac.op(lambda a, b: a)])
+def test_op_without_a_gradient_is_refused_on_every_rank(on_ranks, several: int, op: Any) -> None:
+    message = r'op must be "sum" or "mean" if x is differentiated.* on ranks \[1\]'
+
+    def check(comm: ac.Communicator) -> None:
+        w = torch.ones(several, requires_grad=comm.rank == 1)
+        for call in (collectives.allreduce, collectives.reduce_scatter):
+            with pytest.raises(TypeError, match=message):
+                call(w, op, comm=comm)
+        assert comm.allreduce(1) == several
+
+    on_ranks(several, check)
+
+
+def test_what_is_no_tensor_is_an_error_on_every_rank(on_ranks, several: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        for name in ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast"):
+            x = np.ones(several) if comm.rank == 1 else torch.ones(several)
+            message = f"{name}: x must be a torch.Tensor; got ndarray"
+            with pytest.raises(TypeError if comm.rank == 1 else ac.PeerError, match=message):
+                getattr(collectives, name)(x, comm=comm)
+        assert comm.allreduce(1) == several
+
+    on_ranks(several, check)
+
+
+def test_backward_passes_of_different_calls_do_not_meet(on_ranks, several: int) -> None:
+    """Two calls of one shape: without the numbers, the gradient of one would be that of the other."""
+    message = (
+        r"must differentiate the same calls.*backward pass of differentiable call \d+ on rank 0"
+    )
+
+    def check(comm: ac.Communicator) -> None:
+        w = torch.ones(3, requires_grad=True)
+        first, second = (collectives.allreduce(factor * w, comm=comm) for factor in (1, 2))
+        loss = first.sum() if comm.rank else first.sum() + second.sum()
+        with pytest.raises(ac.MismatchError, match=message):
+            loss.backward()
+        w.grad = None
+        (first.sum() + 0 * second.sum()).backward()
+        assert w.grad is not None
+        assert w.grad.tolist() == [several] * 3
+
+    on_ranks(several, check)
+
+
+def test_rank_that_differentiates_nothing_is_a_mismatch(on_ranks, several: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        y = collectives.allreduce(torch.ones(3, requires_grad=True), comm=comm)
+        another_call = partial(collectives.allreduce, y, comm=comm)
+        go_on = y.sum().backward if comm.rank else another_call
+        with pytest.raises(ac.MismatchError, match="a forward call on rank 0"):
+            go_on()
+        assert comm.allreduce(1) == several
+
+    on_ranks(several, check)
+
+
+def test_transforms_that_differ_between_ranks_are_a_mismatch(on_ranks, several: int) -> None:
+    message = "x must be in the same transforms of torch.func on every rank; it is in "
+
+    def check(comm: ac.Communicator) -> None:
+        other = torch.ones(3)
+
+        def loss(x: Tensor) -> Tensor:
+            return collectives.allreduce(other if comm.rank else x, comm=comm).sum()
+
+        with pytest.raises(ac.MismatchError, match=message):
+            torch.func.grad(loss)(torch.ones(3))
+        with pytest.raises(ac.MismatchError, match=message):
+            torch.func.vmap(loss)(torch.ones(2, 3))
+
+    on_ranks(several, check)
+
+
+def test_scalars_of_vmap_have_no_row_for_each_rank(on_ranks, few: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        # As many as there are ranks, so that the batch could be taken for the rows.
+        batch = torch.ones(few)
+        for call in (collectives.reduce_scatter, collectives.alltoall):
+            with pytest.raises(ValueError, match=r"must have an axis of the ranks; got shape \(\)"):
+                torch.func.vmap(partial(call, comm=comm))(batch)
+
+    on_ranks(few, check)
+
+
+def test_grad_modes_that_differ_between_ranks_are_a_mismatch(on_ranks, several: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        w = torch.ones(3, requires_grad=True)
+        with torch.set_grad_enabled(comm.rank > 0), pytest.raises(ac.MismatchError):
+            collectives.allreduce(w, comm=comm)
+
+    on_ranks(several, check)
+
+
+def test_errors_name_the_line_of_the_program(on_ranks, several: int) -> None:
+    """Not lines of torch, which calls the library in backward passes, and around each function."""
+
+    def check(comm: ac.Communicator) -> None:
+        y = collectives.allreduce(torch.ones(3, requires_grad=True), comm=comm)
+        with pytest.raises(ac.MismatchError, match=r"test_torch_collectives\.py:") as raised:
+            (y.sum().backward if comm.rank else comm.barrier)()
+        assert str(raised.value).count("test_torch_collectives.py:") == 2
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_repeat_the_call(on_ranks, few: int, reentrant: bool) -> None:
+    def check(comm: ac.Communicator) -> None:
+        def squares(x: Tensor) -> Tensor:
+            return collectives.allreduce(x, comm=comm).tanh().square().sum()
+
+        expected = gradient(squares, draw(comm.rank, (3,)))
+        x = draw(comm.rank, (3,)).requires_grad_()
+        torch.utils.checkpoint.checkpoint(squares, x, use_reentrant=reentrant).backward()
+        torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+
+    on_ranks(few, check)
+
+
+def test_a_long_tensor_goes_over_the_transport(on_ranks, few: int) -> None:
+    def check(comm: ac.Communicator) -> None:
+        x = torch.full((few, 30_000), comm.rank + 1.0, requires_grad=True)
+        collectives.alltoall(
+            collectives.reduce_scatter(x, comm=comm).view(few, -1), comm=comm
+        ).sum().backward()
+        assert x.grad is not None
+        assert (x.grad == 1).all()
+
+    on_ranks(few, check)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ac.Communicator]:
+    """Return the world: one process, or those that mpiexec started."""
+    yield ac.init()
+    ac.finalize()
+
+
+# Torch's own, of which the first come with its first use of forward mode, the second if graphs end.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+class TestProcesses:
+    """What torch keeps for the process, not for a thread; `test_on_processes` runs these on more ranks."""
+
+    @every_case
+    def test_forward_mode(self, world: ac.Communicator, case: Case) -> None:
+        x, along = (draw(seed + world.rank, case.shape(world.size)) for seed in (100, 200))
+        loss = objective(case, world)
+        expected = change(loss, x, along)
+        with forward_ad.dual_level():
+            dual = loss(forward_ad.make_dual(x, along))
+            assert_close(forward_ad.unpack_dual(dual).tangent, expected)
+        assert_close(torch.func.jvp(loss, (x,), (along,))[1], expected)
+        slope = torch.func.grad(loss)
+        curvature = torch.func.jvp(slope, (x,), (along,))[1]
+        assert_close(curvature, change(slope, x, along))
+        columns = torch.func.jacfwd(lambda factor: slope(x + factor * along))
+        assert_close(columns(torch.zeros((), dtype=x.dtype)), curvature)
+
+    def test_tangents_on_some_ranks_are_a_mismatch(self, world: ac.Communicator) -> None:
+        if world.size == 1:
+            pytest.skip("ranks can differ only if there are several")
+        x = torch.ones(3)
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(x, x) if world.rank == 1 else x
+            with pytest.raises(
+                ac.MismatchError, match=r"tangent .* it has one on ranks \[1\] of 3"
+            ):
+                collectives.allgather(x)
+            with pytest.raises(TypeError, match=r'op must be "sum" or "mean"'):
+                collectives.allreduce(x, "max")
+
+    def test_compiled_functions_call_between_two_graphs(self, world: ac.Communicator) -> None:
+        graphs = []
+
+        def keep(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        def loss(x: Tensor) -> Tensor:
+            return collectives.allreduce(2 * x).square().sum()
+
+        x = draw(world.rank, (3,))
+        compiled = torch.compile(loss, backend=keep)
+        torch.testing.assert_close(gradient(compiled, x), gradient(loss, x))
+        assert len(graphs) == 2
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_on_processes() -> None:
+    tests = ("TestProcesses", test_gradient_is_that_of_the_sum_of_all_losses.__name__)
+    batchnorm = Path(__file__).with_name("test_torch_batchnorm.py")
+    job = run_pytest(
+        *(f"{__file__}::{name}" for name in tests),
+        f"{batchnorm}::test_training_is_that_of_one_process_with_the_whole_batch",
+        ranks=3,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert " passed" in job.stdout
