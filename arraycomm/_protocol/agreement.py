@@ -109,21 +109,23 @@ def settle(
         signature.leaves,
         signature.settings,
         agreement.raw_length(control.rank),
+        negotiable,
     )
     details = yield from exchange_details(control, local)
-    if verdict is _Verdict.RAISING:
+    calls = [detail for detail in details if isinstance(detail, CallDetail)]
+    if verdict is _Verdict.RAISING or (len(calls) < len(details) and _may_differ(calls)):
         _note_left_together(control, details)
         raise peer_error(signature.operation, details)
-    calls = [detail for detail in details if isinstance(detail, CallDetail)]
-    if (
-        negotiable
-        and len(calls) == len(details)
-        and len({call.head for call in active(calls)}) == 1
-    ):
+    if _may_differ(calls):
         agreement.calls = calls
         return agreement
     control.ended = True
     raise mismatch(details)
+
+
+def _may_differ(calls: Sequence[CallDetail]) -> bool:
+    """Tell whether all ranks that call are in one operation, whose trees may differ."""
+    return all(call.negotiable for call in calls) and len({c.head for c in active(calls)}) == 1
 
 
 def active(calls: Sequence[CallDetail]) -> list[CallDetail]:
@@ -141,11 +143,13 @@ def fail_in_step(
     """
     yield from show(control, encode(Signature(operation), -1, status=Status.RAISING), None)
     verdict = _judge(Headers(control))
+    in_step = verdict is _Verdict.RAISING
     if verdict is not _Verdict.LEAVING:
-        local = Failure(str(error), traceback, together)
-        _note_left_together(control, (yield from exchange_details(control, local)))
-    control.ended = verdict is not _Verdict.RAISING
-    return not control.ended
+        details = yield from exchange_details(control, Failure(str(error), traceback, together))
+        _note_left_together(control, details)
+        in_step = in_step or _may_differ([d for d in details if isinstance(d, CallDetail)])
+    control.ended = not in_step
+    return in_step
 
 
 def leave_in_step(control: ControlChannel, text: str) -> Generator[Handle, None, None]:

@@ -94,7 +94,10 @@ def _play_together(seeds: list[int], kinds: tuple[str, ...]) -> None:
                 verdict.wrong.append(f"it took {seconds:.1f} s")
             said = asdict(verdict) | {"program": program.seed, "seconds": seconds}
             print(json.dumps(said), flush=True)
-    unfinished = any(internals.is_unfinished(comm) for comm in internals.related(world))
+    unfinished = any(
+        internals.is_unfinished(comm) or internals.has_unseen_error(comm)
+        for comm in internals.related(world)
+    )
     everyone = control.gather(unfinished)
     if everyone is not None:
         print(json.dumps({"unfinished": any(everyone)}), flush=True)
