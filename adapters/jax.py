@@ -62,7 +62,7 @@ def distribute(
         updated: tuple[Any, Any] = inner.update(reduced, state, params, **extra)
         return updated
 
-    reducing = _Distributed(inner.init, update)
+    reducing = _Distributed(inner.init, gradients.entry(update))
     return reducing if gradients.accumulate == 1 else _accumulating(reducing, gradients.accumulate)
 
 

@@ -75,7 +75,8 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
                 return None
             return gradients.reduce_loss(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
-        return evaluate
+        evaluated: Callable[[], Any] = gradients.entry(evaluate)
+        return evaluated
 
     def before_step(
         _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -113,8 +114,8 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
     # A rank without data applies gradients through this; the hooks keep it alive.
     gradients.follow = follow
     vars(optimizer)["__reduce_ex__"] = lambda protocol: _reduced(optimizer, protocol, gradients)
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
+    optimizer.register_step_pre_hook(gradients.entry(before_step))
+    optimizer.register_step_post_hook(gradients.entry(after_step))
     _distributed.add(optimizer)
     return optimizer
 

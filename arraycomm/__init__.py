@@ -10,6 +10,7 @@ from arraycomm._collectives.custom_ops import op
 from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Status
 from arraycomm._collectives.requests import Request, waitall
 from arraycomm._communicator import Communicator
+from arraycomm._entries import opaque, publish
 from arraycomm._errors import (
     ArrayCommError,
     BackendUnavailableError,
@@ -81,11 +82,16 @@ __all__ = [
     "world",
 ]
 
+for _name in set(__all__) - set(_ON_FIRST_USE):
+    publish(globals()[_name])
 
+
+@opaque
 def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'arraycomm' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    publish(value)
     return value
 
 

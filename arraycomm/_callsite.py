@@ -1,20 +1,57 @@
-"""Which code is the library's, and where in the user's code a call was made."""
+"""Which code is the library's, where in the user's code a call was made, and what of a traceback is shown.
+
+A user sees an error with frames of their own code, also of functions that the library called, and without
+those of the library; with `ARRAYCOMM_TRACEBACK=full` in the environment, all frames.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from opcode import opmap
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Final
 
-_OURS = (
+_OURS: Final = (
     os.path.dirname(__file__) + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "adapters") + os.sep,
 )
 # The conformance suite is part of the library, but calls it as a user does.
-_LAWS = os.path.join(os.path.dirname(__file__), "testing", "conformance") + os.sep
-_RAISE = opmap["RAISE_VARARGS"]
+_LAWS: Final = os.path.join(os.path.dirname(__file__), "testing", "conformance") + os.sep
+_LAWS_MODULES: Final = "arraycomm.testing.conformance"
+# What stands between a user's code and a call: a line in there tells the user nothing.
+_FRAMEWORKS: Final = frozenset(
+    [
+        "_pytest",
+        "arraycomm",
+        "array_api_compat",
+        "equinox",
+        "flax",
+        "hypothesis",
+        "jax",
+        "jaxlib",
+        "numpy",
+        "optax",
+        "optree",
+        "pluggy",
+        "pytest",
+        "scipy",
+        "sklearn",
+        "thinc",
+        "torch",
+    ]
+)
+_MACHINERY: Final = frozenset(
+    ["concurrent", "contextlib", "contextvars", "functools", "importlib", "runpy", "threading"]
+)
+# Files of the machinery through which the library is called, and calls itself.
+_BETWEEN: Final = tuple(f"{os.sep}{name}.py" for name in ("contextlib", "functools", "threading"))
+_RAISE: Final = (opmap["RAISE_VARARGS"], opmap["RERAISE"])
+
+_packages: dict[str, str] = {}
 
 
 def is_ours(filename: str) -> bool:
@@ -23,20 +60,44 @@ def is_ours(filename: str) -> bool:
 
 
 def call_site() -> str:
-    """Return `file.py:line` of the innermost frame outside the library, and outside torch.
+    """Return `file.py:line` of the innermost frame outside the library and the frameworks.
 
-    Torch calls the library in backward passes and hooks; its own lines say nothing of the program.
+    A thread of a framework or of a pool may have none: then it is the framework's outermost frame, or
+    the thread's name.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (is_ours(frame.f_code.co_filename) or _is_of_torch(frame)):
+    outermost = None
+    while frame is not None:
+        package = _package(frame)
+        if package not in _FRAMEWORKS and package not in _MACHINERY:
+            return _line(frame)
+        if package in _FRAMEWORKS and package != "arraycomm":
+            outermost = frame
         frame = frame.f_back
-    if frame is None:
-        return "unknown"
+    return f"thread {threading.current_thread().name}" if outermost is None else _line(outermost)
+
+
+def _line(frame: FrameType) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _is_of_torch(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+def _package(frame: FrameType) -> str:
+    """Return the first part of the name of a frame's module; an empty string if that is a user's."""
+    module = frame.f_globals.get("__name__")
+    found = _packages.get(module) if isinstance(module, str) else ""
+    if found is None:
+        assert isinstance(module, str)
+        laws = module.startswith(_LAWS_MODULES)
+        found = _packages[module] = "" if laws else module.partition(".")[0]
+    return found
+
+
+def user_level() -> int:
+    """Return the `stacklevel` with which the caller's warning is about the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def raised_by_us(error: BaseException) -> bool:
@@ -45,12 +106,80 @@ def raised_by_us(error: BaseException) -> bool:
     An error of a function that the library was given is not the library's. Neither is an error of a
     C function: the traceback ends in library code, but at a call.
     """
-    step = error.__traceback__
-    while step is not None and is_ours(step.tb_frame.f_code.co_filename):
-        if step.tb_next is None:
-            return step.tb_frame.f_code.co_code[step.tb_lasti] == _RAISE
-        step = step.tb_next
-    return False
+    steps = list(_steps(error.__traceback__))
+    return bool(steps) and all(map(_step_is_ours, steps)) and _raises(steps[-1])
+
+
+def _steps(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _step_is_ours(step: TracebackType) -> bool:
+    return is_ours(step.tb_frame.f_code.co_filename)
+
+
+def _raises(step: TracebackType) -> bool:
+    return step.tb_frame.f_code.co_code[step.tb_lasti] in _RAISE
+
+
+# Tracebacks
+
+
+def trim(error: BaseException) -> None:
+    """Take the library's frames out of the traceback of an error that is about to reach the user.
+
+    For an `except` block that ends with a bare `raise`: that adds no frame of its own. The errors that
+    led to this one are trimmed too, if they never left the library.
+    """
+    if not _shows_all():
+        _trim(error, set())
+
+
+def _shows_all() -> bool:
+    return os.environ.get("ARRAYCOMM_TRACEBACK", "").lower() == "full"
+
+
+def _trim(error: BaseException, seen: set[int]) -> None:
+    seen.add(id(error))
+    above = set(_numbers_above())
+    kept = [
+        step
+        for step in _steps(error.__traceback__)
+        if not _is_hidden(step.tb_frame.f_code.co_filename)
+    ]
+    error.__traceback__ = _chain([step for step in kept if id(step.tb_frame) not in above])
+    for linked in (error.__cause__, error.__context__):
+        if linked is not None and id(linked) not in seen and _is_inside(linked):
+            _trim(linked, seen)
+
+
+def _numbers_above() -> Iterator[int]:
+    """Yield the id of each frame that runs: a traceback has these from an earlier raise of its error.
+
+    Not the frames, which would refer to themselves.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield id(frame)
+        frame = frame.f_back
+
+
+def _is_hidden(filename: str) -> bool:
+    return is_ours(filename) or filename.endswith(_BETWEEN)
+
+
+def _is_inside(error: BaseException) -> bool:
+    """Tell whether an error was caught in the library."""
+    return error.__traceback__ is not None and _step_is_ours(error.__traceback__)
+
+
+def _chain(steps: list[TracebackType]) -> TracebackType | None:
+    chained = None
+    for step in reversed(steps):
+        chained = TracebackType(chained, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return chained
 
 
 def describe_raise(error: BaseException) -> str:
@@ -58,12 +187,25 @@ def describe_raise(error: BaseException) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
-    outer = "".join(traceback.format_stack(frame)) if frame is not None else ""
-    inner = describe_exception(error)
-    heading, _, rest = inner.rpartition("Traceback (most recent call last):\n")
-    return f"{heading}Traceback (most recent call last):\n{outer}{rest}"
+    return _describe(error, [] if frame is None else traceback.extract_stack(frame))
 
 
 def describe_exception(error: BaseException) -> str:
     """Return the traceback as text."""
-    return "".join(traceback.format_exception(error))
+    return _describe(error, [])
+
+
+def _describe(error: BaseException, outer: list[traceback.FrameSummary]) -> str:
+    described = traceback.TracebackException.from_exception(error)
+    described.stack = traceback.StackSummary.from_list([*outer, *described.stack])
+    if not _shows_all():
+        _shorten(described)
+    return "".join(described.format())
+
+
+def _shorten(described: traceback.TracebackException) -> None:
+    shown = [frame for frame in described.stack or () if not _is_hidden(frame.filename)]
+    described.stack = traceback.StackSummary.from_list(shown)
+    for linked in (described.__cause__, described.__context__, *(described.exceptions or ())):
+        if linked is not None:
+            _shorten(linked)

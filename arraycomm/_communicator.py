@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
+from arraycomm._callsite import trim
 from arraycomm._collectives import groups
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.fast_path import FastPaths
@@ -27,6 +28,7 @@ from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherO
 from arraycomm._collectives.operation import Barrier
 from arraycomm._collectives.reductions import Allreduce, Exscan, Reduce, ReduceScatter, Scan
 from arraycomm._collectives.runner import Runner
+from arraycomm._entries import entries, hide_from_torch
 from arraycomm._mpi_start import Arguments, open_over_mpi
 from arraycomm._protocol.exit import leave_by_error, replace_root
 from arraycomm._protocol.group import Group
@@ -34,6 +36,10 @@ from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan
 
 
+# Methods that call the runner, or start a call of it, cost nothing more: it trims errors itself.
+@entries(
+    trimmed=lambda method: not {"call", "call_within", "start"}.isdisjoint(method.__code__.co_names)
+)
 class Communicator(NonblockingCalls):
     """A group of ranks that communicate.
 
@@ -66,6 +72,7 @@ class Communicator(NonblockingCalls):
     _instead = "call arraycomm.init() or world() in each process"
 
     def __init__(self, runner: Runner) -> None:
+        hide_from_torch()
         group = runner.group
         self._runner = runner
         self._messenger = Messenger(group, runner.statistics)
@@ -249,8 +256,12 @@ class Communicator(NonblockingCalls):
         except Exception:
             # The full call checks x, and lets the other ranks know of an error.
             fast = None
-        if fast is not None and (result := fast(x, out)) is not None:
-            return result
+        try:
+            if fast is not None and (result := fast(x, out)) is not None:
+                return result
+        except BaseException as error:
+            trim(error)
+            raise
         result = self._runner.call_within(timeout, Allreduce, x, op, out)
         if fast is None and isinstance(op, str):
             self._fast.remember(x, op)

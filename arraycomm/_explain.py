@@ -13,6 +13,7 @@ from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._cuda.devices import Devices
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import check_movable, check_op, check_reducible, name_of
+from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
 from arraycomm._session import world
@@ -74,6 +75,7 @@ class Explanation:
         return "\n".join(lines + [f"  {note}" for note in self.notes])
 
 
+@entry
 def explain(x: Any, op: str | Op = "sum", *, comm: Communicator | None = None) -> Explanation:
     """Say which algorithm `allreduce` would use for an array, and how many copies it makes; local.
 

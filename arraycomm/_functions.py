@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from arraycomm._communicator import Communicator, runner_of, trees_of
+from arraycomm._entries import entry
 from arraycomm._session import world
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, AllreduceGradients, AllreduceTree
 from arraycomm._trees.synchronize import Synchronize
 
 
+@entry
 def allreduce_tree(
     tree: Any,
     op: str = "mean",
@@ -56,6 +58,7 @@ def allreduce_tree(
     )
 
 
+@entry
 def allreduce_gradients(
     tree: Any,
     op: str = "mean",
@@ -105,6 +108,7 @@ def allreduce_gradients(
     )
 
 
+@entry
 def synchronize(
     tree: Any, *, root: int = 0, comm: Communicator | None = None, timeout: float | None = None
 ) -> Any:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from arraycomm._callsite import describe_raise
 from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
-from arraycomm._errors import BackendUnavailableError
+from arraycomm._errors import BackendUnavailableError, MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, watch_exit
 from arraycomm._protocol.group import Group, Options
-from arraycomm._protocol.mismatch import peer_error
+from arraycomm._protocol.mismatch import by_ranks, peer_error
 from arraycomm._transports.base import Transport
 
 _BACKENDS: Final = ("auto", "mpi", "nccl")
@@ -101,6 +104,7 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
     """
     make = mpi_transport()
     watch_exit()
+    _compare_versions(mpi_comm)
     transport = make(mpi_comm.Dup())
     try:
         options, request = _checked_by_all(mpi_comm, arguments, transport)
@@ -116,6 +120,40 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
         devices.require()
         group.backend = "nccl"
     return Opened(runner, names)
+
+
+def _compare_versions(mpi_comm: Any) -> None:
+    """Raise on every rank if ranks run different versions: they would misread one another's headers.
+
+    What is exchanged here is text, which any version can read.
+    """
+    if len(set(mpi_comm.allgather(_digest()))) == 1:
+        return
+    versions = mpi_comm.allgather(_version())
+    raise MismatchError(
+        f"init: ranks run different versions of arraycomm: {by_ranks(versions)}; install the same "
+        "version for all ranks, and start the program again"
+    )
+
+
+def _digest() -> str:
+    """Return a digest of the code that decides what ranks send one another."""
+    found = blake2b(digest_size=6)
+    for room in ("_collectives", "_protocol", "_transports", "_trees"):
+        for path in sorted(Path(__file__).with_name(room).glob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _version() -> str:
+    # Takes long to import.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version("arraycomm")
+    except PackageNotFoundError:
+        installed = "not installed"
+    return f"{installed} in {os.path.dirname(__file__)} (code {_digest()})"
 
 
 def _checked_by_all(

@@ -2,14 +2,66 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from arraycomm._collectives.objects import AllgatherObject
 from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
+from arraycomm._entries import entry
+from arraycomm._errors import naming
 from arraycomm._session import is_initialized, world
+
+
+class _Line(NamedTuple):
+    """What one rank prints, and how."""
+
+    values: tuple[Any, ...]
+    sep: str | None
+    end: str | None
+    file: Any
+    ranks: int | Iterable[int] | None
+    timestamp: bool
+
+    def text(self, rank: int, size: int, place: str = "") -> str:
+        """Return the line of this rank; an empty string if it is not to be printed."""
+        for name, value in (("sep", self.sep), ("end", self.end)):
+            if not isinstance(value, str | None):
+                raise TypeError(f"{name} must be a string or None; got {value!r}")
+        if self.file is not None and not callable(getattr(self.file, "write", None)):
+            raise TypeError(f"file must have a method write; got {self.file!r}")
+        if self.ranks is not None and rank not in _checked(self.ranks, size):
+            return ""
+        now = datetime.now().astimezone().isoformat(timespec="milliseconds")[:23]
+        values = (" " if self.sep is None else self.sep).join(map(str, self.values))
+        end = "\n" if self.end is None else self.end
+        return f"{f'{now} ' if self.timestamp else ''}{place}{values}{end}"
+
+    def write(self, text: str) -> None:
+        """Write to the file, in one piece; characters that it cannot encode as escapes."""
+        file = sys.stdout if self.file is None else self.file
+        if file is None:
+            # Programs without a console have no standard output.
+            return
+        try:
+            file.write(text)
+        except UnicodeEncodeError as error:
+            file.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        if callable(flush := getattr(file, "flush", None)):
+            flush()
+
+
+def _checked(ranks: int | Iterable[int], size: int) -> list[int]:
+    try:
+        chosen = [operator.index(r) for r in (ranks if isinstance(ranks, Iterable) else [ranks])]
+    except TypeError:
+        raise TypeError(f"ranks must be a rank or several; got {ranks!r}") from None
+    if not all(0 <= rank < size for rank in chosen):
+        raise ValueError(f"ranks must be ranks from 0 to {size - 1}; got {ranks!r}")
+    return chosen
 
 
 class Println(AllgatherObject):
@@ -17,30 +69,63 @@ class Println(AllgatherObject):
 
     name, code = "println", 16
 
-    def __init__(self, context: Context, values: tuple[Any, ...]) -> None:
-        now = datetime.now().astimezone().isoformat(timespec="milliseconds")[:23]
-        place = f"{context.group.rank}/{context.group.size}"
-        super().__init__(context, f"{now} [{place}] {' '.join(map(str, values))}\n")
+    def __init__(self, context: Context, line: _Line) -> None:
+        rank, size = context.group.rank, context.group.size
+        super().__init__(context, line.text(rank, size, f"[{rank}/{size}] "))
 
 
-def println(*values: Any, comm: Communicator | None = None) -> None:
-    """Print every rank's values, in the order of the ranks.
+@entry
+def println(
+    *values: Any,
+    sep: str | None = " ",
+    end: str | None = "\n",
+    file: Any = None,
+    ranks: int | Iterable[int] | None = None,
+    timestamp: bool | None = None,
+    comm: Communicator | None = None,
+) -> None:
+    r"""Print every rank's values, in the order of the ranks.
 
-    Collective once arraycomm is initialized: rank 0 writes all lines to standard output, each as
-    `2026-01-31T12:00:00.000 [rank/size] values`. Before `init` the values are printed at once.
+    Collective once arraycomm is initialized: rank 0 writes all lines, each as
+    `2026-01-31T12:00:00.000 [rank/size] values`. Before `init` a process is rank 0 of 1, and writes
+    its values at once, as `print` does.
 
     Parameters
     ----------
     *values : object
         What would be passed to `print`; may differ between ranks.
+    sep, end : str or None
+        As for `print`: between the values, and behind each rank's line.
+    file : object with a method `write`, optional
+        Where rank 0 writes; its standard output by default. Other ranks' files are not used.
+    ranks : int or iterable of int, optional
+        The ranks whose lines are printed; all by default. The others take part without a line. Each
+        rank's own argument decides on its line.
+    timestamp : bool, optional
+        Whether lines begin with the time; by default only those after `init`.
     comm : Communicator, optional
         `world()` by default.
+
+    Raises
+    ------
+    OSError
+        On rank 0, if its output is broken or full. The other ranks have finished the call, and raise
+        nothing: the ranks are in step.
+    TypeError, ValueError
+        An argument is wrong, or a value cannot be printed; the other ranks raise `PeerError`.
+
+    Notes
+    -----
+    Characters that the output cannot encode are written as escapes such as `\u00e9`. If rank 0 has no
+    standard output at all (`sys.stdout` is None), nothing is written.
     """
     if comm is None and not is_initialized():
-        print(*values, flush=True)
+        line = _Line(values, sep, end, file, ranks, bool(timestamp))
+        with naming("println"):
+            line.write(line.text(0, 1))
         return
     comm = comm or world()
-    lines = runner_of(comm).call(Println, values)
+    line = _Line(values, sep, end, file, ranks, timestamp is None or bool(timestamp))
+    lines = runner_of(comm).call(Println, line)
     if comm.rank == 0:
-        sys.stdout.write("".join(lines))
-        sys.stdout.flush()
+        line.write("".join(lines))

@@ -12,6 +12,7 @@ from arraycomm._collectives.groups import ENDED_BY_ERROR, Finalize, warn_of_mess
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, latest, runner_of
 from arraycomm._cuda.devices import Devices
+from arraycomm._entries import entry
 from arraycomm._errors import BackendUnavailableError, NotInitializedError
 from arraycomm._facts import facts
 from arraycomm._mpi_start import Arguments, Opened, mpi_transport, open_over_mpi
@@ -21,6 +22,8 @@ from arraycomm._transports.threads import SelfTransport
 
 _UNSET: Final[Any] = type("_Unset", (), {"__repr__": lambda self: "unset"})()
 _BACKENDS: Final = ("auto", "self", "mpi", "nccl", "threads")
+_YES: Final = ("1", "true", "yes", "on")
+_NO: Final = ("0", "false", "no", "off")
 
 
 class _Session:
@@ -50,6 +53,7 @@ _session.end()
 forget_on_fork(_session.end)
 
 
+@entry
 def init(
     backend: str = "auto",
     *,
@@ -76,7 +80,8 @@ def init(
         number is given, the ranks of a node take its devices in turn. A list has a device for each
         rank of a node, by `local_rank`.
     check : bool, default True
-        Compare what the ranks call before any data moves. Default from `ARRAYCOMM_CHECK`.
+        Compare what the ranks call before any data moves. Default from `ARRAYCOMM_CHECK`: 1, true,
+        yes or on; 0, false, no or off.
     reproducible : bool, default True
         Reduce in rank order. With False a transport may reduce in an order of its own.
     timeout : float or None, default 1800.0
@@ -95,9 +100,12 @@ def init(
     ------
     BackendUnavailableError
         The backend cannot run here: the message says what is missing.
+    MismatchError
+        Ranks pass different arguments, or run different versions of arraycomm.
     ValueError
-        A second call passes an argument that differs from the first, or a list of devices is
-        shorter than the number of ranks on a node.
+        A second call passes an argument that differs from the first, an environment variable has
+        a value that does not exist, or a list of devices is shorter than the number of ranks on a
+        node.
     """
     if backend not in _BACKENDS:
         raise ValueError(f"init: backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
@@ -132,6 +140,7 @@ def init(
     return world()
 
 
+@entry
 def world() -> Communicator:
     """Return the communicator of all ranks, which `init` made.
 
@@ -145,11 +154,13 @@ def world() -> Communicator:
     return latest(_session.world)
 
 
+@entry
 def is_initialized() -> bool:
     """Tell whether `init` was called (and `finalize` was not)."""
     return _session.world is not None
 
 
+@entry
 def finalize() -> None:
     """End communication; collective. Frees every communicator made from the world.
 
@@ -189,13 +200,20 @@ def _defaults() -> dict[str, Any]:
         raise ValueError(
             f"init: ARRAYCOMM_TIMEOUT must be a number of seconds or none; got {timeout!r}"
         ) from None
-    check = os.environ.get("ARRAYCOMM_CHECK", "1").lower()
     return {
         "device": None,
-        "check": check not in ("0", "false", "no", "off"),
+        "check": _default_check(),
         "reproducible": True,
         "timeout": seconds,
     }
+
+
+def _default_check() -> bool:
+    said = os.environ.get("ARRAYCOMM_CHECK") or "1"
+    if said.lower() not in _YES + _NO:
+        allowed = ", ".join(_YES + _NO)
+        raise ValueError(f"init: ARRAYCOMM_CHECK must be one of {allowed}; got {said!r}")
+    return said.lower() in _YES
 
 
 def _compare_with_first(comm: Communicator, backend: str, passed: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from types import TracebackType
 
 from arraycomm._collectives.operation import SmallExchange
 from arraycomm._communicator import Communicator, runner_of
+from arraycomm._entries import entries
 from arraycomm._session import world
 
 
@@ -15,6 +16,7 @@ class RaiseTogether(SmallExchange):
     name, code = "raise_together", 37
 
 
+@entries()
 class raise_together:  # noqa: N801 - used as a function, like contextlib.suppress
     """Context manager: an exception in the block of one rank raises on every rank; collective.
 

@@ -11,11 +11,13 @@ from arraycomm._arrays.buffer import CPU, Array, BufferView, Device
 from arraycomm._arrays.frameworks import BY_NAME
 from arraycomm._arrays.results import allocate, takes_over, to_framework
 from arraycomm._arrays.views import NOTHING, result_prototype, view
+from arraycomm._entries import entry
 from arraycomm._errors import naming
 
 _MODULES: Final = {row.name: row.module for row in BY_NAME.values() if row.module is not None}
 
 
+@entry
 def exchange(x: Any, to: Any, *, copy: bool | None = None) -> Any:
     """Return `x` as an array of another framework.
 

@@ -13,6 +13,7 @@ from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._callsite import describe_raise
+from arraycomm._entries import entry
 from arraycomm._errors import name_operation
 from arraycomm._protocol.details import Detail, Failure, Nothing, exchange_details
 from arraycomm._protocol.group import Group, UndeliveredError
@@ -43,6 +44,7 @@ def _name_of(fn: Any) -> str:
     return f"{getattr(fn, '__module__', None) or ''}.{name}"
 
 
+@entry
 def op(fn: Callable[[Any, Any], Any], *, elementwise: bool = False) -> Op:
     """Make a reduction of a function of two arrays, for `op=` of any reducing collective.
 
@@ -131,7 +133,7 @@ class Folding:
         if error is not None:
             name_operation(error, self._operation)
             local = Failure(str(error), describe_raise(error))
-        details = yield from exchange_details(self._group.control, local)
+        details = yield from exchange_details(self._group.control, local, Nothing, Failure)
         if error is not None:
             raise UndeliveredError(error)
         if any(isinstance(detail, Failure) for detail in details):

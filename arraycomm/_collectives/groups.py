@@ -8,6 +8,7 @@ import warnings
 from dataclasses import replace
 from typing import Any, Final
 
+from arraycomm._callsite import user_level
 from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import OperationClass, Runner
@@ -143,7 +144,7 @@ def warn_of_messages(operation: str, lost: int) -> None:
     warnings.warn(
         f"{operation}: {lost} of the messages that were sent have never been received",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=user_level(),
     )
 
 

@@ -25,7 +25,8 @@ from arraycomm._collectives.placement import DeferredResultBuffer, HostPlacement
 from arraycomm._collectives.requests import Request, waitall
 from arraycomm._collectives.statistics import Statistics
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
-from arraycomm._errors import PeerError, TransportError, name_operation
+from arraycomm._errors import PeerError, name_operation
+from arraycomm._protocol.announced import check_payload, check_size, malformed
 from arraycomm._protocol.details import Description
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group, UndeliveredError
@@ -219,12 +220,15 @@ class Messenger:
         transport, (kind, wrong) = self._group.transport, wanted
         state, pieces, nbytes, code, ndim, length, *dims = _HEAD.unpack_from(envelope.data)
         body = envelope[_HEAD.size :]
-        text = body[: min(max(length, 0), _ROOM)].tobytes().decode(errors="replace")
+        if not 0 <= length <= _ROOM:
+            raise malformed(source, f"a text of {length} bytes")
+        text = body[:length].tobytes().decode(errors="replace")
         if state == _RAISED:
             raise UndeliveredError(wrong or _sender_raised(source, text))
-        dtype, shape = _array(code, dims[: max(ndim, 0)], text)
-        if math.prod(shape) * dtype.itemsize != nbytes:
-            raise TransportError(f"recv: a malformed message came from rank {source}")
+        dtype, shape = _array(source, code, dims[: max(ndim, 0)], text)
+        check_payload(source, math.prod(shape) * dtype.itemsize, nbytes)
+        if not 0 <= pieces < TAGS:
+            raise malformed(source, f"pieces with tag {pieces}")
         status.dtype, status.shape, status.nbytes = dtype, shape, nbytes
         target = DeferredResultBuffer(self._host, kind, shape, dtype, None if wrong else out)
         data = target.flat.view(np.uint8)
@@ -296,11 +300,13 @@ def _head(
     )
 
 
-def _array(code: int, dims: list[int], described: str) -> tuple[DType, tuple[int, ...]]:
+def _array(rank: int, code: int, dims: list[int], described: str) -> tuple[DType, tuple[int, ...]]:
     """Return the dtype and shape that an envelope names."""
-    if code in BY_CODE:
-        return BY_CODE[code].dtype, tuple(dims)
-    return Description(described).parse()
+    if code not in BY_CODE:
+        return Description(described).parse(rank)
+    dtype = BY_CODE[code].dtype
+    check_size(rank, dims, dtype.itemsize)
+    return dtype, tuple(dims)
 
 
 def _cut(data: Bytes) -> list[Bytes]:

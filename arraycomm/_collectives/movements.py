@@ -21,7 +21,8 @@ from arraycomm._collectives.operation import (
 from arraycomm._collectives.placement import DeferredResultBuffer, ResultBuffer, flatten
 from arraycomm._dtypes import DType, check_movable
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.details import Description, Nothing, exchange_details
+from arraycomm._protocol.announced import check_payload, check_size, check_table
+from arraycomm._protocol.details import Description, Nothing, description_of, exchange_details
 from arraycomm._protocol.header import ANY, Signature
 from arraycomm._transports.base import Bytes, Flat, Steps
 
@@ -101,14 +102,12 @@ class FromRoot(Operation):
             payload = None if nbytes < 0 else agreement.payload(self.root, nbytes)
             array = agreement.array(self.root)
             if array is None:
-                details = yield from exchange_details(self.group.control, Nothing())
-                announced = details[self.root]
-                assert isinstance(announced, Description)
-                array = announced.parse()
+                details = yield from exchange_details(self.group.control, Nothing(), Description)
+                array = description_of(self.root, details[self.root])
             yield from self.receive(payload, *array)
             return
         if self.description is not None:
-            yield from exchange_details(self.group.control, self.description)
+            yield from exchange_details(self.group.control, self.description, Nothing)
         yield from self.send()
 
     def send(self) -> Steps:
@@ -150,9 +149,11 @@ class Bcast(FromRoot):
             yield from algorithms.bcast(self.placement.link, self.target.flat, self.root)
 
     def receive(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
+        check_size(self.root, shape, dtype.itemsize)
         self.target = self.target or self.make_target(self.kind, shape, dtype)
         into = self.target.flat
         if payload is not None and self.placement.host:
+            check_payload(self.root, len(payload), into.nbytes)
             into.view(np.uint8)[...] = payload
         else:
             yield from algorithms.bcast(self.placement.link, into, self.root)
@@ -185,9 +186,11 @@ class Scatter(FromRoot):
         yield from algorithms.scatterv(self.placement.link, self.flat, into, bounds, self.root)
 
     def receive(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
+        check_size(self.root, shape, dtype.itemsize)
         self.target = self.target or self.make_target(self.kind, shape, dtype)
         into, rank = self.target.flat, self.group.rank
         if payload is not None and self.placement.host:
+            check_payload(self.root, len(payload), into.nbytes * self.group.size)
             rows = payload.view(dtype)
             into[...] = rows[rank * into.size : (rank + 1) * into.size]
             return
@@ -243,13 +246,17 @@ class Scatterv(FromRoot):
         if payload is None:
             yield from algorithms.bcast(group.transport, table, self.root)
         else:
+            check_payload(self.root, len(payload[: table.nbytes]), table.nbytes)
             table[...] = payload[: table.nbytes].view(np.int64)
         counts = table.tolist()
+        check_table(self.root, counts, sum(counts))
+        check_size(self.root, [counts[group.rank]], prod(row) * dtype.itemsize)
         bounds = bounds_of(counts, prod(row))
         shape = (counts[group.rank], *row)
         self.target = DeferredResultBuffer(self.placement, self.kind, shape, dtype, self.out)
         into = self.target.flat
         if payload is not None and self.flag and self.placement.host:
+            check_payload(self.root, len(payload) - table.nbytes, bounds[-1] * dtype.itemsize)
             rows = payload[table.nbytes :].view(dtype)
             into[...] = rows[bounds[group.rank] : bounds[group.rank + 1]]
         else:
@@ -324,10 +331,12 @@ class Allgatherv(ArrayOperation):
         self.copies += 1
 
     def steps(self, agreement: Agreement) -> Steps:
-        self.counts = agreement.lengths()
         elements, dtype = prod(self.row), self.source.dtype
+        self.counts = agreement.lengths(elements * dtype.itemsize)
         bounds = bounds_of(self.counts, elements)
         if self.root in {None, self.group.rank}:
+            longest = self.counts.index(max(self.counts))
+            check_size(longest, bounds[-1:], dtype.itemsize)
             self.target = DeferredResultBuffer(
                 self.placement,
                 self.source,
@@ -423,6 +432,9 @@ class Alltoallv(ArrayOperation):
     def steps(self, agreement: Agreement) -> Steps:
         group, elements, dtype = self.group, prod(self.row), self.flat.dtype
         tables, data = yield from self._tables(agreement, elements * dtype.itemsize)
+        for rank, counts in enumerate(tables.tolist()):
+            check_table(rank, counts, self.lengths[rank])
+            check_size(rank, [counts[group.rank]], elements * dtype.itemsize)
         self.received = tables[:, group.rank].tolist()
         shape, source = (sum(self.received), *self.row), self.source
         self.target = DeferredResultBuffer(
@@ -442,6 +454,7 @@ class Alltoallv(ArrayOperation):
     def _tables(self, agreement: Agreement, row_bytes: int) -> Steps:
         """Return how many rows each rank sends to each, and their data if it came along."""
         group, width, lengths = self.group, self.table.nbytes, agreement.lengths()
+        self.lengths = lengths
         tables = np.empty((group.size, group.size), np.int64)
         if width > group.inline_bytes:
             tables[group.rank] = self.table

@@ -12,6 +12,7 @@ from arraycomm._collectives.arguments import check_root
 from arraycomm._collectives.operation import Context, Operation, bounds_of
 from arraycomm._collectives.pickling import dumps, loads
 from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.announced import check_size
 from arraycomm._protocol.header import Signature
 from arraycomm._transports.base import Bytes, Steps
 
@@ -41,18 +42,19 @@ class AllgatherObject(ObjectOperation):
         super().__init__(context, dumps(obj))
 
     def steps(self, agreement: Agreement) -> Steps:
-        group, lengths = self.group, agreement.lengths()
+        group, lengths = self.group, agreement.lengths(1)
         if max(lengths) <= group.inline_bytes:
             self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
             return
         bounds = bounds_of(lengths)
+        check_size(group.rank, bounds[-1:])
         everything = np.empty(bounds[-1], np.uint8)
         everything[bounds[group.rank] : bounds[group.rank + 1]] = self.data
         yield from algorithms.allgatherv(group.transport, everything, bounds)
         self.received = [everything[start:end] for start, end in pairwise(bounds)]
 
     def result(self, agreement: Agreement) -> list[Any]:
-        return [loads(part) for part in self.received]
+        return [loads(rank, part) for rank, part in enumerate(self.received)]
 
 
 class GatherObject(ObjectOperation):
@@ -65,19 +67,25 @@ class GatherObject(ObjectOperation):
         super().__init__(context, dumps(obj), root)
 
     def steps(self, agreement: Agreement) -> Steps:
-        group, lengths = self.group, agreement.lengths()
+        group, lengths = self.group, agreement.lengths(1)
         assert self.root is not None
         if max(lengths) <= group.inline_bytes:
             self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
             return
         bounds = bounds_of(lengths)
+        if group.rank == self.root:
+            check_size(group.rank, bounds[-1:])
         into = np.empty(bounds[-1], np.uint8) if group.rank == self.root else None
         yield from algorithms.gatherv(group.transport, self.data, into, bounds, self.root)
         if into is not None:
             self.received = [into[start:end] for start, end in pairwise(bounds)]
 
     def result(self, agreement: Agreement) -> list[Any] | None:
-        return [loads(part) for part in self.received] if self.group.rank == self.root else None
+        return (
+            [loads(rank, part) for rank, part in enumerate(self.received)]
+            if self.group.rank == self.root
+            else None
+        )
 
 
 class BcastObject(ObjectOperation):
@@ -92,13 +100,15 @@ class BcastObject(ObjectOperation):
     def steps(self, agreement: Agreement) -> Steps:
         group = self.group
         assert self.root is not None
-        length = agreement.lengths()[self.root]
+        length = agreement.lengths(1)[self.root]
         if length <= group.inline_bytes:
             self.received = [agreement.payload(self.root, length)]
             return
+        check_size(self.root, [length])
         received = self.data.copy() if group.rank == self.root else np.empty(length, np.uint8)
         yield from algorithms.bcast(group.transport, received, self.root)
         self.received = [received]
 
     def result(self, agreement: Agreement) -> Any:
-        return loads(self.received[0])
+        assert self.root is not None
+        return loads(self.root, self.received[0])

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays.exchange import exchange
+from arraycomm._protocol.announced import check_pickle
 from arraycomm._transports.base import Bytes
 
 # Dtypes that torch pickles in a way that it cannot read itself.
@@ -25,9 +26,13 @@ def dumps(obj: Any) -> Bytes:
     return np.frombuffer(stream.getbuffer(), np.uint8)
 
 
-def loads(data: Bytes) -> Any:
-    """Return the object of a pickle."""
-    return pickle.loads(data.data)
+def loads(rank: int, data: Bytes) -> Any:
+    """Return the object of a pickle that `rank` has sent."""
+    try:
+        return pickle.loads(data.data)
+    except Exception as error:
+        check_pickle(rank, data, error)
+        raise
 
 
 class _Pickler(pickle.Pickler):

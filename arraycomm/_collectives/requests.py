@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from arraycomm._collectives.process_bound import ProcessBound
+from arraycomm._entries import entry
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
@@ -24,6 +25,7 @@ class Request(ProcessBound):
         self._task = task
         self._site = site
 
+    @entry
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for it to finish, and return what the blocking form returns.
 
@@ -48,6 +50,7 @@ class Request(ProcessBound):
         finally:
             self._task.waited_for = False
 
+    @entry
     def test(self) -> bool:
         """Push it on without waiting, and tell whether it is finished."""
         self._group.engine.advance()
@@ -67,6 +70,7 @@ class Request(ProcessBound):
         return f"<Request made at {self._site}: {state}>"
 
 
+@entry
 def waitall(requests: Iterable[Request]) -> list[Any]:
     """Wait for all requests; return their results, in the order of the requests.
 

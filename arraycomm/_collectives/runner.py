@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
-from arraycomm._callsite import call_site, describe_raise
+from arraycomm._callsite import call_site, describe_raise, trim
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.placement import HostPlacement, Placements, StagedTreePlacement
 from arraycomm._collectives.requests import Request
@@ -106,6 +106,9 @@ class Runner:
             if timeout is not None:
                 prepare = self.group.watchdog.limited(timeout, prepare)
             result = engine.run(self._program(operation.name, prepare, None))
+        except BaseException as error:
+            trim(error)
+            raise
         finally:
             self.group.watchdog.unlimit()
             engine.turn.release()
@@ -117,10 +120,14 @@ class Runner:
     ) -> Request:
         """Start a call that goes on while the caller does something else."""
         site = call_site()
-        with self.group.turn():
-            prepare = self._preparing(operation, *args, **kwargs)
-            program = self._program(operation.name, prepare, site)
-            task = self.group.engine.submit(program, site)
+        try:
+            with self.group.turn():
+                prepare = self._preparing(operation, *args, **kwargs)
+                program = self._program(operation.name, prepare, site)
+                task = self.group.engine.submit(program, site)
+        except BaseException as error:
+            trim(error)
+            raise
         return Request(self.group, task, site)
 
     def set_guard(self, guard: Guard | None) -> None:

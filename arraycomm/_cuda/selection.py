@@ -116,7 +116,7 @@ def memory_of(group: Group, request: Request) -> DeviceMemory:
 def _open_nccl(group: Group, request: Request) -> Steps:
     library = libnccl.load()
     local: Detail = NcclId(library.unique_id().hex()) if group.rank == 0 else Nothing()
-    replies = yield from exchange_details(group.control, local)
+    replies = yield from exchange_details(group.control, local, Nothing, NcclId)
     assert isinstance(replies[0], NcclId)
     return (
         yield from NcclLink.open(

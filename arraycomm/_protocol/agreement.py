@@ -19,9 +19,9 @@ from arraycomm._protocol.header import (
     encode,
     show,
 )
-from arraycomm._protocol.mismatch import mismatch, peer_error
+from arraycomm._protocol.mismatch import how_left, mismatch, peer_error
 from arraycomm._transports.base import Bytes, Handle
-from arraycomm._transports.control import ControlChannel
+from arraycomm._transports.control import ENDED, ControlChannel
 
 # The call of a rank that takes part in whatever the others call: see `join`.
 JOINING = Signature("join")
@@ -111,7 +111,7 @@ def settle(
         agreement.raw_length(control.rank),
         negotiable,
     )
-    details = yield from exchange_details(control, local)
+    details = yield from exchange_details(control, local, CallDetail, Failure)
     calls = [detail for detail in details if isinstance(detail, CallDetail)]
     if verdict is _Verdict.RAISING or (len(calls) < len(details) and _may_differ(calls)):
         _note_left_together(control, details)
@@ -145,7 +145,8 @@ def fail_in_step(
     verdict = _judge(Headers(control))
     in_step = verdict is _Verdict.RAISING
     if verdict is not _Verdict.LEAVING:
-        details = yield from exchange_details(control, Failure(str(error), traceback, together))
+        local = Failure(str(error), traceback, together)
+        details = yield from exchange_details(control, local, CallDetail)
         _note_left_together(control, details)
         in_step = in_step or _may_differ([d for d in details if isinstance(d, CallDetail)])
     control.ended = not in_step
@@ -193,5 +194,5 @@ def _leaving_error(control: ControlChannel, headers: Headers) -> PeerError:
     rank = headers.statuses().index(Status.LEAVING)
     length = min(max(headers.payload_bytes(rank), 0), control.payload)
     text = headers.payload(rank, length).tobytes().decode(errors="replace")
-    how = f"failed: {text}" if text else "has reached the end of its program"
-    return PeerError(f"rank {rank} {how}; it takes part no more", rank=rank, traceback=text)
+    how = f"failed: {text}; it" if text else f"{how_left(ENDED)} and"
+    return PeerError(f"rank {rank} {how} takes part no more", rank=rank, traceback=text)

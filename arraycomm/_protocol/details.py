@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import ast
 import json
+import operator
 from collections.abc import Generator
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType, name_of
-from arraycomm._errors import PeerError
+from arraycomm._protocol.announced import check_size, malformed
 from arraycomm._protocol.header import (
+    ANY,
     Headers,
     LeafSpec,
     Settings,
@@ -34,17 +36,15 @@ from arraycomm._transports.control import ControlChannel
 _MAX_TEXT: Final = 16 << 20
 _LONG: Final = 10_000
 
+# The types of fields that JSON has; its other values are made into what a class has by its `read`.
+_TYPES: Final = {"str": str, "int": int, "bool": bool}
+
 _parsing = Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Detail:
     """A message of one kind; its fields are what JSON knows."""
-
-    kinds: ClassVar[dict[str, type[Detail]]] = {}
-
-    def __init_subclass__(cls) -> None:
-        Detail.kinds[cls.__name__] = cls
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Self:
@@ -126,13 +126,32 @@ class Description(Detail):
             )
         return cls(repr((descr, shape)))
 
-    def parse(self) -> tuple[DType, tuple[int, ...]]:
-        """Return the dtype and shape."""
-        # Two threads of one interpreter may not make syntax trees at once: CPython 3.11 counts
-        # their depths in one place, and raises SystemError.
-        with _parsing:
-            descr, shape = ast.literal_eval(self.array)
-        return _dtype_of(descr), tuple(shape)
+    def parse(self, rank: int) -> tuple[DType, tuple[int, ...]]:
+        """Return the dtype and shape, which `rank` has announced."""
+        try:
+            # Two threads of one interpreter may not make syntax trees at once: CPython 3.11 counts
+            # their depths in one place, and raises SystemError.
+            with _parsing:
+                descr, shape = ast.literal_eval(self.array)
+            dtype, shape = _dtype_of(descr), tuple(map(operator.index, shape))
+        except (
+            ValueError,
+            SyntaxError,
+            TypeError,
+            LookupError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            raise malformed(rank, f"an array that cannot be described ({error!r})") from None
+        check_size(rank, shape[shape[:1] == (ANY,) :], dtype.itemsize)
+        return dtype, shape
+
+
+def description_of(rank: int, detail: Detail) -> tuple[DType, tuple[int, ...]]:
+    """Return the dtype and shape in the message of a rank."""
+    if not isinstance(detail, Description):
+        raise malformed(rank, "no dtype and shape")
+    return detail.parse(rank)
 
 
 def _dtype_of(descr: Any) -> DType:
@@ -145,17 +164,36 @@ def _leaf(path: str, kind: str, shape: list[int] | None) -> LeafSpec:
     return LeafSpec(path, kind, None if shape is None else tuple(shape))
 
 
-def exchange_details(control: ControlChannel, mine: Detail) -> Generator[Handle, None, list[Any]]:
-    """Return every rank's message; each takes part with one, be it `Nothing`."""
+def exchange_details(
+    control: ControlChannel, mine: Detail, *kinds: type[Detail]
+) -> Generator[Handle, None, list[Any]]:
+    """Return every rank's message; each takes part with one, be it `Nothing`.
+
+    They are of the kind of this rank's, or of `kinds`.
+    """
     text = json.dumps([type(mine).__name__, mine.values()])
     if len(text) > _MAX_TEXT:
         text = json.dumps([type(mine).__name__, mine.shortened()])
     texts = yield from _gather_texts(control, text)
-    replies = [json.loads(reply) for reply in texts]
-    return [Detail.kinds[kind].read(values) for kind, values in replies]
+    known = {kind.__name__: kind for kind in (type(mine), *kinds)}
+    return [_read(rank, text, known) for rank, text in enumerate(texts)]
 
 
-def _gather_texts(control: ControlChannel, text: str) -> Generator[Handle, None, list[str]]:
+def _read(rank: int, text: bytes, known: dict[str, type[Detail]]) -> Detail:
+    """Return the message of a text; its fields have the types of the class, as far as JSON has them."""
+    try:
+        kind, values = json.loads(text.decode())
+        read = known[kind].read(values)
+        for field in fields(read):
+            expected = _TYPES.get(str(field.type))
+            if expected is not None and type(getattr(read, field.name)) is not expected:
+                raise TypeError(f"{field.name} is {getattr(read, field.name)!r}")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise malformed(rank, f"details that cannot be read ({error!r})") from None
+    return read
+
+
+def _gather_texts(control: ControlChannel, text: str) -> Generator[Handle, None, list[bytes]]:
     """Return every rank's text, in as many steps as the longest needs."""
     data = text.encode()
     received = [bytearray() for _ in range(control.size)]
@@ -168,9 +206,9 @@ def _gather_texts(control: ControlChannel, text: str) -> Generator[Handle, None,
         for rank, part in enumerate(received):
             length = headers.payload_bytes(rank)
             if not 0 <= length <= _MAX_TEXT:
-                raise PeerError(f"rank {rank} sent a malformed header", rank=rank)
+                raise malformed(rank, f"a text of {length} bytes")
             rounds = max(rounds, -(-length // control.payload))
             count = min(max(length - start, 0), control.payload)
             part.extend(headers.payload(rank, count).tobytes())
         start += control.payload
-    return [bytes(part).decode() for part in received]
+    return [bytes(part) for part in received]

@@ -12,11 +12,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
-from arraycomm._errors import CommunicatorClosedError, PeerError, TransportError
+from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError, TransportError
 from arraycomm._protocol.agreement import all_left_well, leave_in_step
 from arraycomm._protocol.engine import wait_for
 from arraycomm._protocol.group import Group
-from arraycomm._transports.control import FAILED, FINISHED, GONE
+from arraycomm._transports.control import ENDED, FAILED, FINALIZED, GONE
 
 # Seconds that a rank which failed waits for the others to have seen it.
 _GRACE: Final = 3.0
@@ -25,6 +25,8 @@ _NAP: Final = 1e-4
 # the same time, but cannot see one another, have printed it. The launcher ends all once one is gone.
 _FORWARDING: Final = 0.2
 _PRINTING: Final = 2.0
+# Seconds for which a rank waits for each lower one to print the error of them all.
+_TURN: Final = 0.25
 
 
 class _Process:
@@ -116,7 +118,10 @@ def _watch_exceptions() -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         _process.failure = "".join(traceback.format_exception(kind, error, trace))
-        if previous is sys.__excepthook__ and not sys.stderr.isatty():
+        by_default = previous is sys.__excepthook__
+        if by_default and (printed := _printed_elsewhere(error)):
+            _print_whole(printed)
+        elif by_default and not sys.stderr.isatty():
             _print_whole(_process.failure)
         else:
             previous(kind, error, trace)
@@ -125,6 +130,27 @@ def _watch_exceptions() -> None:
         _announce_exit(GONE, "" if isinstance(error, PeerError) else _process.failure)
 
     sys.excepthook = excepthook
+
+
+def _printed_elsewhere(error: BaseException) -> str:
+    """Wait a moment for a lower rank to print a mismatch; return the line that refers to it.
+
+    All ranks raise the same mismatch, but some may handle it: the lowest of the others prints it.
+    """
+    group = next((group for group in _process.groups() if group.closed is error), None)
+    if group is None or not isinstance(error, MismatchError):
+        return ""
+    deadline = time.monotonic() + min(_TURN * group.rank, _PRINTING)
+    while time.monotonic() < deadline:
+        left = group.control.exit_notices()
+        for rank in range(group.rank):
+            if rank in left and left[rank].state == GONE:
+                return (
+                    f"rank {group.rank} of {group.name}: arraycomm.{type(error).__name__}, "
+                    f"as printed by rank {rank}\n"
+                )
+        time.sleep(_NAP)
+    return ""
 
 
 def _print_whole(text: str) -> None:
@@ -145,7 +171,7 @@ def _mpi_ends() -> None:
     """Complete what is outstanding, as `finalize` does, and close every group over MPI."""
     for group in _process.groups():
         complete(group)
-    _announce_exit(FINISHED)
+    _announce_exit(FINALIZED)
     for group in _process.groups():
         group.end(CommunicatorClosedError("the program has finalized MPI"))
     _process.roots.clear()
@@ -192,7 +218,7 @@ def _all_left(watched: list[Group]) -> bool:
     """Tell the other ranks how this one ends, wait for theirs, and tell whether all ended well."""
     clean = not _process.failure and _all_completed()
     if clean:
-        _announce_exit(FINISHED)
+        _announce_exit(ENDED)
     unshared = [group for group in _process.groups() if not group.control.shared]
     everyone = [_everyone_left(group, clean) for group in watched if group not in unshared]
     everyone.append(_left_in_step(unshared, watched, clean))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arraycomm._callsite import describe_exception
+from arraycomm._callsite import describe_raise
 from arraycomm._errors import (
     CommTimeoutError,
     CommunicatorClosedError,
@@ -230,7 +230,7 @@ class Group:
         followed = isinstance(error, PeerError) or (
             isinstance(error, TransportError) and self.transport.outlives
         )
-        return "" if followed else describe_exception(error)
+        return "" if followed else describe_raise(error)
 
     def closed_error(self, operation: str) -> BaseException:
         """Return what a call on a group that has ended raises."""

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, name_of
-from arraycomm._errors import TransportError
+from arraycomm._protocol.announced import check_payload, check_size, malformed
 from arraycomm._transports.base import Bytes, Handle
 from arraycomm._transports.control import PAYLOAD, PREFIX, ControlChannel
 
@@ -44,6 +44,9 @@ class Status(enum.IntEnum):
     RAISING = 1
     LEAVING = 2
     DETAILS = 3
+
+
+_STATUSES: Final = {int(status): status for status in Status}
 
 
 class LeafSpec(NamedTuple):
@@ -123,7 +126,13 @@ class Headers:
 
     def statuses(self) -> list[Status]:
         """Return what each rank does in this step."""
-        return [Status(packed & 0xFF) for packed in self._all(_PACKED)]
+        return [self._status(rank) for rank in range(self.size)]
+
+    def _status(self, rank: int) -> Status:
+        try:
+            return _STATUSES[self._word(rank, _PACKED) & 0xFF]
+        except KeyError as error:
+            raise malformed(rank, f"the status {error}") from None
 
     def call_digest(self, rank: int) -> int:
         """Return the digest of a rank's operation, op and root."""
@@ -144,7 +153,9 @@ class Headers:
         if info is None or ndim > MAX_DIMS:
             return None
         first = rank * self.stride + _SHAPE
-        return info.dtype, tuple(self.words[first : first + ndim])
+        shape = tuple(self.words[first : first + ndim])
+        check_size(rank, shape[shape[:1] == (ANY,) :], info.dtype.itemsize)
+        return info.dtype, shape
 
     def payload_bytes(self, rank: int) -> int:
         """Return how many bytes came with a rank's header; -1 if its elements are still to come."""
@@ -159,12 +170,17 @@ class Headers:
         """Return the free word of a rank's header."""
         return self._word(rank, _LENGTH)
 
-    def lengths(self) -> list[int]:
-        """Return what each rank announces as its length, if the ranks may differ in it."""
+    def lengths(self, itemsize: int | None = None) -> list[int]:
+        """Return what each rank announces as its length, if the ranks may differ in it.
+
+        With `itemsize`, what came with a rank's header has to be so many bytes for each.
+        """
         lengths = self._all(_LENGTH)
         for rank, length in enumerate(lengths):
             if not 0 <= length <= _MAX_LENGTH:
-                raise TransportError(f"rank {rank} announced a length of {length}")
+                raise malformed(rank, f"a length of {length}")
+            if itemsize is not None and (nbytes := self.payload_bytes(rank)) >= 0:
+                check_payload(rank, nbytes, length * itemsize)
         return lengths
 
     def device_flags(self) -> set[int]:

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from arraycomm._errors import MismatchError, PeerError
+from arraycomm._errors import MismatchError, PeerError, TransportError
 from arraycomm._protocol.details import CallDetail, Detail, Failure
+from arraycomm._transports.control import ENDED, FINALIZED, FINISHED
 
 
 def mismatch(details: Sequence[Detail]) -> MismatchError:
     """Return the error that shows what each rank called, ranks of one call together."""
-    groups: dict[str, list[int]] = {}
-    for rank, detail in enumerate(details):
-        groups.setdefault(_said(detail), []).append(rank)
-    lines = "; ".join(f"{name_ranks(ranks)}: {said}" for said, ranks in groups.items())
+    lines = by_ranks([_said(detail) for detail in details])
     difference = first_difference(details)
     return MismatchError(
         f"ranks of one communicator called different things: {lines}"
         + (f". {difference}" if difference else "")
     )
+
+
+def by_ranks(said: Sequence[str]) -> str:
+    """Return what each rank said, ranks that said the same together."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(said):
+        groups.setdefault(text, []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items())
 
 
 def _said(detail: Detail) -> str:
@@ -59,9 +65,16 @@ def _settings(call: CallDetail) -> str:
     return ", ".join(str(value) if name == "ties" else f"{name}={value}" for name, value in said)
 
 
-def peer_error(operation: str, details: Sequence[Detail]) -> PeerError:
+def peer_error(operation: str, details: Sequence[Detail]) -> PeerError | TransportError:
     """Return the error of the ranks that did not raise, from the details of one that did."""
-    rank, failure = next((r, d) for r, d in enumerate(details) if isinstance(d, Failure))
+    failures = [
+        (rank, detail) for rank, detail in enumerate(details) if isinstance(detail, Failure)
+    ]
+    if not failures:
+        return TransportError(
+            f"{operation}: a rank raised, but did not say what; its message is malformed"
+        )
+    rank, failure = failures[0]
     error = PeerError(
         f"{operation}: rank {rank} raised instead of taking part; its traceback:\n"
         f"{failure.traceback}",
@@ -70,6 +83,15 @@ def peer_error(operation: str, details: Sequence[Detail]) -> PeerError:
     )
     error.in_step = True
     return error
+
+
+def how_left(state: int) -> str:
+    """Say how a rank left, by the state in its exit notice."""
+    if state == FINALIZED:
+        return "has finalized MPI"
+    if state == ENDED:
+        return "has reached the end of its program, or called sys.exit,"
+    return "has reached the end of its program" if state == FINISHED else "failed"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

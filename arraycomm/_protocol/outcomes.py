@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections import Counter
 
+from arraycomm._callsite import user_level
 from arraycomm._errors import CommunicatorClosedError
 
 
@@ -72,7 +73,7 @@ class Outcomes:
                 f"{made} made at {site} {'was' if count == 1 else 'were'} never waited for; keep "
                 "requests, and wait for each of them",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=user_level(),
             )
         return not errors
 

@@ -14,8 +14,9 @@ from arraycomm._callsite import call_site
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus
 from arraycomm._protocol.header import Headers
+from arraycomm._protocol.mismatch import how_left
 from arraycomm._transports.base import Transport
-from arraycomm._transports.control import FINISHED, ExitNotice
+from arraycomm._transports.control import WELL, ExitNotice
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,7 +112,7 @@ class Watchdog:
     def _check_left(self, gone: list[int], left: dict[int, ExitNotice]) -> None:
         # A rank that has a traceback of its own, or none because it finished, is the cause; the
         # others followed it. Their notices may come before the step that tells of it.
-        causes = [rank for rank in gone if left[rank].text or left[rank].state == FINISHED]
+        causes = [rank for rank in gone if left[rank].text or left[rank].state in WELL]
         self._alone_since = self._alone_since or time.monotonic()
         if not causes:
             self.check_for_deaths()
@@ -196,9 +197,8 @@ class Watchdog:
 
     def peer_error(self, rank: int, notice: ExitNotice) -> PeerError:
         """Return the error that tells how a rank left."""
-        how = "has reached the end of its program" if notice.state == FINISHED else "failed"
         return PeerError(
-            f"rank {rank} {how} and takes part no more; it {self.last_seen(rank)}"
+            f"rank {rank} {how_left(notice.state)} and takes part no more; it {self.last_seen(rank)}"
             + (f"; its traceback:\n{notice.text}" if notice.text else ""),
             rank=rank,
             traceback=notice.text,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._communicator import Communicator, runner_of
+from arraycomm._entries import entries
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._session import world
 from arraycomm._training.items import Items, items_of
@@ -74,6 +75,7 @@ class LoadStateDict(AgreeOn):
     name, code = "load_state_dict", 35
 
 
+@entries()
 class DistributedDataContainer(Sequence[Any]):
     """This rank's items of a data set, in a global order that does not depend on the rank count.
 
@@ -109,7 +111,8 @@ class DistributedDataContainer(Sequence[Any]):
     MismatchError
         The ranks have passed data of different lengths, or different settings.
     TypeError
-        `data` is none of these; the message names a leaf of a tree that is no array.
+        `data` is none of these, or an IterableDataset of torch, also one with a length; the message
+        names a leaf of a tree that is no array.
     ValueError
         The arrays of a tree differ in length (the message has their paths), or a setting has a
         value that does not exist.

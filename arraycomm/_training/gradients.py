@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
@@ -64,6 +65,9 @@ class Gradients:
         The other arguments of `allreduce_gradients`.
     """
 
+    # For the functions of an adapter that its framework calls.
+    entry = staticmethod(entry)
+
     def __init__(
         self,
         comm: Communicator,
@@ -86,6 +90,7 @@ class Gradients:
         self._steps = 0
         self._sums: list[Sum | None] = []
 
+    @entry
     def add(self, tree: Any) -> tuple[bool, Any]:
         """Add the gradients of a step; return whether they were reduced, and the reduced ones.
 
@@ -131,6 +136,7 @@ class Gradients:
             "into a plain optimizer, and pass it to DistributedOptimizer"
         )
 
+    @entry
     def reduce_loss(self, loss: Any) -> Any:
         """Reduce a loss as the gradients are."""
         return self.comm.allreduce(loss, self.op)

@@ -44,6 +44,11 @@ class _Sequence:
                 f"{_NAME}: data is a {type(data).__name__}, which is indexed by its labels; pass "
                 "data.to_numpy(), or a dict of its columns as arrays"
             )
+        if _is_iterable_only(data):
+            raise TypeError(
+                f"{_NAME}: data is a {type(data).__name__}, an IterableDataset of torch: its items "
+                "can only be gone through, not indexed; pass list(data), or a map-style data set"
+            )
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise TypeError(
                 f"{_NAME}: data must have a length and take integer indices, as lists, arrays and "
@@ -92,6 +97,14 @@ class _Rows:
     def many(self, index: Integers) -> Any:
         leaves = [None if leaf is None else _take(leaf, index) for leaf in self._flat.leaves]
         return self._flat.rebuild(leaves)
+
+
+def _is_iterable_only(data: Any) -> bool:
+    """Tell whether this is torch's IterableDataset, whose `__getitem__` only raises."""
+    return any(
+        kind.__name__ == "IterableDataset" and kind.__module__.startswith("torch.")
+        for kind in type(data).__mro__
+    )
 
 
 def _is_tree(data: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn, Self
 from arraycomm._collectives.operation import Context, Operation, SmallExchange
 from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._entries import entry
 from arraycomm._errors import ArrayCommError
 from arraycomm._protocol.agreement import JOINING, Agreement, active
 from arraycomm._protocol.mismatch import mismatch
@@ -24,6 +25,7 @@ from arraycomm._trees.synchronize import Synchronize
 _WORD: Final = struct.Struct("<q")
 
 
+@entry
 def join(comm: Communicator | None = None) -> Join:
     """Let ranks go through different numbers of batches: a context manager.
 
@@ -110,12 +112,14 @@ class Join(ProcessBound):
         """The weight of this rank's next gradients, and the callback for all ranks' weights."""
         return Block(self.weight, self._stepped)
 
+    @entry
     def __enter__(self) -> Self:
         self._runner.call(EnterJoin)
         self._runner.set_guard(self)
         registry_of(self._comm).join = self
         return self
 
+    @entry
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -135,6 +139,7 @@ class Join(ProcessBound):
         if error is None:
             self._last = self._find_last()
 
+    @entry
     def synchronize(self, tree: Any) -> Any:
         """Give every rank the values of a rank that took part in the last step; see `synchronize`.
 

@@ -13,6 +13,7 @@ from arraycomm._arrays.results import allocate, to_framework, widest_float
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._dtypes import DType, Kind, kind_of
+from arraycomm._entries import entry
 from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import Signature
@@ -29,6 +30,7 @@ _SUMS: Final = np.dtype(np.float64)
 _COMPLEX_SUMS: Final = np.dtype(np.complex128)
 
 
+@entry
 def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) -> Any:
     """Average what the ranks have measured, each as much as its weight says: Σ w·x / Σ w.
 

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from arraycomm._collectives.groups import Dup, dup
 from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
+from arraycomm._entries import entry
 from arraycomm._protocol.group import Options
 from arraycomm._session import world
 from arraycomm._training.gradients import Gradients
@@ -23,6 +24,7 @@ _ADAPTERS: Final = {
 _DEFAULT_ADAPTER: Final = "arraycomm.adapters.numpy"
 
 
+@entry
 def DistributedOptimizer(  # noqa: N802
     optimizer: Any,
     *,

@@ -23,10 +23,10 @@ PREFIX: Final = slice(8, PAYLOAD)
 MESSAGE_SLOT: Final = 256
 
 # How a rank left a group; 0 if it has not. FAILED: it will make no further call here. GONE: its
-# error has been printed, and its process ends. FINISHED: its program ended without an error.
-FAILED: Final = 1
-FINISHED: Final = 2
-GONE: Final = 3
+# error has been printed, and its process ends. Without an error: what it ran came to its end
+# (FINISHED), its process ends (ENDED), or its program has finalized MPI (FINALIZED).
+FAILED, FINISHED, GONE, ENDED, FINALIZED = range(1, 6)
+WELL: Final = (FINISHED, ENDED, FINALIZED)
 
 # A rank's notes. Four words: how it left, the last step that it completed, the length of its exit
 # text, and the number and length of its wait status. Then the exit text, and two places for wait

@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from arraycomm._errors import TransportError
 from arraycomm._transports.base import Bytes, Handle
 
 # Messages of at most this many bytes are copied when they are sent.
@@ -67,6 +68,13 @@ class Mailbox:
             return _pop(self._messages, key)
 
 
+def copy(into: Bytes, source: Bytes) -> None:
+    """Copy what another rank sends, which has to be of the size that this one waits for."""
+    if len(into) != len(source):
+        raise TransportError(f"a rank sent {len(source)} bytes to one that waits for {len(into)}")
+    np.copyto(into, source)
+
+
 class _Message:
     """A message: a copy if it is short, otherwise the sender's own memory until it is received."""
 
@@ -77,7 +85,7 @@ class _Message:
         self._buffer: Bytes = buffer.copy() if self._taken else buffer
 
     def take(self, into: Bytes) -> None:
-        np.copyto(into[: len(self._buffer)], self._buffer)
+        copy(into[: len(self._buffer)], self._buffer)
         self._taken = True
 
     def done(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.control import FINISHED, MESSAGE_SLOT, ControlChannel, ExitNotice
+from arraycomm._transports.control import MESSAGE_SLOT, WELL, ControlChannel, ExitNotice
 
 # Larger than the tags of users' messages and of their further pieces.
 TAG: Final = 1 << 21
@@ -86,7 +86,7 @@ class MpiControl(ControlChannel):
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         first = self._own or ExitNotice(state, completed, text)
         self._own = first._replace(state=state)
-        if state != FINISHED:
+        if state not in WELL:
             for peer in self.peers:
                 # A rank that has died needs no notice.
                 with suppress(TransportError):

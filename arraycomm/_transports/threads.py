@@ -11,7 +11,7 @@ import numpy as np
 from arraycomm._arrays.results import allocate
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import SharedControl
-from arraycomm._transports.mailbox import Mailbox
+from arraycomm._transports.mailbox import Mailbox, copy
 
 _Parts = Sequence[Bytes | None]
 
@@ -72,7 +72,7 @@ class _Swap:
                 continue
             source = group.parts[peer][parity][self._rank]
             if source is not None and source is not target:
-                np.copyto(target, source)
+                copy(target, source)
         self._copied = True
         group.read[self._rank] = self._number
 

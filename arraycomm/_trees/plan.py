@@ -10,6 +10,7 @@ from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
+from arraycomm._entries import opaque
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Signature, encode
 from arraycomm._transports.base import Bytes, Steps
@@ -85,6 +86,7 @@ class Plan(ProcessBound):
         # Encoded headers, by device flag.
         self._prefixes: dict[int, bytes] = {}
 
+    @opaque
     def __call__(self, tree: Any, *, timeout: float | None = None) -> Any:
         return self._runner.call_within(timeout, RunPlan, self, tree)
 

@@ -21,6 +21,7 @@ from arraycomm._collectives.pickling import dumps, loads
 from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.announced import check_size, malformed
 from arraycomm._protocol.details import Detail, Failure, Nothing, exchange_details
 from arraycomm._protocol.group import UndeliveredError
 from arraycomm._protocol.header import LeafSpec, Signature
@@ -92,6 +93,8 @@ class Synchronize(Operation):
 
     def steps(self, agreement: Agreement) -> Steps:
         having = [rank for rank in range(self.group.size) if agreement.array_digest(rank)]
+        if not having and self._tree is not None:
+            raise malformed(self.group.rank, "no tree, although it has one")
         if not having:
             return
         if self.root not in having:
@@ -103,7 +106,9 @@ class Synchronize(Operation):
         if self._take_whole:
             yield from self._bcast_whole()
             return
-        received = np.empty(agreement.raw_length(self.root), np.uint8)
+        nbytes = len(self._data) if self._is_root else agreement.lengths()[self.root]
+        check_size(self.root, [nbytes])
+        received = np.empty(nbytes, np.uint8)
         if self._is_root:
             received[...] = self._data
         transport = self.group.transport
@@ -122,17 +127,23 @@ class Synchronize(Operation):
                 local = PickledBytes(len(data))
             except Exception as raised:
                 error, local = raised, Failure(str(raised), describe_raise(raised))
-        replies = yield from exchange_details(self.group.control, local)
+        replies = yield from exchange_details(
+            self.group.control, local, Nothing, PickledBytes, Failure
+        )
         if error is not None:
             raise UndeliveredError(error)
         if isinstance(replies[self.root], Failure):
             raise peer_error(self.name, replies)
-        received = data.copy() if self._is_root else np.empty(replies[self.root].nbytes, np.uint8)
+        announced = replies[self.root]
+        if not isinstance(announced, PickledBytes):
+            raise malformed(self.root, "no tree")
+        check_size(self.root, [announced.nbytes])
+        received = data.copy() if self._is_root else np.empty(announced.nbytes, np.uint8)
         yield from algorithms.bcast(self.group.transport, received, self.root)
         self._received = received
 
     def result(self, agreement: Agreement) -> Any:
-        received = None if self._received is None else loads(self._received)
+        received = None if self._received is None else loads(self.root, self._received)
         if self._tree is None:
             return received
         values: Any = received

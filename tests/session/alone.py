@@ -80,6 +80,12 @@ def environment_sets_the_defaults() -> None:
         pytest.raises(ValueError, match="ARRAYCOMM_TIMEOUT must be"),
     ):
         ac.init()
+    for said, check in {"Off": False, "no": False, "TRUE": True, "on": True, "": True}.items():
+        with environment(ARRAYCOMM_CHECK=said):
+            assert found()[1] is check
+    allowed = "ARRAYCOMM_CHECK must be one of 1, true, yes, on, 0, false, no, off; got 'maybe'"
+    with environment(ARRAYCOMM_CHECK="maybe"), pytest.raises(ValueError, match=allowed):
+        ac.init()
 
 
 def what_cannot_run_says_what_is_missing() -> None:

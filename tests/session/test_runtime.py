@@ -109,9 +109,16 @@ class TestFailing:
         assert done.stderr.count("ValueError: on purpose") == 3, done.stderr
 
     @pytest.mark.parametrize(
-        ("control", "leave"), [("shared", "sys.exit(0)"), ("messages", "pass")]
+        ("control", "leave", "said"),
+        [
+            ("shared", "sys.exit(3)", "reached the end of its program, or called sys.exit, and"),
+            ("messages", "pass", "reached the end of its program, or called sys.exit, and"),
+            ("shared", "from mpi4py import MPI; MPI.Finalize()", "finalized MPI and"),
+        ],
     )
-    def test_rank_that_leaves_early_is_told_to_all(self, control: str, leave: str) -> None:
+    def test_rank_that_leaves_early_is_told_to_all(
+        self, control: str, leave: str, said: str
+    ) -> None:
         done = _launch(
             f"""
             comm = ac.init()
@@ -124,26 +131,42 @@ class TestFailing:
             control,
         )
         assert done.returncode != 0
-        told = done.stderr.count("PeerError: rank 1 has reached the end of its program")
+        told = done.stderr.count(f"PeerError: rank 1 has {said} takes part no more")
         assert told == 2, done.stderr
 
-    def test_uncaught_mismatch_is_printed_by_every_rank_in_one_piece(self) -> None:
-        """A launcher mixes what its ranks write in several."""
-        done = _launch("""
+    @pytest.mark.parametrize(("control", "handled"), [("shared", ()), ("messages", (0, 2))])
+    def test_uncaught_mismatch_is_printed_once_and_in_one_piece(
+        self, control: str, handled: tuple[int, ...]
+    ) -> None:
+        """By the lowest rank that does not handle it. A launcher mixes what ranks write in pieces."""
+        done = _launch(
+            f"""
             class Pieces:
                 def __getattr__(self, name):
                     return getattr(sys.__stderr__, name)
                 def write(self, text):
-                    print(f"a piece of {text.count(chr(10))} lines", flush=True)
+                    sys.stdout.write(f"a piece of {{text.count(chr(10))}} lines\\n")
                     return sys.__stderr__.write(text)
 
             comm = ac.init()
             sys.stderr = Pieces()
-            comm.allreduce(np.ones(5 + comm.rank))
-        """)
+            try:
+                comm.allreduce(np.ones(5 + comm.rank))
+            except ac.MismatchError:
+                if comm.rank not in {handled}:
+                    raise
+            """,
+            control,
+            ranks=4,
+        )
+        lowest, *others = [rank for rank in range(4) if rank not in handled]
         assert done.returncode != 0
-        assert done.stdout.count("a piece of") == 3, done.stdout
-        assert done.stderr.count("MismatchError: ranks of one communicator called") == 3
+        assert done.stdout.count("a piece of 1 lines") == len(others), done.stdout
+        assert done.stdout.count("a piece of") == 1 + len(others), done.stdout
+        assert done.stderr.count("MismatchError: ranks of one communicator called") == 1
+        for rank in others:
+            line = f"rank {rank} of world: arraycomm.MismatchError, as printed by rank {lowest}\n"
+            assert line in done.stderr, done.stderr
 
     def test_hook_of_the_user_is_called_with_an_uncaught_mismatch(self) -> None:
         done = _launch(
@@ -339,6 +362,28 @@ class TestEndingWell:
         assert done.stdout.count("mpi4py.rc.initialize is off") == 2, done.stdout
         assert done.stdout.count("the program has finalized MPI") == 8, done.stdout
         assert done.stdout.count("was called with timeout=") == 2, done.stdout
+
+    def test_different_versions_are_told_to_all(self) -> None:
+        done = _launch("""
+            from mpi4py import MPI
+            from arraycomm import _mpi_start
+
+            last = MPI.COMM_WORLD.rank == 2
+            own = _mpi_start._digest, _mpi_start._version
+            if last:
+                _mpi_start._digest, _mpi_start._version = lambda: "other", lambda: "9.9"
+            for start in (ac.init, lambda: ac.Communicator.from_mpi(MPI.COMM_WORLD)):
+                try:
+                    start()
+                except ac.MismatchError as error:
+                    sys.stdout.write(f"{error}\\n")
+            _mpi_start._digest, _mpi_start._version = own
+            assert ac.init().allreduce(1) == 3
+        """)
+        assert done.returncode == 0, done.stderr
+        said = "init: ranks run different versions of arraycomm: ranks 0, 1: "
+        assert done.stdout.count(said) == 6, done.stdout
+        assert done.stdout.count("); rank 2: 9.9; install the same version") == 6, done.stdout
 
     def test_launcher_of_another_mpi_is_an_error(self) -> None:
         done = subprocess.run(

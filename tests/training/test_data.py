@@ -7,7 +7,7 @@ import json
 import pickle
 import subprocess
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -298,6 +298,20 @@ REFUSED = {
 def test_what_is_no_data_set(data, error, match) -> None:
     with pytest.raises(error, match=f"^DistributedDataContainer: .*{match}"):
         alone(data)
+
+
+def test_iterable_data_set_of_torch_is_refused_by_name() -> None:
+    utils = pytest.importorskip("torch.utils.data")
+
+    class Lines(utils.IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+        def __len__(self) -> int:
+            return 3
+
+    with pytest.raises(TypeError, match=r"Lines, an IterableDataset of torch: .* not indexed"):
+        alone(Lines())
 
 
 def test_wrong_settings() -> None:

@@ -1,0 +1,81 @@
+"""What users call: what of an error they see, under which name, and that torch does not compile it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any, Final, TypeVar, cast
+
+from arraycomm._callsite import trim
+
+C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Methods that Python calls for the user, and that may communicate or raise.
+_SPECIAL: Final = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__getitem__")
+
+# The code of what users call, as far as torch has not been told of it.
+_codes: list[CodeType] = []
+
+
+def entry(function: F) -> F:
+    """Let a function that users call raise its errors without the library's frames."""
+
+    @functools.wraps(function)
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            trim(error)
+            raise
+
+    return cast(F, opaque(enter))
+
+
+def entries(trimmed: Callable[[FunctionType], bool] = lambda _: False) -> Callable[[C], C]:
+    """Make the methods of a class entries.
+
+    `trimmed` tells of a method whether what it calls trims errors already; it is then left as it is.
+    """
+
+    def decorate(cls: C) -> C:
+        for name, method in list(vars(cls).items()):
+            if name.startswith("_") and name not in _SPECIAL:
+                continue
+            if isinstance(method, FunctionType):
+                setattr(cls, name, opaque(method) if trimmed(method) else entry(method))
+            elif isinstance(method, classmethod):
+                setattr(cls, name, classmethod(entry(method.__func__)))
+        return cls
+
+    return decorate
+
+
+def publish(value: Any) -> None:
+    """Let a class or function say that it is the package's, in errors and to pickle."""
+    value.__module__ = "arraycomm"
+
+
+def opaque(function: F) -> F:
+    """Have `torch.compile` end its graph at calls of a function, which it would else trace into."""
+    reason = "arraycomm communicates, which is no part of a graph"
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    _codes.append(cast(FunctionType, function).__code__)
+    return function
+
+
+def hide_from_torch() -> None:
+    """Keep `torch.compile` from compiling the library's functions when they are called.
+
+    Called when a communicator is made, since torch may be imported at any time; costs nothing once done.
+    """
+    dynamo: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+    set_strategy = getattr(dynamo, "set_code_exec_strategy", None)
+    if set_strategy is None:
+        return
+    skip = vars(dynamo)["_FrameAction"].SKIP
+    strategy = vars(dynamo)["_FrameExecStrategy"](skip, skip)
+    while _codes:
+        set_strategy(_codes.pop(), strategy)
