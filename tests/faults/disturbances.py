@@ -21,7 +21,7 @@ from arraycomm import Communicator
 _MMAP_THRESHOLD: Final = -3
 # Seconds: for which a rank is stopped, after at most how many; and those that a child may take.
 _STOPPED: Final = 0.4
-_SOON: Final = 0.03
+_SOON: Final = 0.015
 _CHILD: Final = 15
 
 

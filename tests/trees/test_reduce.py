@@ -192,7 +192,7 @@ def test_wrong_argument_beside_missing_gradients_leaves_ranks_in_step(on_ranks, 
         mine = comm.rank == comm.size - 1
         tree = {"a": np.ones(2), "b": None if comm.rank == 0 else np.ones(3)}
         error = ValueError if mine else ac.PeerError
-        with pytest.raises(error, match="op must be one of .* got 'average'"):
+        with pytest.raises(error, match="got 'average'"):
             ac.allreduce_gradients(tree, "average" if mine else "sum", comm=comm)
         got = ac.allreduce_gradients(tree, "sum", comm=comm)
         assert got["b"].tolist() == [comm.size - 1] * 3
