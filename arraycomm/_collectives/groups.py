@@ -13,7 +13,6 @@ from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import OperationClass, Runner
 from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
-from arraycomm._protocol.exit import complete
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.interrupts import interrupts_deferred
 
@@ -113,7 +112,8 @@ def free(runner: Runner) -> None:
         return
     lost = sum(runner.call(Free, group.unmatched))
     # Every rank has started its messages by now, and the group is needed until they are there.
-    complete(group)
+    group.engine.drain()
+    group.engine.outcomes.free()
     for hook in group.on_free:
         hook()
     group.end(CommunicatorClosedError("it was freed"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from arraycomm._collectives.process_bound import ProcessBound
-from arraycomm._entries import entry
+from arraycomm._entries import entry, opaque
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
@@ -62,6 +62,7 @@ class Request(ProcessBound):
         """End it, because its caller was interrupted while waiting."""
         self._group.engine.give_up(self._task, error)
 
+    @opaque
     def __del__(self) -> None:
         self._task.drop()
 

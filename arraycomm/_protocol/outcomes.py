@@ -6,6 +6,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from arraycomm._callsite import user_level
 from arraycomm._errors import CommunicatorClosedError
@@ -31,6 +32,7 @@ class Outcomes:
         self._open: dict[Outcome, None] = {}
         # Of those that ended well and that nobody can wait for any more, how many were made where.
         self._lost: Counter[str] = Counter()
+        self._freed = False
 
     def add(self, site: str) -> Outcome:
         """Return the outcome of a new request."""
@@ -53,20 +55,40 @@ class Outcomes:
         self._settle(outcome)
 
     def _settle(self, outcome: Outcome) -> None:
-        if outcome.finished and outcome.dropped and outcome.error is None and outcome in self._open:
-            self._open.pop(outcome, None)
+        if not (outcome.finished and outcome.dropped and outcome in self._open):
+            return
+        if outcome.error is None:
+            self._open.pop(outcome)
             self._lost[outcome.site] += 1
+        if self._freed:
+            # Nobody asks for a report any more.
+            self._tell([outcome] if outcome.error is not None else [])
+
+    def free(self) -> None:
+        """Report the requests that nobody can wait for any more; later ones are reported at once."""
+        self._freed = True
+        self._tell([outcome for outcome in self._open if outcome.dropped])
 
     def report(self) -> bool:
-        """Print the errors that nobody has seen, and warn of requests; tell if there are no errors."""
-        errors = self.errors()
-        sites = self._lost + Counter(o.site for o in self._open if o.error is None)
-        self._open, self._lost = {}, Counter()
-        for outcome in errors:
+        """Report all requests that nobody has waited for; tell whether none of them has failed."""
+        return self._tell(list(self._open))
+
+    def errors(self) -> list[Outcome]:
+        """Return the requests that have failed without anybody having seen it."""
+        return _failed(self._open)
+
+    def _tell(self, outcomes: Sequence[Outcome]) -> bool:
+        """Print the errors of requests, and warn of those that have none."""
+        for outcome in outcomes:
+            self._open.pop(outcome, None)
+        failed = _failed(outcomes)
+        for outcome in failed:
             text = "".join(traceback.format_exception(outcome.error))
             sys.stderr.write(
                 f"the request made at {outcome.site} failed, and nobody waited for it:\n{text}"
             )
+        sites = self._lost + Counter(o.site for o in outcomes if o.error is None)
+        self._lost = Counter()
         for site, count in sites.items():
             made = "the request" if count == 1 else f"{count} requests"
             warnings.warn(
@@ -75,12 +97,10 @@ class Outcomes:
                 RuntimeWarning,
                 stacklevel=user_level(),
             )
-        return not errors
+        return not failed
 
-    def errors(self) -> list[Outcome]:
-        """Return the requests that have failed without anybody having seen it.
 
-        Those that came behind another one that failed are not among them.
-        """
-        failed = [outcome for outcome in self._open if outcome.error is not None]
-        return [o for o in failed if not isinstance(o.error, CommunicatorClosedError)]
+def _failed(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Return those with an error, but those that only came behind another one with an error."""
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    return [o for o in failed if not isinstance(o.error, CommunicatorClosedError)]
