@@ -206,7 +206,7 @@ def draw_shape(random: Random) -> tuple[int, ...]:
 
 def draw_optimizer(random: Random) -> str:
     """Draw an op, how many steps are accumulated, and a framework."""
-    framework = "torch" if random.random() < 0.25 else "numpy"
+    framework = "torch" if random.random() < 0.15 else "numpy"
     return f"{random.choice(('mean', 'sum'))} {random.randint(1, 3)} {framework}"
 
 

@@ -22,6 +22,8 @@ MARK: Final = "ARRAYCOMM_FAULTS_JOB"
 SHOW_STACK: Final = signal.SIGUSR1
 # Seconds in which the ranks of a job without a launcher have ended.
 ORPHAN_LIMIT: Final = 10.0
+# Seconds in which ranks have loaded what they need.
+START_LIMIT: Final = 60.0
 # Where ranks share memory, and how the library calls its files there.
 _SHARED: Final = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 _FILES: Final = "arraycomm-*"
@@ -108,7 +110,7 @@ def _ended(
     process: subprocess.Popen[bytes], running: Running, limit: float, out: int, disturb: Disturb
 ) -> bool:
     """Wait for a job to end; tell whether it has, or prints nothing any more."""
-    deadline, printed, quiet = time.monotonic() + limit, 0, False
+    deadline, printed, quiet = time.monotonic() + limit + START_LIMIT, 0, False
     while time.monotonic() < deadline:
         quiet = quiet or disturb(running)
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from tests.faults.above import whole
 from tests.faults.programs import Call, Program
 from tests.faults.values import ON_PURPOSE, OnPurposeError
 
-_WITH_TORCH: Final = importlib.util.find_spec("torch") is not None
+# Whether to make optimizers of torch, where they are drawn; else others take their place.
+_with_torch = importlib.util.find_spec("torch") is not None
 
 
 class Optimizer(Protocol):
@@ -27,10 +28,16 @@ class Optimizer(Protocol):
         """Take a step; return the reduced gradients if it was the last before a reduction."""
 
 
+def go_without_torch() -> None:
+    """Spare processes that play one program the seconds that torch takes to load."""
+    global _with_torch
+    _with_torch = False
+
+
 def preload(program: Program) -> None:
     """Load what an optimizer of the program needs, while no rank waits for this one."""
     calls = [action.call for actions in program.actions for action in actions]
-    if _WITH_TORCH and any("torch" in call.setting for call in calls if call is not None):
+    if _with_torch and any("torch" in call.setting for call in calls if call is not None):
         import torch
 
         # The first step of the process loads more.
@@ -43,7 +50,7 @@ def make(comm: Communicator, call: Call) -> Optimizer:
     options: dict[str, Any] = {"comm": comm, "op": op, "accumulate": int(accumulate)}
     if call.wrong == "no optimizer":
         ac.DistributedOptimizer(object(), **options)
-    return (_Torch if _WITH_TORCH and framework == "torch" else _Plain)(options)
+    return (_Torch if _with_torch and framework == "torch" else _Plain)(options)
 
 
 def update(optimizer: Optimizer, call: Call, rank: int) -> Any:
