@@ -176,6 +176,10 @@ def _reduce(group: ac.Communicator, updates: Any, op: str, options: dict[str, An
     return ac.allreduce_gradients(updates, op, comm=group, **options)
 
 
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
 def _reduce_traced(group: ac.Communicator, updates: Any, op: str, options: dict[str, Any]) -> Any:
     """Reduce the whole tree in one callback of the compiled program, on the program's own buffers."""
     if group.backend == "threads":
@@ -187,17 +191,20 @@ def _reduce_traced(group: ac.Communicator, updates: Any, op: str, options: dict[
             "jitted JAX collectives work on the CPU backend; on a GPU call the transformation "
             "outside jax.jit"
         )
-    leaves, structure = jax.tree.flatten(updates, is_leaf=lambda leaf: leaf is None)
+    leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
     numbers = [number for number, leaf in enumerate(leaves) if leaf is not None]
 
     def reduce_buffers(_: Any, results: Any, *buffers: Any) -> None:
         gradients: list[Any] = [None] * len(leaves)
         for number, buffer in zip(numbers, buffers, strict=True):
             gradients[number] = np.asarray(buffer)
-        # The compiled program has no buffer for a gradient that only other ranks have.
-        reduced = ac.allreduce_gradients(gradients, op, missing="error", comm=group, **options)
+        # As a tree of the same paths as on ranks that are not under jit. The compiled program has no
+        # buffer for a gradient that only other ranks have.
+        tree = jax.tree.unflatten(structure, gradients)
+        reduced = ac.allreduce_gradients(tree, op, missing="error", comm=group, **options)
+        found = jax.tree.leaves(reduced, is_leaf=_is_none)
         for number, result in zip(numbers, results, strict=True):
-            np.asarray(result)[...] = reduced[number]
+            np.asarray(result)[...] = found[number]
 
     present = [leaves[number] for number in numbers]
     types = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in present]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any, NoReturn
 
 import arraycomm as ac
@@ -23,6 +24,21 @@ def check(optimizer: Any) -> None:
             "transformation, or an object with a method update(params, grads); "
             f"got {type(optimizer).__name__}"
         )
+    first = _first_argument(optimizer.update)
+    if first.startswith("grad") or first == "updates":
+        raise TypeError(
+            "DistributedOptimizer: update must take the parameters first, update(params, grads); "
+            f"{type(optimizer).__name__}.update takes {first!r} first; wrap it in an object that "
+            "takes them in this order"
+        )
+
+
+def _first_argument(update: Any) -> str:
+    """Return the name of the first argument, or an empty string if it is not known."""
+    try:
+        return next(iter(inspect.signature(update).parameters), "")
+    except (TypeError, ValueError):
+        return ""
 
 
 class Distributed:

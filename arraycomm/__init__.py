@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from arraycomm._training.data import DistributedDataContainer
     from arraycomm._training.join import Join, join
     from arraycomm._training.metrics import mean_metrics
+    from arraycomm._training.nans import raise_on_nan
     from arraycomm._training.optimizer import DistributedOptimizer
 
 # Imported on first use: programs that only communicate do not wait for what training needs.
@@ -43,6 +44,7 @@ _ON_FIRST_USE = {
     "Join": "arraycomm._training.join",
     "join": "arraycomm._training.join",
     "mean_metrics": "arraycomm._training.metrics",
+    "raise_on_nan": "arraycomm._training.nans",
 }
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "mean_metrics",
     "op",
     "println",
+    "raise_on_nan",
     "raise_together",
     "synchronize",
     "waitall",

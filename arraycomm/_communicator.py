@@ -315,14 +315,16 @@ class Communicator(NonblockingCalls):
         root : int
             The rank that sends.
         like : array, optional
-            On ranks that pass no `x`: an array of the framework and device wanted; else NumPy.
+            On ranks that pass no `x`: an array of the framework and device wanted.
         out : array, shape S, optional
             Where the result goes.
 
         Returns
         -------
         array, shape S
-            A fresh array on every rank, `root` included; or `out`.
+            A fresh array on every rank, `root` included; or `out`. A rank that passes neither `x`
+            nor `like` gets one of the framework of `root`, on the host, if that framework is
+            loaded there, has the dtype, and the array of `root` is on the host; else NumPy's.
         """
         return self._runner.call_within(timeout, Bcast, x, root, like, out)
 

@@ -110,6 +110,14 @@ def with_alternatives(error: TypeError, functions: Mapping[str, str]) -> TypeErr
     return error
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception's message, also if its own `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return f"<{type(error).__name__} whose __str__ raises>"
+
+
 @contextmanager
 def naming(operation: str) -> Iterator[None]:
     """Begin the messages of a block's argument errors with the operation's name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -13,13 +14,14 @@ from arraycomm._callsite import describe_raise
 from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
-from arraycomm._errors import BackendUnavailableError, MismatchError
+from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.exit import add_root, watch_exit
+from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.mismatch import by_ranks, peer_error
 from arraycomm._transports.base import Transport
+from arraycomm._transports.mpi_files import check_room
 
 _BACKENDS: Final = ("auto", "mpi", "nccl")
 # Bytes of a device's name, as in "cuda:0".
@@ -76,6 +78,8 @@ class Init(SmallExchange):
 
 def mpi_transport() -> Callable[[Any], Transport]:
     """Return the class of transports over MPI, or raise if MPI cannot be used."""
+    if "mpi4py.MPI" not in sys.modules:
+        check_room(os.environ)
     try:
         from arraycomm._transports.mpi import MPITransport
     except (ImportError, RuntimeError) as error:
@@ -102,6 +106,7 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
 
     If the arguments of a rank are wrong, it raises, and all others raise `PeerError`.
     """
+    refuse_forked_child("init")
     make = mpi_transport()
     watch_exit()
     _compare_versions(mpi_comm)
@@ -168,7 +173,7 @@ def _checked_by_all(
             )
         found = arguments.checked(transport.local_rank, transport.local_size)
     except Exception as error:
-        mpi_comm.allgather(Failure(str(error), describe_raise(error)))
+        mpi_comm.allgather(Failure(text_of(error), describe_raise(error)))
         raise
     replies: list[Detail] = mpi_comm.allgather(Nothing())
     if any(isinstance(reply, Failure) for reply in replies):

@@ -13,6 +13,7 @@ from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
+from arraycomm._protocol.exit import refuse_forked_child
 from arraycomm._session import is_initialized, world
 
 
@@ -120,6 +121,7 @@ def println(
     standard output at all (`sys.stdout` is None), nothing is written.
     """
     if comm is None and not is_initialized():
+        refuse_forked_child("println")
         line = _Line(values, sep, end, file, ranks, bool(timestamp))
         with naming("println"):
             line.write(line.text(0, 1))

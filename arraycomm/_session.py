@@ -16,7 +16,14 @@ from arraycomm._entries import entry
 from arraycomm._errors import BackendUnavailableError, NotInitializedError
 from arraycomm._facts import facts
 from arraycomm._mpi_start import Arguments, Opened, mpi_transport, open_over_mpi
-from arraycomm._protocol.exit import complete, forget_on_fork, remove_root, watch_exit
+from arraycomm._protocol.exit import (
+    complete,
+    forget_on_fork,
+    mpi_has_peers,
+    refuse_forked_child,
+    remove_root,
+    watch_exit,
+)
 from arraycomm._protocol.group import Group
 from arraycomm._transports.threads import SelfTransport
 
@@ -85,8 +92,8 @@ def init(
     reproducible : bool, default True
         Reduce in rank order. With False a transport may reduce in an order of its own.
     timeout : float or None, default 1800.0
-        Seconds that a call may wait for other ranks; None means for ever. Default from
-        `ARRAYCOMM_TIMEOUT`.
+        Seconds that a call may wait for other ranks, without those in which the job was stopped;
+        None means for ever. Default from `ARRAYCOMM_TIMEOUT`.
     verbose : bool
         Whether rank 0 prints how the ranks communicate, a line for each fact: backend, ranks and
         nodes, the MPI library, devices, and the options. Only rank 0 has to pass it.
@@ -99,7 +106,10 @@ def init(
     Raises
     ------
     BackendUnavailableError
-        The backend cannot run here: the message says what is missing.
+        The backend cannot run here: the message says what is missing. Or a rank has started this
+        process, which inherits the launcher's variables, but is no rank.
+    CommunicatorClosedError
+        This process was forked from a rank. With "self" it gets a world of its own.
     MismatchError
         Ranks pass different arguments, or run different versions of arraycomm.
     ValueError
@@ -125,9 +135,11 @@ def init(
         _compare_with_first(_session.world, backend, passed)
         _session.show(verbose)
         return world()
+    if backend != "self":
+        _refuse_children_of_ranks()
     arguments = {**_defaults(), **passed}
     given = Arguments(backend=backend, **arguments)
-    if backend != "self" and (_launch.detect(os.environ) is not None or _mpi_has_peers()):
+    if backend != "self" and (_launch.detect(os.environ) is not None or mpi_has_peers()):
         # From now on an uncaught error of this rank ends the job: other ranks may wait for it.
         mpi_transport()
         watch_exit()
@@ -148,8 +160,11 @@ def world() -> Communicator:
     ------
     NotInitializedError
         `init` was not called yet, or `finalize` was called.
+    CommunicatorClosedError
+        This process was forked from a rank.
     """
     if _session.world is None:
+        refuse_forked_child("world")
         raise NotInitializedError("world: there is none yet; call arraycomm.init() first")
     return latest(_session.world)
 
@@ -190,6 +205,18 @@ def finalize() -> None:
         group.transport.free()
     root.related.clear()
     remove_root(root)
+
+
+def _refuse_children_of_ranks() -> None:
+    """Raise in a process that a rank has started: the launcher knows nothing of it."""
+    refuse_forked_child("init")
+    owner = _launch.claimed_by(os.environ, os.getpid())
+    if owner:
+        raise BackendUnavailableError(
+            f"init: process {owner} is the rank that the launcher has started, and has started this "
+            'process, which is none; call init only under if __name__ == "__main__", and communicate '
+            "there, or call init(backend='self') here for a world of this process alone"
+        )
 
 
 def _defaults() -> dict[str, Any]:
@@ -242,7 +269,7 @@ def _open_world(backend: str, arguments: Arguments) -> Opened:
 
 
 def _automatic() -> str:
-    if _launch.detect(os.environ) is not None or _mpi_has_peers():
+    if _launch.detect(os.environ) is not None or mpi_has_peers():
         return "mpi"
     processes = _launch.torchrun_size(os.environ)
     if processes > 1:
@@ -251,12 +278,6 @@ def _automatic() -> str:
             f"start the program with: mpiexec -n {processes} python …"
         )
     return "self"
-
-
-def _mpi_has_peers() -> bool:
-    module = sys.modules.get("mpi4py.MPI")
-    alive = module and module.Is_initialized() and not module.Is_finalized()
-    return bool(alive and module and module.COMM_WORLD.size > 1)
 
 
 def _open_mpi_world(arguments: Arguments) -> Opened:

@@ -67,16 +67,10 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
                 step, left_depth = group.control.left_together
                 # Otherwise all ranks heard of it while this rank was in a call of the block.
                 if group.closed is None and not (step > began and left_depth <= depth):
-                    self._report(error)
+                    self._runner.fail(RaiseTogether.name, error)
             elif error is None:
                 self._runner.call(RaiseTogether)
         finally:
             group.open_together.pop()
-
-    def _report(self, error: Exception) -> None:
-        """Raise `error` instead of taking part in a call; the block raises it here."""
-        try:
-            self._runner.fail(RaiseTogether.name, error)
-        except Exception as raised:
-            if raised is not error:
-                raise
+            # Its traceback has this frame, and with it those of the block.
+            del error, trace

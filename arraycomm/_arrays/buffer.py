@@ -24,8 +24,8 @@ class BufferView:
     array : numpy.ndarray
         The elements in native byte order. They are the caller's own memory unless `copied`.
     framework : str
-        The name of the framework of `source`. "python" and "numpy_scalar" are numbers, and
-        "namespace" is an unknown type with an array API namespace. Other objects count as "numpy".
+        The name of the framework of `source`. "python" and "numpy_scalar" are numbers,
+        "numpy_record" is a record array, and "namespace" is an unknown type with an array API namespace. Other objects count as "numpy".
     source : object
         The caller's object.
     readonly : bool
@@ -86,8 +86,10 @@ Reader: TypeAlias = Callable[[Any, str], BufferView]
 
 def to_native(array: Array) -> Array:
     """Return the array in native byte order: the same object if it has that already."""
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
+    dtype = array.dtype
+    # NumPy calls a structure native if only its subarrays are not.
+    if not dtype.isnative or (dtype.names and dtype != dtype.newbyteorder("=")):
+        array = array.astype(dtype.newbyteorder("="))
     check_dtype(array.dtype)
     return array
 

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._dtypes import BY_DLPACK, TABLE, DType
+from arraycomm._errors import text_of
 
 HOST: Final = frozenset((1, 3, 11))  # kDLCPU and the pinned host memory of CUDA and ROCm
 CUDA: Final = frozenset((2, 10, 13))  # kDLCUDA, kDLROCM, kDLCUDAManaged: CuPy's devices
@@ -134,18 +135,26 @@ def read(x: Any, device: tuple[int, int], label: str) -> Foreign:
 
 def request(x: Any, keyword_fallbacks: tuple[dict[str, Any], ...], label: str) -> Any:
     """Call `x.__dlpack__` with the first of these sets of keywords that it accepts."""
-    failure: Exception = TypeError("no call was made")
-    for keywords in keyword_fallbacks:
+    # No error is kept in a variable: its traceback has this frame, and with it the array.
+    for keywords in keyword_fallbacks[:-1]:
         try:
             return x.__dlpack__(**keywords)
-        except TypeError as error:
-            failure = error
+        except TypeError:
+            continue
         except MemoryError:
             raise
         except Exception as error:
-            failure = error
-            break
-    raise BufferError(f"{label}.__dlpack__() raised {describe(failure)}") from failure
+            raise _raised(label, error) from error
+    try:
+        return x.__dlpack__(**keyword_fallbacks[-1])
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _raised(label, error) from error
+
+
+def _raised(label: str, error: Exception) -> BufferError:
+    return BufferError(f"{label}.__dlpack__() raised {describe(error)}")
 
 
 def open_capsule(capsule: Any, label: str) -> tuple[Any, int]:
@@ -379,4 +388,4 @@ def _over_buffer(
 
 def describe(error: BaseException) -> str:
     """Return an exception's type and message on one line."""
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{type(error).__name__}: {text_of(error)}".rstrip(": ")

@@ -13,17 +13,21 @@ from arraycomm._arrays.frameworks.cupy import as_cupy, read_cupy
 
 def read_foreign(x: Any, name: str) -> BufferView:
     """Read `x` by the first protocol that works. If none does, raise the first refusal."""
-    refusal: BufferError | None = None
-    for protocol in _PROTOCOLS:
-        try:
-            found = protocol(x, name)
-        except BufferError as error:
-            refusal = refusal or error
-            continue
-        if found is not None:
-            return found
-    if refusal is not None:
-        raise refusal
+    refusals: list[BufferError] = []
+    try:
+        for protocol in _PROTOCOLS:
+            try:
+                found = protocol(x, name)
+            except BufferError as error:
+                refusals.append(error)
+                continue
+            if found is not None:
+                return found
+        if refusals:
+            raise refusals[0]
+    finally:
+        # The errors' tracebacks have this frame, and with it the array.
+        refusals.clear()
     raise TypeError(
         f"{name} must be an array or a number; got {type_name(x)}, which has none of "
         "__dlpack__, __array_interface__, __cuda_array_interface__ and the buffer protocol; "

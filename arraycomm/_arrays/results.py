@@ -44,6 +44,13 @@ def takes_over(framework: str, dtype: DType) -> bool:
     return BY_NAME[framework].takes_over(dtype)
 
 
+def lacking(like: BufferView) -> tuple[frozenset[DType], bool]:
+    """Return the dtypes of the table that a result like `like` cannot have; and whether others."""
+    # Others are of objects on devices, whose results are arrays of CuPy.
+    framework = BY_NAME.get(like.framework, BY_NAME["cupy"])
+    return framework.lacks(like.source), not framework.takes_opaque
+
+
 def widest_float(framework: str) -> DType:
     """Return the float dtype of most bits that a framework's arrays have."""
     return BY_NAME[framework].widest_float()

@@ -12,12 +12,9 @@ import numpy as np
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import view
-from arraycomm._callsite import describe_raise
+from arraycomm._collectives.attempts import attempt_together
 from arraycomm._entries import entry
-from arraycomm._errors import name_operation
-from arraycomm._protocol.details import Detail, Failure, Nothing, exchange_details
-from arraycomm._protocol.group import Group, UndeliveredError
-from arraycomm._protocol.mismatch import peer_error
+from arraycomm._protocol.group import Group
 from arraycomm._transports.base import Steps
 
 
@@ -121,20 +118,6 @@ class Folding:
             )
         return np.ascontiguousarray(found.array)
 
-    def together(self, attempt: Callable[[], None] | None) -> Steps:
-        """Do what only some ranks do, and raise on all if it fails on one."""
-        error: Exception | None = None
-        try:
-            if attempt is not None:
-                attempt()
-        except Exception as raised:
-            error = raised
-        local: Detail = Nothing()
-        if error is not None:
-            name_operation(error, self._operation)
-            local = Failure(str(error), describe_raise(error))
-        details = yield from exchange_details(self._group.control, local, Nothing, Failure)
-        if error is not None:
-            raise UndeliveredError(error)
-        if any(isinstance(detail, Failure) for detail in details):
-            raise peer_error(self._operation, details)
+    def together(self, attempt: Callable[[], Any] | None) -> Steps:
+        """Do what only some ranks do, and raise on all if it fails on one; return what it returns."""
+        return (yield from attempt_together(self._group, self._operation, attempt))

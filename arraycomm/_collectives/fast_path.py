@@ -24,6 +24,7 @@ from arraycomm._errors import TransportError
 from arraycomm._folds import fold_function, ieee_mode, in_ieee_mode
 from arraycomm._protocol.agreement import settle
 from arraycomm._protocol.header import Headers, Signature, digest_of, encode
+from arraycomm._protocol.launcher import watch
 from arraycomm._transports.control import PAYLOAD, PREFIX
 
 _CURRENT: Final = ("allreduce", None)
@@ -144,6 +145,8 @@ class FastAllreduce:
             if self._engine.queue or self._group.closed is not None:
                 return False
             started = perf_counter()
+            if started > watch.due:
+                watch.look(started)
             control = self._control
             parity = (control.step + 1) & 1
             if control.shown[parity] is not self._prefix:

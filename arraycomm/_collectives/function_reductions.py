@@ -34,7 +34,7 @@ def reduce(
             target[bounds[group.rank] : bounds[group.rank + 1]] = part
             yield from algorithms.allgatherv(link, target, bounds)
         return
-    rows = yield from _rows_on(call, agreement, root or 0)
+    rows = yield from _rows_on(call, folding, agreement, root or 0)
 
     def attempt() -> None:
         assert target is not None
@@ -55,7 +55,7 @@ def reduce_scatter(
         rows = yield from _rows_of_slice(call, bounds)
         yield from folding.together(lambda: folding.fold(rows, target.shape, target))
         return
-    rows = yield from _rows_on(call, agreement, 0)
+    rows = yield from _rows_on(call, folding, agreement, 0)
     whole = None if rows is None else np.empty(flat.size, flat.dtype)
 
     def attempt() -> None:
@@ -72,7 +72,7 @@ def scan(
     """Fold all prefixes on rank 0, which then sends each rank its own."""
     group, flat = call.group, call.flat
     folding = Folding(group, call.name, op, call.source)
-    rows = yield from _rows_on(call, agreement, 0)
+    rows = yield from _rows_on(call, folding, agreement, 0)
     made = None if rows is None else np.empty((group.size, flat.size), flat.dtype)
 
     def attempt() -> None:
@@ -91,13 +91,15 @@ def scan(
         target[...] = local
 
 
-def _rows_on(call: ArrayOperation, agreement: Agreement, rank: int) -> Steps:
+def _rows_on(call: ArrayOperation, folding: Folding, agreement: Agreement, rank: int) -> Steps:
     """Return every rank's elements on `rank`, None on the others."""
     group, flat = call.group, call.flat
     if call.payload is not None:
         # Copies, since further steps take the place of the headers.
         return [row.copy() for row in call.rows(agreement)] if group.rank == rank else None
-    into = np.empty(flat.size * group.size, flat.dtype) if group.rank == rank else None
+    into = yield from folding.together(
+        (lambda: np.empty(flat.size * group.size, flat.dtype)) if group.rank == rank else None
+    )
     bounds = [flat.size * r for r in range(group.size + 1)]
     yield from algorithms.gatherv(call.placement.link, flat, into, bounds, rank)
     return None if into is None else list(into.reshape(group.size, -1))

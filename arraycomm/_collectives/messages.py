@@ -20,8 +20,8 @@ from arraycomm._arrays.views import view
 from arraycomm._callsite import call_site, describe_raise
 from arraycomm._collectives.arguments import check_rank
 from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
-from arraycomm._collectives.movements import wanted_kind
 from arraycomm._collectives.placement import DeferredResultBuffer, HostPlacement, flatten
+from arraycomm._collectives.refusals import wanted_kind
 from arraycomm._collectives.requests import Request, waitall
 from arraycomm._collectives.statistics import Statistics
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
@@ -29,8 +29,9 @@ from arraycomm._errors import PeerError, name_operation
 from arraycomm._protocol.announced import check_payload, check_size, malformed
 from arraycomm._protocol.details import Description
 from arraycomm._protocol.engine import Task
-from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import MAX_DIMS, has_room_for
+from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._protocol.watchdog import checked_timeout
 from arraycomm._transports.base import MAX_BYTES, Bytes, Flat, Steps, Transport
 
@@ -139,11 +140,12 @@ class Messenger:
 
     def _delivered(self, steps: Steps, operation: str) -> Steps:
         """Close the group if a message fails in the middle of its steps."""
+        undelivered: list[Exception] = []
         try:
             return (yield from steps)
-        except UndeliveredError as undelivered:
-            name_operation(undelivered.error, operation)
-            raise undelivered.error from None
+        except UndeliveredError as raised:
+            raised.name(operation)
+            undelivered.append(raised.error)
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -151,6 +153,8 @@ class Messenger:
             # Also if it was closed before: the transport may still hold this message's memory.
             self._group.unfinished = True
             raise
+        # Not kept here: its traceback has this frame, and with it the arrays.
+        raise undelivered.pop()
 
     # Sending
 

@@ -9,30 +9,24 @@ from typing import Any, ClassVar
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._arrays.views import result_prototype, view
 from arraycomm._collectives import algorithms
 from arraycomm._collectives.arguments import check_axis, check_counts, check_root, check_rows
-from arraycomm._collectives.operation import (
-    ArrayOperation,
-    Context,
-    Operation,
-    bounds_of,
-)
+from arraycomm._collectives.attempts import take_together
+from arraycomm._collectives.operation import ArrayOperation, Context, Operation, bounds_of
 from arraycomm._collectives.placement import DeferredResultBuffer, ResultBuffer, flatten
+from arraycomm._collectives.refusals import (
+    announced,
+    check_taken,
+    framework_code,
+    like_root,
+    wanted_kind,
+)
 from arraycomm._dtypes import DType, check_movable
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_payload, check_size, check_table
 from arraycomm._protocol.details import Description, Nothing, description_of, exchange_details
 from arraycomm._protocol.header import ANY, Signature
 from arraycomm._transports.base import Bytes, Flat, Steps
-
-
-def wanted_kind(x: Any, like: Any, out: Any) -> BufferView:
-    """Return a view that tells what the result is like; its elements do not matter."""
-    for name, example in (("x", x), ("like", like), ("out", out)):
-        if example is not None:
-            return result_prototype(example, name)
-    return view(np.empty(0))
 
 
 def _join_inline(agreement: Agreement, bounds: list[int], target: Array) -> None:
@@ -64,6 +58,7 @@ class FromRoot(Operation):
             self._look_at(x)
         else:
             self.kind = wanted_kind(x, like, out)
+            self.length = announced(self.kind)
 
     def _look_at(self, x: Any) -> None:
         if x is None:
@@ -72,6 +67,7 @@ class FromRoot(Operation):
         check_movable(self.source.dtype)
         self.flat, self.copies = flatten(self.source)
         self.nbytes = self.flat.nbytes
+        self.kind = self.source
 
     def sign(self, dtype: DType | None = None, shape: tuple[int, ...] | None = None) -> None:
         """Set the signature of a call with an array of this dtype and shape, if they are known."""
@@ -96,19 +92,30 @@ class FromRoot(Operation):
         return payload
 
     def steps(self, agreement: Agreement) -> Steps:
-        if not self.is_root:
-            # Read before further steps take the place of the headers.
-            nbytes, self.flag = agreement.payload_bytes(self.root), agreement.raw_length(self.root)
-            payload = None if nbytes < 0 else agreement.payload(self.root, nbytes)
-            array = agreement.array(self.root)
-            if array is None:
-                details = yield from exchange_details(self.group.control, Nothing(), Description)
-                array = description_of(self.root, details[self.root])
-            yield from self.receive(payload, *array)
-            return
-        if self.description is not None:
-            yield from exchange_details(self.group.control, self.description, Nothing)
-        yield from self.send()
+        # Read before further steps take the place of the headers.
+        lengths, rank = agreement.lengths(), self.group.rank
+        self.flag, lengths[self.root] = lengths[self.root], 0
+        nbytes, array = agreement.payload_bytes(self.root), agreement.array(self.root)
+        some_unknown = nbytes < 0 and 0 in map(agreement.array_digest, range(self.group.size))
+        payload = None if nbytes < 0 else agreement.payload(self.root, nbytes)
+        if array is None:
+            announcement = self.description or Nothing()
+            details = yield from exchange_details(
+                self.group.control, announcement, Nothing, Description
+            )
+            array = description_of(self.root, details[self.root])
+        self.kind = like_root(self.kind, self.flag, array[0])
+        check_taken(self.name, lengths, rank, self.kind, array[0])
+        if some_unknown:
+            yield from self._take_target(*array)
+        yield from self.send() if self.is_root else self.receive(payload, *array)
+
+    def _take_target(self, dtype: DType, shape: tuple[int, ...]) -> Steps:
+        def take() -> None:
+            if ANY not in shape:
+                self.target = self.target or self.make_target(self.kind, shape, dtype)
+
+        yield from take_together(self.group, self.name, prod(shape) * dtype.itemsize, take)
 
     def send(self) -> Steps:
         """Move the elements from the root."""
@@ -134,6 +141,7 @@ class Bcast(FromRoot):
             source = self.source
             self.target = self.make_target(source, source.shape, source.dtype, self.flat)
             self.sign(source.dtype, source.shape)
+            self.length = framework_code(source)
         elif (known := self.placement.view_known(x, out)) is not None:
             check_movable(known.dtype)
             self.target = self.make_target(self.kind, known.shape, known.dtype)
@@ -334,22 +342,23 @@ class Allgatherv(ArrayOperation):
         elements, dtype = prod(self.row), self.source.dtype
         self.counts = agreement.lengths(elements * dtype.itemsize)
         bounds = bounds_of(self.counts, elements)
-        if self.root in {None, self.group.rank}:
-            longest = self.counts.index(max(self.counts))
-            check_size(longest, bounds[-1:], dtype.itemsize)
-            self.target = DeferredResultBuffer(
-                self.placement,
-                self.source,
-                (sum(self.counts), *self.row),
-                dtype,
-                self._out,
-                self.flat,
-                must_not_alias=self.root is not None,
-            )
+        check_size(self.counts.index(max(self.counts)), bounds[-1:], dtype.itemsize)
         if max(self.counts) * elements * dtype.itemsize > self.placement.inline_bytes:
+            nbytes = bounds[-1] * dtype.itemsize
+            yield from take_together(self.group, self.name, nbytes, self._take_target)
             yield from self._move(bounds)
-        elif self.target is not None:
+            return
+        self._take_target()
+        if self.target is not None:
             _join_inline(agreement, bounds, self.target.flat)
+
+    def _take_target(self) -> None:
+        if self.root in {None, self.group.rank}:
+            shape, apart = (sum(self.counts), *self.row), self.root is not None
+            self.target = DeferredResultBuffer(
+                *(self.placement, self.source, shape, self.source.dtype, self._out, self.flat),
+                must_not_alias=apart,
+            )
 
     def _move(self, bounds: list[int]) -> Steps:
         into: Flat | None = None if self.target is None else self.target.flat
@@ -436,10 +445,12 @@ class Alltoallv(ArrayOperation):
             check_table(rank, counts, self.lengths[rank])
             check_size(rank, [counts[group.rank]], elements * dtype.itemsize)
         self.received = tables[:, group.rank].tolist()
-        shape, source = (sum(self.received), *self.row), self.source
-        self.target = DeferredResultBuffer(
-            self.placement, source, shape, dtype, self._out, self.flat, must_not_alias=True
-        )
+        if data is None:
+            nbytes = int(tables.sum()) * elements * dtype.itemsize
+            yield from take_together(group, self.name, nbytes, self._take_target)
+        else:
+            self._take_target()
+        assert self.target is not None
         flat, into, link = self.flat, self.target.flat, self.placement.link
         places = bounds_of(self.received, elements)
         if data is None:
@@ -450,6 +461,13 @@ class Alltoallv(ArrayOperation):
         for rank, (start, end) in enumerate(pairwise(places)):
             first = int(tables[rank, : group.rank].sum()) * elements
             into[start:end] = data[rank].view(dtype)[first : first + end - start]
+
+    def _take_target(self) -> None:
+        shape, source = (sum(self.received), *self.row), self.source
+        self.target = DeferredResultBuffer(
+            *(self.placement, source, shape, source.dtype, self._out, self.flat),
+            must_not_alias=True,
+        )
 
     def _tables(self, agreement: Agreement, row_bytes: int) -> Steps:
         """Return how many rows each rank sends to each, and their data if it came along."""

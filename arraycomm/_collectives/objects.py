@@ -9,6 +9,7 @@ import numpy as np
 
 from arraycomm._collectives import algorithms
 from arraycomm._collectives.arguments import check_root
+from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.operation import Context, Operation, bounds_of
 from arraycomm._collectives.pickling import dumps, loads
 from arraycomm._protocol.agreement import Agreement
@@ -17,6 +18,10 @@ from arraycomm._protocol.header import Signature
 from arraycomm._transports.base import Bytes, Steps
 
 _NO_BYTES = np.empty(0, np.uint8)
+
+
+def _bytes(count: int) -> Bytes:
+    return np.empty(count, np.uint8)
 
 
 class ObjectOperation(Operation):
@@ -48,7 +53,9 @@ class AllgatherObject(ObjectOperation):
             return
         bounds = bounds_of(lengths)
         check_size(group.rank, bounds[-1:])
-        everything = np.empty(bounds[-1], np.uint8)
+        everything = yield from take_together(
+            group, self.name, bounds[-1], lambda: _bytes(bounds[-1])
+        )
         everything[bounds[group.rank] : bounds[group.rank + 1]] = self.data
         yield from algorithms.allgatherv(group.transport, everything, bounds)
         self.received = [everything[start:end] for start, end in pairwise(bounds)]
@@ -75,7 +82,12 @@ class GatherObject(ObjectOperation):
         bounds = bounds_of(lengths)
         if group.rank == self.root:
             check_size(group.rank, bounds[-1:])
-        into = np.empty(bounds[-1], np.uint8) if group.rank == self.root else None
+        into = yield from take_together(
+            group,
+            self.name,
+            bounds[-1],
+            lambda: _bytes(bounds[-1]) if group.rank == self.root else None,
+        )
         yield from algorithms.gatherv(group.transport, self.data, into, bounds, self.root)
         if into is not None:
             self.received = [into[start:end] for start, end in pairwise(bounds)]
@@ -105,7 +117,12 @@ class BcastObject(ObjectOperation):
             self.received = [agreement.payload(self.root, length)]
             return
         check_size(self.root, [length])
-        received = self.data.copy() if group.rank == self.root else np.empty(length, np.uint8)
+        received = yield from take_together(
+            group,
+            self.name,
+            length,
+            lambda: self.data.copy() if group.rank == self.root else _bytes(length),
+        )
         yield from algorithms.bcast(group.transport, received, self.root)
         self.received = [received]
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from arraycomm._arrays.dlpack import describe
 from arraycomm._arrays.exchange import exchange
 from arraycomm._protocol.announced import check_pickle
 from arraycomm._transports.base import Bytes
@@ -19,10 +20,18 @@ _UNREADABLE: Final = frozenset(
 )
 
 
-def dumps(obj: Any) -> Bytes:
-    """Return the pickle of an object, as an array of bytes."""
+def dumps(obj: Any, name: str = "obj") -> Bytes:
+    """Return the pickle of an object, as an array of bytes; errors call the object by `name`."""
     stream = io.BytesIO()
-    _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(obj)
+    try:
+        _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(obj)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"{name} cannot be pickled ({describe(error)}); send parts that pickle takes, such as "
+            "functions and classes that a module has by name"
+        ) from error
     return np.frombuffer(stream.getbuffer(), np.uint8)
 
 

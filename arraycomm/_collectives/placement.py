@@ -18,8 +18,9 @@ from arraycomm._arrays.views import view, view_out
 from arraycomm._collectives.algorithms import overlap
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ON_HOST
+from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Flat, Link, Steps
 
 
@@ -264,18 +265,18 @@ class DeferredResultBuffer(ResultBuffer):
         *,
         must_not_alias: bool = False,
     ) -> None:
-        self._error: Exception | None = None
+        self._errors: list[Exception] = []
         try:
             super().__init__(
                 placement, like, shape, dtype, out, source, must_not_alias=must_not_alias
             )
         except Exception as error:
-            self._error = error
+            self._errors.append(error)
             super().__init__(placement, like, shape, dtype, None)
 
     def deliver(self) -> Any:
-        if self._error is not None:
-            raise UndeliveredError(self._error)
+        if self._errors:
+            raise UndeliveredError(self._errors.pop())
         return super().deliver()
 
 

@@ -10,10 +10,11 @@ from arraycomm._collectives import algorithms, function_reductions
 from arraycomm._collectives.arguments import check_root, check_rows, check_shares
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.operation import ArrayOperation, Context, bounds_of
+from arraycomm._collectives.scratch import reserve
 from arraycomm._dtypes import DType, check_op, check_reducible
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._transports.base import Flat, Steps
+from arraycomm._transports.base import Bytes, Flat, Steps
 
 
 class Reduction(ArrayOperation):
@@ -31,6 +32,12 @@ class Reduction(ArrayOperation):
         super().__init__(context, x, op)
         self.op, self.root = op, root
         self.signature = self.sign(_checked_name(self.source.dtype, op), root)
+
+    def pack(self, room: int) -> Bytes | None:
+        payload = super().pack(room)
+        if payload is None and self.placement.host:
+            reserve(self.group.transport)
+        return payload
 
     @property
     def into(self) -> Flat | None:

@@ -18,8 +18,10 @@ from arraycomm._collectives.requests import Request
 from arraycomm._collectives.statistics import Statistics
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
-from arraycomm._protocol.group import Group, UndeliveredError
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature, encode
+from arraycomm._protocol.launcher import watch
+from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Handle, Steps
 
 _MAX_CACHED: Final = 1024
@@ -99,6 +101,7 @@ class Runner:
     ) -> Any:
         """Make a blocking call with a timeout of its own, or with the group's if that is None."""
         started = time.perf_counter()
+        watch.look(started)
         engine = self.group.engine
         engine.take_turn()
         try:
@@ -137,9 +140,9 @@ class Runner:
             hook()
 
     def fail(self, name: str, error: Exception) -> None:
-        """Make the other ranks' calls raise, in step; raises `error` here."""
+        """Make the other ranks' calls raise, in step, because of an error that is raised here."""
         with self.group.turn():
-            self.group.engine.run(self._failing(name, error, describe_raise(error)))
+            self.group.engine.run(self._tell(name, error, describe_raise(error)))
 
     def settle(
         self,
@@ -186,7 +189,7 @@ class Runner:
             if self.guard is not None:
                 self.guard.note_error(error)
             name_operation(error, name)
-            return self._failing(name, error, describe_raise(error))
+            return self._failing(name, [error], describe_raise(error))
         except BaseException as error:
             group.close(error)
             raise
@@ -263,15 +266,19 @@ class Runner:
             self.group.close(error)
             raise
 
-    def _failing(self, name: str, error: Exception, traceback: str) -> Steps:
-        """Take part in the others' call by raising in it."""
+    def _failing(self, name: str, errors: list[Exception], traceback: str) -> Steps:
+        """Take part in the others' call by raising in it; no frame of the traceback keeps the error."""
+        yield from self._tell(name, errors[0], traceback)
+        raise errors.pop()
+
+    def _tell(self, name: str, error: Exception, traceback: str) -> Steps:
         group = self.group
         if group.closed is not None:
             raise group.closed_error(name) from error
         if not group.options.check:
             # Others may be in a call without a header, in which nothing can be told in step.
             group.close(error)
-            raise error
+            return
         try:
             together = len(group.open_together) if name == "raise_together" else 0
             in_step = yield from fail_in_step(group.control, name, error, traceback, together)
@@ -281,7 +288,6 @@ class Runner:
         group.completed = group.control.step
         if not in_step:
             group.close(error)
-        raise error
 
     def _prefix(self, operation: Operation) -> bytes:
         if operation.prefix is not None:
@@ -300,15 +306,17 @@ class Runner:
 
 def _finished(operation: Operation, agreement: Agreement) -> Steps:
     """Move what has not come with the headers, and hand the result over."""
-    yield from operation.steps(agreement)
     try:
-        return operation.result(agreement)
+        yield from operation.steps(agreement)
+        try:
+            return operation.result(agreement)
+        except UndeliveredError:
+            raise
+        except Exception as error:
+            raise UndeliveredError(error) from error
     except UndeliveredError as undelivered:
-        name_operation(undelivered.error, operation.name)
+        undelivered.name(operation.name)
         raise
-    except Exception as error:
-        name_operation(error, operation.name)
-        raise UndeliveredError(error) from error
 
 
 def _refused(group: Group, operation: str) -> Steps:

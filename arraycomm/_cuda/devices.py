@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
@@ -26,6 +27,7 @@ from arraycomm._cuda import arrays
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._cuda.placement import DevicePlacement, TreePlacement, UploadedTreePlacement
 from arraycomm._errors import BackendUnavailableError
+from arraycomm._protocol import clock
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import exchange_details
 from arraycomm._protocol.group import Group
@@ -220,7 +222,7 @@ class Devices(HostPlacements):
         if self.link is None:
             return
         self._last = self.link.memory.record()
-        self._pending.append(_Pending(self._last, time.monotonic()))
+        self._pending.append(_Pending(self._last, clock.now()))
         _watch.add(self)
 
     def look(self) -> bool:
@@ -249,7 +251,7 @@ class Devices(HostPlacements):
             return
         group.engine.advance()
         if self._pending and group.closed is None:
-            group.watchdog.check(time.monotonic() - self._pending[0].since)
+            group.watchdog.check(clock.now() - self._pending[0].since)
 
     @property
     def pending(self) -> bool:
@@ -303,10 +305,11 @@ class _Watch:
         with self._lock:
             self._devices.add(devices)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="arraycomm-devices", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="arraycomm-devices", daemon=True)
+                # If the system has no thread for it, the next call checks.
+                with suppress(RuntimeError):
+                    thread.start()
+                    self._thread = thread
 
     def _run(self) -> None:
         while True:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from arraycomm._callsite import call_site
-from arraycomm._errors import PeerError
+from arraycomm._errors import PeerError, text_of
 from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
 from arraycomm._protocol.header import (
     ALL_ON_DEVICE,
@@ -145,7 +145,7 @@ def fail_in_step(
     verdict = _judge(Headers(control))
     in_step = verdict is _Verdict.RAISING
     if verdict is not _Verdict.LEAVING:
-        local = Failure(str(error), traceback, together)
+        local = Failure(text_of(error), traceback, together)
         details = yield from exchange_details(control, local, CallDetail)
         _note_left_together(control, details)
         in_step = in_step or _may_differ([d for d in details if isinstance(d, CallDetail)])

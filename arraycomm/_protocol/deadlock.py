@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
 from typing import Any, Final, NoReturn, Protocol
 
 from arraycomm._errors import DeadlockError
+from arraycomm._protocol import clock
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._transports.control import ControlChannel
 
@@ -237,10 +237,10 @@ class DeadlockWatch:
         `missing` are the ranks that are not in the call yet. A message needs a rank, or, if any of
         several would do, none that is certain; a collective (None) needs all that are missing.
         """
-        clock = time.monotonic()
-        if self.status is None or (not now and clock < self._looked + _LOOK_EVERY):
+        looked = clock.now()
+        if self.status is None or (not now and looked < self._looked + _LOOK_EVERY):
             return
-        self._looked = clock
+        self._looked = looked
         others = self.reports.statuses(self._group)
         self._update(missing, others, needed)
         waits = {**others, self.rank: self.status}
@@ -251,8 +251,8 @@ class DeadlockWatch:
         ranks = find_deadlock(self.rank, waits)
         found = [(r, waits[r].number) for r in ranks]
         if not found or found != self._found:
-            self._found, self._since = found, clock
-        elif clock > self._since + _SURE:
+            self._found, self._since = found, looked
+        elif looked > self._since + _SURE:
             self._raise(ranks, waits)
 
     def _report(self, status: WaitStatus) -> None:

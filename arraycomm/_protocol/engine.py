@@ -7,14 +7,16 @@ that lives only while there are any.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from arraycomm._errors import ConcurrentUseError
+from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError
+from arraycomm._protocol import clock, launcher
 from arraycomm._protocol.outcomes import Outcomes
 from arraycomm._transports.base import Handle, Steps
 from arraycomm._transports.control import ControlChannel
@@ -42,7 +44,7 @@ def wait_for(done: Callable[[], bool], spins: int, watch: Watch) -> None:
     for _ in range(spins):
         if done():
             return
-    started = time.monotonic()
+    started = clock.now()
     waited, polls = 0.0, 0
     while not done():
         if waited < _PATIENCE:
@@ -51,7 +53,7 @@ def wait_for(done: Callable[[], bool], spins: int, watch: Watch) -> None:
             time.sleep(_NAP)
         polls += 1
         if polls % _LOOK_EVERY == 0:
-            waited = time.monotonic() - started
+            waited = clock.now() - started
             if _done_after_all(done, watch, waited):
                 return
 
@@ -61,6 +63,7 @@ def _done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> bo
 
     What came says better why others have left since.
     """
+    launcher.watch.look(time.perf_counter())
     try:
         watch(waited)
     except Exception:
@@ -68,6 +71,15 @@ def _done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> bo
             raise
         return True
     return False
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    """Return a copy of an error that keeps no frames alive, or the error if it cannot be copied."""
+    try:
+        copied = copy.copy(error)
+        return copied if type(copied) is type(error) else error
+    except Exception:
+        return error
 
 
 class Task:
@@ -99,7 +111,7 @@ class Task:
         """Run the program up to the next thing it waits for."""
         try:
             self.waiting = next(self._program)
-            self.since = time.monotonic()
+            self.since = clock.now()
         except StopIteration as stop:
             self.finish(stop.value, None)
         except BaseException as error:
@@ -124,6 +136,17 @@ class Task:
         if self._outcomes and self._outcome:
             self._outcomes.drop(self._outcome)
 
+    def outcome(self) -> Any:
+        """Return the result, or raise the error; once more if asked again."""
+        if self.error is None:
+            return self.result
+        error, self.error = self.error, _without_traceback(self.error)
+        try:
+            raise error
+        finally:
+            # Its traceback has this frame, and so has that of the caller's own request.
+            del error
+
     def fail(self, error: BaseException) -> None:
         """Raise `error` inside the program, so that it can clean up."""
         try:
@@ -134,6 +157,10 @@ class Task:
             self.finish(None, error)
 
 
+# What was outstanding when this process was forked.
+_of_parents: Final[list[Task]] = []
+
+
 class Engine:
     """The queue of one communicator, and its messages, which wait for nobody in the queue.
 
@@ -141,6 +168,9 @@ class Engine:
     It calls `after_wait` when a wait is over, and `push_others` during a wait if no thread pushes on the
     requests of other queues.
     """
+
+    # Whether the system has refused this process a thread.
+    out_of_threads: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -155,18 +185,37 @@ class Engine:
         self._watch = watch
         self._after_wait = after_wait
         self._push_others = push_others
+        # What a call was waiting for when it was given up.
+        self.interrupted: Handle | None = None
+        # Why no use is possible in a forked child.
+        self._refusal = ""
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self.queue: deque[Task] = deque()
         self.outcomes = Outcomes()
         self._messages: list[Task] = []
         self._driving = threading.Lock()
         self._progress: threading.Thread | None = None
         self._starting = threading.Lock()
-        # What a call was waiting for when it was given up.
-        self.interrupted: Handle | None = None
         # The thread that waits for as long as it takes, if it looks after the wait just now.
         self.blocked: int | None = None
         # Held by the thread that is calling; the fast path of small reductions takes it too.
         self.turn = threading.Lock()
+
+    def refuse(self, reason: str) -> None:
+        """Make no call any more, in a forked child: what is outstanding is its parent's.
+
+        Another thread of the parent may have held the locks.
+        """
+        self._refusal = reason
+        # Not thrown away: the programs would begin to clean up.
+        _of_parents.extend([*self.queue, *self._messages])
+        self._begin_anew()
+
+    def _has_thread(self) -> bool:
+        """Tell whether a thread pushes on what is outstanding."""
+        return self.threaded and not Engine.out_of_threads
 
     @property
     def idle(self) -> bool:
@@ -236,12 +285,14 @@ class Engine:
 
     def _begin(self, task: Task) -> Task:
         self.advance()
-        if self.threaded and not self.idle:
+        if self._has_thread() and not self.idle:
             self._start_progress()
         return task
 
     def advance(self, polls: int = 1) -> None:
         """Push the programs on as far as they go without waiting; poll each so often."""
+        if self._refusal:
+            raise CommunicatorClosedError(self._refusal)
         if self._driving.locked():
             return
         # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
@@ -266,7 +317,8 @@ class Engine:
             self._push_others()
             return False
 
-        wait_for(done if self.threaded else done_or_pushed, self._spins, watch or self._watch_call)
+        done_here = done if self._has_thread() else done_or_pushed
+        wait_for(done_here, self._spins, watch or self._watch_call)
         self._after_wait()
 
     def _watch_call(self, waited: float) -> None:
@@ -282,10 +334,10 @@ class Engine:
 
     def finish(self, task: Task, timeout: float | None = None) -> Any:
         """Wait for a task, and return its result or raise its error."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
 
         def watch(waited: float) -> None:
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is not None and clock.now() > deadline:
                 raise TimeoutError
 
         self.blocked = threading.get_ident() if timeout is None else None
@@ -294,9 +346,7 @@ class Engine:
         finally:
             self.blocked = None
         task.claim()
-        if task.error is not None:
-            raise task.error
-        return task.result
+        return task.outcome()
 
     def _advance(self, task: Task, polls: int) -> bool:
         """Push one task on; tell whether it is finished."""
@@ -304,7 +354,7 @@ class Engine:
             try:
                 waiting, watch = task.waiting, task.watch or self._watch
                 if waiting is not None and not any(waiting.done() for _ in range(polls)):
-                    waited = time.monotonic() - task.since
+                    waited = clock.now() - task.since
                     if not _done_after_all(waiting.done, watch, waited):
                         return False
                 self._after_wait()
@@ -323,10 +373,16 @@ class Engine:
     def _start_progress(self) -> None:
         with self._starting:
             if self._progress is None:
-                self._progress = threading.Thread(
+                thread = threading.Thread(
                     target=self._run_progress, name="arraycomm-progress", daemon=True
                 )
-                self._progress.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    # From now on every wait of this process pushes on all that is outstanding.
+                    Engine.out_of_threads = True
+                else:
+                    self._progress = thread
 
     def _run_progress(self) -> None:
         while True:
@@ -344,7 +400,7 @@ class Engine:
 
     def _moves(self) -> bool:
         """Tell whether data is under way, or has been until a moment ago."""
-        now = time.monotonic()
+        now = clock.now()
         return any(
             now - task.since < (_GLANCE if isinstance(task.waiting, ControlChannel) else _PATIENCE)
             for task in [*list(self.queue)[:1], *self._messages]

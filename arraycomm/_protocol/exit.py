@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import time
 import traceback
@@ -12,11 +13,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
+from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError, TransportError
+from arraycomm._protocol import clock, launcher
 from arraycomm._protocol.agreement import all_left_well, leave_in_step
 from arraycomm._protocol.engine import wait_for
 from arraycomm._protocol.group import Group
 from arraycomm._transports.control import ENDED, FAILED, FINALIZED, GONE
+from arraycomm._transports.mpi_files import remove_mpi_files
 
 # Seconds that a rank which failed waits for the others to have seen it.
 _GRACE: Final = 3.0
@@ -27,6 +31,12 @@ _FORWARDING: Final = 0.2
 _PRINTING: Final = 2.0
 # Seconds for which a rank waits for each lower one to print the error of them all.
 _TURN: Final = 0.25
+# What a shell reports of a program that Ctrl-C has ended.
+_INTERRUPTED: Final = 128 + signal.SIGINT
+_FORKED: Final = (
+    "a forked process cannot use the communicator of its parent; communicate in the parent, or call "
+    "arraycomm.init(backend='self') here for a world of this process alone"
+)
 
 
 class _Process:
@@ -38,8 +48,12 @@ class _Process:
         The first group of each family over MPI.
     failure : str
         The traceback of the exception that ends the program.
+    interrupted : bool
+        Whether Ctrl-C ends the program.
     peer_died : bool
         Whether a process of this job has died: MPI's own end may wait for it.
+    forked : bool
+        Whether this process is a forked child of one that communicates over MPI.
     on_fork : list of callable
         Called in a forked child.
     """
@@ -47,8 +61,10 @@ class _Process:
     def __init__(self) -> None:
         self.roots: list[Group] = []
         self.failure = ""
+        self.interrupted = False
         self.peer_died = False
         self.watching = False
+        self.forked = False
         self.on_fork: list[Callable[[], None]] = []
 
     def groups(self) -> list[Group]:
@@ -100,6 +116,12 @@ def forget_on_fork(forget: Callable[[], None]) -> None:
     _process.on_fork.append(forget)
 
 
+def refuse_forked_child(operation: str) -> None:
+    """Raise in a forked child of a process that communicates over MPI."""
+    if _process.forked:
+        raise CommunicatorClosedError(f"{operation}: {_FORKED}")
+
+
 def watch_exit() -> None:
     """Learn how the program ends. Registered after mpi4py's own hook, so that it runs before it."""
     if _process.watching:
@@ -108,7 +130,8 @@ def watch_exit() -> None:
     _watch_exceptions()
     atexit.register(_at_exit)
     _watch_mpi()
-    os.register_at_fork(after_in_child=_forget)
+    _launch.claim(os.environ, os.getpid())
+    launcher.watch.start()
 
 
 def _watch_exceptions() -> None:
@@ -117,17 +140,21 @@ def _watch_exceptions() -> None:
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        _ignore_interrupts()
+        _process.interrupted = issubclass(kind, KeyboardInterrupt)
         _process.failure = "".join(traceback.format_exception(kind, error, trace))
         by_default = previous is sys.__excepthook__
-        if by_default and (printed := _printed_elsewhere(error)):
-            _print_whole(printed)
-        elif by_default and not sys.stderr.isatty():
-            _print_whole(_process.failure)
-        else:
-            previous(kind, error, trace)
-        sys.stderr.flush()
-        # A rank that fails because another did shows no traceback: the other's is the one to see.
-        _announce_exit(GONE, "" if isinstance(error, PeerError) else _process.failure)
+        try:
+            if by_default and (printed := _printed_elsewhere(error)):
+                _print_whole(printed)
+            elif by_default and not sys.stderr.isatty():
+                _print_whole(_process.failure)
+            else:
+                previous(kind, error, trace)
+            sys.stderr.flush()
+        finally:
+            # A rank that fails because another did shows no traceback: the other's is the one to see.
+            _announce_exit(GONE, "" if isinstance(error, PeerError) else _process.failure)
 
     sys.excepthook = excepthook
 
@@ -151,6 +178,13 @@ def _printed_elsewhere(error: BaseException) -> str:
                 )
         time.sleep(_NAP)
     return ""
+
+
+def _ignore_interrupts() -> None:
+    """Let no further Ctrl-C end the steps by which this process leaves: MPI's own end would crash."""
+    with suppress(ValueError):
+        # Only the main thread may; it is the one that leaves.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _print_whole(text: str) -> None:
@@ -179,16 +213,25 @@ def _mpi_ends() -> None:
 
 def _forget() -> None:
     """Close every group in a forked child, which has no part in its parent's communication."""
+    if not (_process.watching or mpi_has_peers()):
+        return
+    _process.forked = True
+    launcher.watch.stop()
     for group in _process.groups():
-        group.end(
-            RuntimeError(
-                "a forked process cannot use the communicator of its parent; "
-                "start processes with the spawn method, or communicate in the parent"
-            )
-        )
+        group.refuse(_FORKED)
     _process.roots.clear()
     for hook in _process.on_fork:
         hook()
+
+
+def mpi_has_peers() -> bool:
+    """Tell whether the program itself communicates over MPI."""
+    module = sys.modules.get("mpi4py.MPI")
+    alive = module and module.Is_initialized() and not module.Is_finalized()
+    return bool(alive and module and module.COMM_WORLD.size > 1)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _announce_exit(state: int, text: str = "") -> None:
@@ -205,12 +248,27 @@ def _at_exit() -> None:
             if not _process.peer_died:
                 return
             status = 0
+    except KeyboardInterrupt:
+        _process.interrupted = True
     except Exception:
         # With MPI in this state, its own end might wait for ever.
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        with suppress(Exception):
+            traceback.print_exc()
+    _ignore_interrupts()
+    _leave_without_mpi(watched, _INTERRUPTED if _process.interrupted else status)
+
+
+def _leave_without_mpi(watched: list[Group], status: int) -> None:
+    """End the process at once, as soon as others have what this rank has to say."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    if _process.interrupted:
+        with suppress(Exception):
+            _announce_exit(GONE, _process.failure or "KeyboardInterrupt at the end of the program")
     _linger(watched)
+    if not any(group.transport.outlives for group in watched):
+        remove_mpi_files()
     os._exit(status)
 
 
@@ -248,8 +306,8 @@ def _linger(watched: list[Group]) -> None:
     A rank that learns by a message may need this one to push it on.
     """
     seconds = _FORWARDING if all(group.control.shared for group in watched) else _PRINTING
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    end = clock.now() + seconds
+    while clock.now() < end:
         for group in watched:
             with suppress(Exception):
                 group.transport.progress()
@@ -267,16 +325,17 @@ def _everyone_left(root: Group, clean: bool) -> bool:
     A rank that failed waits for the others only so long: they are to see its error, and to print
     theirs, before the launcher ends them.
     """
-    deadline = None if clean else time.monotonic() + _GRACE
+    deadline = None if clean else clock.now() + _GRACE
     waiting = list(root.control.peers)
-    while waiting and (deadline is None or time.monotonic() < deadline):
+    while waiting and (deadline is None or clock.now() < deadline):
+        launcher.watch.look(time.perf_counter())
         left = root.control.exit_notices()
         dead = root.transport.failed() if root.transport.outlives else []
         waiting = [
             p for p in waiting if p not in dead and (p not in left or left[p].state == FAILED)
         ]
         if deadline is None and any(notice.state == GONE for notice in left.values()):
-            clean, deadline = False, time.monotonic() + _GRACE
+            clean, deadline = False, clock.now() + _GRACE
         with suppress(Exception):
             root.transport.progress()
         time.sleep(_NAP)
@@ -289,13 +348,13 @@ def _left_in_step(groups: list[Group], watched: list[Group], clean: bool) -> boo
     Every rank takes part in a last step of all of them: MPI may not end with one under way.
     """
     text = "" if clean else (_process.failure.strip().splitlines() or ["it failed"])[-1]
-    deadline = time.monotonic() + (float("inf") if clean else _GRACE)
+    deadline = clock.now() + (float("inf") if clean else _GRACE)
     stepping = [group for group in groups if group.at_rest() and not group.control.ended]
 
     def watch(waited: float) -> None:
         for group in groups:
             group.control.answer_requests()
-        if time.monotonic() > deadline:
+        if clock.now() > deadline:
             raise TimeoutError
 
     try:

@@ -14,20 +14,14 @@ from arraycomm._errors import (
     MismatchError,
     PeerError,
     TransportError,
+    text_of,
 )
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitReports
 from arraycomm._protocol.engine import Engine
+from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._protocol.watchdog import LAST_MESSAGE, Watchdog, checked_timeout
 from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.control import FAILED
-
-
-class UndeliveredError(Exception):
-    """The ranks are done with one another, but this one's framework does not take its result."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +159,11 @@ class Group:
 
     def guarded(self, steps: Steps) -> Steps:
         """Close the group if steps fail in a way that leaves ranks out of step."""
+        result, undelivered = None, list[Exception]()
         try:
             result = yield from steps
-        except UndeliveredError as undelivered:
-            self.completed = self.control.step
-            raise undelivered.error from None
+        except UndeliveredError as raised:
+            undelivered.append(raised.error)
         except GeneratorExit:
             # Nobody is left who could have waited for it.
             raise
@@ -182,6 +176,9 @@ class Group:
                 self.close(error)
             raise
         self.completed = self.control.step
+        if undelivered:
+            # Not kept here: its traceback has this frame, and with it the arrays.
+            raise undelivered.pop()
         return result
 
     def check_message(
@@ -205,6 +202,11 @@ class Group:
         for hook in self.on_end:
             hook()
         self.closed = error
+
+    def refuse(self, reason: str) -> None:
+        """Make no call any more in a forked child, whose parent has everything in hand."""
+        self.engine.refuse(reason)
+        self.end(RuntimeError(reason))
 
     def close(self, error: BaseException) -> None:
         """End the group because of an error, after which the ranks may be out of step."""
@@ -237,9 +239,10 @@ class Group:
         if self.deferred_error is not None:
             deferred, self.deferred_error = self.deferred_error, None
             return deferred
+        cause = "" if self.closed is None else text_of(self.closed)
         closed = CommunicatorClosedError(
             f"{operation}: the communicator is closed: "
-            f"{type(self.closed).__name__}: {self.closed}".rstrip(": ")
+            f"{type(self.closed).__name__}: {cause}".rstrip(": ")
         )
         closed.__cause__ = self.closed
         return closed

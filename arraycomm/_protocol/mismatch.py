@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Final
 
 from arraycomm._errors import MismatchError, PeerError, TransportError
 from arraycomm._protocol.details import CallDetail, Detail, Failure
 from arraycomm._transports.control import ENDED, FINALIZED, FINISHED
+
+# The setting that names the containers of a tree: a line for each, of its path and its type.
+STRUCTURE: Final = "structure"
 
 
 def mismatch(details: Sequence[Detail]) -> MismatchError:
@@ -54,14 +58,38 @@ def first_difference(details: Sequence[Detail]) -> str:
         return f"First difference: {longer[len(shorter)].path} is on rank {where} only"
     for rank, other in calls[1:]:
         if other.settings != first.settings:
+            containers = _other_container(first, other, rank)
+            if containers:
+                return containers
             return (
                 f"First difference: {_settings(first)} on rank 0, {_settings(other)} on rank {rank}"
             )
     return ""
 
 
+def _other_container(first: CallDetail, other: CallDetail, rank: int) -> str:
+    """Name the first container of two trees whose types differ, or return an empty string."""
+    here, there = (_containers(call) for call in (first, other))
+    for path in sorted(here.keys() | there.keys()):
+        one, another = here.get(path), there.get(path)
+        if one != another and one and another:
+            return f"First difference: {path} is of type {one} on rank 0, {another} on rank {rank}"
+        if one != another:
+            where = 0 if one else rank
+            return f"First difference: {path}, of type {one or another}, is on rank {where} only"
+    return ""
+
+
+def _containers(call: CallDetail) -> dict[str, str]:
+    structure = str(dict(call.settings).get(STRUCTURE) or "")
+    lines = (line.rpartition(": ") for line in structure.splitlines())
+    return {path: kind for path, _, kind in lines}
+
+
 def _settings(call: CallDetail) -> str:
-    said = [(name, value) for name, value in call.settings if value is not None]
+    said = [
+        (name, value) for name, value in call.settings if value is not None and name != STRUCTURE
+    ]
     return ", ".join(str(value) if name == "ties" else f"{name}={value}" for name, value in said)
 
 

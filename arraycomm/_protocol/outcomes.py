@@ -43,6 +43,8 @@ class Outcomes:
     def claim(self, outcome: Outcome) -> None:
         """Forget a request: its caller knows how it ended."""
         self._open.pop(outcome, None)
+        # Its traceback has the frames of a call, and with them the arrays.
+        outcome.error = None
 
     def finish(self, outcome: Outcome, error: BaseException | None) -> None:
         """Note how a request has ended."""

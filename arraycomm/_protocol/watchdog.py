@@ -12,6 +12,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from arraycomm._callsite import call_site
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
+from arraycomm._protocol import clock
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus
 from arraycomm._protocol.header import Headers
 from arraycomm._protocol.mismatch import how_left
@@ -77,7 +78,7 @@ class Watchdog:
         """
 
         def limited(*args: P.args, **kwargs: P.kwargs) -> T:
-            self._limit, self._limited_at = checked_timeout(timeout), time.monotonic()
+            self._limit, self._limited_at = checked_timeout(timeout), clock.now()
             return prepare(*args, **kwargs)
 
         return limited
@@ -99,7 +100,7 @@ class Watchdog:
             self.check_for_deaths()
         if self._limit is not None:
             # What is waited for first may have begun before this call.
-            timeout, waited = self._limit, min(waited, time.monotonic() - self._limited_at)
+            timeout, waited = self._limit, min(waited, clock.now() - self._limited_at)
         operation, site = self.current
         self.report_or_ask(waited, operation, site, control.missing, timeout, self._needed())
         if timeout is not None and waited > timeout:
@@ -113,11 +114,11 @@ class Watchdog:
         # A rank that has a traceback of its own, or none because it finished, is the cause; the
         # others followed it. Their notices may come before the step that tells of it.
         causes = [rank for rank in gone if left[rank].text or left[rank].state in WELL]
-        self._alone_since = self._alone_since or time.monotonic()
+        self._alone_since = self._alone_since or clock.now()
         if not causes:
             self.check_for_deaths()
         patience = _DEATH if self._transport.outlives else LAST_MESSAGE
-        if causes or time.monotonic() > self._alone_since + patience:
+        if causes or clock.now() > self._alone_since + patience:
             cause = (causes or gone)[0]
             raise self.peer_error(cause, left[cause])
 
@@ -181,9 +182,9 @@ class Watchdog:
         """Raise if the process of another rank has died, and this one was let live."""
         if not self._transport.outlives:
             return
-        deadline = time.monotonic() + patience
+        deadline = clock.now() + patience
         try:
-            while not (dead := self._transport.failed()) and time.monotonic() < deadline:
+            while not (dead := self._transport.failed()) and clock.now() < deadline:
                 time.sleep(LAST_MESSAGE / 50)
         except TransportError as error:
             _raise_revoked(error)

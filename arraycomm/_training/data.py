@@ -18,7 +18,7 @@ from arraycomm._entries import entries
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._session import world
 from arraycomm._training.items import Items, items_of
-from arraycomm._training.order import MODES, Share, order_of
+from arraycomm._training.order import MODES, Part, part_of
 
 _NAME: Final = "DistributedDataContainer"
 _MAX_EPOCH: Final = (1 << 63) - 1
@@ -142,19 +142,20 @@ class DistributedDataContainer(Sequence[Any]):
         seed: int = 0,
         uneven: str = "exact",
     ) -> None:
-        def check() -> tuple[tuple[Items, dict[str, Any]], str]:
-            items = items_of(data)
-            settings = _check_settings(len(items), shuffle, seed, uneven)
-            text = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-            return (items, settings), text
-
         group = comm or world()
-        (self._items, self._settings), _ = runner_of(group).call(MakeContainer, check)
         self._comm: Communicator | None = group
         self._rank, self._size = group.rank, group.size
-        # Epoch and start, in memory that a DataLoader's worker processes share.
-        self._shared: Any = RawArray(c_int64, 2)
-        self._begin(0, 0)
+
+        def check() -> tuple[Part, str]:
+            self._items: Items = items_of(data)
+            self._settings = _check_settings(len(self._items), shuffle, seed, uneven)
+            # Epoch and start, in memory that a DataLoader's worker processes share.
+            self._shared: Any = _shared_memory()
+            text = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
+            return self._part_of(0, 0), text
+
+        part, _ = runner_of(group).call(MakeContainer, check)
+        self._begin(part)
 
     @property
     def epoch(self) -> int:
@@ -185,13 +186,13 @@ class DistributedDataContainer(Sequence[Any]):
             The ranks have passed different epochs.
         """
 
-        def check() -> tuple[int, str]:
+        def check() -> tuple[Part, str]:
             wanted = _natural(epoch, "set_epoch", "epoch", _MAX_EPOCH)
-            return wanted, f"epoch={wanted}"
+            return self._part_of(wanted, 0), f"epoch={wanted}"
 
-        wanted, used = self._agree(SetEpoch, check)
-        if used or wanted != self._epoch:
-            self._begin(wanted, 0)
+        part, used = self._agree(SetEpoch, check)
+        if used or part.epoch != self._epoch:
+            self._begin(part)
 
     def batches(self, n: int, *, load: Load | None = None) -> Iterator[Batch]:
         """Go through what is left of the epoch, `n` items of this rank at a time; collective.
@@ -234,15 +235,15 @@ class DistributedDataContainer(Sequence[Any]):
         The first call continues from a loaded state. A later call begins the same epoch again.
         """
 
-        def check() -> tuple[int, str]:
+        def check() -> tuple[tuple[int, Part], str]:
             wanted = _natural(n, "batches", "n", least=1)
             if not (load is None or callable(load)):
                 raise TypeError(f"batches: load must be a function; got {load!r}")
-            return wanted, f"n={wanted}"
+            return (wanted, self._part_of(self._epoch, 0)), f"n={wanted}"
 
-        wanted, used = self._agree(Batches, check)
+        (wanted, part), used = self._agree(Batches, check)
         if used:
-            self._begin(self._epoch, 0)
+            self._begin(part)
         self._used = True
         return self._pass(wanted, self._disturb(), load)
 
@@ -353,12 +354,12 @@ class DistributedDataContainer(Sequence[Any]):
             The ranks have passed different states.
         """
 
-        def check() -> tuple[tuple[int, int], str]:
+        def check() -> tuple[Part, str]:
             epoch, consumed = _check_state(state, self._settings)
-            return (epoch, consumed), f"epoch={epoch}, consumed={consumed}"
+            return self._part_of(epoch, consumed), f"epoch={epoch}, consumed={consumed}"
 
-        (epoch, consumed), _ = self._agree(LoadStateDict, check)
-        self._begin(epoch, consumed)
+        part, _ = self._agree(LoadStateDict, check)
+        self._begin(part)
 
     def __len__(self) -> int:
         self._follow()
@@ -414,20 +415,20 @@ class DistributedDataContainer(Sequence[Any]):
             )
         return runner_of(self._comm).call(operation, check, self._used)
 
-    def _begin(self, epoch: int, start: int) -> None:
-        self._take(epoch, start)
-        self._shared[:] = epoch, start
+    def _part_of(self, epoch: int, start: int) -> Part:
+        """Return this rank's part of an epoch; it takes memory, and so comes before the ranks agree."""
+        part: Part | None = getattr(self, "_part", None)
+        if part is not None and (epoch, start) == (part.epoch, part.share.start):
+            return part
+        return part_of(self._settings, epoch, start, self._rank, self._size)
 
-    def _take(self, epoch: int, start: int) -> None:
-        """Take this rank's share of an epoch, after the first `start` items of its global order."""
-        count, seed, uneven = (self._settings[name] for name in ("count", "seed", "uneven"))
-        share = Share(count, start, self._rank, self._size, uneven)
-        positions = share.positions()
-        self._weights: NDArray[np.float32] = (positions < count).astype(np.float32)
-        index = positions % max(count, 1)
-        if self._settings["shuffle"] and len(index):
-            index = order_of(count, seed, epoch)[index]
-        self._share, self._index, self._epoch = share, index, epoch
+    def _begin(self, part: Part) -> None:
+        self._take(part)
+        self._shared[:] = part.epoch, part.share.start
+
+    def _take(self, part: Part) -> None:
+        self._part = part
+        self._epoch, self._share, self._index, self._weights = part
         self._taken, self._used = 0, False
         self._disturb()
 
@@ -437,7 +438,7 @@ class DistributedDataContainer(Sequence[Any]):
             return
         epoch, start = self._shared
         if (epoch, start) != (self._epoch, self._share.start):
-            self._take(epoch, start)
+            self._take(self._part_of(epoch, start))
 
     def _disturb(self) -> object:
         """End the passes under way; return an object that identifies the next one."""
@@ -471,6 +472,16 @@ class DistributedDataContainer(Sequence[Any]):
 
     def _load(self, indices: Iterator[range]) -> Iterator[Any]:
         return (self._items.many(self._index[own.start : own.stop]) for own in indices)
+
+
+def _shared_memory() -> Any:
+    try:
+        return RawArray(c_int64, 2)
+    except OSError as error:
+        raise OSError(
+            f"{_NAME}: there is no memory that worker processes could share ({error}); free some, "
+            "or raise the limit on the size of files"
+        ) from error
 
 
 def _check_settings(count: int, shuffle: Any, seed: Any, uneven: Any) -> dict[str, Any]:

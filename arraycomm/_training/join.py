@@ -132,7 +132,7 @@ class Join(ProcessBound):
             elif not isinstance(error, Exception):
                 group_of(self._comm).close(error)
             elif not self._is_reported(error):
-                self._report(error)
+                self._runner.fail(Shadow.name, error)
         finally:
             self._runner.set_guard(None)
             registry_of(self._comm).join = None
@@ -196,13 +196,6 @@ class Join(ProcessBound):
                 return True
             error = error.__cause__ or error.__context__
         return False
-
-    def _report(self, error: Exception) -> None:
-        try:
-            self._runner.fail(Shadow.name, error)
-        except Exception as raised:
-            if raised is not error:
-                raise
 
 
 class PrivateGuard:

@@ -104,7 +104,7 @@ class MeanMetrics(Operation):
             BufferView(summand.reshape(-1).view(_SUMS), "numpy", summand, False)
             for summand in self._summands
         ]
-        settings = (leaves.ties(),)
+        settings = leaves.settings()
         self.signature = Signature(self.name, leaves=leaves.described(), settings=settings)
         self.nbytes, self.copies = self._fusion.nbytes, len(self._present)
 

@@ -5,8 +5,9 @@ No communication: every rank computes the same order by itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,3 +63,23 @@ class Share:
     def position_after(self, rounds: int) -> int:
         """Return how many items of the epoch have been consumed after so many rounds."""
         return min(self.start + rounds * self.size, self.stop)
+
+
+class Part(NamedTuple):
+    """One rank's items of an epoch, and the weight of each."""
+
+    epoch: int
+    share: Share
+    items: Integers
+    weights: NDArray[np.float32]
+
+
+def part_of(settings: Mapping[str, Any], epoch: int, start: int, rank: int, size: int) -> Part:
+    """Return a rank's part of an epoch, after the first `start` items of its global order."""
+    count, seed, uneven = (settings[name] for name in ("count", "seed", "uneven"))
+    share = Share(count, start, rank, size, uneven)
+    positions = share.positions()
+    index = positions % max(count, 1)
+    if settings["shuffle"] and len(index):
+        index = order_of(count, seed, epoch)[index]
+    return Part(epoch, share, index, (positions < count).astype(np.float32))

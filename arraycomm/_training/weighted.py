@@ -13,6 +13,7 @@ import numpy as np
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import view
+from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._protocol.agreement import Agreement, active
@@ -189,7 +190,8 @@ def _reduce_weighted(
     specs = [spec_of(agreed[index]) for index in present]
     sent = tuple((compressed(_wide(dtype), compression), shape) for dtype, shape in specs)
     fusion = Fusion(sent, DEFAULT_BUCKET_BYTES)
-    packed = fusion.acquire()
+    group = memory.group
+    packed = yield from take_together(group, "allreduce_gradients", fusion.nbytes, fusion.acquire)
     yield from fusion.reduce(memory, packed, [sources[index] for index in present], "sum")
     total = sum(weights) if op == "mean" else 0.0
     reduced: list[Any] = [None] * len(agreed)

@@ -7,13 +7,11 @@ nothing.
 
 from __future__ import annotations
 
-import mmap
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -24,8 +22,11 @@ from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.mpi_control import MpiControl, translated
 from arraycomm._transports.mpi_probe import MessageProbe
+from arraycomm._transports.shared_files import close_file, make_file, need_names, open_file
 
 _SPINS = 64
+# The longest path of a file.
+_PATH = 4096
 
 
 @cache
@@ -68,7 +69,9 @@ class MPITransport(Transport):
     name = "mpi"
     spins = _SPINS
 
-    def __init__(self, comm: MPI.Intracomm, *, share: bool = True) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, *, share: bool = True, nodes: Sequence[int] | None = None
+    ) -> None:
         self.mpi_comm: MPI.Intracomm = comm
         self.rank, self.size = comm.rank, comm.size
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -77,10 +80,10 @@ class MPITransport(Transport):
         # Messages of this rank to itself: MPI may finish a send only when it is received.
         self._own = Mailbox()
         self._probe = MessageProbe(comm, self._own)
-        local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank, self.local_size = local.rank, local.size
-        self._nodes: list[int] = comm.allgather(local.bcast(comm.rank))
-        local.Free()
+        self._nodes = _find_nodes(comm) if nodes is None else nodes
+        own = self._nodes[self.rank]
+        self.local_rank = self._nodes[: self.rank].count(own)
+        self.local_size = self._nodes.count(own)
         memory = None
         if share and self.local_size == self.size:
             memory = _shared_memory(comm, SharedControl.nbytes(self.size))
@@ -150,36 +153,35 @@ class MPITransport(Transport):
             raise translated(error) from error
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
-        key = 0 if color is None else members.index(self.rank)
         try:
-            comm = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
-            if color is None:
+            comm = self._make_comm(color, members)
+            if comm is None:
                 return None
-            assert isinstance(comm, MPI.Intracomm)
-            return MPITransport(comm, share=self._share)
+            nodes = [self._nodes[member] for member in members]
+            return MPITransport(comm, share=self._share, nodes=nodes)
         except MPI.Exception as error:
             raise TransportError(
                 f"MPI made no further communicator: {error.Get_error_string()}; there is room for "
                 "about a thousand in some MPIs: free() those that are no longer used"
             ) from error
 
+    def _make_comm(self, color: int | None, members: Sequence[int]) -> MPI.Intracomm | None:
+        if list(members) == list(range(self.size)):
+            comm, request = self.mpi_comm.Idup()
+            _finish(request)
+            return comm
+        key = 0 if color is None else members.index(self.rank)
+        made = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else cast(MPI.Intracomm, made)
+
     def offer_memory(self, nbytes: int) -> str:
-        path, descriptor = _make_file(nbytes)
-        if descriptor >= 0:
-            os.close(descriptor)
-        return path
+        return make_file(nbytes)
 
     def open_memory(self, name: str, nbytes: int) -> Bytes | None:
-        if not name:
-            return None
-        try:
-            descriptor = os.open(name, os.O_RDWR)
-        except OSError:
-            return None
-        return _map(descriptor, nbytes)
+        return open_file(name, nbytes)
 
     def close_memory(self, name: str) -> None:
-        os.unlink(name)
+        close_file(name)
 
     def free(self) -> None:
         self.control.close()
@@ -224,45 +226,36 @@ class MPITransport(Transport):
         self.mpi_comm.Abort(code)
 
 
-def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> np.ndarray[Any, Any] | None:
+def _find_nodes(comm: MPI.Intracomm) -> Sequence[int]:
+    """Return, for each rank, the first rank on its node."""
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    nodes: list[int] = comm.allgather(local.bcast(comm.rank))
+    local.Free()
+    return nodes
+
+
+def _shared_memory(comm: MPI.Intracomm, nbytes: int) -> Bytes | None:
     """Map one zeroed file on all ranks, or return None on all if one of them cannot."""
-    path, descriptor = "", -1
-    if comm.rank == 0:
-        path, descriptor = _make_file(nbytes)
-    path = comm.bcast(path)
-    if descriptor < 0 and path:
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR)
-    memory = _map(descriptor, nbytes) if descriptor >= 0 else None
-    everyone = comm.allreduce(memory is not None, op=MPI.LAND)
-    if comm.rank == 0 and path:
-        os.unlink(path)
-    return memory if everyone else None
+    memory = _share_file(comm, nbytes)
+    if memory is None:
+        need_names()
+        memory = _share_file(comm, nbytes)
+    return memory
 
 
-def _map(descriptor: int, nbytes: int) -> np.ndarray[Any, Any] | None:
-    """Map an open file, and close it; return None if it cannot be mapped."""
-    try:
-        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(descriptor)
+def _share_file(comm: MPI.Intracomm, nbytes: int) -> Bytes | None:
+    own = make_file(nbytes) if comm.rank == 0 else ""
+    path = np.frombuffer(own.encode().ljust(_PATH, b"\0"), np.uint8).copy()
+    _finish(comm.Ibcast([path, MPI.BYTE]))
+    memory = open_file(path.tobytes().rstrip(b"\0").decode(), nbytes)
+    opened = np.array([memory is not None], np.int32)
+    _finish(comm.Iallreduce(MPI.IN_PLACE, opened, MPI.MIN))
+    if own:
+        close_file(own)
+    return memory if opened[0] else None
 
 
-def _make_file(nbytes: int) -> tuple[str, int]:
-    """Create a private file of `nbytes` zeros, in memory if possible; return its descriptor too."""
-    for directory in ("/dev/shm", tempfile.gettempdir()):
-        try:
-            descriptor, path = tempfile.mkstemp(prefix="arraycomm-", dir=directory)
-        except OSError:
-            continue
-        try:
-            # Allocate now: with a sparse file, a signal would end the process if memory runs out.
-            os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError:
-            os.close(descriptor)
-            os.unlink(path)
-            continue
-        return path, descriptor
-    return "", -1
+def _finish(request: MPI.Request) -> None:
+    """Wait, and let others have the core: MPI's own wait would keep it from a rank that is late."""
+    while not request.Test():
+        os.sched_yield()

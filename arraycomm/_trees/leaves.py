@@ -11,8 +11,8 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._dtypes import BY_NAME, DType, check_movable, check_reducible, name_of
 from arraycomm._protocol.details import CallDetail
-from arraycomm._protocol.header import LeafSpec
-from arraycomm._protocol.mismatch import mismatch
+from arraycomm._protocol.header import LeafSpec, Settings
+from arraycomm._protocol.mismatch import STRUCTURE, mismatch
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.pytrees import Flat
 
@@ -27,8 +27,7 @@ class Leaves:
     """
 
     def __init__(self, flat: Flat, view: Callable[[Any, str], BufferView]) -> None:
-        self._flat = flat
-        self.all_paths = flat.paths
+        self.flat = flat
         self.views: list[BufferView | None] = []
         self.index: list[int] = []
         self.paths: list[str] = []
@@ -58,13 +57,13 @@ class Leaves:
         """Return the dtype of each leaf that is an array."""
         return [leaf.dtype for leaf in self.views if leaf is not None]
 
-    def ties(self) -> tuple[str, str]:
-        """Return which leaves are one object, as a setting that the ranks compare."""
-        return ties(self.index)
+    def settings(self) -> Settings:
+        """Return which leaves are one object, and the containers, as the ranks compare them."""
+        return settings_of(self.flat, self.index)
 
     def rebuild(self, results: list[Any]) -> Any:
         """Return the tree with these results in place of its distinct leaves."""
-        return self._flat.rebuild([results[index] for index in self.index])
+        return self.flat.rebuild([results[index] for index in self.index])
 
 
 class Parts:
@@ -118,10 +117,11 @@ def spec_of(leaf: LeafSpec) -> Spec:
     return BY_NAME[leaf.kind].dtype, leaf.shape
 
 
-def ties(index: Sequence[int]) -> tuple[str, str]:
-    """Return which of the leaves, each given by the number of its object, are tied."""
+def settings_of(flat: Flat, index: Sequence[int]) -> Settings:
+    """Return what the ranks compare of a tree beside its leaves, each given by its object's number."""
     tied = len(set(index)) != len(index)
-    return "ties", f"tied leaves {list(index)}" if tied else "no tied leaves"
+    ties = f"tied leaves {list(index)}" if tied else "no tied leaves"
+    return ("ties", ties), (STRUCTURE, flat.structure)
 
 
 def agreed_leaves(calls: Sequence[CallDetail]) -> list[LeafSpec]:

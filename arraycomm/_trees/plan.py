@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.scratch import reserve
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
 from arraycomm._entries import opaque
@@ -17,7 +19,7 @@ from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.leaves import NONE, Leaves, Parts
-from arraycomm._trees.pytrees import flatten
+from arraycomm._trees.pytrees import Flat, flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
 
 
@@ -27,8 +29,8 @@ class Plan(ProcessBound):
     Parameters
     ----------
     tree : pytree of arrays and Python numbers
-        Like the tree that the plan was made of: the same paths, shapes and dtypes, None and tied
-        leaves in the same places. Frameworks and layouts may change from call to call, and differ
+        Like the tree that the plan was made of: the same paths, containers, shapes and dtypes,
+        None and tied leaves in the same places. Frameworks and layouts may change from call to call, and differ
         between ranks.
     timeout : float, optional
         Seconds that this call may wait for other ranks, in place of the communicator's timeout.
@@ -77,7 +79,8 @@ class Plan(ProcessBound):
         self, runner: Runner, memory: TreeMemory, leaves: Leaves, op: str, fusion: Fusion
     ) -> None:
         self._runner, self.memory, self.op, self.fusion = runner, memory, op, fusion
-        self._paths, self._index = leaves.all_paths, leaves.index
+        self._paths, self._index = leaves.flat.paths, leaves.index
+        self._structure = leaves.flat.structure
         self._leaf_paths = leaves.paths
         self._specs = [None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves.views]
         self.signature = _signature("Plan", op, leaves)
@@ -107,8 +110,19 @@ class Plan(ProcessBound):
             self._prefixes[device_flag] = prefix
         return prefix
 
-    def check_paths(self, paths: Sequence[str]) -> None:
+    def check_structure(self, flat: Flat) -> None:
         """Raise unless the tree has the plan's structure."""
+        self._check_paths(flat.paths)
+        if flat.structure == self._structure:
+            return
+        pairs = zip_longest(flat.structure.splitlines(), self._structure.splitlines())
+        got, planned = next((got, planned) for got, planned in pairs if got != planned)
+        raise ValueError(
+            "the tree must have the structure that the plan was made of; got "
+            f"{got or 'no container'} in place of {planned or 'none'}; make another plan for other trees"
+        )
+
+    def _check_paths(self, paths: Sequence[str]) -> None:
         if paths == self._paths:
             return
         for path, planned in zip(paths, self._paths, strict=False):
@@ -184,7 +198,7 @@ class RunPlan(Operation):
 
     def __init__(self, context: Context, plan: Plan, tree: Any) -> None:
         flat = flatten(tree)
-        plan.check_paths(flat.paths)
+        plan.check_structure(flat)
         super().__init__(context, context.place_tree(flat.leaves))
         self._plan = plan
         self._leaves = leaves = Leaves(flat, self.placement.view)
@@ -213,6 +227,7 @@ class RunPlan(Operation):
         inline = nbytes <= room
         self.prefix = self._plan.prefix(nbytes if inline else -1, self.placement.device_flag)
         if not inline:
+            reserve(self.group.transport)
             return None
         self._packed.pack(self._sources)
         return self._packed.buffer
@@ -233,7 +248,7 @@ class RunPlan(Operation):
 
 
 def _signature(operation: str, op: str, leaves: Leaves) -> Signature:
-    return Signature(operation, op, leaves=leaves.described(), settings=(leaves.ties(),))
+    return Signature(operation, op, leaves=leaves.described(), settings=leaves.settings())
 
 
 def _described(spec: Spec | None) -> str:

@@ -1,7 +1,8 @@
 """Any pytree as a list of leaves with their paths, and back.
 
 Optree decides what a container is; None is a leaf. A type that optree does not know may still be a
-torch module, a type registered with JAX (equinox, flax) if JAX is loaded, or a dataclass.
+torch module, a type registered with JAX (equinox, flax) if JAX is loaded, or a dataclass. Optree sorts
+the keys of a dict if that is possible; other keys are sorted here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -16,34 +18,60 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import optree
 
+from arraycomm._trees.keys import are_plain, describe_keys
+
 # Leaves of these types have nothing inside; skipping further checks saves time.
 _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
 
 
 class Flat(NamedTuple):
-    """A tree's leaves, a path for each, and how to make a tree of new leaves."""
+    """A tree's leaves, a path for each, and how to make a tree of new leaves.
+
+    `structure` names each container by its path and type, a line for each, in an order that does not
+    depend on how the tree was flattened.
+    """
 
     leaves: list[Any]
     paths: Sequence[str]
+    structure: str
     rebuild: Callable[[list[Any]], Any]
 
 
 class _Node(NamedTuple):
-    """A container that optree does not know."""
+    """A container that optree does not know, or whose keys it does not sort."""
 
     children: list[Any]
     suffixes: list[str]
     rebuild: Callable[[list[Any]], Any]
 
 
+class _Outline(NamedTuple):
+    """What a structure of optree's says of the ranks' trees; `plain` if optree sorts all its keys."""
+
+    paths: tuple[str, ...]
+    structure: str
+    plain: bool
+
+
 def flatten(tree: Any, name: str = "tree") -> Flat:
     """Return the leaves of `tree`, with paths that begin with `name`."""
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    paths = _paths(spec, name)
-    nodes = [None if type(leaf) in _PLAIN else _open(leaf) for leaf in leaves]
+    outline = _outline(spec, name)
+    if not outline.plain:
+        leaves, spec = optree.tree_flatten(tree, is_leaf=_has_other_keys, none_is_leaf=True)
+        outline = _outline(spec, name)
+    nodes = [
+        None if type(leaf) in _PLAIN else _open(leaf, path)
+        for leaf, path in zip(leaves, outline.paths, strict=True)
+    ]
     if not any(nodes):
-        return Flat(leaves, paths, lambda new: optree.tree_unflatten(spec, new))
-    return _flatten_nodes(leaves, paths, nodes, spec)
+        return Flat(
+            leaves,
+            outline.paths,
+            outline.structure,
+            lambda new: optree.tree_unflatten(spec, new),
+        )
+    return _flatten_nodes(leaves, outline, nodes, spec)
 
 
 def is_torch(obj: Any, *names: str) -> bool:
@@ -59,21 +87,59 @@ def is_torch(obj: Any, *names: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _paths(spec: optree.PyTreeSpec, name: str) -> tuple[str, ...]:
-    return tuple(accessor.codify(name) for accessor in spec.accessors())
+def _outline(spec: optree.PyTreeSpec, name: str) -> _Outline:
+    paths: list[str] = []
+    lines: list[str] = []
+    others: list[str] = []
+    _walk(spec, name, paths, lines, others)
+    return _Outline(tuple(paths), "\n".join(sorted(lines)), not others)
+
+
+def _walk(
+    spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str], others: list[str]
+) -> None:
+    """Note the paths of leaves, the containers, and those whose keys optree does not sort."""
+    if spec.is_leaf():
+        paths.append(path)
+        return
+    lines.append(_container(path, spec.type))
+    if spec.type in (dict, defaultdict) and not are_plain(spec.entries()):
+        others.append(path)
+        return
+    for child_path, child in zip(_child_paths(spec, path), spec.children(), strict=True):
+        _walk(child, child_path, paths, lines, others)
+
+
+def _container(path: str, kind: Any) -> str:
+    return f"{path}: {getattr(kind, '__qualname__', kind)}"
+
+
+def _child_paths(spec: optree.PyTreeSpec, path: str) -> list[str]:
+    root: Any = spec.one_level()
+    entries = [accessor[0] for accessor in root.accessors()]
+    if all(isinstance(entry, optree.MappingEntry) for entry in entries):
+        keys = describe_keys((entry.entry for entry in entries), path)
+        return [f"{path}[{key.text}]" for key in keys]
+    return [entry.codify(path) for entry in entries]
+
+
+def _has_other_keys(tree: Any) -> bool:
+    return type(tree) in (dict, defaultdict) and not are_plain(tree)
 
 
 def _flatten_nodes(
-    leaves: list[Any], paths: Sequence[str], nodes: list[_Node | None], spec: optree.PyTreeSpec
+    leaves: list[Any], outline: _Outline, nodes: list[_Node | None], spec: optree.PyTreeSpec
 ) -> Flat:
     """Flatten those leaves of optree that are containers."""
     all_leaves: list[Any] = []
     all_paths: list[str] = []
+    lines = outline.structure.splitlines()
     parts: list[tuple[int, _Node | None, list[Flat]]] = []
-    for leaf, path, node in zip(leaves, paths, nodes, strict=True):
+    for leaf, path, node in zip(leaves, outline.paths, nodes, strict=True):
         if node is None:
-            inner = [Flat([leaf], [path], lambda new: new[0])]
+            inner = [Flat([leaf], [path], "", lambda new: new[0])]
         else:
+            lines.append(_container(path, type(leaf)))
             inner = [
                 flatten(child, path + suffix)
                 for child, suffix in zip(node.children, node.suffixes, strict=True)
@@ -81,6 +147,7 @@ def _flatten_nodes(
         for flat in inner:
             all_leaves.extend(flat.leaves)
             all_paths.extend(flat.paths)
+            lines.extend(flat.structure.splitlines())
         parts.append((sum(len(flat.leaves) for flat in inner), node, inner))
 
     def rebuild(new: list[Any]) -> Any:
@@ -91,11 +158,13 @@ def _flatten_nodes(
             built.append(children[0] if node is None else node.rebuild(children))
         return optree.tree_unflatten(spec, built)
 
-    return Flat(all_leaves, all_paths, rebuild)
+    return Flat(all_leaves, all_paths, "\n".join(sorted(lines)), rebuild)
 
 
-def _open(leaf: Any) -> _Node | None:
+def _open(leaf: Any, path: str) -> _Node | None:
     """Return the contents of a leaf of optree, or None if it is no container."""
+    if type(leaf) in (dict, defaultdict):
+        return _open_mapping(leaf, path)
     if isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__"):
         return None
     if is_torch(leaf, "nn", "Module"):
@@ -104,7 +173,7 @@ def _open(leaf: Any) -> _Node | None:
         return None
     jax = sys.modules.get("jax")
     if jax is not None and hasattr(jax, "tree_util"):
-        node = _open_registered(jax.tree_util, leaf)
+        node = _open_registered(jax.tree_util, leaf, path)
         if node is not None:
             return node
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -130,14 +199,38 @@ def _open_module(module: Any) -> _Node:
     )
 
 
-def _open_registered(tree_util: Any, leaf: Any) -> _Node | None:
+def _open_mapping(mapping: Any, path: str) -> _Node:
+    """Open a dict whose keys optree does not sort, in the order of their descriptions."""
+    ordered = sorted(
+        zip(describe_keys(mapping, path), mapping, strict=True), key=lambda pair: pair[0]
+    )
+
+    def rebuild(new: list[Any]) -> Any:
+        made = copy.copy(mapping)
+        for (_, key), value in zip(ordered, new, strict=True):
+            made[key] = value
+        return made
+
+    return _Node(
+        [mapping[key] for _, key in ordered], [f"[{key.text}]" for key, _ in ordered], rebuild
+    )
+
+
+def _open_registered(tree_util: Any, leaf: Any, path: str) -> _Node | None:
     """Open a type that is registered with JAX, one level deep."""
     entries, treedef = tree_util.tree_flatten_with_path(leaf, is_leaf=lambda x: x is not leaf)
     if len(entries) == 1 and entries[0][1] is leaf:
         return None
+    keys = [where[0].key for where, _ in entries if isinstance(where[0], tree_util.DictKey)]
+    described = iter(describe_keys(keys, path))
     return _Node(
         [child for _, child in entries],
-        [tree_util.keystr(path) for path, _ in entries],
+        [
+            f"[{next(described).text}]"
+            if isinstance(where[0], tree_util.DictKey)
+            else tree_util.keystr(where)
+            for where, _ in entries
+        ],
         lambda new: tree_util.tree_unflatten(treedef, new),
     )
 

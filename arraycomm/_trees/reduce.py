@@ -11,13 +11,16 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
+from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.placement import HostPlacement
+from arraycomm._collectives.refusals import announced, check_taken
+from arraycomm._collectives.scratch import reserve
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail
-from arraycomm._protocol.header import Settings, Signature
+from arraycomm._protocol.header import LeafSpec, Settings, Signature
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees import device_leaves
 from arraycomm._trees.buffers import Packed
@@ -68,6 +71,7 @@ class AllreduceTree(Operation):
 
     def pack(self, room: int) -> Bytes | None:
         if self.fusion.nbytes > room:
+            reserve(self.group.transport)
             return None
         self.packed.pack(self.parts.sources)
         return self.packed.buffer
@@ -93,6 +97,7 @@ class AllreduceTree(Operation):
     def _reduce_missing(self, calls: Sequence[CallDetail]) -> Steps:
         """Reduce trees in which a leaf may be None on some ranks; the others know its spec."""
         agreed = agreed_leaves(calls)
+        self._check_taken(calls, agreed)
         if self.parts.on_device:
             self.leaves = Leaves(self._flat, self._host.view)
         views = self.leaves.views
@@ -101,9 +106,22 @@ class AllreduceTree(Operation):
         self._dtypes = [dtype for dtype, _ in specs]
         sent = tuple((compressed(dtype, self._compression), shape) for dtype, shape in specs)
         fusion = Fusion(sent, self._bucket_bytes)
-        self.packed = fusion.acquire()
+        self.packed = yield from take_together(self.group, self.name, fusion.nbytes, fusion.acquire)
         sources = [views[n] for n in self._present]
         yield from fusion.reduce(self._memory, self.packed, sources, self.op)
+
+    def _check_taken(self, calls: Sequence[CallDetail], agreed: Sequence[LeafSpec]) -> None:
+        """Raise on all ranks if one of them cannot have a gradient that only others have."""
+        likes = prototypes(self.leaves.views)
+        for number, leaf in enumerate(agreed):
+            if leaf.kind == NONE:
+                continue
+            lacking = [
+                call.length if call.leaves and call.leaves[number].kind == NONE else 0
+                for call in calls
+            ]
+            dtype, _ = spec_of(leaf)
+            check_taken(self.name, lacking, self.group.rank, likes[number], dtype)
 
     def _result_with_missing(self) -> Any:
         likes = prototypes(self.leaves.views)
@@ -131,6 +149,8 @@ class AllreduceGradients(AllreduceTree):
         check_compression(compression)
         super().__init__(context, memory, tree, op, bucket_bytes, compression)
         self.negotiable = missing == "zeros"
+        if self.negotiable and None in self.leaves.views:
+            self.length = announced(prototypes(self.leaves.views)[0])
         self.independent_on_devices = missing != "zeros"
 
     def fusion_of(self, memory: TreeMemory) -> Fusion:
@@ -152,7 +172,7 @@ def compressed(dtype: DType, compression: str | None) -> DType:
 
 def settings_of(bucket_bytes: int, compression: str | None, leaves: Leaves) -> Settings:
     """Return the settings, besides the leaves, that decide how a tree is sent."""
-    return ("bucket_bytes", bucket_bytes), ("compression", compression), leaves.ties()
+    return ("bucket_bytes", bucket_bytes), ("compression", compression), *leaves.settings()
 
 
 def reduce_on_device(

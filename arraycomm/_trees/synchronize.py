@@ -13,23 +13,21 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
-from arraycomm._callsite import describe_raise
 from arraycomm._collectives import algorithms
 from arraycomm._collectives.arguments import check_root
+from arraycomm._collectives.attempts import attempt_together, take_together
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.pickling import dumps, loads
 from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_size, malformed
-from arraycomm._protocol.details import Detail, Failure, Nothing, exchange_details
-from arraycomm._protocol.group import UndeliveredError
+from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.header import LeafSpec, Signature
-from arraycomm._protocol.mismatch import peer_error
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
-from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, ties
+from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, settings_of
 from arraycomm._trees.pytrees import flatten, is_torch
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
@@ -67,14 +65,16 @@ class Synchronize(Operation):
         self._packed = Packed(buckets, slots_of(specs, buckets))
         if self._is_root:
             _pack_raw(self._packed, arrays)
-            self._data = dumps([part.value for part in self._parts if part.value is not _Kept])
+            self._data = dumps(
+                [part.value for part in self._parts if part.value is not _Kept], "tree"
+            )
         self.length = len(self._data)
         self.nbytes, self.copies = self._packed.nbytes, len(arrays)
         leaves = [
             self._parts[number].leaf._replace(path=path)
             for path, number in zip(self._flat.paths, self._index, strict=True)
         ]
-        settings = (ties(self._index),)
+        settings = settings_of(self._flat, self._index)
         self.signature = Signature(
             self.name, None, self.root, leaves=tuple(leaves), settings=settings
         )
@@ -106,11 +106,8 @@ class Synchronize(Operation):
         if self._take_whole:
             yield from self._bcast_whole()
             return
-        nbytes = len(self._data) if self._is_root else agreement.lengths()[self.root]
-        check_size(self.root, [nbytes])
-        received = np.empty(nbytes, np.uint8)
-        if self._is_root:
-            received[...] = self._data
+        length = len(self._data) if self._is_root else agreement.lengths()[self.root]
+        received = yield from self._received_bytes(length, self._data)
         transport = self.group.transport
         yield from algorithms.bcast(transport, received, self.root)
         for memory in self._packed.memory:
@@ -119,28 +116,29 @@ class Synchronize(Operation):
 
     def _bcast_whole(self) -> Steps:
         """Send the root's tree as one pickle, since some rank has passed no tree."""
-        data, error = self._data, None
-        local: Detail = Nothing()
-        if self._is_root:
-            try:
-                data = dumps(self._tree)
-                local = PickledBytes(len(data))
-            except Exception as raised:
-                error, local = raised, Failure(str(raised), describe_raise(raised))
-        replies = yield from exchange_details(
-            self.group.control, local, Nothing, PickledBytes, Failure
+        data = yield from attempt_together(
+            self.group, self.name, (lambda: dumps(self._tree, "tree")) if self._is_root else None
         )
-        if error is not None:
-            raise UndeliveredError(error)
-        if isinstance(replies[self.root], Failure):
-            raise peer_error(self.name, replies)
+        local: Detail = PickledBytes(len(data)) if self._is_root else Nothing()
+        replies = yield from exchange_details(self.group.control, local, Nothing, PickledBytes)
         announced = replies[self.root]
         if not isinstance(announced, PickledBytes):
             raise malformed(self.root, "no tree")
-        check_size(self.root, [announced.nbytes])
-        received = data.copy() if self._is_root else np.empty(announced.nbytes, np.uint8)
+        received = yield from self._received_bytes(announced.nbytes, data)
         yield from algorithms.bcast(self.group.transport, received, self.root)
         self._received = received
+
+    def _received_bytes(self, length: int, data: Bytes | None) -> Steps:
+        """Return memory for the bytes of the root; on the root, with these bytes in it."""
+        check_size(self.root, [length])
+
+        def take() -> Bytes:
+            received = np.empty(length, np.uint8)
+            if self._is_root and data is not None:
+                received[...] = data
+            return received
+
+        return (yield from take_together(self.group, self.name, length, take))
 
     def result(self, agreement: Agreement) -> Any:
         received = None if self._received is None else loads(self.root, self._received)

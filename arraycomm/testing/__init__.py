@@ -28,6 +28,8 @@ def __getattr__(name: str) -> Any:
     """Import on first use what needs Hypothesis."""
     from importlib import import_module
 
+    if name in ("conformance", "given", "per_rank", "strategies"):
+        import_module("arraycomm.testing._extra")
     if name in ("conformance", "strategies"):
         return import_module(f"arraycomm.testing.{name}")
     if name == "given":

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm.adapters.jax import all_reduce
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
 from tests.support.launched import run_pytest
@@ -252,6 +253,21 @@ class TestCompiled:
         expected = np.full((2, 3), -float(sum(rank + 1 for rank in ranks)), np.float32)
         np.testing.assert_array_equal(updates["matrix"], expected, strict=True)
         np.testing.assert_array_equal(updates["scalar"], -float(sum(ranks)))
+
+    @pytest.mark.parametrize(
+        "make", [all_reduce, lambda comm: ac.DistributedOptimizer(optax.sgd(-1.0), comm=comm)]
+    )
+    def test_ranks_may_be_under_jit_or_not(self, make: Any, world: ac.Communicator) -> None:
+        optimizer = make(comm=world)
+        grads = {
+            "w": jnp.full(3, float(world.rank)),
+            "a": [jnp.float32(1), {"b": jnp.ones(2)}],
+            "n": None,
+        }
+        update = optimizer.update if world.rank % 2 else jax.jit(optimizer.update)
+        updates, _ = update(grads, optimizer.init(grads))
+        assert jax.tree.structure(updates) == jax.tree.structure(grads)
+        np.testing.assert_array_equal(updates["w"], (world.size - 1) / 2)
 
 
 @needs_mpiexec

@@ -183,3 +183,18 @@ def test_an_object_without_update_is_refused() -> None:
             ac.DistributedOptimizer(object(), comm=comm)
 
     run(2, wrap)
+
+
+@pytest.mark.parametrize("name", ["grads", "gradients", "updates"])
+def test_update_that_takes_gradients_first_is_refused(name: str) -> None:
+    made = type("Mine", (), {})
+    exec(f"def update(self, {name}, params): return params - {name}", scope := {})
+    made.update = scope["update"]
+
+    def check(comm: ac.Communicator) -> None:
+        optimizer = made() if comm.rank == 0 else SGD()
+        with pytest.raises((TypeError, ac.PeerError), match=f"Mine.update takes '{name}' first"):
+            ac.DistributedOptimizer(optimizer, comm=comm)
+        assert comm.allreduce(1) == comm.size
+
+    run(2, check)

@@ -107,6 +107,37 @@ def test_object_that_one_rank_cannot_unpickle_concerns_that_rank_alone(
     on_ranks(several, check)
 
 
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("bcast_object", lambda c, obj: c.bcast_object(obj, 1)),
+        ("gather_object", lambda c, obj: c.gather_object(obj, 0)),
+        ("allgather_object", lambda c, obj: c.allgather_object(obj)),
+        ("synchronize", lambda c, obj: ac.synchronize(obj if c.rank else None, root=1, comm=c)),
+        ("synchronize", lambda c, obj: ac.synchronize([1.5, obj], root=1, comm=c)),
+    ],
+)
+def test_object_that_cannot_be_pickled(on_ranks, several, operation, call, error) -> None:
+    class Unpicklable(str):
+        __slots__ = ()
+
+        def __reduce__(self) -> str:
+            raise error("no pickle of this")
+
+    def check(comm: Communicator) -> None:
+        obj = Unpicklable() if comm.rank == 1 else "a"
+        wanted = rf"(obj|tree) cannot be pickled \({error.__name__}: no pickle of this\); send"
+        with pytest.raises(
+            TypeError if comm.rank == 1 else ac.PeerError,
+            match=rf"{operation}: .*{wanted}|{operation}: rank 1 raised",
+        ):
+            call(comm, obj)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
 def test_array_that_can_be_looked_at_once_only_is_reduced(on_ranks, size) -> None:
     class Once:
         dtype, shape = np.dtype("f8"), [2]

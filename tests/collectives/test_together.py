@@ -147,3 +147,38 @@ def test_without_a_world_it_says_so() -> None:
     if not ac.is_initialized():
         with pytest.raises(ac.NotInitializedError):
             ac.raise_together()
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration, SilentError])
+def test_exceptions_that_are_hard_to_raise_or_to_show(on_ranks, several, kind) -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises((kind, ac.PeerError)) as caught, ac.raise_together(comm):  # noqa: PT012
+            if comm.rank == 0:
+                raise kind("text")
+        assert type(caught.value) is (kind if comm.rank == 0 else ac.PeerError)
+        if comm.rank:
+            assert kind.__name__ in str(caught.value)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+def test_an_argument_whose_error_has_no_text(on_ranks, several) -> None:
+    class Wrong:
+        def __dlpack__(self, **_: object) -> None:
+            raise SilentError
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+    def check(comm: Communicator) -> None:
+        with pytest.raises((BufferError, ac.PeerError), match="SilentError whose __str__ raises"):
+            comm.allreduce(1 if comm.rank else Wrong())
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)

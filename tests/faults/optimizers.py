@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 import arraycomm as ac
 from arraycomm import Communicator
 from tests.faults.above import whole
-from tests.faults.programs import Call, Program
+from tests.faults.programs import Action, Call, Program
 from tests.faults.values import ON_PURPOSE, OnPurposeError
 
-# Whether to make optimizers of torch, where they are drawn; else others take their place.
-_with_torch = importlib.util.find_spec("torch") is not None
+_WITH_TORCH: Final = importlib.util.find_spec("torch") is not None
 
 
 class Optimizer(Protocol):
@@ -28,16 +28,24 @@ class Optimizer(Protocol):
         """Take a step; return the reduced gradients if it was the last before a reduction."""
 
 
-def go_without_torch() -> None:
-    """Spare processes that play one program the seconds that torch takes to load."""
-    global _with_torch
-    _with_torch = False
+def spare_torch(program: Program) -> None:
+    """Take another optimizer in place of torch's, which takes processes seconds to load."""
+    program.actions = [
+        [_without_torch(action) for action in actions] for actions in program.actions
+    ]
+
+
+def _without_torch(action: Action) -> Action:
+    if action.call is None:
+        return action
+    setting = action.call.setting.replace("torch", "numpy")
+    return replace(action, call=replace(action.call, setting=setting))
 
 
 def preload(program: Program) -> None:
     """Load what an optimizer of the program needs, while no rank waits for this one."""
     calls = [action.call for actions in program.actions for action in actions]
-    if _with_torch and any("torch" in call.setting for call in calls if call is not None):
+    if _WITH_TORCH and any("torch" in call.setting for call in calls if call is not None):
         import torch
 
         # The first step of the process loads more.
@@ -50,7 +58,7 @@ def make(comm: Communicator, call: Call) -> Optimizer:
     options: dict[str, Any] = {"comm": comm, "op": op, "accumulate": int(accumulate)}
     if call.wrong == "no optimizer":
         ac.DistributedOptimizer(object(), **options)
-    return (_Torch if _with_torch and framework == "torch" else _Plain)(options)
+    return (_Torch if _WITH_TORCH and framework == "torch" else _Plain)(options)
 
 
 def update(optimizer: Optimizer, call: Call, rank: int) -> Any:

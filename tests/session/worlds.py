@@ -139,6 +139,8 @@ def mpi_without_room_for_a_communicator_is_told_what_to_do() -> None:
         def Split(self, *_: Any) -> None:  # noqa: N802 - MPI's name
             raise MPI.Exception(MPI.ERR_OTHER)
 
+        Idup = Split
+
     comm = ac.world()
     transport = internals.transport(comm)
     usual, transport.mpi_comm = transport.mpi_comm, Full()
@@ -146,6 +148,39 @@ def mpi_without_room_for_a_communicator_is_told_what_to_do() -> None:
         comm.dup()
     transport.mpi_comm = usual
     assert comm.allreduce(1) == RANKS
+
+
+def communicators_and_trees_share_files_without_a_name() -> None:
+    """A process that dies while a file has a name would leave it behind."""
+    opened: list[str] = []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    comm = ac.world().dup()
+    tree = {"w": np.ones(200_000)}
+    assert ac.allreduce_tree(tree, "sum", comm=comm)["w"][-1] == RANKS
+    comm.free()
+    assert not [path for path in opened if "arraycomm-" in path]
+
+
+def files_have_a_name_if_a_rank_cannot_open_others() -> None:
+    comm = ac.world()
+    with internals.unnamed_files_refused(here=comm.rank == 1), comm.dup() as part:
+        assert part.allreduce(1) == RANKS
+        assert internals.control(part).shared == internals.control(comm).shared
+        tree = {"w": np.ones(200_000)}
+        assert ac.allreduce_tree(tree, "sum", comm=part)["w"][-1] == RANKS
+
+
+def requests_go_on_without_a_thread() -> None:
+    """Rank 1 pushes its request on while it waits in another communicator."""
+    comm, other = ac.world().dup(timeout=20), ac.world().dup(timeout=20)
+    with internals.threads_refused(here=comm.rank == 1):
+        requests = [comm.iallreduce(np.ones(400_000)) for _ in range(2)]
+        if comm.rank != 1:
+            requests[1].wait()
+        other.barrier()
+        assert [result[0] for result in ac.waitall(requests)] == [RANKS, RANKS]
+    comm.free()
+    other.free()
 
 
 def handled_error_within_a_duplicate_leaves_the_world_open() -> None:
@@ -182,6 +217,9 @@ CHECKS: tuple[Check, ...] = (
     options_that_differ_are_a_mismatch,
     world_is_the_whole_job,
     mpi_without_room_for_a_communicator_is_told_what_to_do,
+    communicators_and_trees_share_files_without_a_name,
+    files_have_a_name_if_a_rank_cannot_open_others,
+    requests_go_on_without_a_thread,
     handled_error_within_a_duplicate_leaves_the_world_open,
     rank_that_closed_a_communicator_alone_goes_on_with_the_others,
 )

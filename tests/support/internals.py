@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ from arraycomm._collectives.placement import HostPlacements
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._protocol import clock
 from arraycomm._protocol import exit as process_exit
 from arraycomm._protocol.deadlock import WaitReports, WaitStatus
+from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group, Options
 from arraycomm._transports.base import Blocks, Transport
 
@@ -39,6 +42,38 @@ def refuse_shared_memory() -> None:
     from arraycomm._transports import mpi
 
     mpi._shared_memory = lambda *_: None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def unnamed_files_refused(*, here: bool) -> Iterator[None]:
+    """Let this process open no file that has no name, if `here`, as between some containers."""
+    from arraycomm._transports import mpi, shared_files
+
+    usual = mpi.open_file
+    if here:
+        mpi.open_file = lambda path, n: None if path.startswith("/proc/") else usual(path, n)
+    try:
+        yield
+    finally:
+        mpi.open_file, shared_files._names_needed = usual, False
+
+
+@contextlib.contextmanager
+def threads_refused(*, here: bool) -> Iterator[None]:
+    """Let the system start no thread in this process, if `here`."""
+    from unittest import mock
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with mock.patch.object(threading.Thread, "start", start) if here else contextlib.nullcontext():
+        yield
+    Engine.out_of_threads = False
+
+
+def restart_clock() -> None:
+    """Have the clock of waits go on from the system's, which a test has set back."""
+    clock._clock.begin_anew()
 
 
 # A communicator, or what `related` returns of those made from it.

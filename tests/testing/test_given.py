@@ -419,3 +419,19 @@ def test_import_without_hypothesis() -> None:
     )
     done = run_python("-c", program)
     assert done.stdout.strip() == "[2, 2]", done.stderr
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from arraycomm.testing import given",
+        "from arraycomm.testing import strategies",
+        "from arraycomm.testing.strategies import arrays",
+        "from arraycomm.testing import per_rank",
+        "from arraycomm.testing.conformance import Conformance",
+    ],
+)
+def test_what_needs_hypothesis_says_how_to_install_it(statement: str) -> None:
+    job = run_python("-c", f"import sys; sys.modules['hypothesis'] = None; {statement}")
+    assert "ImportError: arraycomm.testing.given" in job.stderr
+    assert "pip install 'arraycomm[testing]'" in job.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator, DistributedDataContainer
+from arraycomm._training import data
 
 MATCHING: dict[str, Any] = {"shuffle": True, "seed": 3, "uneven": "exact"}
 
@@ -100,3 +102,46 @@ def whole_epoch(comm: Communicator) -> list[int]:
     container = DistributedDataContainer(range(20), comm=comm, **MATCHING)
     container.set_epoch(1)
     return list(container)
+
+
+STEPS = {
+    "the constructor": lambda c, comm: DistributedDataContainer(range(9), comm=comm, **MATCHING),
+    "set_epoch": lambda c, comm: c.set_epoch(1),
+    "batches": lambda c, comm: list(c.batches(1)),
+    "load_state_dict": lambda c, comm: c.load_state_dict({**c.state_dict(), "consumed": 3}),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [("RawArray", "the constructor"), *(("part_of", name) for name in STEPS)]
+)
+def test_memory_that_one_rank_does_not_have(on_ranks, several, monkeypatch, name, what) -> None:
+    scarce = threading.local()
+
+    take = getattr(data, what)
+
+    def taken(*args: Any) -> Any:
+        if getattr(scarce, "error", None) is not None:
+            raise scarce.error
+        return take(*args)
+
+    monkeypatch.setattr(data, what, taken)
+
+    def check(comm: Communicator) -> None:
+        container = DistributedDataContainer(range(9), comm=comm, **MATCHING)
+        container.load_state_dict({**container.state_dict(), "consumed": 2})
+        scarce.error = (
+            (MemoryError("text") if what == "part_of" else OSError(28, "full"))
+            if comm.rank == 1
+            else None
+        )
+        wanted = "MemoryError|text" if what == "part_of" else "no memory that worker.*full"
+        with pytest.raises((MemoryError, OSError, ac.PeerError), match=wanted) as caught:
+            STEPS[name](container, comm)
+        assert isinstance(caught.value, ac.PeerError) is (comm.rank != 1)
+        scarce.error = None
+        assert container.state_dict()["consumed"] == 2
+        STEPS[name](container, comm)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import tracemalloc
+from collections import OrderedDict
 from functools import lru_cache
 from typing import Any
 
@@ -255,6 +256,8 @@ def _wrong(case: str, tree: dict[str, Any]) -> Any:
             return {"a": tree["a"]}
         case "name":
             return {"a": tree["a"], "other": tree["b"], "t": tree["t"], "u": tree["u"]}
+        case "container":
+            return OrderedDict(tree)
         case "shape":
             return {**tree, "b": tree["b"].reshape(4, 1)}
         case "dtype":
@@ -274,6 +277,7 @@ def _wrong(case: str, tree: dict[str, Any]) -> Any:
         ("more", ValueError, r"tree\['z'\] is new"),
         ("fewer", ValueError, r"got 1, and tree\['b'\] is missing"),
         ("name", ValueError, r"got tree\['other'\] in place of tree\['b'\]"),
+        ("container", ValueError, r"got tree: OrderedDict in place of tree: dict"),
         ("shape", ValueError, r"tree\['b'\] must be float32 \(4,\).*got float32 \(4, 1\)"),
         ("dtype", TypeError, r"tree\['b'\] must be float32 \(4,\).*got float64 \(4,\)"),
         ("none", TypeError, r"tree\['b'\] must be float32 \(4,\).*got None"),

@@ -1,7 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import os
+import subprocess
+import sys
 from collections import OrderedDict, defaultdict, deque
+from datetime import date
+from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -84,3 +91,112 @@ def test_torch_modules_take_new_values_in_place() -> None:
     assert (module[0].weight == 2).all()
     assert (module[1].running_mean == 2).all()
     assert module[0].weight.requires_grad
+
+
+# Keys ------------------------------------------------------------------------------------------
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    names: frozenset
+    row: int = 0
+
+
+# Keys that optree leaves in the order of their insertion, or names by what differs between processes.
+KEYS = {
+    "enums": [Color.BLUE, Color.RED],
+    "sets": [frozenset("abc"), frozenset("abd"), frozenset()],
+    "sets in dataclasses": [Place(frozenset("xyz")), Place(frozenset("xy")), Place(frozenset(), 1)],
+    "mixed": ["a", 3, None, b"a", (1, Color.RED), 2.5, -1j, Color.RED, float("inf")],
+    "classes": [int, Point, len, Place],
+    "numbers": [10, True, np.int64(2), np.float32(2.5), Fraction(1, 3)],
+    "paths": [Path("b"), Path("a"), date(2000, 1, 1)],
+    "strings": ["it's", np.str_("b"), "a"],
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("container", [dict, lambda items: defaultdict(list, items)])
+def test_keys_come_in_one_order_whatever_that_of_their_insertion(kind: str, container) -> None:
+    items = [(key, [number]) for number, key in enumerate(KEYS[kind])]
+    forward, backward = flatten(container(items)), flatten(container(items[::-1]))
+    assert forward.paths == backward.paths
+    assert len(set(forward.paths)) == len(items)
+    assert forward.leaves == backward.leaves
+    assert forward.structure == backward.structure
+    again = backward.rebuild([10 * leaf for leaf in backward.leaves])
+    assert list(again.items()) == [(key, [10 * number]) for key, [number] in items[::-1]]
+    assert type(again) is type(container(()))
+
+
+def test_keys_have_the_same_paths_in_every_process() -> None:
+    program = (
+        "import random; from tests.trees.test_pytrees import *\n"
+        "for keys in KEYS.values():\n"
+        "    random.shuffle(keys)\n"
+        "    print(*sorted(flatten(dict.fromkeys(keys, 1)).paths), *flatten(dict.fromkeys(keys, 1)).paths)"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in "12"
+    }
+    assert len(printed) == 1, printed
+
+
+@pytest.mark.parametrize(
+    "same", [(1, True), (2, np.int64(2)), (2.5, np.float32(2.5)), ("a", np.str_("a"))]
+)
+def test_equal_keys_have_one_path(same) -> None:
+    one, other = (flatten({key: [0], 7: 1, "b": [2]}) for key in same)
+    assert (one.paths, one.structure, one.leaves) == (other.paths, other.structure, other.leaves)
+
+
+class Reprs:
+    """Compared by identity, whatever its representation."""
+
+    def __repr__(self) -> str:
+        return "Reprs()"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NoValue:
+    number: int = 1
+
+
+@pytest.mark.parametrize(
+    "make", [object, Reprs, NoValue, lambda: (1, object()), lambda: frozenset([Reprs()])]
+)
+@pytest.mark.parametrize("container", [dict, OrderedDict, lambda items: defaultdict(list, items)])
+def test_keys_that_are_no_values_are_refused(make, container) -> None:
+    with pytest.raises(TypeError, match=r"^tree\[0\]\['k'\] has a key of type .*; use strings"):
+        flatten([{"k": container({make(): 1})}])
+
+
+def test_keys_that_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^tree has two keys .*both are .*<lambda>"):
+        flatten({lambda: 1: 1, lambda: 2: 2})
+
+
+def test_the_keys_of_types_registered_with_jax_are_described() -> None:
+    tree_util = pytest.importorskip("jax").tree_util
+
+    class Box(dict):
+        pass
+
+    tree_util.register_pytree_with_keys(
+        Box, lambda b: ([(tree_util.DictKey(k), v) for k, v in b.items()], tuple(b)), lambda k, v: Box(zip(k, v, strict=True))
+    )  # fmt: skip
+    assert list(flatten(Box({Color.RED: 1, "a": 2})).paths) == ["tree[Color.RED]", "tree['a']"]
+    with pytest.raises(TypeError, match=r"^tree\[1\] has a key of type"):
+        flatten([0, Box({object(): 1})])

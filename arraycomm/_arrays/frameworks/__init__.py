@@ -34,6 +34,7 @@ _ALL: Final = (
     cupy.CUPY,
     strict.STRICT,
     mlx.MLX,
+    numpy.NUMPY_RECORD,
     numpy.NUMPY_SCALAR,
     python.PYTHON,
     NAMESPACE,

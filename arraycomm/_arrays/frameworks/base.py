@@ -22,6 +22,10 @@ def _copy_back(out: BufferView) -> Any:
     return out.source
 
 
+def _takes_all(_source: Any) -> frozenset[DType]:
+    return frozenset()
+
+
 def _float64() -> DType:
     return np.dtype(np.float64)
 
@@ -79,6 +83,10 @@ class Framework:
         Finishes a write into the view of an `out`, and returns the caller's object.
     widest_float : callable
         Returns the float dtype of most bits.
+    lacks : callable
+        Returns the dtypes of the table that a result like an array cannot have. Gets that array.
+    takes_opaque : bool
+        A result can have a dtype that is not in the table, such as a structured one.
     number : bool
         Its values are numbers, which have no memory.
     immutable : str
@@ -107,6 +115,8 @@ class Framework:
     takes_over: Callable[[DType], bool] = _any_dtype
     commit_out: Callable[[BufferView], Any] = _copy_back
     widest_float: Callable[[], DType] = _float64
+    lacks: Callable[[Any], frozenset[DType]] = _takes_all
+    takes_opaque: bool = True
     number: bool = False
     immutable: str = ""
     copies_back: bool = False

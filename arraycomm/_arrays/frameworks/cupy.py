@@ -68,6 +68,7 @@ CUPY: Final = Framework(
     to_framework=_to_cupy,
     takes_over=_takes_over,
     commit_out=_commit_out,
+    takes_opaque=False,
     copies_back=True,
     reason_to_copy=lambda _: "the result is on cuda",
     on_device=OnDevice(

@@ -88,12 +88,17 @@ def keeping_bits(dtype: DType, source: Any) -> Any:
     jax = sys.modules["jax"]
     if dtype not in WIDE or jax.config.jax_enable_x64:
         return nullcontext()
-    if source is not None and source.dtype in WIDE:
+    if dtype not in _lacks(source):
         return jax.enable_x64(True)
     raise TypeError(
         f"JAX would cut {dtype} to 32 bits, because its 64-bit mode is off; set "
         'jax.config.update("jax_enable_x64", True), or cast first'
     )
+
+
+def _lacks(source: Any) -> frozenset[DType]:
+    kept = sys.modules["jax"].config.jax_enable_x64 or (source is not None and source.dtype in WIDE)
+    return frozenset() if kept else WIDE
 
 
 def jax_placement(source: Any) -> Any:
@@ -142,6 +147,8 @@ JAX: Final = Framework(
     to_framework=_to_jax,
     takes_over=BY_DTYPE.__contains__,
     widest_float=_widest_float,
+    lacks=_lacks,
+    takes_opaque=False,
     immutable="JAX",
     reason_to_copy=_reason_to_copy,
     reason_copied=_reason_copied,

@@ -29,9 +29,12 @@ def _read_array(x: Any, name: str) -> BufferView:
 
 
 def _read_subclass(x: Any, _name: str) -> BufferView:
-    array = np.asarray(x)
+    array, is_record = np.asarray(x), x.dtype.type is np.record
+    if is_record:
+        array = array.view(np.dtype((np.void, array.dtype)))
     native = to_native(array)
-    return BufferView(native, "numpy", x, not x.flags.writeable, native is not array)
+    framework = "numpy_record" if is_record else "numpy"
+    return BufferView(native, framework, x, not x.flags.writeable, native is not array)
 
 
 def _refuse_masked(_x: Any, name: str) -> BufferView:
@@ -42,15 +45,29 @@ def _refuse_masked(_x: Any, name: str) -> BufferView:
 
 
 def _read_scalar(x: Any, _name: str) -> BufferView:
-    return BufferView(to_native(np.array(x)), "numpy_scalar", x, True, True)
+    array = np.array(x)
+    if isinstance(x, np.record):
+        array = array.view(np.dtype((np.void, array.dtype)))
+    return BufferView(to_native(array), "numpy_scalar", x, True, True)
 
 
 def _to_array(array: Array, _like: BufferView) -> Any:
     return array
 
 
-def _to_scalar(array: Array, _like: BufferView) -> Any:
+def _to_scalar(array: Array, like: BufferView) -> Any:
+    if isinstance(like.source, np.record):
+        array = _to_record(array, like)
     return array[()] if array.ndim == 0 else array
+
+
+def _to_record(array: Array, like: BufferView) -> Any:
+    """Return structures whose fields are attributes too."""
+    if not array.dtype.names:
+        return array
+    kind = np.recarray if isinstance(like.source, np.recarray) else None
+    record = np.dtype((np.record, array.dtype))
+    return array.view(record) if kind is None else array.view(record, kind)
 
 
 def _is_already(source: BufferView, like: BufferView) -> bool:
@@ -60,5 +77,9 @@ def _is_already(source: BufferView, like: BufferView) -> bool:
 
 NUMPY: Final = Framework(
     name="numpy", module="numpy", to_framework=_to_array, is_already=_is_already
+)
+# Record arrays, and other arrays of records.
+NUMPY_RECORD: Final = Framework(
+    name="numpy_record", to_framework=_to_record, is_already=_is_already
 )
 NUMPY_SCALAR: Final = Framework(name="numpy_scalar", to_framework=_to_scalar, number=True)

@@ -39,4 +39,6 @@ STRICT: Final = Framework(
     module="array_api_strict",
     to_framework=_to_strict,
     takes_over=_DTYPES.__contains__,
+    lacks=lambda _: frozenset(BY_DTYPE) - _DTYPES,
+    takes_opaque=False,
 )

@@ -26,6 +26,7 @@ def find_reader(kind: type) -> Reader | None:
 def read_torch(x: Any, name: str) -> BufferView:
     """Read a tensor: its own memory if that is plain host memory, else a copy."""
     plain = without_history(x, name) if x.requires_grad else x
+    _check_tangent(x, name)
     array: Array | None
     try:
         array = None if _wrapped(x) else _memory_of(plain)
@@ -60,6 +61,8 @@ def _memory_of(x: Any) -> Array:
 
 def without_history(x: Any, name: str) -> Any:
     """Return a tensor without its autograd history; raise while that would be lost."""
+    if _wrapped(x):
+        raise TypeError(f"{name} is {torch_refusal(x)}")
     if sys.modules["torch"].is_grad_enabled():
         raise with_alternatives(
             TypeError(
@@ -77,6 +80,16 @@ def without_history(x: Any, name: str) -> Any:
 def _wrapped(x: Any) -> bool:
     """Tell whether `x` lives inside a transform of torch.func."""
     return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def _check_tangent(x: Any, name: str) -> None:
+    if _has_tangent(x):
+        raise TypeError(f"{name} is {torch_refusal(x)}")
+
+
+def _has_tangent(x: Any) -> bool:
+    """Tell whether `x` is a dual tensor of forward-mode differentiation."""
+    return sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_storage(x: Any, name: str) -> None:
@@ -117,6 +130,11 @@ def torch_refusal(x: Any) -> str | None:
     torch = sys.modules["torch"]
     if _wrapped(x):
         return "traced by torch.func or torch.vmap; call this outside of the transformed function"
+    if _has_tangent(x):
+        return (
+            "a dual tensor of forward-mode differentiation, whose tangent would be lost; pass what "
+            "torch.autograd.forward_ad.unpack_dual returns, or detach()"
+        )
     if x.is_nested:
         return "a nested tensor; pass its parts, or to_padded_tensor()"
     if x.is_quantized:
@@ -198,6 +216,7 @@ def _reason_to_copy(array: Array) -> str | None:
 def _own(x: Any, name: str) -> Any:
     if x.requires_grad:
         without_history(x, name)
+    _check_tangent(x, name)
     return x
 
 
@@ -209,6 +228,7 @@ TORCH: Final = Framework(
     to_framework=_to_torch,
     takes_over=BY_DTYPE.__contains__,
     commit_out=_commit_out,
+    takes_opaque=False,
     copies_back=True,
     reason_to_copy=_reason_to_copy,
     on_device=OnDevice(

@@ -5,6 +5,7 @@ Subclass `Conformance` in a test module and choose the communicator; pytest, alo
 Hypothesis profile that is loaded when this module is imported.
 """
 
+from arraycomm.testing import _extra  # noqa: F401
 from arraycomm.testing.conformance._failures import FailureLaws
 from arraycomm.testing.conformance._groups import GroupLaws
 from arraycomm.testing.conformance._movements import MovementLaws

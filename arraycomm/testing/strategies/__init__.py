@@ -4,6 +4,7 @@ These are Hypothesis strategies, and combine with all others. Those that draw on
 rank belong in the decorator of `arraycomm.testing.given`, which knows the number of ranks.
 """
 
+from arraycomm.testing import _extra  # noqa: F401
 from arraycomm.testing._array_case import ArrayCase
 from arraycomm.testing._frameworks import installed_frameworks
 from arraycomm.testing._rank_values import RankValues

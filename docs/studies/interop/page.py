@@ -49,6 +49,9 @@ complex128 with a `TypeError`; it does not cut them to 32 bits.
 """
 
 LAYOUTS = """\
+Results are like the array that a rank passes. A rank that passes nothing to `bcast` gets an array of the root's framework, if that
+is loaded there, has the dtype, and the root's array is on the host; else a NumPy array. The scatters and `recv` give NumPy arrays. `like` asks for another framework.
+
 ## Other memory
 
 This table is for float32 arrays of NumPy with other layouts. The same holds for memory of any other

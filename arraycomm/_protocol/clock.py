@@ -1,0 +1,45 @@
+"""The clock by which waits are measured: time in which this process was stopped does not count.
+
+A batch system suspends a job by stopping its processes, a user by Ctrl-Z. Nobody was missing then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Final
+
+# Seconds between two looks at the clock that count at most. A rank that waits looks every few
+# milliseconds, and a busy machine may let it wait a second for its core.
+LONGEST_GAP: Final = 1.0
+
+
+class WaitClock:
+    """Seconds of this process, without those in which none of its threads looked at this clock.
+
+    A rank looks at it throughout every wait. Only differences between two looks of one wait have a
+    meaning: a computation between them counts as one gap.
+    """
+
+    def __init__(self) -> None:
+        self._missed = 0.0
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Start at the present; in a forked child too, where the lock may be held by nobody."""
+        self._last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def now(self) -> float:
+        """Return the seconds so far; this is a look."""
+        with self._lock:
+            seen = time.monotonic()
+            self._missed += max(seen - self._last - LONGEST_GAP, 0.0)
+            self._last = seen
+            return seen - self._missed
+
+
+_clock = WaitClock()
+os.register_at_fork(after_in_child=_clock.begin_anew)
+now: Final = _clock.now

@@ -1,0 +1,90 @@
+"""Structures: record arrays come back as record arrays, and every byte order is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._communicator import Communicator
+
+FIELDS = [("a", "<i4"), ("b", "<f8")]
+MOVES: dict[str, Callable[[Communicator, Any], Any]] = {
+    "allgather": lambda c, x: c.allgather(x)[-1],
+    "bcast": lambda c, x: c.bcast(x, c.size - 1),
+    "bcast to none": lambda c, x: c.bcast(x if c.rank == 0 else None, like=x),
+    "scatter": lambda c, x: c.scatter(np.stack([x] * c.size).view(type(x)), like=x),
+    "synchronize": lambda c, x: ac.synchronize({"x": [x]}, comm=c)["x"][0],
+    "exchange": lambda c, x: ac.exchange(x, x, copy=True),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_record_arrays_come_back_as_such(on_ranks, few, move) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.rec.array([(1, 2.5), (3, 4.5)], dtype=FIELDS)
+        got = MOVES[move](comm, x)
+        assert type(got) is np.recarray
+        assert got.dtype == x.dtype
+        assert got.dtype.type is np.record
+        assert (got.a.tolist(), got.b.tolist()) == ([1, 3], [2.5, 4.5])
+
+    on_ranks(few, check)
+
+
+def test_records_outside_of_record_arrays(on_ranks, few) -> None:
+    def check(comm: Communicator) -> None:
+        record = np.rec.array([(1, 2.5)], dtype=FIELDS)[0]
+        got = comm.bcast(record)
+        assert (type(got), got.a, got.b) == (np.record, 1, 2.5)
+        plain = np.zeros(2, np.dtype((np.record, FIELDS)))
+        assert comm.bcast(plain)[1].a == 0
+        assert type(comm.bcast(plain)) is np.ndarray
+        out = np.rec.array([(0, 0.0)], dtype=FIELDS)
+        assert comm.bcast(np.array([(7, 8.0)], FIELDS), out=out) is out
+        assert out.a.tolist() == [7]
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [("a", ">i4", (2,)), ("b", "<f8")],
+        [("n", [("a", ">i4", (2,)), ("s", "<U2")]), ("b", "<f8", (1, 2))],
+        [("n", [("m", [("a", ">f4", (3, 1))], (2,))])],
+        {"names": ["a", "b"], "formats": [(">u2", (2,)), "u1"], "offsets": [4, 0], "itemsize": 16},
+    ],
+)
+@pytest.mark.parametrize("kind", [np.ndarray, np.recarray])
+def test_subarrays_of_another_byte_order(on_ranks, few, fields, kind) -> None:
+    foreign = np.dtype(fields)
+    native = foreign.newbyteorder("=")
+
+    def check(comm: Communicator) -> None:
+        raw = np.arange(3 * native.itemsize, dtype=np.uint8) % 50
+        x = raw.view(native)
+        if "n" in native.names and "s" in native["n"].names:
+            x["n"]["s"] = "ab"
+        mixed = x.astype(foreign) if comm.rank == 0 else x
+        got = comm.allgather(mixed.view(kind))
+        for row in got:
+            assert row.dtype == native
+            assert repr(row.tolist()) == repr(x.tolist())
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble"])
+def test_long_doubles_are_refused(on_ranks, few, dtype) -> None:
+    def check(comm: Communicator) -> None:
+        x = np.ones(2, dtype)
+        for call in (comm.allreduce, comm.allgather, lambda x: ac.allreduce_tree([x], comm=comm)):
+            for value in (x, x[0]):
+                with pytest.raises(TypeError, match="a long double to float64 or complex128"):
+                    call(value)
+
+    on_ranks(few, check)

@@ -1,0 +1,191 @@
+"""Ranks as processes of a system: what they start, what stops or ends them, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from arraycomm import _launch
+from tests.session import children
+from tests.support.launched import Report
+from tests.support.launcher import LAUNCHED, LAUNCHER, SETTINGS, needs_mpiexec, run_python
+
+pytestmark = pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")
+
+SHARED = Path("/dev/shm")
+
+
+@lru_cache
+def _children() -> Report:
+    return Report(
+        run_python("-m", "tests.session.children", ranks=children.RANKS, timeout=120),
+        children.RANKS,
+    )
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+class TestChildren:
+    @pytest.mark.parametrize("check", [check.__name__ for check in children.CHECKS])
+    def test_check(self, check: str) -> None:
+        _children().assert_passed(check)
+
+    def test_program_of_the_checks_ends_well(self) -> None:
+        _children().assert_ended_well()
+
+
+@pytest.mark.parametrize(
+    ("changed", "owner"),
+    [
+        ({}, 1000),
+        ({"PMIX_NAMESPACE": "another"}, 0),
+        ({"PMIX_RANK": "1"}, 0),
+        ({"OMPI_COMM_WORLD_SIZE": ""}, 0),
+    ],
+)
+def test_rank_of_a_job_that_a_rank_has_launched_is_a_rank(changed, owner) -> None:
+    rank = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "one", "PMIX_RANK": "0"}
+    assert _launch.claimed_by(rank, 1000) == 0
+    _launch.claim(rank, 1000)
+    assert _launch.claimed_by(rank, 1000) == 0
+    assert _launch.claimed_by(rank | changed, 1001) == owner
+
+
+INTERRUPTED = """
+import os, subprocess, time, arraycomm as ac
+comm = ac.init()
+ranks = " ".join(map(str, comm.allgather_object(os.getpid())))
+if comm.rank == 0:
+    often = f"sleep .5; for i in 1 2 3 4 5 6; do kill -INT {ranks}; sleep .03; done"
+    subprocess.Popen(often, shell=True, start_new_session=True, stderr=subprocess.DEVNULL)
+    comm.barrier()
+time.sleep(30)
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_interrupts_that_follow_the_first_do_no_harm() -> None:
+    done = run_python("-c", INTERRUPTED, ranks=2, timeout=60)
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert "signal" not in done.stderr.replace("signal 15", ""), done.stderr
+
+
+# One rank waits for ever, the others call for ever; all say who they are.
+ENDLESS = """
+import os, sys, numpy as np, arraycomm as ac
+comm = ac.init()
+part = comm.split(int(comm.rank == 2))
+sys.stdout.write(f"rank {os.getpid()};\\n")
+sys.stdout.flush()
+if comm.rank == 2:
+    comm.recv(0)
+while True:
+    part.allreduce(np.ones(5))
+"""
+
+
+def _until(done: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.1)
+    return done()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path) -> None:
+    out = tmp_path / "out"
+    with out.open("w") as stdout:
+        launcher = subprocess.Popen(
+            # A shell stands between the launcher and its rank.
+            [str(LAUNCHER), "-n", "3", "sh", "-c", '"$0" -c "$1"; true', sys.executable, ENDLESS],
+            env=os.environ | SETTINGS,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stdout,
+            start_new_session=True,
+        )
+
+    def ranks() -> list[int]:
+        return [int(pid) for pid in re.findall(r"rank (\d+);", out.read_text())]
+
+    try:
+        assert _until(lambda: len(ranks()) == 3, 60), out.read_text()
+        time.sleep(0.5)
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+    def living() -> list[int]:
+        return [pid for pid in ranks() if _lives(pid)]
+
+    try:
+        assert _until(lambda: not living(), 20), "ranks live without their launcher"
+    finally:
+        for pid in living():
+            os.kill(pid, signal.SIGKILL)
+
+
+FAILING = """
+import arraycomm as ac
+comm = ac.init()
+for line in open("/proc/self/maps"):
+    if comm.rank == 0 and "/dev/shm/" in line and "(deleted)" not in line:
+        print(line.split()[-1], flush=True)
+comm.barrier()
+raise ValueError
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_rank_that_raises_leaves_no_file_of_mpi() -> None:
+    done = run_python("-c", FAILING, ranks=2, timeout=60)
+    assert done.returncode != 0
+    files = set(re.findall(r"/dev/shm/\S+", done.stdout))
+    assert files
+    assert not [name for name in files if Path(name).exists()]
+
+
+MOUNTS = (
+    shutil.which("unshare") is not None
+    and not subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode
+)
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.skipif(not MOUNTS, reason="needs the right to mount")
+def test_too_little_shared_memory_is_told_if_mpi_would_crash() -> None:
+    program = "import arraycomm as ac; ac.init()"
+    script = f"mount -t tmpfs -o size=64k tmpfs {SHARED} && exec {LAUNCHER} -n 2 {sys.executable} -c '{program}'"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script],
+        env=os.environ | SETTINGS,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    told = "init: MPI needs 28 MiB of shared memory for 2 ranks" in done.stderr
+    # Open MPI has other means than shared memory.
+    assert told or done.returncode == 0, done.stderr
