@@ -96,7 +96,7 @@ class RaiseOnNan(Operation):
         if not any(agreement.lengths()):
             return
         local: Detail = Nothing() if self._found is None else FoundNan(self._found)
-        details = yield from exchange_details(self.group.control, local)
+        details = yield from exchange_details(self.group.control, local, Nothing, FoundNan)
         found = [
             f"rank {rank}: {detail.text}"
             for rank, detail in enumerate(details)
