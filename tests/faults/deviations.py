@@ -231,8 +231,9 @@ def wrong_arguments(program: Program, rank: int, action: Action) -> Iterator[str
     call = action.call
     if call is None or action.kind in ("recv", "irecv"):
         return
-    if call.operation in _WRONG:
-        yield from _WRONG[call.operation]
+    yield from _WRONG.get(call.operation, ())
+    if call.operation == "update" and "numpy" in call.setting:
+        yield "gradient"
     if call.op:
         yield "op"
     if call.op == CUSTOM:
@@ -260,7 +261,7 @@ _WRONG: Final = {
     "split": ("split",),
     "dup": ("dup",),
     "optimizer": ("no optimizer",),
-    "update": ("gradient", "optimizer"),
+    "update": ("optimizer",),
     "mean_metrics": ("weight",),
     "raise_together": ("block", "block"),
     "join": ("block", "block"),
@@ -292,8 +293,11 @@ def _lost_error(random: Random, program: Program, rank: int, place: int) -> list
     theirs = program.actions[other]
     request = next(a.request for a in theirs if a.call and a.call.number == action.call.number)
     waits = [a for a in theirs if a.kind == "wait" and a.request == request]
-    # A rank that waits for nothing else might have ended by then.
     program.actions[other] = [a for a in theirs if a not in waits]
+    # A rank that waits for nothing else might end before the others are done with the request.
+    barrier = Action("call", action.comm, Call("barrier", 2000))
+    for member in (rank, *others):
+        program.actions[member] = [*program.actions[member], barrier]
     return _with_call(program.actions[rank], place, wrong=random.choice(sorted(wrong)))
 
 
