@@ -42,10 +42,15 @@ def _without_torch(action: Action) -> Action:
     return replace(action, call=replace(action.call, setting=setting))
 
 
+def takes_torch(program: Program) -> bool:
+    """Tell whether an optimizer of the program is torch's."""
+    calls = [action.call for actions in program.actions for action in actions]
+    return _WITH_TORCH and any("torch" in call.setting for call in calls if call is not None)
+
+
 def preload(program: Program) -> None:
     """Load what an optimizer of the program needs, while no rank waits for this one."""
-    calls = [action.call for actions in program.actions for action in actions]
-    if _WITH_TORCH and any("torch" in call.setting for call in calls if call is not None):
+    if takes_torch(program):
         import torch
 
         # The first step of the process loads more.
