@@ -5,6 +5,7 @@ A step hands over the reduced gradients, so that it depends on no earlier one.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,7 +50,10 @@ def takes_torch(program: Program) -> bool:
 
 
 def preload(program: Program) -> None:
-    """Load what an optimizer of the program needs, while no rank waits for this one."""
+    """Load what the program needs later, while no rank waits for this one and there is memory."""
+    for name in dir(ac):
+        getattr(ac, name)
+    importlib.import_module("arraycomm.adapters.numpy")
     if takes_torch(program):
         import torch
 

@@ -53,6 +53,7 @@ def main() -> None:
 def _play_alone(program: Program, folder: Path) -> None:
     """Play the only program of a job; what is raised is not handled."""
     optimizers.spare_torch(program)
+    optimizers.preload(program)
     world = ac.init(timeout=timeout_of(program, stuck(program), SHORT, LONG))
     with (folder / str(world.rank)).open("w") as lines:
 
