@@ -84,7 +84,9 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print the programs that failed")
     arguments = parser.parse_args()
     again = f" --transport {arguments.transport} --control {arguments.control}"
-    summary = Summary(again + (f" --kinds {shlex.join(arguments.kinds)}" if arguments.kinds else ""))
+    summary = Summary(
+        again + (f" --kinds {shlex.join(arguments.kinds)}" if arguments.kinds else "")
+    )
     for verdict in _verdicts(arguments):
         summary.add(verdict)
     if arguments.show:

@@ -29,12 +29,19 @@ from tests.faults.programs import (
 )
 from tests.faults.values import passes_nothing
 
+# How many programs are drawn to find one that has room for a deviation.
+_ATTEMPTS: Final = 10
+
 
 def draw(seed: int, kinds: tuple[str, ...]) -> Program:
     """Return the program of a number, in which one rank deviates in one of these kinds."""
     random = Random(f"fault {seed}")
-    program = draw_draft(seed, random)
-    deviate(program, random, random.choice(kinds))
+    kind = random.choice(kinds)
+    for _ in range(_ATTEMPTS):
+        program = draw_draft(seed, random)
+        deviate(program, random, kind)
+        if program.kind == kind:
+            break
     return program
 
 

@@ -23,7 +23,7 @@ SHOW_STACK: Final = signal.SIGUSR1
 # Seconds in which the ranks of a job without a launcher have ended.
 ORPHAN_LIMIT: Final = 10.0
 # Seconds in which ranks have loaded what they need.
-START_LIMIT: Final = 60.0
+START_LIMIT: Final = 180.0
 # Where ranks share memory, and how the library calls its files there.
 _SHARED: Final = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 _FILES: Final = "arraycomm-*"
