@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from arraycomm._callsite import user_level
+from arraycomm._callsite import describe_exception, user_level
 from arraycomm._errors import CommunicatorClosedError
 
 
@@ -85,7 +84,8 @@ class Outcomes:
             self._open.pop(outcome, None)
         failed = _failed(outcomes)
         for outcome in failed:
-            text = "".join(traceback.format_exception(outcome.error))
+            assert outcome.error is not None
+            text = describe_exception(outcome.error)
             sys.stderr.write(
                 f"the request made at {outcome.site} failed, and nobody waited for it:\n{text}"
             )
