@@ -14,6 +14,7 @@ from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import OperationClass, Runner
 from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
 from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.interrupts import interrupts_deferred
 
 _COLOR_AND_KEY: Final = struct.Struct("<?qq")
 # Said in place of a number of messages: one of the groups was closed by an error.
@@ -39,6 +40,12 @@ class Dup(SmallExchange):
     ) -> None:
         chosen.append(replace(context.group.options, **options))
         super().__init__(context, f"{chosen[-1]!r}{settings}")
+
+
+class Confirm(SmallExchange):
+    """Tells all ranks that this one is about to make its part of a new group."""
+
+    name = "new communicator"
 
 
 class CountMessages(SmallExchange):
@@ -170,14 +177,18 @@ def _open(
     name = group.name_child(kind)
     number = colors.index(color) if takes_part else None
     key = members.index(group.rank) if takes_part else 0
-    with group.turn():
-        transport = group.transport.split(number, members)
-        device_link = None
-        if options.reproducible == group.options.reproducible:
+    with interrupts_deferred():
+        # Nothing can interrupt MPI's part in this, so no rank goes there unless all will.
+        runner.call(Confirm)
+        with group.turn():
+            transport = group.transport.split(number, members)
+        made = None if transport is None else group.child(transport, options, name, members)
+    device_link = None
+    if options.reproducible == group.options.reproducible:
+        with group.turn():
             splitting = runner.placements.split(number, key)
             device_link = group.engine.run(group.guarded(splitting))
-    if transport is None:
+    if made is None:
         return None
-    made = group.child(transport, options, name, members)
     placements: Placements = runner.placements.child(made, device_link)
     return Runner(made, placements)

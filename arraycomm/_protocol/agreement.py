@@ -108,21 +108,23 @@ def settle(
         signature.leaves,
         signature.settings,
         agreement.raw_length(control.rank),
+        negotiable,
     )
     details = yield from exchange_details(control, local, CallDetail, Failure)
-    if verdict is _Verdict.RAISING:
+    calls = [detail for detail in details if isinstance(detail, CallDetail)]
+    if verdict is _Verdict.RAISING or (len(calls) < len(details) and _may_differ(calls)):
         _note_left_together(control, details)
         raise peer_error(signature.operation, details)
-    calls = [detail for detail in details if isinstance(detail, CallDetail)]
-    if (
-        negotiable
-        and len(calls) == len(details)
-        and len({call.head for call in active(calls)}) == 1
-    ):
+    if _may_differ(calls):
         agreement.calls = calls
         return agreement
     control.ended = True
     raise mismatch(details)
+
+
+def _may_differ(calls: Sequence[CallDetail]) -> bool:
+    """Tell whether all ranks that call are in one operation, whose trees may differ."""
+    return all(call.negotiable for call in calls) and len({c.head for c in active(calls)}) == 1
 
 
 def active(calls: Sequence[CallDetail]) -> list[CallDetail]:
@@ -140,12 +142,14 @@ def fail_in_step(
     """
     yield from show(control, encode(Signature(operation), -1, status=Status.RAISING), None)
     verdict = _judge(Headers(control))
+    in_step = verdict is _Verdict.RAISING
     if verdict is not _Verdict.LEAVING:
         local = Failure(text_of(error), traceback, together)
         details = yield from exchange_details(control, local, CallDetail)
         _note_left_together(control, details)
-    control.ended = verdict is not _Verdict.RAISING
-    return not control.ended
+        in_step = in_step or _may_differ([d for d in details if isinstance(d, CallDetail)])
+    control.ended = not in_step
+    return in_step
 
 
 def _judge(headers: Headers) -> _Verdict:

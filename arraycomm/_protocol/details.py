@@ -70,7 +70,7 @@ class Nothing(Detail):
 
 @dataclass(frozen=True, slots=True)
 class CallDetail(Detail):
-    """What a rank called, and where."""
+    """What a rank called, and where, and whether ranks may differ in the trees that they pass."""
 
     head: str
     call: str
@@ -78,6 +78,7 @@ class CallDetail(Detail):
     leaves: tuple[LeafSpec, ...] | None = None
     settings: Settings = ()
     length: int = 0
+    negotiable: bool = False
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Self:
@@ -89,7 +90,8 @@ class CallDetail(Detail):
 
     def shortened(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("head", "call", "site")}
-        return {**{name: text[-_LONG:] for name, text in kept.items()}, "length": self.length}
+        texts = {name: text[-_LONG:] for name, text in kept.items()}
+        return {**texts, "length": self.length, "negotiable": self.negotiable}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Final
+from typing import Any, Final, NoReturn
 
 from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError, TransportError
@@ -54,6 +54,8 @@ class _Process:
         Whether a process of this job has died: MPI's own end may wait for it.
     forked : bool
         Whether this process is a forked child of one that communicates over MPI.
+    status : object
+        What a forked child passed to `sys.exit` last.
     on_fork : list of callable
         Called in a forked child.
     """
@@ -65,6 +67,7 @@ class _Process:
         self.peer_died = False
         self.watching = False
         self.forked = False
+        self.status: object = None
         self.on_fork: list[Callable[[], None]] = []
 
     def groups(self) -> list[Group]:
@@ -222,6 +225,18 @@ def _forget() -> None:
     _process.roots.clear()
     for hook in _process.on_fork:
         hook()
+    _note_status()
+
+
+def _note_status() -> None:
+    """Take note of what is passed to `sys.exit`: Python tells no hook with which status it ends."""
+    leave = sys.exit
+
+    def noting(status: Any = None, /) -> NoReturn:
+        _process.status = status
+        leave(status)
+
+    sys.exit = noting
 
 
 def mpi_has_peers() -> bool:
@@ -239,8 +254,21 @@ def _announce_exit(state: int, text: str = "") -> None:
         group.control.announce_exit(state, group.completed, text)
 
 
+def _leave_as_child() -> None:
+    """End a forked child without MPI, which would wait for other ranks there, or end their job."""
+    status = _process.status
+    if _process.failure:
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status & 0xFF if isinstance(status, int) else int(status is not None))
+
+
 def _at_exit() -> None:
     """Let MPI finalize if every rank ended well; leave without it if one did not."""
+    if _process.forked:
+        _leave_as_child()
     watched = [group for root in _process.roots for group in _representatives(root)]
     status = 1
     try:

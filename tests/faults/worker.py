@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -14,14 +16,20 @@ from mpi4py import MPI
 
 import arraycomm as ac
 from arraycomm import Communicator
-from tests.faults.judge import LIMIT, judge, stuck
+from tests.faults import disturbances, optimizers
+from tests.faults.deviations import draw
+from tests.faults.jobs import SHOW_STACK
+from tests.faults.judge import LIMIT, judge
 from tests.faults.play import ReleasedError, Trace, play
-from tests.faults.programs import Program, draw
+from tests.faults.programs import Program
+from tests.faults.simulation import stuck, timeout_of
 from tests.support import internals
 
 # Seconds; the short one where some wait for ever, the long one to show who should not have waited.
 SHORT: Final = 1.5
 LONG: Final = 30.0
+# How many programs in a row use torch, of four times as many: it takes long to load.
+_SEEDS_OF_TORCH: Final = 50
 
 
 def main() -> None:
@@ -34,6 +42,8 @@ def main() -> None:
         "--alone", type=Path, help="where each rank writes what came of its actions"
     )
     arguments = parser.parse_args()
+    disturbances.map_arrays()
+    faulthandler.register(SHOW_STACK, all_threads=True)
     if arguments.control == "messages":
         internals.refuse_shared_memory()
     if arguments.alone:
@@ -44,12 +54,16 @@ def main() -> None:
 
 def _play_alone(program: Program, folder: Path) -> None:
     """Play the only program of a job; what is raised is not handled."""
-    world = ac.init(timeout=SHORT if stuck(program) else LONG)
+    optimizers.spare_torch(program)
+    optimizers.preload(program)
+    world = ac.init(timeout=timeout_of(program, stuck(program), SHORT, LONG))
     with (folder / str(world.rank)).open("w") as lines:
 
         def tell(said: dict[str, Any]) -> None:
             lines.write(json.dumps(said) + "\n")
             lines.flush()
+
+        tell({"pid": os.getpid()})
 
         def rest() -> None:
             time.sleep(SHORT + LIMIT)
@@ -63,24 +77,32 @@ def _play_together(seeds: list[int], kinds: tuple[str, ...]) -> None:
     world = ac.init(timeout=LONG)
     control = MPI.COMM_WORLD.Dup()
     groups = {size: world.split(0 if world.rank < size else None) for size in range(2, 6)}
-    for seed in seeds:
-        program = draw(seed, kinds)
+    programs = [draw(seed, kinds) for seed in seeds]
+    for program in programs:
+        if program.seed // _SEEDS_OF_TORCH % 4:
+            optimizers.spare_torch(program)
+        optimizers.preload(program)
+    for program in programs:
         waits = stuck(program, tells_return=False)
         trace, group, began = Trace(), groups[program.size], time.monotonic()
         if group is not None:
-            _take_part(world, group, program, trace, control, SHORT if waits else LONG)
+            timeout = timeout_of(program, waits, SHORT, LONG)
+            _take_part(world, group, program, trace, control, timeout)
         _meet(control)
         seconds = time.monotonic() - began
         trace.tell = _nothing
         traces = control.gather(trace)
         if traces is not None:
             verdict = judge(program, traces[: program.size], waits, tells_return=False)
-            if seconds > (SHORT if waits else 0) + LIMIT:
+            if seconds > (timeout_of(program, waits, SHORT, LONG) if waits else 0) + LIMIT:
                 verdict.hangs += 1
                 verdict.wrong.append(f"it took {seconds:.1f} s")
-            said = asdict(verdict) | {"program": seed, "seconds": seconds}
+            said = asdict(verdict) | {"program": program.seed, "seconds": seconds}
             print(json.dumps(said), flush=True)
-    unfinished = any(internals.is_unfinished(comm) for comm in internals.related(world))
+    unfinished = any(
+        internals.is_unfinished(comm) or internals.has_unseen_error(comm)
+        for comm in internals.related(world)
+    )
     everyone = control.gather(unfinished)
     if everyone is not None:
         print(json.dumps({"unfinished": any(everyone)}), flush=True)

@@ -130,6 +130,18 @@ def spawned_child_is_no_rank_but_reads_this_ranks_items() -> None:
     assert ac.world().allreduce(1) == RANKS
 
 
+def forked_child_ends_without_mpi() -> None:
+    """MPI's own end would wait there for all ranks, or end their job."""
+    for status in (None, 3):
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(HANGING)
+            sys.exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (status or 0)
+    assert ac.world().allreduce(1) == RANKS
+
+
 def forked_child_reads_this_ranks_items() -> None:
     share = ac.DistributedDataContainer([10, 20, 30, 40])
     items = [share[i] for i in range(len(share))]
@@ -153,6 +165,7 @@ CHECKS: tuple[Check, ...] = (
     child_forked_within_a_call_is_refused,
     forked_child_may_have_a_world_of_its_own,
     spawned_child_is_no_rank_but_reads_this_ranks_items,
+    forked_child_ends_without_mpi,
     forked_child_reads_this_ranks_items,
     program_that_a_rank_runs_is_told_that_it_is_none,
 )

@@ -296,7 +296,7 @@ class TestEndingWell:
             try:
                 requests[0].wait()
             except ac.MismatchError:
-                print("seen", comm.allreduce(1), flush=True)
+                print(f"seen {comm.allreduce(1)}", flush=True)
         """)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("seen 3") == 3

@@ -181,6 +181,11 @@ def is_unfinished(comm: Member) -> bool:
     return group(comm).unfinished
 
 
+def has_unseen_error(comm: Member) -> bool:
+    """Tell whether a request has failed that nobody has waited for."""
+    return bool(engine(comm).outcomes.errors())
+
+
 def waits_for_no_message(comm: Member) -> bool:
     """Tell whether no message is outstanding that could still take what a peer sends."""
     return engine(comm).idle or all(task.finished for task in engine(comm)._messages)

@@ -187,6 +187,19 @@ def test_root_without_a_tree_is_an_error_everywhere(on_ranks, several) -> None:
     on_ranks(several, check)
 
 
+def test_wrong_argument_beside_missing_gradients_leaves_ranks_in_step(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        mine = comm.rank == comm.size - 1
+        tree = {"a": np.ones(2), "b": None if comm.rank == 0 else np.ones(3)}
+        error = ValueError if mine else ac.PeerError
+        with pytest.raises(error, match="got 'average'"):
+            ac.allreduce_gradients(tree, "average" if mine else "sum", comm=comm)
+        got = ac.allreduce_gradients(tree, "sum", comm=comm)
+        assert got["b"].tolist() == [comm.size - 1] * 3
+
+    on_ranks(several, check)
+
+
 @on_threads
 def test_torch_module_and_optimizer_are_synchronized_in_place(on_ranks, size) -> None:
     torch = pytest.importorskip("torch")
