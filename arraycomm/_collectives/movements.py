@@ -138,8 +138,7 @@ class FromRoot(Operation):
         dtype, shape = array
         self.kind = like_root(self.kind, self.flag, dtype)
         check_taken(self.name, lengths, rank, self.kind, dtype)
-        if ANY not in shape:
-            check_size(self.root, shape, dtype.itemsize)
+        if ANY not in shape and (some_unknown or self.target is None):
             size = prod(shape) * dtype.itemsize if some_unknown else 0
             yield from take_together(self.group, self.name, size, lambda: self._take(dtype, shape))
         yield from self.move(payload, dtype, shape)
