@@ -204,12 +204,14 @@ def _may_have_gradient(parameter: torch.Tensor) -> bool:
     return numeric and parameter.is_leaf and not parameter.is_inference()
 
 
+@torch.compiler.disable
 def _before_accumulation(slot: Slot, _: torch.Tensor) -> None:
     reducer = slot.reducer()
     if reducer is not None:
         reducer.before_accumulation(slot)
 
 
+@torch.compiler.disable
 def _after_accumulation(slot: Slot, parameter: torch.Tensor) -> None:
     reducer = slot.reducer()
     if reducer is not None:

@@ -56,7 +56,10 @@ def distribute(
         if _is_traced(updates) or gradients.accumulate > 1:
             reduced = _reduce(gradients.comm, updates, gradients.op, gradients.options)
         else:
-            counts, reduced = gradients.add(updates)
+            # A list, as under jit and in torch, so that ranks of these may reduce together.
+            leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+            counts, listed = gradients.add(leaves)
+            reduced = jax.tree.unflatten(structure, listed)
             if not counts:
                 return jax.tree.map(jnp.zeros_like, reduced), state
         updated: tuple[Any, Any] = inner.update(reduced, state, params, **extra)
@@ -173,7 +176,8 @@ def all_reduce(
 def _reduce(group: ac.Communicator, updates: Any, op: str, options: dict[str, Any]) -> Any:
     if _is_traced(updates):
         return _reduce_traced(group, updates, op, options)
-    return ac.allreduce_gradients(updates, op, comm=group, **options)
+    leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+    return jax.tree.unflatten(structure, ac.allreduce_gradients(leaves, op, comm=group, **options))
 
 
 def _is_none(leaf: Any) -> bool:
@@ -198,13 +202,10 @@ def _reduce_traced(group: ac.Communicator, updates: Any, op: str, options: dict[
         gradients: list[Any] = [None] * len(leaves)
         for number, buffer in zip(numbers, buffers, strict=True):
             gradients[number] = np.asarray(buffer)
-        # As a tree of the same paths as on ranks that are not under jit. The compiled program has no
-        # buffer for a gradient that only other ranks have.
-        tree = jax.tree.unflatten(structure, gradients)
-        reduced = ac.allreduce_gradients(tree, op, missing="error", comm=group, **options)
-        found = jax.tree.leaves(reduced, is_leaf=_is_none)
+        # The compiled program has no buffer for a gradient that only other ranks have.
+        reduced = ac.allreduce_gradients(gradients, op, missing="error", comm=group, **options)
         for number, result in zip(numbers, results, strict=True):
-            np.asarray(result)[...] = found[number]
+            np.asarray(result)[...] = reduced[number]
 
     present = [leaves[number] for number in numbers]
     types = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in present]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,10 @@ from tests.support.on_ranks import few, is_spared, on_ranks, several, size, tran
 from tests.support.pairwise import thinned
 
 __all__ = ["few", "on_ranks", "several", "size", "transport"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what runs in the background. Some tests interrupt their own process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 

@@ -26,6 +26,7 @@ EXTRAS = {
     "lint",
     "mpich",
     "openmpi",
+    "scipy",
     "test",
     "testing",
     "torch",

@@ -35,6 +35,10 @@ COMPRESSIONS: Final[dict[str, DType]] = {
 }
 
 
+# Frameworks of numbers, which have no arrays.
+_NUMBERS: Final = ("python", "numpy_scalar")
+
+
 class AllreduceTree(Operation):
     """See `arraycomm.allreduce_tree`."""
 
@@ -187,8 +191,8 @@ def reduce_on_device(
 
 
 def prototypes(views: Sequence[BufferView | None]) -> list[BufferView]:
-    """Return the prototype of each result; for a leaf that is None here, the first that is not."""
-    example = next((leaf for leaf in views if leaf is not None), None)
+    """Return the prototype of each result; for a leaf that is None here, the first array."""
+    example = next((leaf for leaf in views if leaf and leaf.framework not in _NUMBERS), None)
     return [leaf or example or view(np.empty(0)) for leaf in views]
 
 

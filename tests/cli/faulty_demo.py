@@ -27,7 +27,9 @@ def _unreduced(patch: pytest.MonkeyPatch) -> None:
 def _averaged(patch: pytest.MonkeyPatch) -> None:
     make = Gradients.__init__
     patch.setattr(
-        Gradients, "__init__", lambda self, comm, op, *rest: make(self, comm, "mean", *rest)
+        Gradients,
+        "__init__",
+        lambda self, comm, op, *rest, **options: make(self, comm, "mean", *rest, **options),
     )
 
 

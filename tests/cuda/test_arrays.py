@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from arraycomm._arrays import dlpack, views
+from arraycomm._arrays import out as host_out
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Piece
 from arraycomm._arrays.frameworks.cupy import read_cupy
@@ -332,14 +333,14 @@ class TestOut:
     def test_errors_are_the_hosts(
         self, cupy: Any, memory: HostMemory, kind: Any, make: Any, shape: Any, dtype: Any
     ) -> None:
-        wanted = self.message(kind, views.view_out, make(), shape, np.dtype(dtype))
+        wanted = self.message(kind, host_out.view_out, make(), shape, np.dtype(dtype))
         out = as_cupy(make())
         assert wanted == self.message(kind, arrays.view_out, out, shape, np.dtype(dtype), memory)
 
     def test_read_only_out_is_refused(self, cupy: Any, memory: HostMemory) -> None:
         array = some(float)
         array.flags.writeable = False
-        wanted = self.message(BufferError, views.view_out, array, (3, 4), array.dtype)
+        wanted = self.message(BufferError, host_out.view_out, array, (3, 4), array.dtype)
         out = Producer(array)
         assert wanted == self.message(
             BufferError, arrays.view_out, out, (3, 4), array.dtype, memory
@@ -841,7 +842,7 @@ def test_jaxs_memory_is_held_until_the_device_is_done(jax: Any, memory: HostMemo
 def test_a_jax_array_is_no_out(jax: Any, memory: HostMemory) -> None:
     x = jax.numpy.ones(3)
     with pytest.raises(BufferError) as wanted:
-        views.view_out(x, (3,), np.dtype("float32"))
+        host_out.view_out(x, (3,), np.dtype("float32"))
     with pytest.raises(BufferError) as caught:
         arrays.view_out(x, (3,), np.dtype("float32"), memory)
     assert str(caught.value) == str(wanted.value)
