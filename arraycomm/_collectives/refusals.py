@@ -18,6 +18,7 @@ from arraycomm._arrays.results import allocate, lacking, to_framework
 from arraycomm._arrays.views import result_prototype, view
 from arraycomm._dtypes import BY_DTYPE, DType, name_of
 from arraycomm._errors import PeerError
+from arraycomm._protocol.announced import malformed
 from arraycomm._protocol.undelivered import UndeliveredError
 
 # Stands for every dtype that has no code.
@@ -73,7 +74,7 @@ def check_taken(
     bit = _bit(dtype)
     refusing = [other for other, found in enumerate(announcements) if found & bit]
     if rank in refusing:
-        _refuse(like, dtype)
+        _refuse(rank, like, dtype)
     if refusing:
         error = PeerError(
             f"{operation}: the framework of rank {refusing[0]} has no dtype {name_of(dtype)}, which "
@@ -93,10 +94,10 @@ def _lacks(like: BufferView, dtype: DType) -> bool:
     return bool(announced(like) & _bit(dtype))
 
 
-def _refuse(like: BufferView, dtype: DType) -> None:
+def _refuse(rank: int, like: BufferView, dtype: DType) -> None:
     """Raise what the framework raises for this dtype."""
     try:
         to_framework(allocate((0,), dtype), like)
-        raise TypeError(f"{like.framework} has no dtype {name_of(dtype)}; pass another `like`")
     except Exception as error:
         raise UndeliveredError(error) from error
+    raise malformed(rank, f"that it has no dtype {name_of(dtype)}, which it has")
