@@ -193,10 +193,12 @@ def slot_of(parameter: torch.Tensor) -> Slot:
 
 
 def _hook(parameter: Any, slot: Slot) -> None:
-    before: Any = partial(_before_accumulation, slot)
+    # Not part of what torch compiles.
+    opaque: Any = torch.compiler.disable
+    before: Any = partial(opaque(_before_accumulation), slot)
     before.__torch_unserializable__ = True  # so that torch does not warn when it saves the tensor
     parameter.register_hook(before)
-    parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, slot))
+    parameter.register_post_accumulate_grad_hook(partial(opaque(_after_accumulation), slot))
 
 
 def _may_have_gradient(parameter: torch.Tensor) -> bool:
@@ -204,14 +206,12 @@ def _may_have_gradient(parameter: torch.Tensor) -> bool:
     return numeric and parameter.is_leaf and not parameter.is_inference()
 
 
-@torch.compiler.disable
 def _before_accumulation(slot: Slot, _: torch.Tensor) -> None:
     reducer = slot.reducer()
     if reducer is not None:
         reducer.before_accumulation(slot)
 
 
-@torch.compiler.disable
 def _after_accumulation(slot: Slot, parameter: torch.Tensor) -> None:
     reducer = slot.reducer()
     if reducer is not None:

@@ -64,7 +64,7 @@ def _check_minimum(w: Any) -> None:
 
 
 @pytest.mark.parametrize("method", GRADIENT + HESSIAN)
-def test_every_method_finds_the_minimum_of_all_data(on_ranks, size: int, method: str) -> None:
+def test_every_method_finds_the_minimum_of_all_data(on_ranks, few: int, method: str) -> None:
     def fit(comm: Communicator) -> Any:
         part, dims = Logistic.of(comm.rank, comm.size), 9
         second: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def test_every_method_finds_the_minimum_of_all_data(on_ranks, size: int, method:
             part.value, np.zeros(dims), jac=part.gradient, method=method, comm=comm, **second
         )
 
-    results = on_ranks(size, fit)
+    results = on_ranks(few, fit)
     _check_minimum(results[0].x)
     assert all(np.array_equal(result.x, results[0].x) for result in results)
     assert all(result.fun == results[0].fun for result in results)
@@ -116,7 +116,7 @@ def test_methods_without_derivatives_bounds_constraints_and_args(on_ranks, sever
 
 
 @pytest.mark.parametrize("jac", ["rows", "sparse rows", "2-point", "cs"])
-def test_least_squares_has_the_residuals_of_all_ranks(on_ranks, size: int, jac: str) -> None:
+def test_least_squares_has_the_residuals_of_all_ranks(on_ranks, few: int, jac: str) -> None:
     x, y = datasets.load_diabetes(return_X_y=True)
     y = (y - y.mean()) / y.std()
 
@@ -132,7 +132,7 @@ def test_least_squares_has_the_residuals_of_all_ranks(on_ranks, size: int, jac: 
         return least_squares(lambda w: part @ w - target, np.zeros(10), derivative, comm=comm)
 
     exact = np.linalg.lstsq(x, y, rcond=None)[0]
-    for result in on_ranks(size, fit):
+    for result in on_ranks(few, fit):
         assert len(result.fun) == len(y)
         # The distance is bounded by the gradient over the least eigenvalue of XᵀX.
         bound = np.linalg.norm(x.T @ (x @ result.x - y)) / np.linalg.eigvalsh(x.T @ x)[0]
