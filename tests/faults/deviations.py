@@ -205,6 +205,9 @@ def _other_setting(random: Random, program: Program, rank: int, place: int) -> l
     call = program.actions[rank][place].call
     if call is None or call.operation not in ("optimizer", "container"):
         return None
+    if len(program.members(program.actions[rank][place].comm, rank)) < 2:
+        # Alone it may set what it likes, and later calls follow its setting.
+        return None
     draw_setting = draw_optimizer if call.operation == "optimizer" else draw_container
     setting = draw_setting(random)
     # What framework an optimizer is of is each rank's own affair.
