@@ -1,8 +1,9 @@
 """Any pytree as a list of leaves with their paths, and back.
 
-Optree decides what a container is; None is a leaf. A type that optree does not know may still be a
-torch module, a type registered with JAX (equinox, flax) if JAX is loaded, or a dataclass. Optree sorts
-the keys of a dict if that is possible; other keys are sorted here.
+Optree decides what a container is; None is a leaf. A type that optree does not know may still say
+itself what is in it, or be a torch module, a type registered with JAX (equinox, flax) if JAX is loaded,
+or a dataclass. Functions, classes and random generators stay as they are: containers without leaves.
+Optree sorts the keys of a dict if that is possible; other keys are sorted here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import optree
 
 from arraycomm._trees.keys import are_plain, describe_keys
+from arraycomm._trees.opened import opened, stays
 
 # Leaves of these types have nothing inside; skipping further checks saves time.
 _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
@@ -165,8 +167,13 @@ def _open(leaf: Any, path: str) -> _Node | None:
     """Return the contents of a leaf of optree, or None if it is no container."""
     if type(leaf) in (dict, defaultdict):
         return _open_mapping(leaf, path)
+    found = opened(leaf, path)
+    if found is not None:
+        return _Node([found.tree], [""], lambda new: found.rebuild(new[0]))
     if isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__"):
         return None
+    if stays(leaf):
+        return _Node([], [], lambda _: leaf)
     if is_torch(leaf, "nn", "Module"):
         return _open_module(leaf)
     if is_torch(leaf, "optim", "Optimizer"):

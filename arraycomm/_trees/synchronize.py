@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -199,8 +198,6 @@ def _part(leaf: Any, path: str) -> _Part:
         return _Part(LeafSpec(path, "optimizer"), value=leaf.state_dict(), receive=_load_into(leaf))
     if _is_typed_key(leaf):
         return _key_part(leaf, path)
-    if callable(leaf) or _is_generator(leaf):
-        return _Part(LeafSpec(path, "kept"), receive=lambda _: leaf)
     array = view(leaf, path)
     try:
         check_movable(array.dtype)
@@ -215,12 +212,6 @@ def _load_into(optimizer: Any) -> Callable[[Any], Any]:
         return optimizer
 
     return load
-
-
-def _is_generator(leaf: Any) -> bool:
-    if isinstance(leaf, (np.random.Generator, np.random.RandomState, random.Random)):
-        return True
-    return is_torch(leaf, "Generator")
 
 
 def _is_typed_key(leaf: Any) -> bool:
