@@ -1,10 +1,12 @@
-"""Optimizers that are plain objects with a method `update(params, grads)`."""
+"""Optimizers that are plain objects, and some of arraycomm's own for arrays of every framework."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
 
 import arraycomm as ac
 
@@ -13,57 +15,116 @@ __all__ = ["DistributedOptimizer", "synchronize"]
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
 
+_METHODS: Final = ("update", "step", "__call__")
+_PROTOCOL: Final = (
+    "a torch optimizer, an optax transformation, a thinc optimizer, an object with a method "
+    "update(params, grads), update(params, grads, state) or step(params, grads), or a function of these"
+)
+
 
 def check(optimizer: Any) -> None:
-    """Raise unless `optimizer` has a method `update`, and is not distributed already."""
+    """Raise unless `optimizer` follows the protocol, and is not distributed already."""
     if isinstance(optimizer, Distributed):
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
-    if not callable(getattr(optimizer, "update", None)):
+    if isinstance(optimizer, type):
         raise TypeError(
-            "DistributedOptimizer: optimizer must be a torch optimizer, an optax "
-            "transformation, or an object with a method update(params, grads); "
-            f"got {type(optimizer).__name__}"
+            f"DistributedOptimizer: optimizer must be an object; got the class {optimizer.__name__}; "
+            f"pass an instance, {optimizer.__name__}(...)"
         )
-    first = _first_argument(optimizer.update)
+    found = _methods_of(optimizer)
+    if not found:
+        raise TypeError(
+            f"DistributedOptimizer: optimizer must be {_PROTOCOL}; got {type(optimizer).__name__}"
+        )
+    refusals = [_refusal(optimizer, name) for name in found]
+    if None not in refusals:
+        raise TypeError(f"DistributedOptimizer: {refusals[0]}")
+
+
+def _methods_of(optimizer: Any) -> list[str]:
+    """Return those of the protocol's methods that an object has; containers' are something else."""
+    if isinstance(optimizer, dict | set | frozenset | list | tuple):
+        return []
+    return [name for name in _METHODS if callable(getattr(optimizer, name, None))]
+
+
+def _refusal(optimizer: Any, name: str) -> str | None:
+    """Say why a method cannot take parameters and gradients in this order, if it cannot."""
+    signature = _signature_of(_method(optimizer, name))
+    called = type(optimizer).__name__ + ("" if name == "__call__" else f".{name}")
+    if inspect.isroutine(optimizer):
+        called = getattr(optimizer, "__name__", called)
+    if signature is None:
+        return None
+    first = next(iter(signature.parameters), "")
     if first.startswith("grad") or first == "updates":
-        raise TypeError(
-            "DistributedOptimizer: update must take the parameters first, update(params, grads); "
-            f"{type(optimizer).__name__}.update takes {first!r} first; wrap it in an object that "
-            "takes them in this order"
+        return (
+            f"an optimizer must take the parameters first, (params, grads); {called} takes {first!r} "
+            "first; wrap it in an object that takes them in this order"
         )
-
-
-def _first_argument(update: Any) -> str:
-    """Return the name of the first argument, or an empty string if it is not known."""
     try:
-        return next(iter(inspect.signature(update).parameters), "")
+        signature.bind_partial(None, None)
+    except TypeError:
+        return (
+            f"an optimizer must take parameters and gradients, (params, grads), and return the new "
+            f"parameters; got {called}{signature}; wrap it in an object with a method "
+            "update(params, grads)"
+        )
+    return None
+
+
+def _method(optimizer: Any, name: str) -> Any:
+    # The signature of a function is its own, not that of its __call__.
+    return optimizer if name == "__call__" else getattr(optimizer, name)
+
+
+def _signature_of(method: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(method)
     except (TypeError, ValueError):
-        return ""
+        return None
+
+
+def _takes_state(method: Any) -> bool:
+    """Tell whether the argument after the gradients is the optimizer's state."""
+    signature = _signature_of(method)
+    names = [] if signature is None else list(signature.parameters)
+    return len(names) > 2 and "state" in names[2]
 
 
 class Distributed:
-    """An optimizer whose gradients are reduced over all ranks before each update.
+    """An optimizer whose gradients are reduced over all ranks before each step.
 
-    Everything but `update` is the wrapped optimizer's own: its attributes can be read and set.
+    `update`, `step` and calls of the object itself, as far as the wrapped optimizer has them, reduce
+    the gradients, which are the second argument, and call the wrapped one with the result;
+    collective. What it returns is returned. A step whose gradients are only accumulated returns the
+    first argument, or a pair of it and the state if a state is passed as the third.
+
+    Everything else is the wrapped optimizer's own: its attributes can be read and set.
     """
 
     def __init__(self, optimizer: Any, gradients: Any) -> None:
-        vars(self).update(_optimizer=optimizer, _gradients=gradients)
+        refusals = {name: _refusal(optimizer, name) for name in _methods_of(optimizer)}
+        vars(self).update(_optimizer=optimizer, _gradients=gradients, _refusals=refusals)
 
-    def update(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce `grads`, and update with the result; collective.
+    def __call__(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take a step, if the wrapped optimizer is called itself."""
+        if "__call__" not in self._refusals:
+            raise TypeError(f"{type(self._optimizer).__name__} cannot be called; use its methods")
+        return self._step("__call__", params, grads, *args, **kwargs)
 
-        If gradients are accumulated and this is not the last step, `params` is returned as it is.
-
-        Parameters
-        ----------
-        params, grads : pytree
-            As the wrapped optimizer takes them; `grads` of the same structure on every rank.
-        *args, **kwargs
-            Passed on.
-        """
+    def _step(self, name: str, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        method = _method(self._optimizer, name)
+        refusal = self._refusals.get(name)
+        if refusal is not None:
+            raise TypeError(f"DistributedOptimizer: {refusal}")
         complete, reduced = self._gradients.add(grads)
-        return self._optimizer.update(params, reduced, *args, **kwargs) if complete else params
+        if complete:
+            with self._gradients.taking_step():
+                return method(params, reduced, *args, **kwargs)
+        if _takes_state(method) and (args or "state" in kwargs):
+            return params, args[0] if args else kwargs["state"]
+        return params
 
     def __copy__(self) -> Distributed:
         return Distributed(copy.copy(self._optimizer), self._gradients.copy())
@@ -79,10 +140,18 @@ class Distributed:
             "in each process"
         )
 
+    def __arraycomm_tree__(self) -> tuple[Any, Callable[[Any], Any]]:
+        def rebuild(leaves: list[Any]) -> Distributed:
+            [vars(self)["_optimizer"]] = leaves
+            return self
+
+        return [self._optimizer], rebuild
+
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":
+        if name in {"_optimizer", "_refusals"}:
             raise AttributeError(name)
-        return getattr(self._optimizer, name)
+        found = getattr(self._optimizer, name)
+        return functools.partial(self._step, name) if name in self._refusals else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._optimizer, name, value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final, NoReturn, Protocol, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -11,6 +13,7 @@ from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.header import Settings
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
@@ -94,6 +97,8 @@ class Gradients:
         # Applies a step's gradients on a rank without data, if the adapter can; see `join`.
         self.follow: Callable[[Any], None] = lambda gradients: None
         self._steps = 0
+        # How many steps this rank has not taken, although their gradients were reduced.
+        self.failed_steps = 0
         self._sums: list[Sum | None] = []
         # Whether the last of the accumulated steps has reduced the sums already.
         self._has_reduced = False
@@ -117,6 +122,18 @@ class Gradients:
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
+
+    @contextmanager
+    def taking_step(self) -> Iterator[None]:
+        """Note whether the block raises, in which the optimizer uses the reduced gradients.
+
+        Then this rank has not taken a step that others took, which the next step tells all ranks.
+        """
+        try:
+            yield
+        except BaseException:
+            self.failed_steps += 1
+            raise
 
     # For adapters that reduce during backward passes
 
@@ -262,6 +279,8 @@ class OptimizerStep(AllreduceGradients):
     ) -> None:
         means = gradients.mean_of_steps(tree)
         super().__init__(context, memory, means, gradients.op, **gradients.options)
+        made = self.signature
+        self.signature = replace(made, settings=(*made.settings, *_failed(gradients)))
 
 
 class JoinedStep(WeightedGradients):
@@ -270,9 +289,17 @@ class JoinedStep(WeightedGradients):
     def __init__(
         self, context: Context, block: Block, memory: TreeMemory, gradients: Gradients, tree: Any
     ) -> None:
-        number = _number_in_join(gradients)
-        options = gradients.options
-        super().__init__(context, block, memory, tree, gradients.op, **options, optimizer=number)
+        number, further = _number_in_join(gradients), _failed(gradients)
+        super().__init__(
+            context,
+            block,
+            memory,
+            tree,
+            gradients.op,
+            **gradients.options,
+            optimizer=number,
+            further=further,
+        )
 
 
 class JoinedBackward(WeightedGradients):
@@ -303,6 +330,12 @@ class HandedStep(HandOver):
         super().__init__(
             context, block, memory, tree, "sum", bucket_bytes, None, "zeros", number, further
         )
+
+
+def _failed(gradients: Gradients) -> Settings:
+    """Return what the ranks compare, so that those which failed in a step do not stay behind."""
+    count = gradients.failed_steps
+    return (("steps in which the optimizer raised", count),) if count else ()
 
 
 def _number_in_join(gradients: Gradients) -> int:
