@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import arraycomm as ac
+from arraycomm.adapters._array_optimizers import SGD, Adam, Momentum
 
-__all__ = ["DistributedOptimizer", "synchronize"]
+__all__ = ["SGD", "Adam", "DistributedOptimizer", "Momentum", "synchronize"]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
