@@ -27,8 +27,10 @@ EXTRAS = {
     "mpich",
     "openmpi",
     "scipy",
+    "sklearn",
     "test",
     "testing",
+    "thinc",
     "torch",
 }
 FOREIGN = {"cupy", "jax", "mpi4py", "mlx", "tensorflow", "torch"}
