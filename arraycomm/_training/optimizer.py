@@ -21,6 +21,7 @@ _ADAPTERS: Final = {
     "torch": "arraycomm.adapters.torch",
     "jax": "arraycomm.adapters.jax",
     "optax": "arraycomm.adapters.jax",
+    "thinc": "arraycomm.adapters.thinc",
 }
 _DEFAULT_ADAPTER: Final = "arraycomm.adapters.numpy"
 
@@ -39,9 +40,10 @@ def DistributedOptimizer(  # noqa: N802
 
     Parameters
     ----------
-    optimizer : torch.optim.Optimizer, optax.GradientTransformation, or object
+    optimizer : torch.optim.Optimizer, optax.GradientTransformation, thinc.api.Optimizer, or object
         A torch optimizer is changed in place and returned. An optax transformation gives a new
-        one, which works eagerly and under `jax.jit`. Any other object with a method
+        one, which works eagerly and under `jax.jit`. An optimizer of thinc gives one that reduces
+        all gradients of a model in `model.finish_update(optimizer)`. Any other object with a method
         `update(params, grads)`, `update(params, grads, state)` or `step(params, grads)`, and any
         function of these, is wrapped.
     comm : Communicator, optional
