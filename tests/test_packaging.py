@@ -120,6 +120,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "TransportError",
         "allreduce_gradients",
         "allreduce_tree",
+        "borrow",
         "exchange",
         "explain",
         "finalize",
