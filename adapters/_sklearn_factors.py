@@ -56,6 +56,8 @@ class ComponentsMerge:
         rows += [_shift(f.moments.n, f.moments.mean - batch.mean) for f in factors]
         total = batch
         if hasattr(estimator, "components_"):
+            # As in one process: only the first decomposition has the samples' precision.
+            dtype = np.dtype(np.float64)
             before = Moments(estimator.n_samples_seen_, estimator.mean_, estimator.var_)
             total = Moments.merged([before, batch])
             rows.insert(0, estimator.singular_values_[:, None] * estimator.components_)

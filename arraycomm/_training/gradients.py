@@ -99,6 +99,8 @@ class Gradients:
         self._steps = 0
         # How many steps this rank has not taken, although their gradients were reduced.
         self.failed_steps = 0
+        # Where the program says it is, if the adapter knows: compared with each reduction.
+        self.place: Settings = ()
         self._sums: list[Sum | None] = []
         # Whether the last of the accumulated steps has reduced the sums already.
         self._has_reduced = False
@@ -280,7 +282,7 @@ class OptimizerStep(AllreduceGradients):
         means = gradients.mean_of_steps(tree)
         super().__init__(context, memory, means, gradients.op, **gradients.options)
         made = self.signature
-        self.signature = replace(made, settings=(*made.settings, *_failed(gradients)))
+        self.signature = replace(made, settings=(*made.settings, *_place(gradients)))
 
 
 class JoinedStep(WeightedGradients):
@@ -289,7 +291,7 @@ class JoinedStep(WeightedGradients):
     def __init__(
         self, context: Context, block: Block, memory: TreeMemory, gradients: Gradients, tree: Any
     ) -> None:
-        number, further = _number_in_join(gradients), _failed(gradients)
+        number, further = _number_in_join(gradients), _place(gradients)
         super().__init__(
             context,
             block,
@@ -332,10 +334,11 @@ class HandedStep(HandOver):
         )
 
 
-def _failed(gradients: Gradients) -> Settings:
-    """Return what the ranks compare, so that those which failed in a step do not stay behind."""
+def _place(gradients: Gradients) -> Settings:
+    """Return what the ranks compare, so that none is a step behind the others."""
     count = gradients.failed_steps
-    return (("steps in which the optimizer raised", count),) if count else ()
+    failed = (("steps in which the optimizer raised", count),) if count else ()
+    return *gradients.place, *failed
 
 
 def _number_in_join(gradients: Gradients) -> int:

@@ -47,6 +47,8 @@ _FURTHER: Final = (
     ("jax", "custom_vjp"),
     ("jax.numpy", "ufunc"),
     ("torch", "Generator"),
+    ("cupy.random", "Generator"),
+    ("cupy.random", "RandomState"),
     ("torch.jit", "ScriptFunction"),
 )
 
@@ -76,13 +78,18 @@ def _is_framework_function(leaf: Any) -> bool:
     return isinstance(leaf, tuple(kind for kind in found if isinstance(kind, type)))
 
 
+def says_contents(leaf: Any) -> bool:
+    """Tell whether the class of a leaf says what is in it."""
+    return hasattr(type(leaf), _METHOD)
+
+
 def opened(leaf: Any, path: str) -> Opened | None:
     """Return what a leaf, its class or the adapter of its framework says is in it, or None."""
     if isinstance(leaf, type):
         return None
     if type(leaf) is functools.partial:
         return _partial(leaf)
-    if hasattr(type(leaf), _METHOD):
+    if says_contents(leaf):
         return _checked(getattr(leaf, _METHOD)(), leaf, path)
     adapter = _adapter_of(type(leaf))
     if adapter is None:

@@ -20,7 +20,7 @@ import numpy as np
 import optree
 
 from arraycomm._trees.keys import are_plain, describe_keys
-from arraycomm._trees.opened import opened, stays
+from arraycomm._trees.opened import opened, says_contents, stays
 
 # Leaves of these types have nothing inside; skipping further checks saves time.
 _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
@@ -167,11 +167,12 @@ def _open(leaf: Any, path: str) -> _Node | None:
     """Return the contents of a leaf of optree, or None if it is no container."""
     if type(leaf) in (dict, defaultdict):
         return _open_mapping(leaf, path)
+    is_value = isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__")
+    if is_value and not says_contents(leaf):
+        return None
     found = opened(leaf, path)
     if found is not None:
         return _Node([found.tree], [""], lambda new: found.rebuild(new[0]))
-    if isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__"):
-        return None
     if stays(leaf):
         return _Node([], [], lambda _: leaf)
     if is_torch(leaf, "nn", "Module"):

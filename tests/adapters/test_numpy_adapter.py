@@ -319,6 +319,23 @@ def test_a_step_that_one_rank_has_not_taken_is_a_mismatch_on_all() -> None:
     run(3, train)
 
 
+def test_a_step_that_one_rank_leaves_out_is_an_error_on_all() -> None:
+    def train(comm: ac.Communicator) -> None:
+        optimizer = ac.DistributedOptimizer(SGD(), comm=comm)
+
+        def loop(params: Gradients) -> None:
+            for step in range(STEPS):
+                if (comm.rank, step) != (1, 1):
+                    params = optimizer.update(params, gradients(comm.rank, step))
+                ac.mean_metrics(0.5, 1, comm=comm)
+
+        # It waits for the others in the metrics, and they for it in the step.
+        with pytest.raises(ac.DeadlockError):
+            loop(zeros())
+
+    run(3, train)
+
+
 def test_a_step_that_all_ranks_have_not_taken_is_none_to_any() -> None:
     class Refusing:
         def update(self, params: float, grads: float) -> float:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import Communicator
@@ -183,6 +187,49 @@ def test_initial_centers_are_samples_of_one_rank(init: Any) -> None:
     assert results[0]._counts.sum() == len(X)
     # Far below the distances to one center only.
     assert -results[0].score(X) < 0.8 * ((X - X.mean(axis=0)) ** 2).sum()
+
+
+@settings(max_examples=int(os.environ.get("EXAMPLES") or 25), deadline=None)
+@given(data=st.data())
+def test_it_does_not_matter_how_samples_are_split(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 4), "ranks")
+    batches = [
+        data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size).filter(any), "samples")
+        for _ in range(2)
+    ]
+    estimator = data.draw(
+        st.sampled_from([StandardScaler(), MinMaxScaler(), GaussianNB(), MultinomialNB()])
+    )
+    rows = np.cumsum([0, *itertools.chain(*batches)])
+    x = np.random.default_rng(rows[-1]).integers(0, 5, (rows[-1], 3)).astype(float)
+    y = np.arange(rows[-1]) % 2
+
+    def fit(comm: Communicator) -> Any:
+        mine = copy.deepcopy(estimator)
+        for number in range(2):
+            place = number * comm.size + comm.rank
+            part = slice(rows[place], rows[place + 1])
+            partial_fit(
+                mine,
+                x[part],
+                y[part],
+                classes=[0, 1]
+                if number == 0 and comm.rank == 0 and hasattr(mine, "predict")
+                else None,
+                comm=comm,
+            )
+        return mine
+
+    alone = copy.deepcopy(estimator)
+    further = {"classes": [0, 1]} if hasattr(alone, "predict") else {}
+    for part in (slice(rows[0], rows[size]), slice(rows[size], rows[-1])):
+        alone.partial_fit(x[part], y[part], **further)
+    results = run(size, fit)
+    _assert_same(results)
+    # As above, of at most 32 samples below 5.
+    for name, want in learnt(alone).items():
+        got = getattr(results[0], name)
+        np.testing.assert_allclose(got, want, rtol=8 * 32 * EPS, atol=4 * 32 * EPS * 25)
 
 
 # Averages --------------------------------------------------------------------------------------

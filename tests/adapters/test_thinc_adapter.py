@@ -161,6 +161,48 @@ def test_models_are_trees_with_their_arrays() -> None:
     run(3, check)
 
 
+def test_an_update_that_one_rank_leaves_out_is_a_mismatch_on_all() -> None:
+    models = [_model(0) for _ in range(3)]
+
+    def train(comm: Communicator) -> None:
+        optimizer = ac.DistributedOptimizer(Adam(0.01), comm=comm)
+
+        def loop() -> None:
+            for step in range(STEPS):
+                if (comm.rank, step) != (1, 1):
+                    _step(models[comm.rank], optimizer, X, Y)
+                optimizer.step_schedules()
+
+        said = r"step of the optimizer=1 .* step of the optimizer=2"
+        with pytest.raises(ac.MismatchError, match=said):
+            loop()
+        assert optimizer.step == 1 + (comm.rank == 1)
+
+    run(3, train)
+
+
+@pytest.mark.parametrize("steps", [(1, 3), (3, 1)])
+def test_ranks_with_fewer_batches_join(steps: tuple[int, int]) -> None:
+    models = [_model(0) for _ in range(2)]
+    longest = max(steps)
+
+    def train(comm: Communicator) -> Any:
+        optimizer = ac.DistributedOptimizer(SGD(0.1, grad_clip=0.0), comm=comm)
+        with ac.join(comm) as joined:
+            for step in range(steps[comm.rank]):
+                _step(models[comm.rank], optimizer, X[step * 8 :][:8], Y[step * 8 :][:8])
+                optimizer.step_schedules()
+        return _parameters(joined.synchronize(models[comm.rank]))
+
+    want = _model(0)
+    for step in range(longest):
+        # Where both have a batch, it is the same one.
+        _step(want, SGD(0.1, grad_clip=0.0), X[step * 8 :][:8], Y[step * 8 :][:8])
+    for got in run(2, train):
+        for one, other in zip(got, _parameters(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=48 * np.finfo(np.float32).eps)
+
+
 class _Foreign:
     """Stands for what a layer of another framework keeps."""
 
