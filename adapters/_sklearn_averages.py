@@ -113,4 +113,6 @@ def _agree_on_loss(state: dict[str, Any], loss: float, before: dict[str, Any], t
 def samples_since(estimator: Any) -> float:
     """Return how many samples an estimator has learnt from since it was averaged."""
     start = 0.0 if isinstance(estimator, _NETWORKS) else 1.0
-    return float(getattr(estimator, "t_", start)) - float(getattr(estimator, _SINCE, start))
+    now, since = (float(getattr(estimator, name, start)) for name in ("t_", _SINCE))
+    # The estimator's own `fit` begins anew.
+    return now - since if now >= since else now - start

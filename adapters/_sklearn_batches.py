@@ -196,11 +196,11 @@ def _text(value: Any) -> str:
 
 def digest(value: Any) -> str:
     """Return a digest of the values in an object, whatever their place in memory."""
-    found = hashlib.sha256()
+    found = hashlib.blake2b(digest_size=8)
     for part in _parts(value):
         found.update(part)
         found.update(b"\0")
-    return found.hexdigest()[:16]
+    return found.hexdigest()
 
 
 def _parts(value: Any) -> Iterable[bytes]:

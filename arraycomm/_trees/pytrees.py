@@ -167,8 +167,10 @@ def _open(leaf: Any, path: str) -> _Node | None:
     """Return the contents of a leaf of optree, or None if it is no container."""
     if type(leaf) in (dict, defaultdict):
         return _open_mapping(leaf, path)
+    tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
     is_value = isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__")
-    if is_value and not says_contents(leaf):
+    # Variables of flax pass for the array in them.
+    if is_value and not says_contents(leaf) and (not tree_util or tree_util.all_leaves((leaf,))):
         return None
     found = opened(leaf, path)
     if found is not None:
@@ -179,11 +181,9 @@ def _open(leaf: Any, path: str) -> _Node | None:
         return _open_module(leaf)
     if is_torch(leaf, "optim", "Optimizer"):
         return None
-    jax = sys.modules.get("jax")
-    if jax is not None and hasattr(jax, "tree_util"):
-        node = _open_registered(jax.tree_util, leaf, path)
-        if node is not None:
-            return node
+    node = None if tree_util is None else _open_registered(tree_util, leaf, path)
+    if node is not None:
+        return node
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return _open_dataclass(leaf)
     return None

@@ -366,3 +366,20 @@ def test_update_that_takes_gradients_first_is_refused(name: str) -> None:
         assert comm.allreduce(1) == comm.size
 
     run(2, check)
+
+
+def test_an_optimizer_of_flax_changes_its_model_in_place() -> None:
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+    # One after the other: threads that compile at the same time disturb one another.
+    models = [nnx.Linear(2, 1, rngs=nnx.Rngs(0)) for _ in range(2)]
+    start = np.asarray(models[0].kernel[...])
+    slopes = [nnx.grad(lambda m, r=r: r * m.kernel[...].sum())(models[r]) for r in range(2)]
+
+    def train(comm: ac.Communicator) -> Any:
+        model = models[comm.rank]
+        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+        ac.DistributedOptimizer(optimizer, comm=comm).update(model, slopes[comm.rank])
+        return np.asarray(model.kernel[...])
+
+    for kernel in run(2, train):
+        np.testing.assert_array_equal(kernel, start - np.float32(0.25))

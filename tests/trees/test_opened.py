@@ -170,3 +170,20 @@ def test_ranks_whose_objects_differ_are_told_which(on_ranks, several: int) -> No
             ac.synchronize([leaf], comm=comm)
 
     on_ranks(several, check)
+
+
+def test_variables_of_flax_stay_variables(on_ranks, few: int) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    jax = pytest.importorskip("jax")
+    arrays = [jax.numpy.asarray(np.full(2, rank, np.float32)) for rank in range(4)]
+
+    def check(comm: Communicator) -> None:
+        state = nnx.State({"kernel": nnx.Param(arrays[comm.rank])})
+        assert flatten(state).paths == ["tree['kernel'].value"]
+        for call in _tree_functions(comm):
+            got = call(state)
+            assert type(got) is nnx.State
+            assert type(got["kernel"]) is nnx.Param
+            assert np.asarray(got["kernel"][...]).tolist() == [comm.size - 1] * 2
+
+    on_ranks(few, check)
