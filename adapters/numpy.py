@@ -118,7 +118,7 @@ class Distributed:
         method = _method(self._optimizer, name)
         refusal = self._refusals.get(name)
         if refusal is not None:
-            raise TypeError(f"DistributedOptimizer: {refusal}")
+            self._gradients.fail(TypeError(f"DistributedOptimizer: {refusal}"))
         complete, reduced = self._gradients.add(grads)
         if complete:
             with self._gradients.taking_step():

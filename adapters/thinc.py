@@ -64,9 +64,11 @@ class Distributed(plain.Distributed):
     ) -> Any:
         """Update one parameter, with a reduction of its own; collective."""
         if self._gradients.accumulate > 1:
-            raise ValueError(
-                "DistributedOptimizer: gradients that are accumulated must come together; got one "
-                f"parameter, {key[1]!r}; call model.finish_update(optimizer)"
+            self._gradients.fail(
+                ValueError(
+                    "DistributedOptimizer: gradients that are accumulated must come together; got one "
+                    f"parameter, {key[1]!r}; call model.finish_update(optimizer)"
+                )
             )
         # Ids of nodes are this process's alone.
         _, reduced = self._gradients.add({key[1]: gradient})

@@ -99,6 +99,22 @@ def test_a_wrong_argument_of_one_rank_is_an_error_of_the_library_on_all() -> Non
     run(2, fit)
 
 
+@pytest.mark.parametrize("frameworks", [*([name] * 2 for name in FRAMEWORKS), FRAMEWORKS], ids=str)
+def test_one_program_trains_every_framework(frameworks: list[str]) -> None:
+    train = _example("train_any_framework")["train"]
+
+    def learn(comm: Communicator) -> Any:
+        return train(frameworks[comm.rank], comm, steps=30)
+
+    for framework, params in zip(frameworks, run(len(frameworks), learn), strict=True):
+        assert type(params["slope"]) is type(make(framework, np.ones(1, np.float32)))
+        slope, start = (
+            np.frombuffer(content(params[n])[2], np.float32)[0] for n in ("slope", "start")
+        )
+        # Nearer than it began.
+        assert (slope - 3) ** 2 + (start + 1) ** 2 < 1
+
+
 def test_a_library_with_a_thinc_model_learns_on_threads() -> None:
     pytest.importorskip("thinc")
     from sklearn.datasets import load_digits
