@@ -20,7 +20,8 @@ from arraycomm.adapters._torch_collectives import (
     reduce_scatter,
 )
 from arraycomm.adapters._torch_data import DataLoader
-from arraycomm.adapters._torch_reducer import Reducer, without_owner
+from arraycomm.adapters._torch_hooks import without_owner
+from arraycomm.adapters._torch_reducer import Reducer
 
 __all__ = [
     "DataLoader",
@@ -111,7 +112,7 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         raise ValueError(
             "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer returned"
         )
-    reducer = steps.reducer
+    reducer = steps.reducer.in_backward
     before, reducer.syncing = reducer.syncing, False
     try:
         yield
