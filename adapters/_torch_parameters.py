@@ -45,9 +45,17 @@ class Parameters:
         if list(map(id, tensors)) == list(map(id, self.tensors)):
             self._report_to(reducer, only_free=True)
             return False
+        self._renumber_states(tensors)
         self.tensors, self.slots, self.touched = tensors, list(map(slot_of, tensors)), []
         self._report_to(reducer)
         return True
+
+    def _renumber_states(self, tensors: list[torch.Tensor]) -> None:
+        """Keep what a compression remembers of the parameters that stay; of a copy's, of all."""
+        if self.gradients.states is not None and self.tensors:
+            numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+            pairs = ((old, numbers.get(id(tensor))) for old, tensor in enumerate(self.tensors))
+            self.gradients.states.renumber({old: new for old, new in pairs if new is not None})
 
     def _report_to(self, reducer: object, *, only_free: bool = False) -> None:
         for number, slot in enumerate(self.slots):
@@ -68,8 +76,13 @@ class Parameters:
 
     def means(self, numbers: Iterable[int]) -> dict[int, Any]:
         """Return what this rank adds to the reduction of these parameters' gradients."""
-        means: dict[int, Any] = self.gradients.mean_of({n: self._unreduced(n) for n in numbers})
+        unreduced = {number: self._unreduced(number) for number in numbers}
+        means: dict[int, Any] = self.gradients.fed_back(self.gradients.mean_of(unreduced))
         return means
+
+    def zeros(self, number: int) -> torch.Tensor:
+        """Return what a missing gradient counts as."""
+        return torch.zeros_like(self.tensors[number], requires_grad=False)
 
     def all_unreduced(self) -> list[Any]:
         """Return what this step's gradients are if no rank can say which are stale."""
@@ -93,6 +106,8 @@ class Parameters:
         """Take the gradients that were being reduced for unreduced ones, if they are."""
         for slot in self.slots:
             slot.sent = None
+        if self.gradients.states is not None:
+            self.gradients.states.forget()
 
     def is_pending(self) -> bool:
         """Tell whether this rank has gradients that are not reduced."""

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 import arraycomm as ac
 from arraycomm.adapters._torch_backward import Backward
 from arraycomm.adapters._torch_buckets import Buckets
@@ -51,8 +53,24 @@ class BucketRounds:
         return self._gradients.rounds.start(bucket, make, place)
 
     def _reduce(self, bucket: Any, place: Any) -> Any:
+        if self._gradients.hook is not None:
+            return self._reduce_by_hook(bucket, place)
         make = partial(self._parameters.means, bucket.numbers)
         return self._gradients.rounds.reduce(bucket, make, place)
+
+    def _reduce_by_hook(self, bucket: Any, place: Any) -> Any:
+        """Reduce with a compression of the user's those gradients that any rank has."""
+        means: dict[int, Any] = {}
+
+        def show() -> dict[int, Any]:
+            means.update(self._parameters.means(bucket.numbers))
+            return {0: np.array([means[n] is not None for n in bucket.numbers], np.float32)}
+
+        shown = self._gradients.rounds.reduce(bucket, show, place)
+        present = [n for n, has in zip(bucket.numbers, shown.leaves[0], strict=True) if has]
+        leaves = {n: self._parameters.zeros(n) if means[n] is None else means[n] for n in present}
+        reduced = self._gradients.reduce_by_hook(leaves)
+        return shown._replace(leaves={**dict.fromkeys(bucket.numbers), **reduced})
 
     # In steps
 

@@ -19,6 +19,7 @@ from arraycomm.adapters._torch_collectives import (
     bcast,
     reduce_scatter,
 )
+from arraycomm.adapters._torch_compression import save_with_state_dict
 from arraycomm.adapters._torch_data import DataLoader
 from arraycomm.adapters._torch_hooks import without_owner
 from arraycomm.adapters._torch_reducer import Reducer
@@ -64,6 +65,8 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
     vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients)
     optimizer.register_step_pre_hook(gradients.entry(steps.before_step))
     optimizer.register_step_post_hook(gradients.entry(steps.after_step))
+    if gradients.states is not None:
+        save_with_state_dict(optimizer, gradients.states)
     _distributed[optimizer] = steps
     return optimizer
 
