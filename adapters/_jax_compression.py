@@ -44,6 +44,7 @@ def compressing(inner: Any, gradients: Any, reduce: Reduce) -> tuple[Init, Updat
     def update(
         updates: Any, state: CompressedState, params: Any = None, **extra: Any
     ) -> tuple[Any, CompressedState]:
+        gradients.check_memory_in_join()
         leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
         if len(leaves) != len(state.compression):
             raise ValueError(

@@ -113,9 +113,10 @@ class ErrorFeedback(Compression):
         if state is None:
             return gradient, None
         xp = array_namespace(gradient)
-        total = gradient + state
-        sent = _rounded(total, self.dtype)
-        lost = total - sent
+        with np.errstate(all="ignore"):
+            total = xp.asarray(gradient + state)
+            sent = _rounded(total, self.dtype)
+            lost = total - sent
         return sent, xp.where(xp.isfinite(lost), lost, xp.zeros_like(lost))
 
     def reduce(
@@ -136,10 +137,9 @@ def _rounded(x: Any, name: str) -> Any:
     if is_jax_array(x):
         return rounded_by_jax(x, name)
     xp = array_namespace(x)
-    dtype = getattr(xp, name, None)
-    if dtype is not None and not isinstance(x, np.ndarray):
+    dtype = None if isinstance(x, np.ndarray) else getattr(xp, name, None)
+    if dtype is not None:
         return xp.astype(xp.astype(x, dtype), x.dtype)
+    # NumPy has only one of the two by itself, and other namespaces may have none.
     array = np.asarray(exchange(x, "numpy"))
-    with np.errstate(all="ignore"):
-        rounded = array.astype(COMPRESSIONS[name]).astype(array.dtype)
-    return exchange(rounded, x)
+    return exchange(array.astype(COMPRESSIONS[name]).astype(array.dtype), x)

@@ -213,6 +213,15 @@ class Gradients:
         runner_of(self._shared).call(HandedStep, block, memory, self, tree, replaced)
         return bool(self._join.total)
 
+    def check_memory_in_join(self) -> None:
+        """Raise inside `join` if an object compresses gradients."""
+        if self.states is not None and self.joined:
+            raise ValueError(
+                "inside join gradients cannot be compressed by an object, since ranks without data have "
+                f"nothing to remember; got an optimizer with compression={self.described}; pass a name "
+                'such as "bfloat16"'
+            )
+
     @property
     def _join(self) -> Joinable:
         join = registry_of(self._shared).join
@@ -393,12 +402,7 @@ class HandedStep(HandOver):
 
 def _number_in_join(gradients: Gradients) -> int:
     """Return by which number ranks without data know an optimizer; raise if they cannot take its steps."""
-    if gradients.states is not None:
-        raise ValueError(
-            "inside join gradients cannot be compressed by an object, since ranks without data have "
-            f"nothing to remember; got an optimizer with compression={gradients.described}; pass "
-            'compression="bfloat16", or make an optimizer without join'
-        )
+    gradients.check_memory_in_join()
     if gradients.accumulate > 1:
         raise ValueError(
             "inside join gradients cannot be accumulated, since ranks that have no more steps "

@@ -165,7 +165,10 @@ def check_compression(compression: object) -> None:
     """Raise unless `compression` is None or the name of a dtype to compress to."""
     known = compression is None or (isinstance(compression, str) and compression in COMPRESSIONS)
     if not known:
-        raise ValueError(f'compression must be "bfloat16", "float16" or None; got {compression!r}')
+        objects = "; only a DistributedOptimizer takes objects" * hasattr(compression, "decompress")
+        raise ValueError(
+            f'compression must be "bfloat16", "float16" or None; got {compression!r}{objects}'
+        )
 
 
 def compressed(dtype: DType, compression: str | None) -> DType:
