@@ -65,6 +65,29 @@ class Distributed:
         complete, reduced = self._gradients.add(grads)
         return self._optimizer.update(params, reduced, *args, **kwargs) if complete else params
 
+    def compression_state(self) -> dict[int, Any]:
+        """Return what a compression remembers on this rank, to be saved; local.
+
+        Returns
+        -------
+        dict
+            Of plain containers and arrays, by the numbers of the gradients' leaves; empty without an
+            object as `compression`.
+        """
+        states = self._gradients.states
+        return {} if states is None else states.saved()
+
+    def load_compression_state(self, saved: dict[int, Any]) -> None:
+        """Go on from what `compression_state` has returned, on this rank; local.
+
+        Parameters
+        ----------
+        saved : dict
+            What this rank has saved.
+        """
+        if self._gradients.states is not None:
+            self._gradients.states.load(saved)
+
     def __copy__(self) -> Distributed:
         return Distributed(copy.copy(self._optimizer), self._gradients.copy())
 
