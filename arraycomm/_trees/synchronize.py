@@ -28,7 +28,8 @@ from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
 from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, settings_of
-from arraycomm._trees.pytrees import flatten, is_torch
+from arraycomm._trees.pytrees import ExtraState, flatten, is_torch
+from arraycomm._trees.states import State, state_of
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
 _RAW: Final = np.dtype(np.uint8)
@@ -74,6 +75,7 @@ class Synchronize(Operation):
             self._parts[number].leaf._replace(path=path)
             for path, number in zip(self._flat.paths, self._index, strict=True)
         ]
+        leaves.extend(spec for part in self._parts for spec in part.beside)
         settings = settings_of(self._flat, self._index)
         self.signature = Signature(
             self.name, None, self.root, leaves=tuple(leaves), settings=settings
@@ -90,6 +92,7 @@ class Synchronize(Operation):
                 number = first[id(leaf)] = len(self._parts)
                 self._parts.append(_part(leaf, path))
             self._index.append(number)
+        self._parts.extend(map(_extra_part, self._flat.extras))
 
     def steps(self, agreement: Agreement) -> Steps:
         having = [rank for rank in range(self.group.size) if agreement.array_digest(rank)]
@@ -158,12 +161,17 @@ class _Kept:
 
 
 class _Part(NamedTuple):
-    """How one leaf is synchronized: as bytes, as a pickled value, or not at all."""
+    """How one leaf is synchronized: as bytes, as a pickled value, or not at all.
+
+    `beside` describes what else the ranks compare. `load` changes the leaf in place, where it is not the root's.
+    """
 
     leaf: LeafSpec
     array: BufferView | None = None
     value: Any = _Kept
     receive: Callable[[Any], Any] = lambda received: received
+    beside: Sequence[LeafSpec] = ()
+    load: Callable[[Any], Any] | None = None
 
 
 def _pack_raw(packed: Packed, arrays: Sequence[BufferView]) -> None:
@@ -185,6 +193,8 @@ def _received(parts: Sequence[_Part], packed: Packed, values: Any, is_root: bool
             results.append(part.receive(None))
         else:
             value = next(values)
+            if part.load is not None and not is_root:
+                part.load(value)
             results.append(part.receive(part.value if is_root else value))
     return results
 
@@ -195,8 +205,9 @@ def _part(leaf: Any, path: str) -> _Part:
         return _Part(LeafSpec(path, NONE), receive=lambda _: None)
     if isinstance(leaf, _VALUES):
         return _Part(LeafSpec(path, type(leaf).__name__), value=leaf)
-    if is_torch(leaf, "optim", "Optimizer"):
-        return _Part(LeafSpec(path, "optimizer"), value=leaf.state_dict(), receive=_load_into(leaf))
+    state = state_of(leaf, path)
+    if state is not None:
+        return _state_part(leaf, state)
     if _is_typed_key(leaf):
         return _key_part(leaf, path)
     if callable(leaf) or _is_generator(leaf):
@@ -209,12 +220,18 @@ def _part(leaf: Any, path: str) -> _Part:
     return _Part(array_leaf(path, array), array)
 
 
-def _load_into(optimizer: Any) -> Callable[[Any], Any]:
-    def load(state: Any) -> Any:
-        optimizer.load_state_dict(state)
-        return optimizer
+def _state_part(leaf: Any, state: State) -> _Part:
+    """Return the part of an object that keeps its state on the root, and loads it elsewhere."""
+    described, *beside = state.described
+    return _Part(
+        described, value=state.value, receive=lambda _: leaf, beside=beside, load=state.load
+    )
 
-    return load
+
+def _extra_part(extra: ExtraState) -> _Part:
+    """Return the part of what is no leaf of the tree."""
+    part = _part(extra, extra.path)
+    return part._replace(beside=(part.leaf, *part.beside))
 
 
 def _is_generator(leaf: Any) -> bool:
@@ -247,7 +264,9 @@ def _take_from_whole(
     """Put the arrays of the root's tree into `packed`, and return its other values."""
     values: list[Any] = []
     arrays: list[BufferView] = []
-    leaves = dict(zip(index, flatten(whole).leaves, strict=True))
+    flat = flatten(whole)
+    extras = range(len(parts) - len(flat.extras), len(parts))
+    leaves = dict(zip((*index, *extras), (*flat.leaves, *flat.extras), strict=True))
     for number, part in enumerate(parts):
         leaf = leaves[number]
         if part.array is not None:
