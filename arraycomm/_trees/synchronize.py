@@ -28,7 +28,7 @@ from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
 from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, settings_of
-from arraycomm._trees.pytrees import ExtraState, flatten, is_torch
+from arraycomm._trees.pytrees import flatten, is_torch
 from arraycomm._trees.states import State, state_of
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
@@ -71,14 +71,9 @@ class Synchronize(Operation):
             )
         self.length = len(self._data)
         self.nbytes, self.copies = self._packed.nbytes, len(arrays)
-        leaves = [
-            self._parts[number].leaf._replace(path=path)
-            for path, number in zip(self._flat.paths, self._index, strict=True)
-        ]
-        leaves.extend(spec for part in self._parts for spec in part.beside)
         settings = settings_of(self._flat, self._index)
         self.signature = Signature(
-            self.name, None, self.root, leaves=tuple(leaves), settings=settings
+            self.name, None, self.root, leaves=self._described(), settings=settings
         )
 
     def _look_at_leaves(self) -> None:
@@ -92,7 +87,17 @@ class Synchronize(Operation):
                 number = first[id(leaf)] = len(self._parts)
                 self._parts.append(_part(leaf, path))
             self._index.append(number)
-        self._parts.extend(map(_extra_part, self._flat.extras))
+        self._parts.extend(_part(extra, extra.path) for extra in self._flat.extras)
+
+    def _described(self) -> tuple[LeafSpec, ...]:
+        """Return what the ranks compare: the leaves, what their states need, and what is no leaf."""
+        leaves = (
+            self._parts[number].leaf._replace(path=path)
+            for path, number in zip(self._flat.paths, self._index, strict=True)
+        )
+        beside = (spec for part in self._parts for spec in part.beside)
+        extras = (part.leaf for part in self._parts[len(set(self._index)) :])
+        return *leaves, *beside, *extras
 
     def steps(self, agreement: Agreement) -> Steps:
         having = [rank for rank in range(self.group.size) if agreement.array_digest(rank)]
@@ -163,7 +168,7 @@ class _Kept:
 class _Part(NamedTuple):
     """How one leaf is synchronized: as bytes, as a pickled value, or not at all.
 
-    `beside` describes what else the ranks compare. `load` changes the leaf in place, where it is not the root's.
+    `beside` describes what else the ranks compare. `load` changes the leaf in place, but for the root's.
     """
 
     leaf: LeafSpec
@@ -226,12 +231,6 @@ def _state_part(leaf: Any, state: State) -> _Part:
     return _Part(
         described, value=state.value, receive=lambda _: leaf, beside=beside, load=state.load
     )
-
-
-def _extra_part(extra: ExtraState) -> _Part:
-    """Return the part of what is no leaf of the tree."""
-    part = _part(extra, extra.path)
-    return part._replace(beside=(part.leaf, *part.beside))
 
 
 def _is_generator(leaf: Any) -> bool:
