@@ -32,10 +32,6 @@ def adam() -> Any:
     return optax.adam(0.1, eps=0.1)
 
 
-def scheduled() -> Any:
-    return optax.sgd(optax.exponential_decay(0.1, transition_steps=1, decay_rate=0.5))
-
-
 def on_jax(tree: Any) -> Any:
     return jax.tree.map(jnp.asarray, tree)
 

@@ -127,11 +127,6 @@ def sgd(parameters: list[Any]) -> Any:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def adam(parameters: list[Any]) -> Any:
-    """With an epsilon so large that the size of the gradients matters, not their sign alone."""
-    return torch.optim.Adam(parameters, lr=0.1, eps=0.1)
-
-
 def make_parameters() -> list[Any]:
     return [torch.nn.Parameter(torch.from_numpy(array)) for array in zeros().values()]
 
