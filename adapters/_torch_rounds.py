@@ -70,7 +70,7 @@ class BucketRounds:
         present = [n for n, has in zip(bucket.numbers, shown.leaves[0], strict=True) if has]
         leaves = {n: self._parameters.zeros(n) if means[n] is None else means[n] for n in present}
         reduced = self._gradients.reduce_by_hook(leaves)
-        return shown._replace(leaves={**dict.fromkeys(bucket.numbers), **reduced})
+        return type(shown)({**dict.fromkeys(bucket.numbers), **reduced}, shown.places)
 
     # In steps
 

@@ -273,7 +273,9 @@ class TestCompiled:
 @needs_mpiexec
 @pytest.mark.each_mpi
 def test_compiled_on_processes() -> None:
-    files = (__file__, str(Path(__file__).with_name("test_accumulation.py")))
+    here = Path(__file__)
+    compression = here.parents[1] / "training" / "test_compression.py"
+    files = (here, here.with_name("test_accumulation.py"), compression)
     job = run_pytest(*(f"{name}::TestCompiled" for name in files), ranks=3)
     assert job.returncode == 0, job.stdout + job.stderr
     assert " passed" in job.stdout

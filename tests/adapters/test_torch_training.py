@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -931,6 +932,8 @@ class TestProcesses:
 @needs_mpiexec
 @pytest.mark.each_mpi
 def test_on_processes() -> None:
-    job = run_pytest(f"{__file__}::TestProcesses", ranks=3)
+    compression = Path(__file__).parents[1] / "training" / "test_compression.py"
+    classes = (f"{__file__}::TestProcesses", f"{compression}::TestTorchProcesses")
+    job = run_pytest(*classes, ranks=3)
     assert job.returncode == 0, job.stdout + job.stderr
     assert " passed" in job.stdout
