@@ -134,6 +134,15 @@ def test_residuals_of_values_that_are_not_finite_begin_anew(framework: str) -> N
     np.testing.assert_array_equal(ac.exchange(residual, "numpy"), [0, 0, 0, 0, 2**-12])
 
 
+def test_gradients_of_16_bits_are_sent_as_they_are() -> None:
+    feedback, gradient, residual = ac.ErrorFeedback("bfloat16"), np.ones(2, "f2"), np.ones(2, "f4")
+    assert feedback.init(gradient) is None
+    for state in (None, residual):
+        sent, after = feedback.compress(gradient, state)
+        assert sent is gradient
+        assert after is state
+
+
 @pytest.mark.parametrize("dtype", ["bf16", None, np.float16, ["bfloat16"]])
 def test_error_feedback_needs_the_name_of_a_dtype(dtype: Any) -> None:
     with pytest.raises(
@@ -170,6 +179,23 @@ def test_optimizers_feed_back_what_rounding_loses(framework: str, size: int) -> 
                 np.testing.assert_array_equal(got, expected)
 
     run(size, train)
+
+
+class Derived(ac.ErrorFeedback):
+    """Is called as a hook, since it might override `reduce`."""
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_a_subclass_feeds_back_too(framework: str) -> None:
+    pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, op="sum", compression=Derived("bfloat16"))
+        for number, want in enumerate(fed_back(2, 3)):
+            for got, expected in zip(step(gradients(comm.rank, number)), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+    run(2, train)
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
