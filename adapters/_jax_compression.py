@@ -47,11 +47,6 @@ def compressing(inner: Any, gradients: Any, reduce: Reduce) -> tuple[Init, Updat
         if gradients.joined:
             gradients.compressor.check_outside_join()
         leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-        if len(leaves) != len(state.compression):
-            raise ValueError(
-                "DistributedOptimizer: gradients must have the structure of the parameters that the state was "
-                f"made of, {len(state.compression)} leaves; got {len(leaves)}; make the state anew, with init"
-            )
         reduced, states = change(gradients, leaves, state.compression, reduce)
         changes, own = inner.update(
             jax.tree.unflatten(structure, reduced), state.inner, params, **extra
@@ -63,26 +58,32 @@ def compressing(inner: Any, gradients: Any, reduce: Reduce) -> tuple[Init, Updat
 
 def _fed_back(
     gradients: Any, leaves: list[Any], states: tuple[Any, ...], reduce: Reduce
-) -> tuple[list[Any], tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...]]:
     """Reduce gradients with error feedback; a missing one leaves its residual as it is."""
-    pairs = [
-        (None, state) if leaf is None else gradients.compressor.feedback.compress(leaf, state)
-        for leaf, state in zip(leaves, states, strict=True)
-    ]
+    try:
+        pairs = gradients.compressor.fed_back_with(leaves, states)
+    except Exception as error:
+        if _is_traced(leaves):
+            raise
+        gradients.fail(error)
     return reduce([sent for sent, _ in pairs]), tuple(state for _, state in pairs)
 
 
 def _hooked(
     gradients: Any, leaves: list[Any], states: tuple[Any, ...], reduce: Reduce
-) -> tuple[list[Any], tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...]]:
     """Reduce gradients by an object's own `reduce`."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((leaves, states))):
+    if _is_traced((leaves, states)):
         raise TypeError(
-            f"DistributedOptimizer: compression={gradients.compressor.described} makes collectives that JAX cannot "
-            'compile; call the transformation outside jax.jit, or pass ErrorFeedback("bfloat16")'
+            f"DistributedOptimizer: compression={gradients.compressor.described} makes collectives that JAX "
+            'cannot compile; call the transformation outside jax.jit, or pass ErrorFeedback("bfloat16")'
         )
     reduced, new = gradients.compressor.reduce_with(leaves, states)
     return reduced, new
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -106,6 +106,15 @@ class Compressor:
         sent = self.fed_back({number: flat.leaves[number] for number in index})
         return flat.rebuild([sent[number] for number in index])
 
+    def fed_back_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Return what is sent for each gradient, and its new state, given the states."""
+        assert self.feedback is not None
+        _check_states(leaves, states)
+        return [
+            (None, state) if leaf is None else self.feedback.compress(leaf, state)
+            for leaf, state in zip(leaves, states, strict=True)
+        ]
+
     # Hooks: they reduce by themselves
 
     def reduce(self, leaves: Leaves) -> Leaves:
@@ -127,8 +136,12 @@ class Compressor:
     def reduce_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> tuple[Any, Any]:
         """Reduce gradients with the hook, given their states; return both anew; collective."""
         assert self.hook is not None
-        listed = list(leaves)
-        _, index, result = self.hook.reduce_tree(lambda: flatten(listed), lambda n, _: states[n])
+
+        def make() -> Flat:
+            _check_states(leaves, states)
+            return flatten(list(leaves))
+
+        _, index, result = self.hook.reduce_tree(make, lambda number, _: states[number])
         reduced = [result.reduced.get(number) for number in index]
         return reduced, tuple(result.states.get(n, state) for n, state in enumerate(states))
 
@@ -137,3 +150,11 @@ class Compressor:
         for number, state in result.states.items():
             self.states.note(number, leaves[number], state)
         self.states.settle()
+
+
+def _check_states(leaves: Sequence[Any], states: Sequence[Any]) -> None:
+    if len(leaves) != len(states):
+        raise ValueError(
+            "DistributedOptimizer: gradients must have the structure of the parameters that the state was "
+            f"made of, {len(states)} leaves; got {len(leaves)}; make the state anew, with init"
+        )

@@ -537,6 +537,24 @@ def test_what_is_no_array_is_refused_by_its_path(compression: Any) -> None:
 
 
 @pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), Scaled()])
+def test_a_state_of_optax_for_other_parameters_raises_on_all(compression: Any) -> None:
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+
+    def update(comm: ac.Communicator) -> None:
+        optimizer = ac.DistributedOptimizer(optax.identity(), comm=comm, compression=compression)
+        ones = [jax.numpy.ones(3), jax.numpy.ones(2)]
+        wrong = comm.rank == 1
+        state = optimizer.init(ones[: 2 - wrong])
+        text = "the parameters that the state was made of, 1 leaves; got 2; make the state anew"
+        with pytest.raises(ValueError if wrong else ac.PeerError, match=text):
+            optimizer.update(ones, state)
+        (one, _), _ = optimizer.update(ones, optimizer.init(ones))
+        assert one.tolist() == [1.0] * 3
+
+    run(2, update)
+
+
+@pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), Scaled()])
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
 def test_inside_join_objects_are_refused_on_all_ranks(framework: str, compression: Any) -> None:
     pytest.importorskip(framework)
