@@ -32,11 +32,11 @@ def compressing(inner: Any, gradients: Any, reduce: Reduce) -> tuple[Init, Updat
 
     `reduce` reduces a list of gradients as it is.
     """
-    change = _fed_back if gradients.hook is None else _hooked
+    change = _fed_back if gradients.compressor.hook is None else _hooked
 
     def init(params: Any) -> CompressedState:
         states = (
-            None if leaf is None else gradients.states.compression.init(leaf)
+            None if leaf is None else gradients.compressor.states.compression.init(leaf)
             for leaf in _leaves(params)
         )
         return CompressedState(tuple(states), inner.init(params))
@@ -44,13 +44,9 @@ def compressing(inner: Any, gradients: Any, reduce: Reduce) -> tuple[Init, Updat
     def update(
         updates: Any, state: CompressedState, params: Any = None, **extra: Any
     ) -> tuple[Any, CompressedState]:
-        gradients.check_memory_in_join()
+        if gradients.joined:
+            gradients.compressor.check_outside_join()
         leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-        if len(leaves) != len(state.compression):
-            raise ValueError(
-                "DistributedOptimizer: gradients must have the structure of the parameters that the state was "
-                f"made of, {len(state.compression)} leaves; got {len(leaves)}; make the state anew, with init"
-            )
         reduced, states = change(gradients, leaves, state.compression, reduce)
         changes, own = inner.update(
             jax.tree.unflatten(structure, reduced), state.inner, params, **extra
@@ -62,26 +58,32 @@ def compressing(inner: Any, gradients: Any, reduce: Reduce) -> tuple[Init, Updat
 
 def _fed_back(
     gradients: Any, leaves: list[Any], states: tuple[Any, ...], reduce: Reduce
-) -> tuple[list[Any], tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...]]:
     """Reduce gradients with error feedback; a missing one leaves its residual as it is."""
-    pairs = [
-        (None, state) if leaf is None else gradients.feedback.compress(leaf, state)
-        for leaf, state in zip(leaves, states, strict=True)
-    ]
+    try:
+        pairs = gradients.compressor.fed_back_with(leaves, states)
+    except Exception as error:
+        if _is_traced(leaves):
+            raise
+        gradients.fail(error)
     return reduce([sent for sent, _ in pairs]), tuple(state for _, state in pairs)
 
 
 def _hooked(
     gradients: Any, leaves: list[Any], states: tuple[Any, ...], reduce: Reduce
-) -> tuple[list[Any], tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...]]:
     """Reduce gradients by an object's own `reduce`."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((leaves, states))):
+    if _is_traced((leaves, states)):
         raise TypeError(
-            f"DistributedOptimizer: compression={gradients.described} makes collectives that JAX cannot "
-            'compile; call the transformation outside jax.jit, or pass ErrorFeedback("bfloat16")'
+            f"DistributedOptimizer: compression={gradients.compressor.described} makes collectives that JAX "
+            'cannot compile; call the transformation outside jax.jit, or pass ErrorFeedback("bfloat16")'
         )
-    reduced, new = gradients.reduce_with(leaves, states)
+    reduced, new = gradients.compressor.reduce_with(leaves, states)
     return reduced, new
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -42,7 +42,7 @@ class Buckets:
         self._tensors = tensors
         everything = list(range(len(tensors)))
         division = self._gradients.division or []
-        if self._gradients.hook is not None:
+        if self._gradients.compressor.hook is not None:
             # It gets all gradients at once.
             division = [everything]
         # If parameters have come, the ranks have to agree anew.

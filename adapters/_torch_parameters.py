@@ -52,10 +52,11 @@ class Parameters:
 
     def _renumber_states(self, tensors: list[torch.Tensor]) -> None:
         """Keep what a compression remembers of the parameters that stay; of a copy's, of all."""
-        if self.gradients.states is not None and self.tensors:
+        states = self.gradients.compressor.states
+        if states is not None and self.tensors:
             numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
             pairs = ((old, numbers.get(id(tensor))) for old, tensor in enumerate(self.tensors))
-            self.gradients.states.renumber({old: new for old, new in pairs if new is not None})
+            states.renumber({old: new for old, new in pairs if new is not None})
 
     def _report_to(self, reducer: object, *, only_free: bool = False) -> None:
         for number, slot in enumerate(self.slots):
@@ -77,8 +78,9 @@ class Parameters:
     def means(self, numbers: Iterable[int]) -> dict[int, Any]:
         """Return what this rank adds to the reduction of these parameters' gradients."""
         unreduced = {number: self._unreduced(number) for number in numbers}
-        means: dict[int, Any] = self.gradients.fed_back(self.gradients.mean_of(unreduced))
-        return means
+        means = self.gradients.mean_of(unreduced)
+        sent: dict[int, Any] = self.gradients.compressor.fed_back(means)
+        return sent
 
     def zeros(self, number: int) -> torch.Tensor:
         """Return what a missing gradient counts as."""
@@ -106,8 +108,7 @@ class Parameters:
         """Take the gradients that were being reduced for unreduced ones, if they are."""
         for slot in self.slots:
             slot.sent = None
-        if self.gradients.states is not None:
-            self.gradients.states.forget()
+        self.gradients.compressor.forget()
 
     def is_pending(self) -> bool:
         """Tell whether this rank has gradients that are not reduced."""

@@ -53,7 +53,7 @@ class BucketRounds:
         return self._gradients.rounds.start(bucket, make, place)
 
     def _reduce(self, bucket: Any, place: Any) -> Any:
-        if self._gradients.hook is not None:
+        if self._gradients.compressor.hook is not None:
             return self._reduce_by_hook(bucket, place)
         make = partial(self._parameters.means, bucket.numbers)
         return self._gradients.rounds.reduce(bucket, make, place)
@@ -69,8 +69,8 @@ class BucketRounds:
         shown = self._gradients.rounds.reduce(bucket, show, place)
         present = [n for n, has in zip(bucket.numbers, shown.leaves[0], strict=True) if has]
         leaves = {n: self._parameters.zeros(n) if means[n] is None else means[n] for n in present}
-        reduced = self._gradients.reduce_by_hook(leaves)
-        return shown._replace(leaves={**dict.fromkeys(bucket.numbers), **reduced})
+        reduced = self._gradients.compressor.reduce(leaves)
+        return type(shown)({**dict.fromkeys(bucket.numbers), **reduced}, shown.places)
 
     # In steps
 

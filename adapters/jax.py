@@ -67,7 +67,7 @@ def distribute(
         return updated
 
     init = inner.init
-    if gradients.states is not None:
+    if gradients.compressor.states is not None:
         init, update = compressing(
             inner,
             gradients,

@@ -74,7 +74,7 @@ class Distributed:
             Of plain containers and arrays, by the numbers of the gradients' leaves; empty without an
             object as `compression`.
         """
-        states = self._gradients.states
+        states = self._gradients.compressor.states
         return {} if states is None else states.saved()
 
     def load_compression_state(self, saved: dict[int, Any]) -> None:
@@ -85,8 +85,8 @@ class Distributed:
         saved : dict
             What this rank has saved.
         """
-        if self._gradients.states is not None:
-            self._gradients.states.load(saved)
+        if self._gradients.compressor.states is not None:
+            self._gradients.compressor.states.load(saved)
 
     def __copy__(self) -> Distributed:
         return Distributed(copy.copy(self._optimizer), self._gradients.copy())

@@ -65,8 +65,8 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
     vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients)
     optimizer.register_step_pre_hook(gradients.entry(steps.before_step))
     optimizer.register_step_post_hook(gradients.entry(steps.after_step))
-    if gradients.states is not None:
-        save_with_state_dict(optimizer, gradients.states)
+    if gradients.compressor.states is not None:
+        save_with_state_dict(optimizer, gradients.compressor.states)
     _distributed[optimizer] = steps
     return optimizer
 

@@ -34,8 +34,8 @@ class Compression:
 
     An exception in a method raises on all ranks: the exception itself on its rank, `PeerError` on the
     others. The gradients then stay this rank's own. Results that differ between ranks raise
-    `MismatchError`, unless the communicator was made with `check=False`. This costs one small step of all
-    ranks for each reduction, and one pass over the results on the host.
+    `MismatchError`, unless the communicator was made with `check=False`. Each reduction costs three
+    small steps of all ranks, and one pass over the results on the host.
 
     With torch, the methods are called at the end of a backward pass, with all gradients at once. A gradient
     that is missing on some ranks is zeros there; with other frameworks it raises `MismatchError`. Inside

@@ -110,8 +110,9 @@ class ErrorFeedback(Compression):
         state : array or None
             What the rounding has lost.
         """
-        if state is None:
-            return gradient, None
+        if state is None or not _is_compressed(gradient):
+            # An optax state is made of parameters, whose gradients may be of fewer bits.
+            return gradient, state
         xp = array_namespace(gradient)
         with np.errstate(all="ignore"):
             total = xp.asarray(gradient + state)

@@ -12,11 +12,9 @@ from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
-from arraycomm._training.compression import Compression, described
-from arraycomm._training.feedback import ErrorFeedback
-from arraycomm._training.hooks import Hook, HookResult, check_arrays, first_of_each
+from arraycomm._training.compression import Compression
+from arraycomm._training.compressor import Compressor
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
-from arraycomm._training.states import States
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.leaves import check_leaf
@@ -68,14 +66,8 @@ class Gradients:
         Steps whose mean is reduced.
     options : dict
         The other arguments of `allreduce_gradients`.
-    described : str
-        The compression, as the ranks compare it.
-    feedback : ErrorFeedback or None
-        What changes gradients before they are reduced.
-    hook : Hook or None
-        What reduces gradients in place of `allreduce_gradients`.
-    states : States or None
-        What either remembers, if it does not go with the optimizer's own state.
+    compressor : Compressor
+        How they are compressed.
     """
 
     # For the functions of an adapter that its framework calls.
@@ -98,14 +90,11 @@ class Gradients:
         self.number: int | None = registry.made
         registry.made += 1
         registry.optimizers[self.number] = self
-        self.described = described(compression)
-        self.states = States(compression) if isinstance(compression, Compression) else None
-        self.feedback = compression if type(compression) is ErrorFeedback else None
-        self.hook = None
-        if isinstance(compression, Compression):
-            self.hook = None if self.feedback else Hook(compression, comm, op)
-            compression = self.feedback and self.feedback.dtype
-        self.options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "compression": compression}
+        self.compressor = Compressor(compression, comm, op)
+        self.options: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "compression": self.compressor.dtype,
+        }
         # For adapters whose gradients can be reduced as they are computed, if all ranks' can.
         self.rounds = Rounds(comm, op, self.options) if overlapping else None
         # The parameters of each bucket, by their numbers, once the ranks have agreed on them.
@@ -137,42 +126,19 @@ class Gradients:
         return True, reduced
 
     def _reduce(self, tree: Any) -> Any:
-        if self.hook is None:
-            # Inside the call, so that it reports an error in this rank's gradients to the others.
-            reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree)
-        else:
-            reduced = self._reduce_by_hook(self.hook, tree)
-        if self.states is not None:
-            self.states.settle()
+        if self.compressor.hook is not None:
+            return self.compressor.reduce_tree(lambda: flatten(self.mean_of_steps(tree)))
+        # Inside the call, so that it reports an error in this rank's gradients to the others.
+        reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree)
+        self.compressor.settle()
         return reduced
-
-    def _reduce_by_hook(self, hook: Hook, tree: Any) -> Any:
-        assert self.states is not None
-        flat, index, result = hook.reduce_tree(
-            lambda: flatten(self.mean_of_steps(tree)), self.states.of
-        )
-        self._note_states(flat.leaves, result)
-        return flat.rebuild([result.reduced.get(number) for number in index])
-
-    def reduce_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> tuple[Any, Any]:
-        """Reduce gradients by a hook, given the states, which go with the optimizer's own; collective."""
-        assert self.hook is not None
-        listed = list(leaves)
-        _, index, result = self.hook.reduce_tree(lambda: flatten(listed), lambda n, _: states[n])
-        reduced = [result.reduced.get(number) for number in index]
-        return reduced, tuple(result.states.get(n, state) for n, state in enumerate(states))
-
-    def _note_states(self, gradients: Any, result: HookResult) -> None:
-        assert self.states is not None
-        for number, state in result.states.items():
-            self.states.note(number, gradients[number], state)
 
     # For adapters that reduce during backward passes
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """What two optimizers of one parameter must have in common."""
-        return group_of(self._shared), self.op, self.accumulate, self.described
+        return group_of(self._shared), self.op, self.accumulate, self.compressor.described
 
     @property
     def joined(self) -> bool:
@@ -213,15 +179,6 @@ class Gradients:
         runner_of(self._shared).call(HandedStep, block, memory, self, tree, replaced)
         return bool(self._join.total)
 
-    def check_memory_in_join(self) -> None:
-        """Raise inside `join` if an object compresses gradients."""
-        if self.states is not None and self.joined:
-            raise ValueError(
-                "inside join gradients cannot be compressed by an object, since ranks without data have "
-                f"nothing to remember; got an optimizer with compression={self.described}; pass a name "
-                'such as "bfloat16"'
-            )
-
     @property
     def _join(self) -> Joinable:
         join = registry_of(self._shared).join
@@ -240,28 +197,6 @@ class Gradients:
             return leaves
         return {number: self._mean(number, leaf) for number, leaf in leaves.items()}
 
-    def fed_back(self, leaves: Leaves) -> Leaves:
-        """Return what is sent for these gradients: with error feedback, not quite themselves."""
-        feedback, states = self.feedback, self.states
-        if feedback is None or states is None:
-            return leaves
-        sent: Leaves = {}
-        for number, leaf in leaves.items():
-            sent[number] = leaf
-            if leaf is not None:
-                sent[number], state = feedback.compress(leaf, states.of(number, leaf))
-                states.note(number, leaf, state)
-        return sent
-
-    def reduce_by_hook(self, leaves: Leaves) -> Leaves:
-        """Reduce gradients that all ranks have, by their numbers, with a hook; collective."""
-        assert self.hook is not None
-        assert self.states is not None
-        result = self.hook.reduce(leaves, self.states.of)
-        self._note_states(leaves, result)
-        self.states.settle()
-        return result.reduced
-
     def _mean(self, number: int, leaf: Any) -> Any:
         total = self._sums[number] if self._sums else None
         if leaf is not None:
@@ -271,8 +206,7 @@ class Gradients:
     def forget_sums(self) -> None:
         """Note that a round has reduced them."""
         self._sums, self._has_reduced = [], True
-        if self.states is not None:
-            self.states.settle()
+        self.compressor.settle()
 
     def finish_step(self, *, skipped: bool = False) -> None:
         """Go on to the next step."""
@@ -290,7 +224,7 @@ class Gradients:
         # Copies need not be made on all ranks, so that they have no number that these agree on.
         vars(made).update(vars(self), number=None, follow=lambda gradients: None)
         made._sums = list(self._sums)
-        made.states = self.states and self.states.copy()
+        made.compressor = self.compressor.copy()
         made.rounds = None if self.rounds is None else self.rounds.copy()
         return made
 
@@ -321,19 +255,6 @@ class Gradients:
             [None if total is None else total.mean(self.accumulate) for total in sums]
         )
 
-    def sent_of(self, tree: Any) -> Any:
-        """Return what is sent for the gradients of a tree; see `fed_back`."""
-        if self.feedback is None:
-            return tree
-        flat = flatten(tree)
-        index = first_of_each(flat.leaves)
-        check_arrays(self.feedback, flat)
-        if self.states is not None:
-            # Those of a call that failed.
-            self.states.forget()
-        sent = self.fed_back({number: flat.leaves[number] for number in index})
-        return flat.rebuild([sent[number] for number in index])
-
     def _added(self, tree: Any) -> list[Sum | None]:
         """Return this rank's sums with another step's gradients; the old sums stay as they are."""
         flat = flatten(tree)
@@ -355,8 +276,8 @@ class OptimizerStep(AllreduceGradients):
     def __init__(
         self, context: Context, memory: TreeMemory, gradients: Gradients, tree: Any
     ) -> None:
-        means = gradients.sent_of(gradients.mean_of_steps(tree))
-        super().__init__(context, memory, means, gradients.op, **gradients.options)
+        sent = gradients.compressor.fed_back_tree(gradients.mean_of_steps(tree))
+        super().__init__(context, memory, sent, gradients.op, **gradients.options)
 
 
 class JoinedStep(WeightedGradients):
@@ -402,7 +323,7 @@ class HandedStep(HandOver):
 
 def _number_in_join(gradients: Gradients) -> int:
     """Return by which number ranks without data know an optimizer; raise if they cannot take its steps."""
-    gradients.check_memory_in_join()
+    gradients.compressor.check_outside_join()
     if gradients.accumulate > 1:
         raise ValueError(
             "inside join gradients cannot be accumulated, since ranks that have no more steps "

@@ -28,9 +28,9 @@ class States:
         Whose they are.
     """
 
-    def __init__(self, compression: Compression) -> None:
+    def __init__(self, compression: Compression, kept: Mapping[int, State] | None = None) -> None:
         self.compression = compression
-        self._kept: dict[int, State] = {}
+        self._kept = dict(kept or {})
         self._new: dict[int, State] = {}
 
     def of(self, number: int, gradient: Any) -> Any:
@@ -61,9 +61,7 @@ class States:
 
     def copy(self) -> Self:
         """Return the states of a copy of the optimizer."""
-        made = type(self)(self.compression)
-        made._kept = copy.deepcopy(self._kept)
-        return made
+        return type(self)(self.compression, copy.deepcopy(self._kept))
 
     def saved(self) -> dict[int, dict[str, Any]]:
         """Return all states in plain containers, which can be saved."""

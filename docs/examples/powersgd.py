@@ -136,7 +136,7 @@ def beside(column, basis):
     return rest / left if left > 1e-6 * length else None
 
 
-def train(comm, compression=None, epochs=15):
+def train(comm, compression, epochs):
     """Train on this rank's part of the digits; return the accuracy on those left out."""
     torch.manual_seed(0)
     digits = load_digits()
@@ -162,9 +162,9 @@ def train(comm, compression=None, epochs=15):
         return (model(images[1500:]).argmax(1) == labels[1500:]).double().mean().item()
 
 
-def main():
+def main(epochs=15):
     comm = ac.init()
-    plain, compressed = train(comm), train(comm, PowerSGD(rank=2))
+    plain, compressed = train(comm, None, epochs), train(comm, PowerSGD(rank=2), epochs)
     ac.println(f"accuracy {plain:.3f} without compression, {compressed:.3f} with rank 2")
 
 

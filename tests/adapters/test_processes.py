@@ -19,10 +19,12 @@ _JAX: Final = (
     "test_jax_adapter.py::TestContract",
     "test_jax_adapter.py::TestCompiled",
     "test_accumulation.py::TestCompiled",
+    "../training/test_compression.py::TestCompiled",
 )
 _TORCH: Final = (
     "test_torch_adapter.py::TestContract",
     "test_torch_training.py::TestProcesses",
+    "../training/test_compression.py::TestTorchProcesses",
     "test_torch_collectives.py::TestProcesses",
     "test_torch_collectives.py::test_gradient_is_that_of_the_sum_of_all_losses",
     "test_torch_batchnorm.py::test_training_is_that_of_one_process_with_the_whole_batch",

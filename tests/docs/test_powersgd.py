@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,14 @@ def test_an_overflow_or_a_gradient_of_zeros_leaves_no_trace() -> None:
 def test_bases_are_orthonormal_whatever_the_columns() -> None:
     random = np.random.default_rng(0)
     full = random.normal(size=(6, 4))
-    for columns in (full, full @ np.diag([1, 1e-9, 1e9, 1]), np.zeros((4, 4)), np.ones((5, 3))):
+    close = np.ones((5, 3)) + 1e-5 * np.eye(5, 3)
+    for columns in (
+        full,
+        close,
+        full @ np.diag([1, 1e-9, 1e9, 1]),
+        np.zeros((4, 4)),
+        np.ones((5, 3)),
+    ):
         basis = powersgd.orthogonalized(columns)
         np.testing.assert_allclose(basis.T @ basis, np.eye(columns.shape[1]), atol=1e-14)
         np.testing.assert_allclose(
@@ -127,11 +135,19 @@ def test_bases_are_orthonormal_whatever_the_columns() -> None:
 
 def test_digits_are_learned_about_as_well_as_without() -> None:
     def train(comm: ac.Communicator) -> tuple[float, float]:
-        plain = powersgd.train(comm, None, epochs=4)
-        return plain, powersgd.train(comm, powersgd.PowerSGD(rank=2), epochs=4)
+        plain = powersgd.train(comm, None, 4)
+        return plain, powersgd.train(comm, powersgd.PowerSGD(rank=2), 4)
 
     (plain, compressed), *others = run(2, train, timeout=120)
     assert others == [(plain, compressed)]
     assert plain > 0.85
     # Of 297 images; five standard deviations of what one of 90 % gets right.
     assert abs(plain - compressed) < 5 * np.sqrt(0.9 * 0.1 / 297)
+
+
+def test_the_program_prints_both_accuracies(capfd: pytest.CaptureFixture[str]) -> None:
+    powersgd.main(epochs=1)
+    ac.finalize()
+    assert re.search(
+        r"accuracy 0\.\d+ without compression, 0\.\d+ with rank 2", capfd.readouterr().out
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -14,8 +15,6 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.support.launched import run_pytest
-from tests.support.launcher import needs_mpiexec
 
 FRAMEWORKS = ("numpy", "torch", "jax", "array_api_strict")
 SIZES = (1, 2, 3, 4)
@@ -135,6 +134,15 @@ def test_residuals_of_values_that_are_not_finite_begin_anew(framework: str) -> N
     np.testing.assert_array_equal(ac.exchange(residual, "numpy"), [0, 0, 0, 0, 2**-12])
 
 
+def test_gradients_of_16_bits_are_sent_as_they_are() -> None:
+    feedback, gradient, residual = ac.ErrorFeedback("bfloat16"), np.ones(2, "f2"), np.ones(2, "f4")
+    assert feedback.init(gradient) is None
+    for state in (None, residual):
+        sent, after = feedback.compress(gradient, state)
+        assert sent is gradient
+        assert after is state
+
+
 @pytest.mark.parametrize("dtype", ["bf16", None, np.float16, ["bfloat16"]])
 def test_error_feedback_needs_the_name_of_a_dtype(dtype: Any) -> None:
     with pytest.raises(
@@ -173,7 +181,24 @@ def test_optimizers_feed_back_what_rounding_loses(framework: str, size: int) -> 
     run(size, train)
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
+class Derived(ac.ErrorFeedback):
+    """Is called as a hook, since it might override `reduce`."""
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_a_subclass_feeds_back_too(framework: str) -> None:
+    pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, op="sum", compression=Derived("bfloat16"))
+        for number, want in enumerate(fed_back(2, 3)):
+            for got, expected in zip(step(gradients(comm.rank, number)), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
 def test_means_of_accumulated_steps_are_fed_back(framework: str) -> None:
     pytest.importorskip(framework)
 
@@ -186,6 +211,23 @@ def test_means_of_accumulated_steps_are_fed_back(framework: str) -> None:
                 np.testing.assert_array_equal(one, other)
 
     run(2, train)
+
+
+@pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), None])
+def test_ranks_of_several_frameworks_compress_together(compression: Any) -> None:
+    frameworks = ("torch", "numpy", "jax")
+    for framework in frameworks:
+        pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> None:
+        hook = compression or Sending()
+        step = program(frameworks[comm.rank], comm, op="sum", compression=hook, bucket_bytes=64)
+        for number, fed in enumerate(fed_back(3, 3)):
+            want = fed if compression else [g + number for g in gradients(0, number)]
+            for got, expected in zip(step(gradients(comm.rank, number)), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+    run(3, train)
 
 
 # Hooks ------------------------------------------------------------------------------------------
@@ -380,6 +422,24 @@ def test_hooks_get_what_no_sync_and_accumulate_have_added_up() -> None:
         assert weight.grad.unique().tolist() == [5.0 + 1 + 1]
         optimizer.step()
 
+        optimizer.zero_grad()
+        if comm.rank:
+            # This rank takes part in the other's backward pass, with zeros.
+            optimizer.step()
+        else:
+            (weight * 4).sum().backward()
+            optimizer.step()
+        assert weight.grad.unique().tolist() == [4.0 + 2]
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = (weight * 0 + 1).sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) == weight.numel()
+        assert weight.grad.unique().tolist() == [3.0]
+
         weight = torch.nn.Parameter(torch.zeros(2))
         optimizer = ac.DistributedOptimizer(
             torch.optim.SGD([weight], 1.0), comm=comm, compression=Sending(), accumulate=2
@@ -472,6 +532,24 @@ def test_what_is_no_array_is_refused_by_its_path(compression: Any) -> None:
         one = optimizer.update({}, {"a": np.ones((), np.float32)})["a"]
         assert isinstance(one, np.ndarray)
         assert one == 1
+
+    run(2, update)
+
+
+@pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), Scaled()])
+def test_a_state_of_optax_for_other_parameters_raises_on_all(compression: Any) -> None:
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+
+    def update(comm: ac.Communicator) -> None:
+        optimizer = ac.DistributedOptimizer(optax.identity(), comm=comm, compression=compression)
+        ones = [jax.numpy.ones(3), jax.numpy.ones(2)]
+        wrong = comm.rank == 1
+        state = optimizer.init(ones[: 2 - wrong])
+        text = "the parameters that the state was made of, 1 leaves; got 2; make the state anew"
+        with pytest.raises(ValueError if wrong else ac.PeerError, match=text):
+            optimizer.update(ones, state)
+        (one, _), _ = optimizer.update(ones, optimizer.init(ones))
+        assert one.tolist() == [1.0] * 3
 
     run(2, update)
 
@@ -613,6 +691,37 @@ def test_parameters_that_are_added_leave_the_others_what_they_have() -> None:
     run(2, train)
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_a_call_that_has_failed_leaves_no_residual(framework: str) -> None:
+    pytest.importorskip(framework)
+    value = np.full(4, 1 + 2**-9, np.float32)
+
+    def change_gradient(parameter: Any) -> None:
+        parameter.grad.add_(1)
+
+    def fail(step: Any, comm: ac.Communicator) -> None:
+        call, hooks = partial(step, [None, value]), []
+        if comm.rank and framework == "torch":
+            change = step.parameters[1].register_post_accumulate_grad_hook
+            hooks.append(change(change_gradient))
+        elif comm.rank:
+            call = partial(step.optimizer.update, None, [None, 1.0])
+        with pytest.raises(Exception, match=r"changed inside backward|pass an array") as caught:
+            call()
+        assert isinstance(caught.value, ac.PeerError) == (comm.rank == 0)
+        for hook in hooks:
+            hook.remove()
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, op="sum", compression=ac.ErrorFeedback("bfloat16"))
+        fail(step, comm)
+        seen = [step([None, None if comm.rank == n == 0 else value])[1][0] for n in range(3)]
+        # Two residuals of rank 0 are rounded down, as half of an even number.
+        assert seen == [1.0, 2.0, 2.0]
+
+    run(2, train)
+
+
 def test_a_state_that_is_synchronized_is_that_of_the_root() -> None:
     pytest.importorskip("torch")
 
@@ -631,12 +740,30 @@ def test_a_state_that_is_synchronized_is_that_of_the_root() -> None:
 # Compiled programs, and ranks that are processes ------------------------------------------------
 
 
-class TestProcesses:
-    """On as many ranks as there are processes; `test_on_processes` runs them on more."""
+@pytest.fixture
+def world() -> Iterator[ac.Communicator]:
+    """Return the world: one process, or those that mpiexec started."""
+    yield ac.init()
+    ac.finalize()
 
-    def test_a_compiled_update_feeds_back(self) -> None:
+
+def assert_a_late_error_raises_on_all(world: ac.Communicator, framework: str) -> None:
+    hook = Sending("late", rank=world.size - 1)
+    step = program(framework, world, compression=hook)
+    step(gradients(world.rank, 0))
+    faulty = world.rank == hook.rank
+    with pytest.raises(KeyError if faulty else ac.PeerError, match="lost late"):
+        step(gradients(world.rank, 1))
+    hook.fault = ""
+    for got, want in zip(step(gradients(world.rank, 2)), gradients(0, 2), strict=True):
+        np.testing.assert_array_equal(got, want + 1)
+
+
+class TestCompiled:
+    """On as many ranks as there are processes; `test_jax_adapter` runs them on more."""
+
+    def test_a_compiled_update_feeds_back(self, world: ac.Communicator) -> None:
         jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
-        world = ac.init()
         compression = ac.ErrorFeedback("bfloat16")
         optimizer = ac.DistributedOptimizer(
             optax.identity(), comm=world, op="sum", compression=compression
@@ -649,42 +776,27 @@ class TestProcesses:
             for got, expected in zip(reduced, want, strict=True):
                 np.testing.assert_array_equal(got, expected)
 
-    def test_a_compiled_update_refuses_hooks(self) -> None:
+    def test_a_compiled_update_refuses_hooks(self, world: ac.Communicator) -> None:
         jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
-        optimizer = ac.DistributedOptimizer(optax.identity(), comm=ac.init(), compression=Sending())
+        optimizer = ac.DistributedOptimizer(optax.identity(), comm=world, compression=Sending())
         state = optimizer.init(jax.numpy.zeros(2))
         with pytest.raises(
             TypeError, match=r"Sending\(.*\) makes collectives that JAX cannot compile"
         ):
             jax.jit(optimizer.update)(jax.numpy.zeros(2), state)
 
-    @pytest.mark.parametrize("framework", ["numpy", "torch"])
-    def test_hooks(self, framework: str) -> None:
-        pytest.importorskip(framework)
-        world = ac.init()
-        hook = Sending("late", rank=world.size - 1)
-        step = program(framework, world, compression=hook)
-        step(gradients(world.rank, 0))
-        faulty = world.rank == hook.rank
-        with pytest.raises(KeyError if faulty else ac.PeerError, match="lost late"):
-            step(gradients(world.rank, 1))
-        hook.fault = ""
-        for got, want in zip(step(gradients(world.rank, 2)), gradients(0, 2), strict=True):
-            np.testing.assert_array_equal(got, want + 1)
+    def test_an_error_of_one_processs_hook_raises_on_all(self, world: ac.Communicator) -> None:
+        assert_a_late_error_raises_on_all(world, "jax")
 
-    def test_torch_feeds_back_in_buckets(self) -> None:
-        pytest.importorskip("torch")
-        world = ac.init()
-        compression = ac.ErrorFeedback("bfloat16")
-        step = program("torch", world, op="sum", compression=compression)
+
+class TestTorchProcesses:
+    """On as many ranks as there are processes; `test_torch_training` runs them on more."""
+
+    def test_an_error_of_one_processs_hook_raises_on_all(self, world: ac.Communicator) -> None:
+        assert_a_late_error_raises_on_all(world, "torch")
+
+    def test_buckets_are_fed_back(self, world: ac.Communicator) -> None:
+        step = program("torch", world, op="sum", compression=ac.ErrorFeedback("bfloat16"))
         for number, want in enumerate(fed_back(world.size, 3)):
             for got, expected in zip(step(gradients(world.rank, number)), want, strict=True):
                 np.testing.assert_array_equal(got, expected)
-
-
-@needs_mpiexec
-@pytest.mark.each_mpi
-def test_on_processes() -> None:
-    job = run_pytest(f"{__file__}::TestProcesses", ranks=3)
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert " passed" in job.stdout
