@@ -19,8 +19,10 @@ from arraycomm.adapters._torch_collectives import (
     bcast,
     reduce_scatter,
 )
+from arraycomm.adapters._torch_compression import save_with_state_dict
 from arraycomm.adapters._torch_data import DataLoader
-from arraycomm.adapters._torch_reducer import Reducer, without_owner
+from arraycomm.adapters._torch_hooks import without_owner
+from arraycomm.adapters._torch_reducer import Reducer
 
 __all__ = [
     "DataLoader",
@@ -63,6 +65,8 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
     vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients)
     optimizer.register_step_pre_hook(gradients.entry(steps.before_step))
     optimizer.register_step_post_hook(gradients.entry(steps.after_step))
+    if gradients.compressor.states is not None:
+        save_with_state_dict(optimizer, gradients.compressor.states)
     _distributed[optimizer] = steps
     return optimizer
 
@@ -111,7 +115,7 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         raise ValueError(
             "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer returned"
         )
-    reducer = steps.reducer
+    reducer = steps.reducer.in_backward
     before, reducer.syncing = reducer.syncing, False
     try:
         yield

@@ -12,10 +12,11 @@ import pytest
 import arraycomm as ac
 from arraycomm.adapters.numpy import SGD, Adam, Momentum
 from arraycomm.testing import run
-from tests.adapters.gradients import SIZES, STEPS, gradients, reduced, zeros
+from tests.adapters.gradients import STEPS, gradients, reduced, zeros
 from tests.support.frameworks import INSTALLED, content, make
 
 FRAMEWORKS = [framework for framework in INSTALLED if framework != "mlx"]
+SIZES = (1, 2, 3, 4)
 RATE = 0.125
 
 
