@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,9 +21,9 @@ class ArrayOptimizer(ABC):
     ----------
     learning_rate : float
         May be set between steps.
-    state : list or None
-        What it remembers of each leaf of the parameters, in their order: a dict of arrays and
-        numbers, or None before the leaf's first gradient. None before the first step.
+    state : list of dict, or None
+        What it remembers of each leaf of the parameters, in their order: arrays and numbers. None
+        before `init` and the first step.
     """
 
     # Each parameter's update depends on its own gradient and state alone.
@@ -30,7 +31,24 @@ class ArrayOptimizer(ABC):
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = _number(learning_rate, "learning_rate", 0, math.inf)
-        self.state: list[dict[str, Any] | None] | None = None
+        self.state: list[dict[str, Any]] | None = None
+
+    def init(self, params: Any) -> None:
+        """Begin anew, with the state that comes before the first step.
+
+        The first step does so by itself. Call it on ranks that are to take the state of another one by
+        `arraycomm.synchronize`, which compares structures.
+
+        Parameters
+        ----------
+        params : pytree of arrays and floats
+            As for `update`.
+        """
+        state = []
+        for number, leaf in enumerate(optree.tree_leaves(params, none_is_leaf=True)):
+            with _naming(params, number):
+                state.append({} if leaf is None else self._begin(leaf))
+        self.state = state
 
     def update(self, params: Any, grads: Any) -> Any:
         """Return the parameters after a step; neither they nor the gradients are changed.
@@ -59,26 +77,28 @@ class ArrayOptimizer(ABC):
         leaves, structure = optree.tree_flatten(params, none_is_leaf=True)
         slopes, other = optree.tree_flatten(grads, none_is_leaf=True)
         _check_same(structure, other, "grads must have the structure of params")
-        states = self.state or [None] * len(leaves)
+        if self.state is None:
+            self.init(params)
+        states = self.state or []
         if len(states) != len(leaves):
             raise ValueError(
                 f"params must have the same leaves in every step; got {len(leaves)} after {len(states)}"
             )
         updated, kept = [], []
         for number, (leaf, slope, before) in enumerate(zip(leaves, slopes, states, strict=True)):
-            try:
+            with _naming(params, number):
                 new, state = (leaf, before) if slope is None else self._step(leaf, slope, before)
-            except TypeError as error:
-                raise TypeError(f"{_path(params, number)}: {error}") from error
             updated.append(new)
             kept.append(state)
         self.state = kept
         return optree.tree_unflatten(structure, updated)
 
+    def _begin(self, param: Any) -> dict[str, Any]:
+        xp = _namespace(param)
+        return self._start(xp, xp.zeros_like(_array(xp, param)))
+
     def _step(self, param: Any, grad: Any, state: Any) -> tuple[Any, Any]:
         xp = _namespace_of(param, grad)
-        if state is None:
-            state = self._start(xp, xp.zeros_like(_array(xp, param)))
         change, state = self._change(xp, grad, state)
         new = param - float(self.learning_rate) * change
         if isinstance(param, float):
@@ -187,7 +207,8 @@ class Adam(ArrayOptimizer):
         self.epsilon = _number(epsilon, "epsilon", 0, math.inf)
 
     def _start(self, xp: Any, zeros: Any) -> dict[str, Any]:
-        squares = xp.real(zeros) if _is_complex(zeros) else zeros
+        # Not one array for both, which would count as tied.
+        squares = xp.zeros_like(xp.real(zeros) if _is_complex(zeros) else zeros)
         return {"count": 0, "mean": zeros, "square": squares}
 
     def _change(self, xp: Any, grad: Any, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -211,9 +232,14 @@ def _check_same(structure: Any, other: Any, rule: str) -> None:
         raise ValueError(f"{rule}; got {other} for {structure}")
 
 
-def _path(params: Any, number: int) -> str:
-    accessor = optree.tree_accessors(params, none_is_leaf=True)[number]
-    return str(accessor.codify("params"))
+@contextmanager
+def _naming(params: Any, number: int) -> Iterator[None]:
+    """Let a TypeError name the leaf of this number by its path."""
+    try:
+        yield
+    except TypeError as error:
+        accessor = optree.tree_accessors(params, none_is_leaf=True)[number]
+        raise TypeError(f"{accessor.codify('params')}: {error}") from error
 
 
 def _array(xp: Any, x: Any) -> Any:
@@ -226,13 +252,20 @@ def _is_complex(x: Any) -> bool:
     return "complex" in str(getattr(x, "dtype", ""))
 
 
-def _namespace_of(param: Any, grad: Any) -> Any:
-    """Return the array namespace of a parameter and its gradient; raise if it cannot be updated."""
-    if isinstance(param, float) and isinstance(grad, float):
+def _namespace(*arrays: Any) -> Any:
+    """Return the namespace of arrays; that of Python's floats is NumPy's."""
+    if all(isinstance(array, float) for array in arrays):
         import array_api_compat.numpy
 
         return array_api_compat.numpy
-    xp = array_namespace(param, grad)
+    return array_namespace(*arrays)
+
+
+def _namespace_of(param: Any, grad: Any) -> Any:
+    """Return the namespace of a parameter and its gradient; raise if it cannot be updated."""
+    xp = _namespace(param, grad)
+    if isinstance(param, float) and not isinstance(param, np.generic):
+        return xp
     if not ("float" in str(param.dtype) or _is_complex(param)):
         raise TypeError(
             f"a parameter must be an array of floating-point numbers; got {param.dtype}"

@@ -13,6 +13,8 @@ import arraycomm as ac
 from arraycomm.adapters.numpy import SGD, Adam, Momentum
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, gradients, reduced, zeros
+from tests.adapters.optimizer_contract import OptimizerContract, Tree
+from tests.adapters.test_numpy_adapter import NumpyDriver
 from tests.support.frameworks import INSTALLED, content, make
 
 FRAMEWORKS = [framework for framework in INSTALLED if framework != "mlx"]
@@ -112,12 +114,12 @@ def test_parameters_keep_their_dtype_and_arguments_their_values(dtype: Any, kind
     assert (grads["w"][0] == 0.5).all()
 
 
-def test_a_parameter_without_gradient_stays_and_remembers_nothing() -> None:
+def test_a_parameter_without_gradient_stays_and_takes_no_step() -> None:
     optimizer = Adam(RATE)
     params = [np.ones(2), 1.0, np.float32(1), np.ones(())]
     first = optimizer.update(params, [None, 1.0, np.float32(1), np.ones(())])
     assert first[0] is params[0]
-    assert optimizer.state[0] is None
+    assert [state["count"] for state in optimizer.state] == [0, 1, 1, 1]
     assert [type(leaf) for leaf in first[1:]] == [float, np.ndarray, np.ndarray]
     optimizer.learning_rate = 0.5
     # Its first step is one with the sign of the gradient, whatever steps the others have taken.
@@ -172,3 +174,31 @@ def test_parameters_of_torch_keep_no_history() -> None:
         SGD().update(param, torch.ones(2))
     with torch.no_grad():
         assert SGD(0.5).update(param, torch.ones(2)).tolist() == [0.5, 0.5]
+
+
+class ArrayDriver(NumpyDriver):
+    """The optimizers on NumPy's arrays; they clip what they get, as those of the contract do."""
+
+    def make(self, params: Tree, kind: str) -> None:
+        base: Any = {"sgd": SGD, "momentum": Momentum, "adamw": Adam}[kind]
+        norm = self.clip
+
+        class Clipping(base):  # type: ignore[misc]
+            def update(self, params: Tree, grads: Tree) -> Tree:
+                present = [grad for grad in grads.values() if grad is not None]
+                size = np.sqrt(sum((grad**2).sum() for grad in present))
+                factor = 1.0 if norm is None else norm / size
+                grads = {n: None if grad is None else factor * grad for n, grad in grads.items()}
+                return super().update(params, grads)
+
+        self.params, self.optimizer = params, Clipping(0.1)
+        self.plain = self.optimizer
+        # Other ranks may take its state.
+        self.plain.init(params)
+
+    def set_rate(self, rate: float) -> None:
+        self.optimizer.learning_rate = rate
+
+
+class TestContract(OptimizerContract):
+    driver = ArrayDriver
