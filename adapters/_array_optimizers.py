@@ -23,11 +23,13 @@ class ArrayOptimizer(ABC):
         May be set between steps.
     state : list of dict, or None
         What it remembers of each leaf of the parameters, in their order: arrays and numbers. None
-        before `init` and the first step.
+        before `init` and the first step, and if there is nothing to remember.
     """
 
     # Each parameter's update depends on its own gradient and state alone.
     per_parameter: ClassVar[bool] = True
+    # Whether there is anything to remember.
+    _has_state: ClassVar[bool] = True
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = _number(learning_rate, "learning_rate", 0, math.inf)
@@ -48,7 +50,7 @@ class ArrayOptimizer(ABC):
         for number, leaf in enumerate(optree.tree_leaves(params, none_is_leaf=True)):
             with _naming(params, number):
                 state.append({} if leaf is None else self._begin(leaf))
-        self.state = state
+        self.state = state if self._has_state else None
 
     def update(self, params: Any, grads: Any) -> Any:
         """Return the parameters after a step; neither they nor the gradients are changed.
@@ -79,7 +81,7 @@ class ArrayOptimizer(ABC):
         _check_same(structure, other, "grads must have the structure of params")
         if self.state is None:
             self.init(params)
-        states = self.state or []
+        states = [{}] * len(leaves) if self.state is None else self.state
         if len(states) != len(leaves):
             raise ValueError(
                 f"params must have the same leaves in every step; got {len(leaves)} after {len(states)}"
@@ -90,7 +92,7 @@ class ArrayOptimizer(ABC):
                 new, state = (leaf, before) if slope is None else self._step(leaf, slope, before)
             updated.append(new)
             kept.append(state)
-        self.state = kept
+        self.state = kept if self._has_state else None
         return optree.tree_unflatten(structure, updated)
 
     def _begin(self, param: Any) -> dict[str, Any]:
@@ -139,6 +141,8 @@ class SGD(ArrayOptimizer):
     >>> SGD(0.5).update({"w": np.ones(2)}, {"w": np.ones(2)})
     {'w': array([0.5, 0.5])}
     """
+
+    _has_state = False
 
     def __init__(self, learning_rate: float = 0.01) -> None:
         super().__init__(learning_rate)

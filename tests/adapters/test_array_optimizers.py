@@ -161,7 +161,7 @@ def test_wrong_settings_and_other_leaves_are_refused() -> None:
     for wrong in (lambda: SGD(-1), lambda: Momentum(momentum=2), lambda: Adam(beta1=1.0)):
         with pytest.raises(ValueError, match="must be a number from 0"):
             wrong()
-    optimizer = SGD()
+    optimizer = Momentum()
     optimizer.update([1.0], [1.0])
     with pytest.raises(ValueError, match="got 2 after 1"):
         optimizer.update([1.0, 2.0], [1.0, 2.0])
