@@ -7,8 +7,9 @@ import inspect
 from typing import Any, NoReturn
 
 import arraycomm as ac
+from arraycomm.adapters._numpy_shards import Sharding, check_per_parameter, set_state, state_of
 
-__all__ = ["DistributedOptimizer", "synchronize"]
+__all__ = ["DistributedOptimizer", "gather_state", "load_state", "synchronize"]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
@@ -33,6 +34,11 @@ def check(optimizer: Any) -> None:
         )
 
 
+def check_shard(optimizer: Any) -> None:
+    """Raise unless this optimizer can be sharded."""
+    check_per_parameter(optimizer)
+
+
 def _first_argument(update: Any) -> str:
     """Return the name of the first argument, or an empty string if it is not known."""
     try:
@@ -48,7 +54,8 @@ class Distributed:
     """
 
     def __init__(self, optimizer: Any, gradients: Any) -> None:
-        vars(self).update(_optimizer=optimizer, _gradients=gradients)
+        sharding = None if gradients.shards is None else Sharding(gradients.shards)
+        vars(self).update(_optimizer=optimizer, _gradients=gradients, _sharding=sharding)
 
     def update(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce `grads`, and update with the result; collective.
@@ -63,13 +70,41 @@ class Distributed:
             Passed on.
         """
         complete, reduced = self._gradients.add(grads)
-        return self._optimizer.update(params, reduced, *args, **kwargs) if complete else params
+        if not complete:
+            return params
+
+        def update(params: Any, grads: Any) -> Any:
+            return self._optimizer.update(params, grads, *args, **kwargs)
+
+        if self._sharding is None:
+            return update(params, reduced)
+        return self._sharding.update(update, params, reduced)
 
     def __copy__(self) -> Distributed:
-        return Distributed(copy.copy(self._optimizer), self._gradients.copy())
+        return self._copied(copy.copy(self._optimizer))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Distributed:
-        return Distributed(copy.deepcopy(self._optimizer, memo), self._gradients.copy())
+        return self._copied(copy.deepcopy(self._optimizer, memo))
+
+    def _copied(self, optimizer: Any) -> Distributed:
+        made = Distributed(optimizer, self._gradients.copy())
+        if self._sharding is not None:
+            vars(made).update(_sharding=self._sharding.copy())
+        return made
+
+    def _gather(self, root: int) -> dict[str, Any] | None:
+        """Return the whole state on `root`, None elsewhere; collective."""
+        if self._sharding is not None:
+            whole: dict[str, Any] | None = self._sharding.gather(self._optimizer, root)
+            return whole
+        return state_of(self._optimizer) if self._gradients.comm.rank == root else None
+
+    def _load(self, state: dict[str, Any], params: Any) -> None:
+        """Take over this rank's part of a whole state."""
+        if self._sharding is None:
+            set_state(self._optimizer, state)
+        else:
+            self._sharding.load(self._optimizer, state, params)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # The wrapped optimizer's own state could be pickled, but not that it is distributed.
@@ -89,3 +124,84 @@ class Distributed:
 
 
 distribute = Distributed
+
+
+def gather_state(optimizer: Any, *, root: int = 0) -> dict[str, Any] | None:
+    """Return the whole state of a sharded optimizer on one rank.
+
+    Parameters
+    ----------
+    optimizer : object
+        A distributed one, sharded or not.
+    root : int
+        The rank that gets the state.
+
+    Returns
+    -------
+    dict or None
+        On `root` what the state of the wrapped optimizer would be if it were not sharded: its
+        `state_dict()` if it has one, otherwise its attributes. None on the other ranks.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is not distributed.
+    TypeError
+        The ranks have something in their states that is neither the same on all ranks, nor a list
+        with one array for each parameter of the rank, nor a dict of such things.
+
+    Notes
+    -----
+    Collective. A sharded optimizer is given lists of parameters, so it keeps what belongs to them in
+    lists. Such a list becomes a tree like the parameters here.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import arraycomm as ac
+    >>> from arraycomm.adapters.numpy import gather_state
+    >>> from arraycomm.testing import run
+    >>> class Momentum:
+    ...     per_parameter = True
+    ...     def update(self, params, grads):
+    ...         before = vars(self).get("momenta", [0] * len(params))
+    ...         self.momenta = [0.5 * m + g for m, g in zip(before, grads)]
+    ...         return [p - m for p, m in zip(params, self.momenta)]
+    >>> def train(comm):
+    ...     optimizer = ac.DistributedOptimizer(Momentum(), comm=comm, shard=True)
+    ...     optimizer.update({"a": np.zeros(1), "b": np.zeros(2)}, {"a": np.ones(1), "b": np.ones(2)})
+    ...     state = gather_state(optimizer)
+    ...     return len(optimizer.momenta), None if state is None else sorted(state["momenta"])
+    >>> run(2, train)
+    [(1, ['a', 'b']), (1, None)]
+    """
+    distributed = _checked("gather_state", optimizer)
+    return distributed._gather(root)
+
+
+def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
+    """Give a distributed optimizer a whole state, of which a sharded one keeps this rank's part.
+
+    Parameters
+    ----------
+    optimizer : object
+        A distributed one, sharded or not.
+    state : dict
+        What `gather_state` returned, also in a job with another number of ranks, on every rank.
+    params : pytree
+        The parameters that the optimizer will update.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is not distributed.
+    """
+    _checked("load_state", optimizer)._load(state, params)
+
+
+def _checked(function: str, optimizer: Any) -> Distributed:
+    if not isinstance(optimizer, Distributed):
+        raise ValueError(
+            f"{function}: this optimizer is not distributed; pass one that DistributedOptimizer returned"
+        )
+    return optimizer
