@@ -209,7 +209,9 @@ class _Sharding:
             for kind, owner in zip(types.updates, division.owners, strict=True)
         ]
         small = jax.eval_shape(self._inner.init, division.params_like(types, shapes))
-        found = jax.tree.leaves(small)
+        found, structure = jax.tree.flatten(small)
+        if structure != division.state:
+            raise _refusal("the structure of its state depends on the shapes of leaves")
         shapes += [kind.shape for kind in found]
         shapes += shapes[: len(types.params)]
         shapes += [kind.shape for kind in types.extra]
@@ -535,21 +537,28 @@ def shard_state(whole: Any, like: Any) -> Any:
     found: Any = structure
     try:
         values = found.flatten_up_to(whole)
-        return found.unflatten(list(map(_cut, parts, values)))
-    except ValueError as error:
-        raise ValueError(
-            f"shard_state: whole must be the state of the same transformation and parameters; {error}"
-        ) from error
+    except ValueError:
+        raise _other_state(f"its structure is {jax.tree.structure(whole)}") from None
+    return found.unflatten(list(map(_cut, parts, values)))
+
+
+def _other_state(why: str) -> ValueError:
+    return ValueError(
+        "shard_state: whole must be the whole state of the transformation and parameters of `like`, as "
+        f"gather_state returns it; {why}"
+    )
 
 
 def _cut(part: Any, value: Any) -> Any:
     if not isinstance(part, ShardedState):
         return value
     division = part._division
-    leaves = _flatten_like(division.state, value, "whole")
+    leaves, structure = jax.tree.flatten(value)
+    if structure != division.state:
+        raise _other_state(f"it has {structure} in place of {division.state}")
     for leaf, kind in zip(leaves, division.state_types, strict=True):
         if np.shape(leaf) != kind.shape:
-            raise ValueError(f"got a leaf of shape {np.shape(leaf)} in place of {kind.shape}")
+            raise _other_state(f"it has shape {np.shape(leaf)} in place of {kind.shape}")
     return division.kept(map(jnp.asarray, _used(leaves, division.kept_of_state)))
 
 

@@ -158,9 +158,9 @@ class Sharding:
         """Raise, since the optimizer's own state dict would not be whole: a hook of torch's."""
         if not self._is_gathering:
             raise RuntimeError(
-                "state_dict: this optimizer is sharded, so its state dict on a rank is not whole; call "
-                "arraycomm.adapters.torch.gather_state(optimizer) on all ranks for the whole one, which "
-                "load_state_dict takes on every rank"
+                "state_dict: this optimizer is sharded, so no rank has its whole state; call "
+                "arraycomm.adapters.torch.gather_state(optimizer) on all ranks for the whole state dict, "
+                "which load_state_dict takes on every rank; synchronize has no use here"
             )
 
     def keep_own(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -201,6 +203,8 @@ class _Steps:
         # A rank without data applies gradients through this.
         gradients.follow = without_owner(self.follow)
         self._following = self._evaluating = False
+        # Whether a step has begun, and how many others inside it.
+        self._stepping, self._nested = False, 0
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def adopt(self, optimizer: torch.optim.Optimizer, owners: Sequence[int] = ()) -> None:
@@ -219,6 +223,10 @@ class _Steps:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Reduce what no backward pass has, or wrap the closure."""
+        if self._stepping and _is_nested(optimizer):
+            self._nested += 1
+            return None
+        self._stepping, self._nested = True, 0
         if self._following:
             self._begin_update()
             return None
@@ -246,6 +254,10 @@ class _Steps:
 
     def after_step(self, *_: Any) -> None:
         """Exchange what was updated, or give back the gradients of a step that was none."""
+        if self._nested:
+            self._nested -= 1
+            return
+        self._stepping = False
         if self.sharding is not None:
             self.sharding.end()
         while self._held:
@@ -288,6 +300,21 @@ class _Steps:
         )
 
 
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a step runs inside a step, as `super().step()` in a class that overrides it.
+
+    Torch calls the hooks for each of the two. A step that an exception ended is not running.
+    """
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back
+    return count > 1
+
+
+_HOOKED_STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 _distributed: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
 
 
