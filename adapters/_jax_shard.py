@@ -94,26 +94,28 @@ class ShardedState:
     inner : pytree
         The state of the plain transformation, with `Elsewhere()` in place of every leaf that belongs
         to another rank.
+    division : Division
+        Which rank owns what; the same object in all states of a loop.
     """
 
     def __init__(self, inner: Any, division: Division) -> None:
-        self.inner, self._division = inner, division
+        self.inner, self.division = inner, division
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        return ((jax.tree_util.GetAttrKey("inner"), self.inner),), self._division
+        return ((jax.tree_util.GetAttrKey("inner"), self.inner),), self.division
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.inner,), self._division
+        return (self.inner,), self.division
 
     @classmethod
     def tree_unflatten(cls, division: Division, children: Any) -> ShardedState:
         return cls(children[0], division)
 
     def __copy__(self) -> ShardedState:
-        return ShardedState(self.inner, self._division)
+        return ShardedState(self.inner, self.division)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
-        return ShardedState(jax.tree.map(jnp.copy, self.inner), self._division)
+        return ShardedState(jax.tree.map(jnp.copy, self.inner), self.division)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -510,7 +512,7 @@ def gather_state(state: Any, *, root: int = 0) -> Any:
         state,
         is_leaf=_is_sharded,
     )
-    return whole if found[0]._division.shards.comm.rank == root else None
+    return whole if found[0].division.shards.comm.rank == root else None
 
 
 def shard_state(whole: Any, like: Any) -> Any:
@@ -552,7 +554,7 @@ def _other_state(why: str) -> ValueError:
 def _cut(part: Any, value: Any) -> Any:
     if not isinstance(part, ShardedState):
         return value
-    division = part._division
+    division = part.division
     leaves, structure = jax.tree.flatten(value)
     if structure != division.state:
         raise _other_state(f"it has {structure} in place of {division.state}")
@@ -563,7 +565,7 @@ def _cut(part: Any, value: Any) -> Any:
 
 
 def _gather(part: ShardedState, root: int) -> Any:
-    division = part._division
+    division = part.division
     comm, leaves = division.shards.comm, jax.tree.leaves(part.inner, is_leaf=_is_elsewhere)
     sent = {
         number: np.asarray(leaf)
@@ -598,7 +600,7 @@ def _division_of(state: Any) -> Division:
             f"returned; got {type(state).__name__}; give each rank its part of a whole state with "
             "shard_state(whole, like=optimizer.init(params))"
         )
-    return state._division
+    return state.division
 
 
 def _flatten_like(structure: Any, tree: Any, name: str) -> list[Any]:

@@ -35,7 +35,8 @@ class Sharding:
 
     def __init__(self, shards: Any) -> None:
         self._shards = shards
-        self._flat: Any = None
+        self._structure: str | None = None
+        self._rebuild: Callable[[list[Any]], Any] = list
         self._items_of: Callable[[Any], Any] = lambda value: None
         self._specs: list[Any] = []
         self._owners: tuple[int, ...] = ()
@@ -67,11 +68,11 @@ class Sharding:
             self._shards.spec_of(leaf, path)
             for leaf, path in zip(flat.leaves, flat.paths, strict=True)
         ]
-        if self._flat is None:
-            self._flat, self._specs = flat._replace(leaves=[]), specs
+        if self._structure is None:
+            self._structure, self._rebuild, self._specs = flat.structure, flat.rebuild, specs
             self._items_of = self._shards.items_like(params)
             self._owners = self._shards.divide(specs)
-        elif specs != self._specs or flat.structure != self._flat.structure:
+        elif specs != self._specs or flat.structure != self._structure:
             self._shards.fail(
                 ValueError(
                     "the parameters of a sharded optimizer must be the same in every step, with their dtypes "
@@ -108,7 +109,7 @@ class Sharding:
         parts = comm.gather_object(state_of(optimizer), root)
         if parts is None:
             return None
-        return parts[root] if self._flat is None else self._merged("state", parts)
+        return parts[root] if self._structure is None else self._merged("state", parts)
 
     def load(self, optimizer: Any, state: Any, params: Any) -> None:
         """Give an optimizer this rank's part of a whole state."""
@@ -140,7 +141,7 @@ class Sharding:
                 return _NOTHING
             for number, item in zip(own, part, strict=True):
                 whole[number] = item
-        return self._flat.rebuild(whole) if self._fit(whole) else _NOTHING
+        return self._rebuild(whole) if self._fit(whole) else _NOTHING
 
     def _cut(self, value: Any) -> Any:
         """Return this rank's part of a value of the whole state."""

@@ -92,20 +92,6 @@ class Distributed:
             vars(made).update(_sharding=self._sharding.copy())
         return made
 
-    def _gather(self, root: int) -> dict[str, Any] | None:
-        """Return the whole state on `root`, None elsewhere; collective."""
-        if self._sharding is not None:
-            whole: dict[str, Any] | None = self._sharding.gather(self._optimizer, root)
-            return whole
-        return state_of(self._optimizer) if self._gradients.comm.rank == root else None
-
-    def _load(self, state: dict[str, Any], params: Any) -> None:
-        """Take over this rank's part of a whole state."""
-        if self._sharding is None:
-            set_state(self._optimizer, state)
-        else:
-            self._sharding.load(self._optimizer, state, params)
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # The wrapped optimizer's own state could be pickled, but not that it is distributed.
         raise TypeError(
@@ -175,8 +161,11 @@ def gather_state(optimizer: Any, *, root: int = 0) -> dict[str, Any] | None:
     >>> run(2, train)
     [(1, ['a', 'b']), (1, None)]
     """
-    distributed = _checked("gather_state", optimizer)
-    return distributed._gather(root)
+    inner, gradients, sharding = _parts("gather_state", optimizer)
+    if sharding is None:
+        return state_of(inner) if gradients.comm.rank == root else None
+    whole: dict[str, Any] | None = sharding.gather(inner, root)
+    return whole
 
 
 def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
@@ -196,12 +185,18 @@ def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
     ValueError
         The optimizer is not distributed.
     """
-    _checked("load_state", optimizer)._load(state, params)
+    inner, _, sharding = _parts("load_state", optimizer)
+    if sharding is None:
+        set_state(inner, state)
+    else:
+        sharding.load(inner, state, params)
 
 
-def _checked(function: str, optimizer: Any) -> Distributed:
+def _parts(function: str, optimizer: Any) -> tuple[Any, Any, Any]:
+    """Return the wrapped optimizer of a distributed one, its gradients, and its division if it has one."""
     if not isinstance(optimizer, Distributed):
         raise ValueError(
             f"{function}: this optimizer is not distributed; pass one that DistributedOptimizer returned"
         )
-    return optimizer
+    own = vars(optimizer)
+    return own["_optimizer"], own["_gradients"], own["_sharding"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -306,7 +306,7 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
     Torch calls the hooks for each of the two. A step that an exception ended is not running.
     """
     count = 0
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
             count += 1
