@@ -13,6 +13,7 @@ import optree
 import pytest
 
 import arraycomm as ac
+from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain_adapter
 from arraycomm.testing import run
 from tests.support.launched import run_pytest
@@ -133,6 +134,24 @@ def test_each_of_three_ranks_keeps_a_third_of_the_state(torch: Any) -> None:
     whole = sum(2 * 32 * (10 + n % 4) * 4 + 4 for n in range(24))
     assert sum(counted) == whole
     assert max(counted) < 0.36 * whole
+
+
+def test_parameters_of_any_dtype_and_layout_are_exchanged(torch: Any) -> None:
+    def on_rank(comm: Any, shard: bool) -> Any:
+        image = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        tensors = [torch.ones(3, 4).T, image, torch.ones(()), torch.ones(0, 3), torch.ones(1 << 16)]
+        kinds = [torch.bfloat16, torch.float32, torch.complex64, torch.float16, torch.float64]
+        params = [torch.nn.Parameter(t.to(k)) for t, k in zip(tensors, kinds, strict=True)]
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        ac.DistributedOptimizer(optimizer, comm=comm, shard=shard)
+        for step in range(2):
+            for number, param in enumerate(params):
+                param.grad = torch.full_like(param, number + step + comm.rank)
+            optimizer.step()
+        assert params[1].is_contiguous(memory_format=torch.channels_last)
+        return [p.detach().resolve_conj().to(torch.complex128).numpy() for p in params]
+
+    assert_same_on_all(run(3, on_rank, True), run(3, on_rank, False))
 
 
 def tiny(torch: Any, params: list[Any], comm: Any, **options: Any) -> Any:
@@ -524,6 +543,18 @@ def test_parameters_that_change_and_joined_steps_are_refused() -> None:
 # Optax ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_parameters_are_divided_by_their_bytes(ranks: int) -> None:
+    sizes = [5, 0, 9, 5, 1, 7, 2]
+    owners = divide(sizes, ranks)
+    loads = [sum(n for n, o in zip(sizes, owners, strict=True) if o == r) for r in range(ranks)]
+    # No rank could give its smallest one away and be above the least loaded rank.
+    assert max(loads) - min(loads) <= max(sizes)
+    later = divide([*sizes, 100], ranks, dict(enumerate(owners)))
+    assert later[:-1] == owners
+    assert later[-1] == loads.index(min(loads))
+
+
 def transformations() -> dict[str, Callable[[], Any]]:
     optax: Any = pytest.importorskip("optax")
     return {
@@ -686,6 +717,18 @@ class TestOnProcesses:
         unsharded = train_torch(torch, world, kind)
         sharded = train_torch(torch, world, kind, shard=True, bucket_bytes=100)
         assert bits(sharded[:2]) == bits(unsharded[:2])
+
+    def test_a_compiled_update_on_ranks_without_a_leaf(self, world: ac.Communicator) -> None:
+        jax: Any = pytest.importorskip("jax")
+        optax: Any = pytest.importorskip("optax")
+        optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world, op="sum", shard=True)
+        params = {"a": jax.numpy.zeros(2)}
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
+        for step in range(5):
+            grads = {"a": params["a"] + world.rank + step}
+            changes, state = update(grads, state)
+            total = sum(float(np.float32(rank + step)) for rank in range(world.size))
+            np.testing.assert_array_equal(changes["a"], np.full(2, -total, np.float32))
 
     def test_objects_with_update(self, world: ac.Communicator) -> None:
         assert bits(train_plain(world, True)[:2]) == bits(train_plain(world, False)[:2])
