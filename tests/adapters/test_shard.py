@@ -391,12 +391,11 @@ def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(torch:
 
 def test_ranks_that_divide_other_parameters_raise(torch: Any) -> None:
     def on_rank(comm: Any) -> None:
-        params = parameters(torch)
-        # A parameter without a gradient, so that only its part in the division tells.
-        params.append(torch.nn.Parameter(torch.zeros(1000 * comm.rank + 1)))
+        # The second has no gradient, so that only its part in the division tells.
+        params = [torch.nn.Parameter(torch.zeros(n)) for n in (10, 100 * comm.rank)]
         optimizer = tiny(torch, params, comm, shard=True)
-        backward(torch, params[:-1], comm.rank)
-        with pytest.raises(ac.MismatchError, match="exchange_shards"):
+        backward(torch, params[:1], comm.rank)
+        with pytest.raises(ac.MismatchError, match=r"exchange_shards.*division"):
             optimizer.step()
 
     run(2, on_rank)
