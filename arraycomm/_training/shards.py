@@ -31,6 +31,8 @@ from arraycomm._trees.layout import ALIGNMENT, Spec
 from arraycomm._trees.pytrees import Flat, flatten
 
 NAME: Final = "exchange_shards"
+# Up to how many characters messages list the owners of parameters.
+_LONG: Final = 80
 
 
 class Shard(NamedTuple):
@@ -133,8 +135,10 @@ def _signature(shards: Sequence[Shard], numbers: Sequence[int]) -> Signature:
         LeafSpec(shard.path, name_of(shard.spec[0]), shard.spec[1])
         for shard in (shards[number] for number in numbers)
     )
-    owners = digest(*(shards[number].owner for number in numbers))
-    return Signature(NAME, leaves=leaves, settings=(("division", owners),))
+    owners = ", ".join(str(shards[number].owner) for number in numbers)
+    if len(owners) > _LONG:
+        owners = f"{owners[:_LONG]}, ... ({digest(owners)})"
+    return Signature(NAME, leaves=leaves, settings=(("owners", owners),))
 
 
 class ExchangeShards(Operation):
@@ -233,8 +237,8 @@ class Shards:
     ) -> Iterator[tuple[int, Any]]:
         """Yield the values of the parameters that other ranks own, with their numbers here.
 
-        Collective. `parameters` are what `Shard` consists of. All messages are under way at once; what
-        came with one can be used while the others still move.
+        Collective. `parameters` are what `Shard` consists of. While one message moves, later ones are
+        packed, and what came with earlier ones can be used.
         """
         shards = [Shard(*parameter) for parameter in parameters]
         if self.comm.size == 1 or not shards:
