@@ -1,8 +1,8 @@
 """Sharded optax transformations: each rank keeps the state of its own leaves, and computes their updates.
 
 The transformation is traced on the whole tree. From the trace follows which part of the state belongs
-to which leaf, and whether any update depends on the gradient of another leaf. Each rank then computes
-what its own leaves need of the traced program, and the updates are exchanged.
+to which leaf, and whether any update depends on the gradient of another leaf. Each rank then updates the
+whole tree with arrays of one element in place of the other ranks' leaves, and the updates are exchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ import numpy as np
 import optax
 from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import partial_eval
-
-# The owner of what every rank keeps.
-_ALL: Final = -1
 
 
 class Elsewhere(NamedTuple):
@@ -38,8 +35,10 @@ class Division:
         Exchanges updates; see `arraycomm._training.shards`.
     params, state : treedef
         The structures of the parameters, and of the whole state.
-    owners, state_owners : tuple of int
-        The ranks that own each leaf; -1 for what every rank keeps.
+    owners : tuple of int
+        The rank that owns each leaf of the parameters.
+    state_leaves : tuple of int or None
+        To which of these each leaf of the state belongs; None for what every rank keeps.
     state_types : tuple
         The dtype and shape of each leaf of the whole state.
     """
@@ -48,25 +47,36 @@ class Division:
     params: Any
     state: Any
     owners: tuple[int, ...]
-    state_owners: tuple[int, ...]
+    state_leaves: tuple[int | None, ...]
     state_types: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        # JAX asks for it in every call of a compiled function.
+        return hash((id(self.shards), self.owners))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self
 
     @property
+    def kept_of_params(self) -> list[bool]:
+        """Which leaves of the parameters this rank owns."""
+        rank = self.shards.comm.rank
+        return [owner == rank for owner in self.owners]
+
+    @property
     def kept_of_state(self) -> list[bool]:
         """Which leaves of the state this rank keeps."""
-        return [owner in {_ALL, self.shards.comm.rank} for owner in self.state_owners]
+        own = self.kept_of_params
+        return [leaf is None or own[leaf] for leaf in self.state_leaves]
 
     @property
     def kept_of_results(self) -> list[bool]:
         """Which results of an update, updates and state, this rank computes."""
-        return [owner == self.shards.comm.rank for owner in self.owners] + self.kept_of_state
+        return self.kept_of_params + self.kept_of_state
 
     def kept_of_inputs(self, types: _Types) -> list[bool]:
         """Which inputs of an update belong to this rank."""
-        own = [owner == self.shards.comm.rank for owner in self.owners]
+        own = self.kept_of_params
         params = own if types.params else []
         return [*own, *self.kept_of_state, *params, *(True for _ in types.extra)]
 
@@ -154,10 +164,7 @@ class _Sharding:
             tuple(map(_of_type, traced.out_avals)),
         )
         program = self._traced(division, _Types(types, division.state_types, types))
-        found = _leaves_of_state(program, division)
-        division = replace(
-            division, state_owners=tuple(_ALL if leaf is None else owners[leaf] for leaf in found)
-        )
+        division = replace(division, state_leaves=_leaves_of_state(program, division))
         compute, used = _needed(traced, division.kept_of_state)
         return division.kept(compute(*_used(leaves, used)))
 
@@ -191,7 +198,10 @@ class _Sharding:
         part = self._parts.get((division, types))
         if part is None:
             program = self._traced(division, types)
-            _leaves_of_state(program, division)
+            if _leaves_of_state(program, division) != division.state_leaves:
+                raise _refusal(
+                    "which part of its state depends on gradients is not always the same"
+                )
             count = len(division.owners)
             others = self._others(division, types)
             self._check_others(division, types, program, others)
@@ -205,10 +215,9 @@ class _Sharding:
         With them the transformation, and XLA, see as many leaves as without sharding. For XLA
         compiles the update of one leaf otherwise than that of several, and noise is drawn for all.
         """
-        rank = self._shards.comm.rank
         shapes = [
-            kind.shape if owner == rank else (1,) * len(kind.shape)
-            for kind, owner in zip(types.updates, division.owners, strict=True)
+            kind.shape if is_own else (1,) * len(kind.shape)
+            for kind, is_own in zip(types.updates, division.kept_of_params, strict=True)
         ]
         small = jax.eval_shape(self._inner.init, division.params_like(types, shapes))
         found, structure = jax.tree.flatten(small)
@@ -217,12 +226,12 @@ class _Sharding:
         shapes += [kind.shape for kind in found]
         shapes += shapes[: len(types.params)]
         shapes += [kind.shape for kind in types.extra]
-        return [
-            None if is_kept else np.ones(shape, kind.dtype)
-            for is_kept, shape, kind in zip(
-                division.kept_of_inputs(types), shapes, types.all(), strict=True
-            )
-        ]
+        kept = division.kept_of_inputs(types)
+        with jax.ensure_compile_time_eval():
+            return [
+                None if is_kept else jnp.ones(shape, kind.dtype)
+                for is_kept, shape, kind in zip(kept, shapes, types.all(), strict=True)
+            ]
 
     def _check_others(
         self, division: Division, types: _Types, program: Any, others: Sequence[Any]
@@ -345,19 +354,19 @@ def _exchange(
 def _needed(traced: Any, outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
     """Return what computes some outputs of a traced program, and which inputs it takes."""
     jaxpr, used_consts, used = partial_eval.dce_jaxpr_consts(traced.jaxpr, list(outputs))
-    consts = [const for const, is_used in zip(traced.consts, used_consts, strict=True) if is_used]
-    return partial(jax.core.eval_jaxpr, jaxpr, consts), used
+    return partial(jax.core.eval_jaxpr, jaxpr, _used(traced.consts, used_consts)), used
 
 
 def _text(traced: Any, outputs: Sequence[bool], inputs: Sequence[bool]) -> Any:
     """Return what some outputs of a traced program are of some of its inputs, and perhaps of others."""
     jaxpr, consts, used = partial_eval.dce_jaxpr_consts(traced.jaxpr, list(outputs), list(inputs))
-    values = [
-        np.asarray(const).tobytes()
-        for const, is_used in zip(traced.consts, consts, strict=True)
-        if is_used
-    ]
-    return str(jaxpr), values, sum(used)
+    return str(jaxpr), list(map(_value_of, _used(traced.consts, consts))), sum(used)
+
+
+def _value_of(const: Any) -> Any:
+    """Return what tells constants of traced programs apart."""
+    is_opaque = jax.dtypes.issubdtype(jax.typeof(const).dtype, jax.dtypes.extended)
+    return id(const) if is_opaque or _is_traced([const]) else np.asarray(const).tobytes()
 
 
 def _filled(leaves: Iterable[Any], kept: Sequence[bool]) -> list[Any]:
@@ -370,7 +379,7 @@ def _used(inputs: Sequence[Any], used: Sequence[bool]) -> list[Any]:
     return [x for x, is_used in zip(inputs, used, strict=True) if is_used]
 
 
-def _leaves_of_state(traced: Any, division: Division) -> list[int | None]:
+def _leaves_of_state(traced: Any, division: Division) -> tuple[int | None, ...]:
     """Return to which parameter each leaf of the state belongs, if to any; raise if to several.
 
     It belongs to those on whose gradients, or values, its next value depends.
@@ -379,6 +388,9 @@ def _leaves_of_state(traced: Any, division: Division) -> list[int | None]:
     flows = _flows(traced.jaxpr)
     words = [1 << number for number in range(count)]
     belongs = dict(enumerate(words)) | dict(enumerate(words, count + states))
+    for number, leaf in enumerate(division.state_leaves):
+        if leaf is not None:
+            belongs[count + number] = words[leaf]
     found: dict[int, int] = {}
     while found != (found := _next_values(flows[count:], belongs | found, count)):
         pass
@@ -387,7 +399,7 @@ def _leaves_of_state(traced: Any, division: Division) -> list[int | None]:
         _check_single(_parameters_of(flows[number], belongs) | 1 << number, division)
     for word in found.values():
         _check_single(word, division)
-    return [word.bit_length() - 1 if word else None for word in found.values()]
+    return tuple(word.bit_length() - 1 if word else None for word in found.values())
 
 
 def _next_values(flows: Sequence[int], belongs: dict[int, int], first: int) -> dict[int, int]:
@@ -567,10 +579,11 @@ def _cut(part: Any, value: Any) -> Any:
 def _gather(part: ShardedState, root: int) -> Any:
     division = part.division
     comm, leaves = division.shards.comm, jax.tree.leaves(part.inner, is_leaf=_is_elsewhere)
+    kept = zip(leaves, division.state_leaves, division.kept_of_state, strict=True)
     sent = {
         number: np.asarray(leaf)
-        for number, (leaf, owner) in enumerate(zip(leaves, division.state_owners, strict=True))
-        if owner == comm.rank and comm.rank != root
+        for number, (leaf, belongs, is_kept) in enumerate(kept)
+        if is_kept and belongs is not None and comm.rank != root
     }
     parts = comm.gather_object(sent, root)
     if parts is None:

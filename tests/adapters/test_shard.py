@@ -679,6 +679,25 @@ def test_transformations_that_depend_on_the_shapes_of_other_leaves_are_refused()
     run(2, on_rank)
 
 
+def test_states_that_depend_on_gradients_only_at_times_are_refused() -> None:
+    jax: Any = pytest.importorskip("jax")
+    optax: Any = pytest.importorskip("optax")
+
+    def update(updates: Any, state: Any, params: Any = None, *, peek: Any = None) -> Any:
+        return updates, state if peek is None else state + peek * jax.tree.leaves(updates)[0][0, 0]
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: jax.numpy.zeros(()), update)
+
+    def on_rank(comm: Any) -> None:
+        optimizer = ac.DistributedOptimizer(inner, comm=comm, shard=True)
+        params = as_tree(arrays(0))
+        _, state = optimizer.update(params, optimizer.init(params), params)
+        with pytest.raises(TypeError, match="depends on gradients is not always the same"):
+            optimizer.update(params, state, params, peek=1.0)
+
+    run(2, on_rank)
+
+
 def test_states_of_optax_that_are_not_whole_are_refused() -> None:
     optax: Any = pytest.importorskip("optax")
     adapter = pytest.importorskip("arraycomm.adapters.jax")
