@@ -365,7 +365,8 @@ def _text(traced: Any, outputs: Sequence[bool], inputs: Sequence[bool]) -> Any:
 
 def _value_of(const: Any) -> Any:
     """Return what tells constants of traced programs apart."""
-    is_opaque = jax.dtypes.issubdtype(jax.typeof(const).dtype, jax.dtypes.extended)
+    # Random keys have a dtype of JAX's own.
+    is_opaque = not isinstance(jax.typeof(const).dtype, np.dtype)
     return id(const) if is_opaque or _is_traced([const]) else np.asarray(const).tobytes()
 
 
