@@ -547,6 +547,25 @@ def shard_state(whole: Any, like: Any) -> Any:
     ------
     ValueError
         `whole` is not the state of the same transformation and parameters.
+
+    Notes
+    -----
+    Local.
+
+    Examples
+    --------
+    >>> import jax, optax
+    >>> import arraycomm as ac
+    >>> from arraycomm.adapters.jax import shard_state
+    >>> from arraycomm.testing import run
+    >>> params = {"a": jax.numpy.zeros(2), "b": jax.numpy.zeros(2)}
+    >>> whole = optax.trace(0.9).init(params)
+    >>> def resume(comm):
+    ...     optimizer = ac.DistributedOptimizer(optax.trace(0.9), comm=comm, shard=True)
+    ...     state = shard_state(whole, like=optimizer.init(params))
+    ...     return len(jax.tree.leaves(state))
+    >>> run(2, resume)
+    [1, 1]
     """
     parts, structure = jax.tree.flatten(like, is_leaf=_is_sharded)
     found: Any = structure

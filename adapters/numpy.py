@@ -184,6 +184,31 @@ def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
     ------
     ValueError
         The optimizer is not distributed.
+
+    Notes
+    -----
+    Local. An object with `load_state_dict(state)` gets its part by that; the attributes of any other
+    one are set.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import arraycomm as ac
+    >>> from arraycomm.adapters.numpy import load_state
+    >>> from arraycomm.testing import run
+    >>> class Momentum:
+    ...     per_parameter = True
+    ...     def update(self, params, grads):
+    ...         self.momenta = [0.5 * m + g for m, g in zip(self.momenta, grads)]
+    ...         return [p - m for p, m in zip(params, self.momenta)]
+    >>> params = {"a": np.zeros(1), "b": np.zeros(2)}
+    >>> whole = {"momenta": {"a": np.ones(1), "b": np.ones(2)}}
+    >>> def resume(comm):
+    ...     optimizer = ac.DistributedOptimizer(Momentum(), comm=comm, shard=True)
+    ...     load_state(optimizer, whole, params)
+    ...     return [momentum.shape for momentum in optimizer.momenta]
+    >>> run(2, resume)
+    [[(2,)], [(1,)]]
     """
     inner, _, sharding = _parts("load_state", optimizer)
     if sharding is None:

@@ -629,6 +629,21 @@ def test_a_whole_state_of_optax_is_loaded_on_any_number_of_ranks() -> None:
     assert_same_on_all(leaves_of(run(2, resumed, True))[:1], leaves_of(run(2, resumed, False))[:1])
 
 
+def test_a_learning_rate_set_in_a_sharded_state_counts() -> None:
+    optax: Any = pytest.importorskip("optax")
+    pytest.importorskip("arraycomm.adapters.jax")
+
+    def on_rank(comm: Any) -> Any:
+        injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        optimizer = ac.DistributedOptimizer(injected, comm=comm, op="sum", shard=True)
+        params = arrays(0)
+        state = optimizer.init(params)
+        state.inner.hyperparams["learning_rate"] = np.float32(0.5)
+        return list(map(np.asarray, optimizer.update(arrays(1), state, params)[0]))
+
+    assert_same_on_all(run(2, on_rank), [[-g for g in arrays(1)]] * 2)
+
+
 def test_optax_that_looks_at_all_gradients_is_sharded_behind_a_reduction() -> None:
     optax: Any = pytest.importorskip("optax")
     adapter = pytest.importorskip("arraycomm.adapters.jax")
