@@ -18,7 +18,7 @@ class Slot:
 
     Attributes
     ----------
-    reducer : weak reference to Reducer
+    reducer : weak reference to BackwardReducer
         That of the optimizer made last for this parameter, which reduces its gradient.
     number : int
         Of the parameter in that reducer.

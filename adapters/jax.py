@@ -11,6 +11,7 @@ import optax
 from jax.experimental.buffer_callback import buffer_callback
 
 import arraycomm as ac
+from arraycomm.adapters._jax_compression import compressing
 from arraycomm.adapters._jax_shard import gather_state, shard_state, sharded
 
 __all__ = ["DistributedOptimizer", "all_reduce", "gather_state", "shard_state", "synchronize"]
@@ -72,7 +73,14 @@ def distribute(
         updated: tuple[Any, Any] = inner.update(reduced, state, params, **extra)
         return updated
 
-    reducing = _Distributed(inner.init, gradients.entry(update))
+    init = inner.init
+    if gradients.compressor.states is not None:
+        init, update = compressing(
+            inner,
+            gradients,
+            lambda sent: _reduce(gradients.comm, sent, gradients.op, gradients.options),
+        )
+    reducing = _Distributed(init, gradients.entry(update))
     return reducing if gradients.accumulate == 1 else _accumulating(reducing, gradients.accumulate)
 
 

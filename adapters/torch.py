@@ -21,8 +21,10 @@ from arraycomm.adapters._torch_collectives import (
     bcast,
     reduce_scatter,
 )
+from arraycomm.adapters._torch_compression import save_with_state_dict
 from arraycomm.adapters._torch_data import DataLoader
-from arraycomm.adapters._torch_reducer import Reducer, without_owner
+from arraycomm.adapters._torch_hooks import without_owner
+from arraycomm.adapters._torch_reducer import Reducer
 from arraycomm.adapters._torch_shards import Sharding, check_per_parameter
 
 __all__ = [
@@ -80,6 +82,8 @@ def distribute(
     if steps.sharding is not None:
         optimizer.register_state_dict_pre_hook(steps.sharding.refuse_state_dict)
         optimizer.register_load_state_dict_pre_hook(steps.sharding.keep_own)
+    if gradients.compressor.states is not None:
+        save_with_state_dict(optimizer, gradients.compressor.states)
     _distributed[optimizer] = steps
     return optimizer
 
@@ -128,7 +132,7 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         raise ValueError(
             "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer returned"
         )
-    reducer = steps.reducer
+    reducer = steps.reducer.in_backward
     before, reducer.syncing = reducer.syncing, False
     try:
         yield

@@ -31,7 +31,9 @@ from arraycomm._together import raise_together
 from arraycomm._trees.plan import Plan
 
 if TYPE_CHECKING:
+    from arraycomm._training.compression import Compression
     from arraycomm._training.data import DistributedDataContainer
+    from arraycomm._training.feedback import ErrorFeedback
     from arraycomm._training.join import Join, join
     from arraycomm._training.metrics import mean_metrics
     from arraycomm._training.nans import raise_on_nan
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
 
 # Imported on first use: programs that only communicate do not wait for what training needs.
 _ON_FIRST_USE = {
+    "Compression": "arraycomm._training.compression",
     "DistributedDataContainer": "arraycomm._training.data",
     "DistributedOptimizer": "arraycomm._training.optimizer",
+    "ErrorFeedback": "arraycomm._training.feedback",
     "Join": "arraycomm._training.join",
     "join": "arraycomm._training.join",
     "mean_metrics": "arraycomm._training.metrics",
@@ -55,10 +59,12 @@ __all__ = [
     "CommTimeoutError",
     "Communicator",
     "CommunicatorClosedError",
+    "Compression",
     "ConcurrentUseError",
     "DeadlockError",
     "DistributedDataContainer",
     "DistributedOptimizer",
+    "ErrorFeedback",
     "Join",
     "MismatchError",
     "NotInitializedError",

@@ -116,11 +116,14 @@ def synchronize(
 
     Parameters
     ----------
-    tree : pytree, torch module, torch optimizer, or None
+    tree : pytree, torch object, or None
         Arrays, numbers, strings, bytes and enums take the values of `root` and keep the type they
-        have here; None, functions and random generators stay as they are. A rank other than
-        `root` may pass None, and then gets the whole tree of `root` (as a pickle: the ranks of a
-        job trust one another).
+        have here; None, functions and random generators stay as they are. Objects of torch in the
+        tree are changed in place: modules (parameters, all buffers, and what `get_extra_state`
+        returns), optimizers, learning-rate schedulers and `torch.amp.GradScaler`. Of these, `root`
+        alone may have a state, for example from a checkpoint. A rank other than `root` may pass
+        None, and then gets the whole tree of `root` (as a pickle: the ranks of a job trust one
+        another).
     root : int
         The rank whose values all ranks get.
     comm : Communicator, optional
@@ -131,13 +134,13 @@ def synchronize(
     Returns
     -------
     pytree
-        A new tree of the same structure; a torch module or optimizer is changed in place and
-        returned.
+        A new tree of the same structure, with the same objects of torch in it.
 
     Raises
     ------
     MismatchError
-        Trees differ between ranks; the message names the path of the first difference.
+        Trees differ between ranks, or types of optimizers and schedulers, or the shapes of an
+        optimizer's parameters; the message names the path of the first difference.
     TypeError
         A leaf is of a type that cannot be synchronized; the message names its path.
     """

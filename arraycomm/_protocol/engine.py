@@ -273,10 +273,11 @@ class Engine:
                 raise TimeoutError
 
         self.blocked = threading.get_ident() if timeout is None else None
+        self.progress.aside = True
         try:
             self.wait_for(partial(self._pushed, task), watch)
         finally:
-            self.blocked = None
+            self.blocked, self.progress.aside = None, False
         task.outcome.claim()
         return task.take()
 

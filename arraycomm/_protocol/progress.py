@@ -37,6 +37,8 @@ class ProgressThread:
         self._advance, self._active = advance, active
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        # Whether a caller waits just now and pushes on by itself: two would take turns for the core.
+        self.aside = False
 
     def start(self) -> None:
         """Start the thread, if it does not run."""
@@ -58,14 +60,15 @@ class ProgressThread:
 
     def _run(self) -> None:
         while True:
-            # Some MPI move a piece of the data with each poll.
-            self._advance(_POLLS)
+            if not self.aside:
+                # Some MPI move a piece of the data with each poll.
+                self._advance(_POLLS)
             with self._starting:
                 if not self._active():
                     self._thread = None
                     return
             # Data moves only while somebody polls; ranks that are late come without that.
-            if self._moves():
+            if self._moves() and not self.aside:
                 give_up_core()
             else:
                 time.sleep(NAP)

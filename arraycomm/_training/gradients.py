@@ -12,6 +12,8 @@ from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
+from arraycomm._training.compression import Compression
+from arraycomm._training.compressor import Compressor
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
 from arraycomm._training.shards import Shards
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
@@ -67,6 +69,8 @@ class Gradients:
         The other arguments of `allreduce_gradients`.
     shards : Shards or None
         Exchanges what the ranks have updated, if each updates a part of the parameters.
+    compressor : Compressor
+        How they are compressed.
     """
 
     # For the functions of an adapter that its framework calls.
@@ -78,7 +82,7 @@ class Gradients:
         op: str,
         bucket_bytes: int,
         accumulate: int,
-        compression: str | None,
+        compression: str | Compression | None,
         shared: Communicator,
         overlapping: bool = False,
         shards: Shards | None = None,
@@ -90,7 +94,11 @@ class Gradients:
         self.number: int | None = registry.made
         registry.made += 1
         registry.optimizers[self.number] = self
-        self.options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "compression": compression}
+        self.compressor = Compressor(compression, comm, op)
+        self.options: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "compression": self.compressor.dtype,
+        }
         # For adapters whose gradients can be reduced as they are computed, if all ranks' can.
         self.rounds = Rounds(comm, op, self.options) if overlapping else None
         # The parameters of each bucket, by their numbers, once the ranks have agreed on them.
@@ -116,19 +124,25 @@ class Gradients:
         if self.keeps:
             self.keep(tree)
             return False, None
-        # Inside the call, so that it reports an error in this rank's gradients to the others.
-        reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree)
+        reduced = self._reduce(tree)
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
+
+    def _reduce(self, tree: Any) -> Any:
+        if self.compressor.hook is not None:
+            return self.compressor.reduce_tree(lambda: flatten(self.mean_of_steps(tree)))
+        # Inside the call, so that it reports an error in this rank's gradients to the others.
+        reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree)
+        self.compressor.settle()
+        return reduced
 
     # For adapters that reduce during backward passes
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """What two optimizers of one parameter must have in common."""
-        compression = self.options["compression"]
-        return group_of(self._shared), self.op, self.accumulate, compression
+        return group_of(self._shared), self.op, self.accumulate, self.compressor.described
 
     @property
     def joined(self) -> bool:
@@ -196,6 +210,7 @@ class Gradients:
     def forget_sums(self) -> None:
         """Note that a round has reduced them."""
         self._sums, self._has_reduced = [], True
+        self.compressor.settle()
 
     def finish_step(self, *, skipped: bool = False) -> None:
         """Go on to the next step."""
@@ -213,6 +228,7 @@ class Gradients:
         # Copies need not be made on all ranks, so that they have no number that these agree on.
         vars(made).update(vars(self), number=None, follow=lambda gradients: None)
         made._sums = list(self._sums)
+        made.compressor = self.compressor.copy()
         made.rounds = None if self.rounds is None else self.rounds.copy()
         return made
 
@@ -264,8 +280,8 @@ class OptimizerStep(AllreduceGradients):
     def __init__(
         self, context: Context, memory: TreeMemory, gradients: Gradients, tree: Any
     ) -> None:
-        means = gradients.mean_of_steps(tree)
-        super().__init__(context, memory, means, gradients.op, **gradients.options)
+        sent = gradients.compressor.fed_back_tree(gradients.mean_of_steps(tree))
+        super().__init__(context, memory, sent, gradients.op, **gradients.options)
 
 
 class JoinedStep(WeightedGradients):
@@ -311,6 +327,7 @@ class HandedStep(HandOver):
 
 def _number_in_join(gradients: Gradients) -> int:
     """Return by which number ranks without data know an optimizer; raise if they cannot take its steps."""
+    gradients.compressor.check_outside_join()
     if gradients.accumulate > 1:
         raise ValueError(
             "inside join gradients cannot be accumulated, since ranks that have no more steps "

@@ -13,10 +13,11 @@ from arraycomm._entries import entry
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Options
 from arraycomm._session import world
+from arraycomm._training.compression import Compression, check_argument, described
 from arraycomm._training.gradients import Gradients
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.shards import Shards
-from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, check_compression
+from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
 
 _ADAPTERS: Final = {
     "torch": "arraycomm.adapters.torch",
@@ -34,7 +35,7 @@ def DistributedOptimizer(  # noqa: N802
     op: str = "mean",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     accumulate: int = 1,
-    compression: str | None = None,
+    compression: str | Compression | None = None,
     shard: bool = False,
 ) -> Any:
     """Make an optimizer reduce the gradients over all ranks before it uses them.
@@ -57,10 +58,11 @@ def DistributedOptimizer(  # noqa: N802
         and the optimizer's state change only in the last of these steps. The loop stays as it is,
         with the gradients of one step at a time. They are added up on their own device, those of
         float16 and bfloat16 in float32.
-    compression : str, optional
+    compression : str or Compression, optional
         "bfloat16" or "float16": float32 and float64 gradients are sent rounded to these 16 bits,
         accumulated in float32, and returned in their own dtype. In float16, values beyond 65504
-        become infinite.
+        become infinite. With an object `ErrorFeedback("bfloat16")`, what rounding loses is added to the
+        next step's gradients. An object of a subclass of `Compression` reduces in a way of its own.
     shard : bool
         Whether each rank keeps the state of, and updates, only its own part of the parameters, about
         1/size of their bytes (ZeRO stage 1). Gradients are reduced as without it. After each update
@@ -148,13 +150,13 @@ class _Arguments(NamedTuple):
             raise ValueError(
                 f"accumulate must be a number of steps, 1 or more; got {self.accumulate!r}"
             )
-        check_compression(self.compression)
+        check_argument(self.compression)
         if type(self.shard) is not bool:
             raise TypeError(f"shard must be True or False; got {self.shard!r}")
         adapter = _adapter_of(self.optimizer)
         adapter.check(self.optimizer)
         return (
-            f", {self.op} {self.bucket_bytes} {self.accumulate} {self.compression}"
+            f", {self.op} {self.bucket_bytes} {self.accumulate} {described(self.compression)}"
             f"{self._check_sharding(adapter)}"
         )
 

@@ -20,7 +20,7 @@ from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
 from arraycomm._protocol.header import Signature, encode, with_length
-from arraycomm._protocol.mismatch import name_ranks
+from arraycomm._protocol.mismatch import by_ranks
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.layout import Spec
@@ -246,12 +246,8 @@ class ReduceBucket(AllreduceGradients):
 
 def _different_places(said: Sequence[str]) -> str:
     """Return the message for ranks that are at these places, one for each rank."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(said):
-        groups.setdefault(text, []).append(rank)
-    listed = "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items())
     return (
-        f"{_NAME}: the ranks are in different steps of one optimizer: {listed}. Every rank must take, "
+        f"{_NAME}: the ranks are in different steps of one optimizer: {by_ranks(said)}. Every rank must take, "
         "or skip, the same steps, with as many backward passes; decide that from .grad after "
         "backward(), which is the same on all ranks"
     )

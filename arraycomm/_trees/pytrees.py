@@ -28,13 +28,21 @@ class Flat(NamedTuple):
     """A tree's leaves, a path for each, and how to make a tree of new leaves.
 
     `structure` names each container by its path and type, a line for each, in an order that does not
-    depend on how the tree was flattened.
+    depend on how the tree was flattened. `extras` are beside the leaves: a reduction leaves them alone.
     """
 
     leaves: list[Any]
     paths: Sequence[str]
     structure: str
     rebuild: Callable[[list[Any]], Any]
+    extras: Sequence[ExtraState] = ()
+
+
+class ExtraState(NamedTuple):
+    """The path of what a torch module's `get_extra_state` returns."""
+
+    path: str
+    module: Any
 
 
 class _Node(NamedTuple):
@@ -43,6 +51,7 @@ class _Node(NamedTuple):
     children: list[Any]
     suffixes: list[str]
     rebuild: Callable[[list[Any]], Any]
+    extras: Sequence[ExtraState] = ()
 
 
 class _Outline(NamedTuple):
@@ -133,6 +142,7 @@ def _flatten_nodes(
     """Flatten those leaves of optree that are containers."""
     all_leaves: list[Any] = []
     all_paths: list[str] = []
+    extras: list[ExtraState] = []
     lines = outline.structure.splitlines()
     parts: list[tuple[int, _Node | None, list[Flat]]] = []
     for leaf, path, node in zip(leaves, outline.paths, nodes, strict=True):
@@ -140,6 +150,7 @@ def _flatten_nodes(
             inner = [Flat([leaf], [path], "", lambda new: new[0])]
         else:
             lines.append(_container(path, type(leaf)))
+            extras.extend(node.extras)
             inner = [
                 flatten(child, path + suffix)
                 for child, suffix in zip(node.children, node.suffixes, strict=True)
@@ -148,6 +159,7 @@ def _flatten_nodes(
             all_leaves.extend(flat.leaves)
             all_paths.extend(flat.paths)
             lines.extend(flat.structure.splitlines())
+            extras.extend(flat.extras)
         parts.append((sum(len(flat.leaves) for flat in inner), node, inner))
 
     def rebuild(new: list[Any]) -> Any:
@@ -158,7 +170,7 @@ def _flatten_nodes(
             built.append(children[0] if node is None else node.rebuild(children))
         return optree.tree_unflatten(spec, built)
 
-    return Flat(all_leaves, all_paths, "\n".join(sorted(lines)), rebuild)
+    return Flat(all_leaves, all_paths, "\n".join(sorted(lines)), rebuild, extras)
 
 
 def _open(leaf: Any, path: str) -> _Node | None:
@@ -168,7 +180,7 @@ def _open(leaf: Any, path: str) -> _Node | None:
     if isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__"):
         return None
     if is_torch(leaf, "nn", "Module"):
-        return _open_module(leaf)
+        return _open_module(leaf, path)
     if is_torch(leaf, "optim", "Optimizer"):
         return None
     jax = sys.modules.get("jax")
@@ -181,11 +193,16 @@ def _open(leaf: Any, path: str) -> _Node | None:
     return None
 
 
-def _open_module(module: Any) -> _Node:
+def _open_module(module: Any, path: str) -> _Node:
     """Open a torch module: its children are parameters and buffers, which are changed in place."""
     import torch
 
     named = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in named:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise TypeError(
+                f"{path}.{name} has no shape yet; call the lazy module once on every rank before"
+            )
 
     def rebuild(new: list[Any]) -> Any:
         with torch.no_grad():
@@ -195,7 +212,14 @@ def _open_module(module: Any) -> _Node:
         return module
 
     return _Node(
-        [tensor.detach() for _, tensor in named], [f".{name}" for name, _ in named], rebuild
+        [tensor.detach() for _, tensor in named],
+        [f".{name}" for name, _ in named],
+        rebuild,
+        [
+            ExtraState(f"{path}{'.' * bool(name)}{name}._extra_state", each)
+            for name, each in module.named_modules()
+            if type(each).get_extra_state is not torch.nn.Module.get_extra_state
+        ],
     )
 
 

@@ -163,8 +163,12 @@ class AllreduceGradients(AllreduceTree):
 
 def check_compression(compression: object) -> None:
     """Raise unless `compression` is None or the name of a dtype to compress to."""
-    if compression is not None and compression not in COMPRESSIONS:
-        raise ValueError(f'compression must be "bfloat16", "float16" or None; got {compression!r}')
+    known = compression is None or (isinstance(compression, str) and compression in COMPRESSIONS)
+    if not known:
+        objects = "; only a DistributedOptimizer takes objects" * hasattr(compression, "decompress")
+        raise ValueError(
+            f'compression must be "bfloat16", "float16" or None; got {compression!r}{objects}'
+        )
 
 
 def compressed(dtype: DType, compression: str | None) -> DType:

@@ -29,6 +29,7 @@ from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
 from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, settings_of
 from arraycomm._trees.pytrees import flatten, is_torch
+from arraycomm._trees.states import State, state_of
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
 _RAW: Final = np.dtype(np.uint8)
@@ -70,13 +71,9 @@ class Synchronize(Operation):
             )
         self.length = len(self._data)
         self.nbytes, self.copies = self._packed.nbytes, len(arrays)
-        leaves = [
-            self._parts[number].leaf._replace(path=path)
-            for path, number in zip(self._flat.paths, self._index, strict=True)
-        ]
         settings = settings_of(self._flat, self._index)
         self.signature = Signature(
-            self.name, None, self.root, leaves=tuple(leaves), settings=settings
+            self.name, None, self.root, leaves=self._described(), settings=settings
         )
 
     def _look_at_leaves(self) -> None:
@@ -90,6 +87,17 @@ class Synchronize(Operation):
                 number = first[id(leaf)] = len(self._parts)
                 self._parts.append(_part(leaf, path))
             self._index.append(number)
+        self._parts.extend(_part(extra, extra.path) for extra in self._flat.extras)
+
+    def _described(self) -> tuple[LeafSpec, ...]:
+        """Return what the ranks compare: the leaves, what their states need, and what is no leaf."""
+        leaves = (
+            self._parts[number].leaf._replace(path=path)
+            for path, number in zip(self._flat.paths, self._index, strict=True)
+        )
+        beside = (spec for part in self._parts for spec in part.beside)
+        extras = (part.leaf for part in self._parts[len(set(self._index)) :])
+        return *leaves, *beside, *extras
 
     def steps(self, agreement: Agreement) -> Steps:
         having = [rank for rank in range(self.group.size) if agreement.array_digest(rank)]
@@ -158,12 +166,17 @@ class _Kept:
 
 
 class _Part(NamedTuple):
-    """How one leaf is synchronized: as bytes, as a pickled value, or not at all."""
+    """How one leaf is synchronized: as bytes, as a pickled value, or not at all.
+
+    `beside` describes what else the ranks compare. `load` changes the leaf in place, but for the root's.
+    """
 
     leaf: LeafSpec
     array: BufferView | None = None
     value: Any = _Kept
     receive: Callable[[Any], Any] = lambda received: received
+    beside: Sequence[LeafSpec] = ()
+    load: Callable[[Any], Any] | None = None
 
 
 def _pack_raw(packed: Packed, arrays: Sequence[BufferView]) -> None:
@@ -185,6 +198,8 @@ def _received(parts: Sequence[_Part], packed: Packed, values: Any, is_root: bool
             results.append(part.receive(None))
         else:
             value = next(values)
+            if part.load is not None and not is_root:
+                part.load(value)
             results.append(part.receive(part.value if is_root else value))
     return results
 
@@ -195,8 +210,9 @@ def _part(leaf: Any, path: str) -> _Part:
         return _Part(LeafSpec(path, NONE), receive=lambda _: None)
     if isinstance(leaf, _VALUES):
         return _Part(LeafSpec(path, type(leaf).__name__), value=leaf)
-    if is_torch(leaf, "optim", "Optimizer"):
-        return _Part(LeafSpec(path, "optimizer"), value=leaf.state_dict(), receive=_load_into(leaf))
+    state = state_of(leaf, path)
+    if state is not None:
+        return _state_part(leaf, state)
     if _is_typed_key(leaf):
         return _key_part(leaf, path)
     if callable(leaf) or _is_generator(leaf):
@@ -209,12 +225,12 @@ def _part(leaf: Any, path: str) -> _Part:
     return _Part(array_leaf(path, array), array)
 
 
-def _load_into(optimizer: Any) -> Callable[[Any], Any]:
-    def load(state: Any) -> Any:
-        optimizer.load_state_dict(state)
-        return optimizer
-
-    return load
+def _state_part(leaf: Any, state: State) -> _Part:
+    """Return the part of an object that keeps its state on the root, and loads it elsewhere."""
+    described, *beside = state.described
+    return _Part(
+        described, value=state.value, receive=lambda _: leaf, beside=beside, load=state.load
+    )
 
 
 def _is_generator(leaf: Any) -> bool:
@@ -247,7 +263,9 @@ def _take_from_whole(
     """Put the arrays of the root's tree into `packed`, and return its other values."""
     values: list[Any] = []
     arrays: list[BufferView] = []
-    leaves = dict(zip(index, flatten(whole).leaves, strict=True))
+    flat = flatten(whole)
+    extras = range(len(parts) - len(flat.extras), len(parts))
+    leaves = dict(zip((*index, *extras), (*flat.leaves, *flat.extras), strict=True))
     for number, part in enumerate(parts):
         leaf = leaves[number]
         if part.array is not None:

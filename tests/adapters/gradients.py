@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 SHAPE = (4,)
 STEPS = 3
-SIZES = (1, 2, 3, 4)
 
 Gradients = dict[str, NDArray[np.float32]]
 

@@ -290,7 +290,7 @@ def test_arguments_that_differ_raise_on_all(options: dict[str, Any]) -> None:
 
 
 class TestCompiled:
-    """On as many ranks as there are processes; `test_jax_adapter` runs them on more."""
+    """On as many ranks as there are processes; `test_processes` runs them on more."""
 
     def test_a_compiled_update_accumulates_and_compresses(self) -> None:
         jax: Any = pytest.importorskip("jax")

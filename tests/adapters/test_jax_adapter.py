@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import arraycomm as ac
 from arraycomm.adapters.jax import all_reduce
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
-from tests.support.launched import run_pytest
-from tests.support.launcher import needs_mpiexec
+from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, gradient_of
+from tests.support.on_ranks import LAUNCH
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
@@ -31,10 +30,6 @@ def sgd() -> Any:
 def adam() -> Any:
     """With an epsilon so large that the size of the gradients matters, not their sign alone."""
     return optax.adam(0.1, eps=0.1)
-
-
-def scheduled() -> Any:
-    return optax.sgd(optax.exponential_decay(0.1, transition_steps=1, decay_rate=0.5))
 
 
 def on_jax(tree: Any) -> Any:
@@ -61,38 +56,88 @@ def assert_same(got: Gradients, expected: Gradients) -> None:
         np.testing.assert_array_equal(got[name], expected[name], strict=True)
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-def test_the_state_is_that_of_the_plain_transformation(make: Make) -> None:
-    params = on_jax(zeros())
-    expected = make().init(params)
+def make_optax(kind: str, clip: float | None) -> Any:
+    """With an epsilon so large that the size of the gradients matters, not their sign alone."""
 
-    def wrapped_state(comm: ac.Communicator) -> Any:
-        return ac.DistributedOptimizer(make(), comm=comm).init(params)
+    def chain(learning_rate: Any) -> Any:
+        plain = {
+            "sgd": lambda: optax.sgd(learning_rate),
+            "momentum": lambda: optax.sgd(learning_rate, momentum=0.9),
+            "adamw": lambda: optax.adamw(learning_rate, eps=0.1, weight_decay=0.1),
+        }[kind]()
+        return plain if clip is None else optax.chain(optax.clip_by_global_norm(clip), plain)
 
-    for state in run(2, wrapped_state):
-        assert jax.tree.structure(state) == jax.tree.structure(expected)
-        for leaf, plain in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(leaf, plain, strict=True)
+    return optax.inject_hyperparams(chain)(learning_rate=0.1)
 
 
-@pytest.mark.parametrize(
-    ("make", "op", "size"),
-    [
-        *((sgd, "mean", 1), (sgd, "sum", 2), (sgd, "mean", 3), (sgd, "sum", 4)),
-        *((adam, "sum", 1), (adam, "mean", 2), (adam, "sum", 3), (adam, "mean", 4)),
-        *((scheduled, "sum", 3), (scheduled, "mean", 4)),
-    ],
-)
-def test_an_update_is_the_plain_one_with_the_reduced_gradients(
-    make: Make, op: str, size: int
-) -> None:
-    def on_rank(comm: ac.Communicator) -> Gradients:
-        optimizer = ac.DistributedOptimizer(make(), comm=comm, op=op)
-        return train(optimizer, lambda step: gradients(comm.rank, step))
+class JaxDriver(Driver):
+    """Optax transformations, which clip what they get: eagerly on threads, compiled on processes."""
 
-    expected = train(make(), lambda step: reduced(size, step, op))
-    for params in run(size, on_rank):
-        assert_same(params, expected)
+    dtype = np.float32
+    # The compiler may fuse a multiplication and an addition in one program and not in the other.
+    exact = LAUNCH is None
+
+    def make(self, params: Any, kind: str) -> None:
+        self.params = on_jax(params)
+        self.optimizer = make_optax(kind, self.clip)
+        self.state_of_optimizer = self.optimizer.init(self.params)
+        self.update, self.accumulates = self.optimizer.update, False
+
+    def distribute(self, comm: ac.Communicator, options: dict[str, Any]) -> None:
+        self.optimizer = ac.DistributedOptimizer(self.optimizer, comm=comm, **options)
+        self.accumulates = options.get("accumulate", 1) > 1
+        if self.accumulates:
+            fresh = self.optimizer.init(self.params)
+            self.state_of_optimizer = fresh._replace(inner=self.state_of_optimizer)
+        self.update = self.optimizer.update if LAUNCH is None else jax.jit(self.optimizer.update)
+
+    def apply(self, grads: Any) -> None:
+        updates, self.state_of_optimizer = self.update(
+            on_jax(grads), self.state_of_optimizer, self.params
+        )
+        self.params = {
+            name: param if updates[name] is None else optax.apply_updates(param, updates[name])
+            for name, param in self.params.items()
+        }
+
+    def learn(self, part: Batch, factor: float) -> None:
+        params = {name: np.asarray(param, np.float64) for name, param in self.params.items()}
+        # As `jax.grad` does, with zeros for what is not used.
+        self.apply(
+            {
+                name: np.zeros_like(params[name]) if grad is None else factor * grad
+                for name, grad in gradient_of(params, part).items()
+            }
+        )
+
+    def set_rate(self, rate: float) -> None:
+        state = self.state_of_optimizer
+        plain = state.inner if self.accumulates else state
+        plain.hyperparams["learning_rate"] = jnp.float32(rate)
+
+    def parameters(self) -> Any:
+        return {name: np.asarray(param) for name, param in self.params.items()}
+
+    def state(self) -> Any:
+        return jax.tree.map(np.asarray, (self.params, self.state_of_optimizer))
+
+    def resume(self, saved: Any, comm: ac.Communicator) -> None:
+        self.params, self.state_of_optimizer = on_jax(ac.synchronize(saved, comm=comm))
+
+    def synchronize(self, root: int, comm: ac.Communicator) -> None:
+        held = self.params, self.state_of_optimizer
+        self.params, self.state_of_optimizer = ac.synchronize(held, root=root, comm=comm)
+
+    def leave_compiled(self) -> None:
+        self.update = self.optimizer.update
+
+    def finish(self, joined: ac.Join) -> None:
+        held = self.params, self.state_of_optimizer
+        self.params, self.state_of_optimizer = joined.synchronize(held)
+
+
+class TestContract(OptimizerContract):
+    driver = JaxDriver
 
 
 @pytest.mark.parametrize("arguments", [("sum",), ()])
@@ -120,68 +165,6 @@ def test_a_schedule_chained_after_wrapping_works() -> None:
         assert_same(params, expected)
 
 
-def test_a_learning_rate_injected_into_the_state_counts() -> None:
-    def on_rank(comm: ac.Communicator) -> Any:
-        injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-        optimizer = ac.DistributedOptimizer(injected, comm=comm)
-        params = on_jax(zeros())
-        state = optimizer.init(params)
-        state.hyperparams["learning_rate"] = jnp.float32(0.5)
-        updates, _ = optimizer.update(on_jax(gradients(comm.rank, 0)), state, params)
-        return np.asarray(updates["a"])
-
-    for update in run(2, on_rank):
-        np.testing.assert_array_equal(update, np.float32(-0.5) * reduced(2, 0, "mean")["a"])
-
-
-@pytest.mark.parametrize("missing", range(3))
-def test_a_gradient_missing_on_one_rank_counts_as_zeros(missing: int) -> None:
-    def on_rank(comm: ac.Communicator) -> Any:
-        optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=comm, op="sum")
-        params = on_jax(zeros())
-        grads = on_jax(gradients(comm.rank, 0))
-        if comm.rank == missing:
-            grads["a"] = None
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
-        return updates
-
-    first, second = (gradients(rank, 0)["a"] for rank in range(3) if rank != missing)
-    for updates in run(3, on_rank):
-        np.testing.assert_array_equal(updates["a"], -(first + second))
-        np.testing.assert_array_equal(updates["b"], -reduced(3, 0, "sum")["b"])
-
-
-def test_a_gradient_missing_on_all_ranks_stays_none() -> None:
-    def on_rank(comm: ac.Communicator) -> Any:
-        optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=comm)
-        params = on_jax(zeros())
-        grads = on_jax(gradients(comm.rank, 0)) | {"a": None}
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
-        return updates
-
-    for updates in run(3, on_rank):
-        assert updates["a"] is None
-        np.testing.assert_array_equal(updates["b"], -reduced(3, 0, "mean")["b"])
-
-
-def test_wrapping_twice_is_refused() -> None:
-    def wrap_twice(comm: ac.Communicator) -> None:
-        wrapped = ac.DistributedOptimizer(optax.sgd(0.1), comm=comm)
-        with pytest.raises(ValueError, match="distributed already"):
-            ac.DistributedOptimizer(wrapped, comm=comm)
-
-    run(2, wrap_twice)
-
-
-@pytest.mark.parametrize("op", ["max", "prod", "average", None])
-def test_an_op_other_than_mean_and_sum_is_refused(op: Any) -> None:
-    def wrap(comm: ac.Communicator) -> None:
-        with pytest.raises(ValueError, match="DistributedOptimizer: op must be"):
-            ac.DistributedOptimizer(optax.sgd(0.1), comm=comm, op=op)
-
-    run(2, wrap)
-
-
 def test_a_compiled_update_on_threads_is_refused() -> None:
     def on_rank(comm: ac.Communicator) -> None:
         optimizer = ac.DistributedOptimizer(optax.sgd(0.1), comm=comm)
@@ -201,27 +184,7 @@ def world() -> Iterator[ac.Communicator]:
 
 
 class TestCompiled:
-    """On as many ranks as there are processes; `test_compiled_on_processes` runs them on more."""
-
-    @pytest.mark.parametrize(("make", "op"), [(sgd, "sum"), (adam, "mean"), (scheduled, "sum")])
-    def test_an_update_is_the_plain_one_with_the_reduced_gradients(
-        self, make: Make, op: str, world: ac.Communicator
-    ) -> None:
-        optimizer = ac.DistributedOptimizer(make(), comm=world, op=op)
-        params = train_compiled(optimizer, lambda step: gradients(world.rank, step))
-        expected = train_compiled(make(), lambda step: reduced(world.size, step, op))
-        for name in expected:
-            # The compiler may fuse a multiplication and an addition in one program and not in the
-            # other: a rounding more in each of the few operations of a step.
-            scale = max(1, np.abs(expected[name]).max())
-            atol = 8 * STEPS * np.finfo(np.float32).eps * scale
-            np.testing.assert_allclose(params[name], expected[name], rtol=0, atol=atol)
-
-    def test_every_rank_has_the_same_bits(self, world: ac.Communicator) -> None:
-        optimizer = ac.DistributedOptimizer(adam(), comm=world)
-        params = train_compiled(optimizer, lambda step: gradients(world.rank, step))
-        rows = world.allgather(np.concatenate([params["a"], params["b"]]))
-        assert {row.tobytes() for row in rows} == {rows[0].tobytes()}
+    """On as many ranks as there are processes; `test_processes` runs them on more."""
 
     def test_a_gradient_that_no_rank_has_stays_none(self, world: ac.Communicator) -> None:
         optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world)
@@ -268,12 +231,3 @@ class TestCompiled:
         updates, _ = update(grads, optimizer.init(grads))
         assert jax.tree.structure(updates) == jax.tree.structure(grads)
         np.testing.assert_array_equal(updates["w"], (world.size - 1) / 2)
-
-
-@needs_mpiexec
-@pytest.mark.each_mpi
-def test_compiled_on_processes() -> None:
-    files = (__file__, str(Path(__file__).with_name("test_accumulation.py")))
-    job = run_pytest(*(f"{name}::TestCompiled" for name in files), ranks=3)
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert " passed" in job.stdout

@@ -2,29 +2,129 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.adapters.gradients import SIZES, STEPS, Gradients, gradients, reduced, zeros
+from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
+from tests.adapters.optimizer_contract import (
+    Array,
+    Batch,
+    Driver,
+    OptimizerContract,
+    batch,
+    initial_parameters,
+    loss_of,
+    together,
+)
 
 torch = pytest.importorskip("torch")
 
 Make = Callable[[list[Any]], Any]
 
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    # With an epsilon so large that the size of the gradients matters, not their sign alone.
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=0.1, weight_decay=0.1),
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4),
+}
+
+
+class TorchDriver(Driver):
+    """Torch's optimizers, with gradients of backward passes."""
+
+    def make(self, params: dict[str, Any], kind: str) -> None:
+        tensors = {name: torch.from_numpy(array) for name, array in params.items()}
+        self.model = torch.nn.ParameterDict(tensors)
+        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
+        self.taken, self.accumulate = 0, 1
+
+    def distribute(self, comm: ac.Communicator, options: dict[str, Any]) -> None:
+        assert ac.DistributedOptimizer(self.optimizer, comm=comm, **options) is self.optimizer
+        self.accumulate = options.get("accumulate", 1)
+
+    def apply(self, grads: dict[str, Any]) -> None:
+        for name, grad in grads.items():
+            self.model[name].grad = None if grad is None else torch.from_numpy(grad.copy())
+        self.optimizer.step()
+
+    def learn(self, part: Batch, factor: float) -> None:
+        self.optimizer.zero_grad()
+        self.backward(part, factor)
+        self.taken += 1
+        if self.clip is not None and self.taken % self.accumulate == 0:
+            assert torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip) > self.clip
+        self.optimizer.step()
+
+    def backward(self, part: Batch, factor: float) -> Any:
+        tensors = Batch(*map(torch.from_numpy, part))
+        loss = factor * loss_of(self.model, tensors, torch.tanh)
+        loss.backward()
+        return loss.detach()
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def parameters(self) -> dict[str, Array]:
+        return {name: value.detach().numpy().copy() for name, value in self.model.items()}
+
+    def state(self) -> Any:
+        return copy.deepcopy([self.parameters(), self.optimizer.state_dict()])
+
+    def resume(self, saved: Any, comm: ac.Communicator) -> None:
+        if saved is not None:
+            params, state = saved
+            self.model.load_state_dict({n: torch.from_numpy(array) for n, array in params.items()})
+            self.optimizer.load_state_dict(state)
+        self.synchronize(0, comm)
+
+    def synchronize(self, root: int, comm: ac.Communicator) -> None:
+        ac.synchronize([self.model, self.optimizer], root=root, comm=comm)
+
+    def finish(self, joined: ac.Join) -> None:
+        """Do nothing: parameters and state are the same on all ranks."""
+
+
+class TestContract(OptimizerContract):
+    driver = TorchDriver
+
+    def test_closures_are_evaluated_as_by_one_process(
+        self, on_ranks, few: int, options: dict[str, Any]
+    ) -> None:
+        def steps(mine: TorchDriver, parts: list[Batch]) -> tuple[list[Any], list[float]]:
+            seen, losses = [], []
+            for part in parts:
+
+                def closure(part: Batch = part) -> Any:
+                    mine.optimizer.zero_grad()
+                    return mine.backward(part, 1 / len(part.y))
+
+                losses.append(float(mine.optimizer.step(closure)))
+                seen.append(mine.parameters())
+            return seen, losses
+
+        def train(comm: ac.Communicator) -> tuple[list[Any], list[float]]:
+            mine = TorchDriver(initial_parameters(0), "lbfgs")
+            mine.distribute(comm, options)
+            return steps(mine, [batch(comm.rank, step) for step in range(STEPS)])
+
+        one = TorchDriver(initial_parameters(0), "lbfgs")
+        parts = [together([batch(r, step) for r in range(few)]) for step in range(STEPS)]
+        want, losses = steps(one, parts)
+        results = on_ranks(few, train)
+        self._assert_trained([seen for seen, _ in results], [seen for seen, _ in results], want)
+        assert all(got == pytest.approx(losses, rel=1e-12) for _, got in results)
+
 
 def sgd(parameters: list[Any]) -> Any:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adam(parameters: list[Any]) -> Any:
-    """With an epsilon so large that the size of the gradients matters, not their sign alone."""
-    return torch.optim.Adam(parameters, lr=0.1, eps=0.1)
 
 
 def make_parameters() -> list[Any]:
@@ -56,33 +156,6 @@ def assert_same(got: Gradients, expected: Gradients) -> None:
     assert got.keys() == expected.keys()
     for name in expected:
         np.testing.assert_array_equal(got[name], expected[name], strict=True)
-
-
-@pytest.mark.parametrize("make", [sgd, adam])
-def test_the_wrapped_optimizer_is_the_plain_one_with_its_state(make: Make) -> None:
-    def wrap(comm: ac.Communicator) -> None:
-        optimizer = make(make_parameters())
-        state = optimizer.state_dict()
-        assert ac.DistributedOptimizer(optimizer, comm=comm) is optimizer
-        assert optimizer.state_dict() == state
-
-    run(2, wrap)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("make", [sgd, adam])
-def test_a_step_is_the_plain_one_with_the_reduced_gradients(make: Make, op: str, size: int) -> None:
-    def train(comm: ac.Communicator) -> Gradients:
-        parameters = make_parameters()
-        optimizer = ac.DistributedOptimizer(make(parameters), comm=comm, op=op)
-        for number in range(STEPS):
-            step(optimizer, parameters, gradients(comm.rank, number))
-        return arrays(parameters)
-
-    expected = plain_result(make, size, op)
-    for params in run(size, train):
-        assert_same(params, expected)
 
 
 def test_small_buckets_change_nothing() -> None:
@@ -133,134 +206,6 @@ def test_a_scheduler_made_before_or_after_wrapping_works(when: str) -> None:
         scheduler.step()
     for params in run(2, train):
         assert_same(params, arrays(parameters))
-
-
-def test_a_state_that_was_loaded_keeps_the_optimizer_distributed() -> None:
-    def train(comm: ac.Communicator) -> Gradients:
-        parameters = make_parameters()
-        optimizer = ac.DistributedOptimizer(sgd(parameters), comm=comm)
-        optimizer.load_state_dict(optimizer.state_dict())
-        for number in range(STEPS):
-            step(optimizer, parameters, gradients(comm.rank, number))
-        return arrays(parameters)
-
-    expected = plain_result(sgd, 2, "mean")
-    for params in run(2, train):
-        assert_same(params, expected)
-
-
-@pytest.mark.parametrize("missing", range(3))
-def test_a_gradient_missing_on_one_rank_counts_as_zeros(missing: int) -> None:
-    def train(comm: ac.Communicator) -> Gradients:
-        parameters = make_parameters()
-        optimizer = torch.optim.SGD(parameters, lr=1.0)
-        ac.DistributedOptimizer(optimizer, comm=comm, op="sum")
-        grads: dict[str, Any] = dict(gradients(comm.rank, 0))
-        if comm.rank == missing:
-            grads["a"] = None
-        step(optimizer, parameters, grads)
-        return arrays(parameters)
-
-    first, second = (gradients(rank, 0)["a"] for rank in range(3) if rank != missing)
-    for params in run(3, train):
-        np.testing.assert_array_equal(params["a"], -(first + second))
-        np.testing.assert_array_equal(params["b"], -reduced(3, 0, "sum")["b"])
-
-
-def test_a_gradient_missing_on_all_ranks_stays_none() -> None:
-    def train(comm: ac.Communicator) -> tuple[Any, Gradients]:
-        parameters = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.zeros(4))]
-        # Weight decay would move a parameter whose gradient is zeros instead of None.
-        optimizer = torch.optim.SGD(parameters, lr=1.0, weight_decay=0.5)
-        ac.DistributedOptimizer(optimizer, comm=comm)
-        step(optimizer, parameters, {"a": None, "b": gradients(comm.rank, 0)["b"]})
-        return parameters[0].grad, arrays(parameters)
-
-    for grad, params in run(3, train):
-        assert grad is None
-        np.testing.assert_array_equal(params["a"], np.ones(4, np.float32))
-        np.testing.assert_array_equal(params["b"], -reduced(3, 0, "mean")["b"])
-
-
-def test_gradients_of_a_backward_pass_are_reduced() -> None:
-    def train(comm: ac.Communicator) -> NDArray[np.float32]:
-        (weight,) = parameters = [torch.nn.Parameter(torch.zeros(4))]
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), comm=comm)
-        optimizer.zero_grad()
-        (weight * torch.from_numpy(gradients(comm.rank, 0)["a"])).sum().backward()
-        optimizer.step()
-        result: NDArray[np.float32] = weight.detach().numpy()
-        return result
-
-    for weight in run(3, train):
-        np.testing.assert_array_equal(weight, -reduced(3, 0, "mean")["a"])
-
-
-class LeastSquares:
-    """Ten equations in four unknowns for each rank, none like another's."""
-
-    def __init__(self, rank: int) -> None:
-        random = np.random.default_rng(rank)
-        self.matrix = random.normal(size=(10, 4))
-        self.right = random.normal(size=10)
-
-    def minimize(self, make: Callable[[list[Any]], Any]) -> tuple[NDArray[np.float64], float]:
-        """Return the solution, and the loss that the first step returned."""
-        unknowns = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
-        matrix, right = torch.from_numpy(self.matrix), torch.from_numpy(self.right)
-        optimizer = make([unknowns])
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = ((matrix @ unknowns - right) ** 2).sum()
-            loss.backward()
-            return loss
-
-        losses = [float(optimizer.step(closure)) for _ in range(4)]
-        return unknowns.detach().numpy(), losses[0]
-
-
-def lbfgs(parameters: list[Any]) -> Any:
-    """To the end: the default tolerances stop early."""
-    return torch.optim.LBFGS(
-        parameters, line_search_fn="strong_wolfe", tolerance_grad=1e-12, tolerance_change=1e-15
-    )
-
-
-def test_lbfgs_solves_the_problem_of_all_ranks_together() -> None:
-    def train(comm: ac.Communicator) -> tuple[NDArray[np.float64], float]:
-        return LeastSquares(comm.rank).minimize(
-            lambda parameters: ac.DistributedOptimizer(lbfgs(parameters), comm=comm)
-        )
-
-    results = run(3, train)
-    problems = [LeastSquares(rank) for rank in range(3)]
-    matrix = np.concatenate([problem.matrix for problem in problems])
-    right = np.concatenate([problem.right for problem in problems])
-    expected = np.linalg.lstsq(matrix, right)[0]
-    for unknowns, loss in results:
-        assert unknowns.tobytes() == results[0][0].tobytes()
-        # A minimum is found to the root of eps: the loss is flat there.
-        np.testing.assert_allclose(unknowns, expected, rtol=0, atol=np.sqrt(np.finfo(float).eps))
-        assert loss == pytest.approx((right**2).sum() / 3, rel=1e-14)
-
-
-def test_wrapping_twice_is_refused() -> None:
-    def wrap_twice(comm: ac.Communicator) -> None:
-        optimizer = ac.DistributedOptimizer(sgd(make_parameters()), comm=comm)
-        with pytest.raises(ValueError, match="distributed already"):
-            ac.DistributedOptimizer(optimizer, comm=comm)
-
-    run(2, wrap_twice)
-
-
-@pytest.mark.parametrize("op", ["max", "prod", "average", None])
-def test_an_op_other_than_mean_and_sum_is_refused(op: Any) -> None:
-    def wrap(comm: ac.Communicator) -> None:
-        with pytest.raises(ValueError, match="DistributedOptimizer: op must be"):
-            ac.DistributedOptimizer(sgd(make_parameters()), comm=comm, op=op)
-
-    run(2, wrap)
 
 
 def test_a_rank_without_any_gradient_steps_with_the_others() -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import arraycomm as ac
-from tests.support.launched import run_pytest
-from tests.support.launcher import needs_mpiexec
 
 torch = pytest.importorskip("torch")
 collectives = pytest.importorskip("arraycomm.adapters.torch")
@@ -467,17 +464,3 @@ class TestProcesses:
         compiled = torch.compile(loss, backend=keep)
         torch.testing.assert_close(gradient(compiled, x), gradient(loss, x))
         assert len(graphs) == 2
-
-
-@needs_mpiexec
-@pytest.mark.each_mpi
-def test_on_processes() -> None:
-    tests = ("TestProcesses", test_gradient_is_that_of_the_sum_of_all_losses.__name__)
-    batchnorm = Path(__file__).with_name("test_torch_batchnorm.py")
-    job = run_pytest(
-        *(f"{__file__}::{name}" for name in tests),
-        f"{batchnorm}::test_training_is_that_of_one_process_with_the_whole_batch",
-        ranks=3,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert " passed" in job.stdout

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.support.launched import run_pytest
-from tests.support.launcher import needs_mpiexec
 
 torch = pytest.importorskip("torch")
 
@@ -192,18 +190,6 @@ def checkpointed_later(model: Any, optimizer: Any, batches: Iterator[Batch]) -> 
     checkpointed(True)(model, optimizer, batches)
 
 
-def with_closures(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    for each in batches:
-
-        def closure(each: Batch = each) -> Any:
-            optimizer.zero_grad()
-            loss = each.loss(model)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-
 def unfreezing(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
     """Half of the parameters are trained only from the second step on."""
     for number, each in enumerate(batches):
@@ -254,7 +240,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     # With an epsilon so large that the size of the gradients matters, not their sign alone.
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=0.1, weight_decay=0.1),
-    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4),
 }
 
 
@@ -312,42 +297,9 @@ def test_a_copy_of_model_and_optimizer_trains_as_one_process() -> None:
     check(2, clipping, "momentum", copied=True)
 
 
-def test_lbfgs_evaluates_closures_as_one_process() -> None:
-    check(2, with_closures, "lbfgs")
-
-
 @pytest.mark.parametrize("loop", [plain, zeroing])
 def test_one_rank_alone_trains_as_without_ranks(loop: Loop) -> None:
     check(1, loop, "adamw")
-
-
-def test_the_mean_of_accumulated_steps_is_reduced_by_the_last_backward() -> None:
-    def train(comm: ac.Communicator) -> list[Any]:
-        model = Model()
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        ac.DistributedOptimizer(optimizer, comm=comm, accumulate=2)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            batch(comm.rank, step).loss(model).backward()
-            if step % 2:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-            optimizer.step()
-        return [parameter.detach().numpy() for parameter in model.parameters()]
-
-    model = Model()
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    for step in range(0, STEPS, 2):
-        optimizer.zero_grad()
-        joined([batch(rank, s) for s in (step, step + 1) for rank in range(3)]).loss(
-            model
-        ).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
-    results = run(3, train)
-    for parameters in results:
-        for got, first, want in zip(parameters, results[0], model.parameters(), strict=True):
-            assert got.tobytes() == first.tobytes()
-            np.testing.assert_allclose(got, want.detach().numpy(), rtol=SLACK, atol=SLACK)
 
 
 @pytest.mark.parametrize("loop", [clipping, scaling, twice, checkpointed(True), in_parts])
@@ -898,7 +850,7 @@ def world() -> Iterator[ac.Communicator]:
 
 
 class TestProcesses:
-    """On as many ranks as there are processes; `test_on_processes` runs them on more."""
+    """On as many ranks as there are processes; `test_processes` runs them on more."""
 
     @pytest.mark.parametrize("loop", [clipping, scaling, twice, in_parts, checkpointed(True)])
     def test_loops(self, world: ac.Communicator, loop: Loop) -> None:
@@ -926,11 +878,3 @@ class TestProcesses:
             for weight, gradient in zip(weights, local, strict=True):
                 assert torch.equal(weight.grad, world.allreduce(gradient, "mean"))
             optimizer.step()
-
-
-@needs_mpiexec
-@pytest.mark.each_mpi
-def test_on_processes() -> None:
-    job = run_pytest(f"{__file__}::TestProcesses", ranks=3)
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert " passed" in job.stdout

@@ -394,6 +394,7 @@ def test_without_a_device_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) ->
         (("numpy",), None, "the frameworks are cupy, torch; got numpy"),
         (("cupy", "jax"), None, "got jax"),
         ((), "trees", "on the host only"),
+        ((), "train", "on the host only"),
     ],
 )
 def test_what_devices_do_not_have_is_refused(
@@ -538,6 +539,65 @@ def test_only_frameworks_that_take_part_are_imported(tmp_path: Path) -> None:
     )
     done = run_python("-c", script, ranks=2, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# A step of two ranks, one of which forgets to reduce its gradients the second time.
+TRAINING = """
+import sys, torch, arraycomm
+from arraycomm.cli import main
+from arraycomm.cli.bench import train
+train.MODELS.clear()
+train.MODELS["two layers"] = train.Workload(
+    lambda nn: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), (4, 5), (3,)
+)
+words = ["bench", "train", "--repeats", "2", "--seconds", "0.01", "--json"]
+status = main([*words, "right.json"])
+arraycomm.finalize()
+arraycomm.DistributedOptimizer = lambda optimizer, comm: optimizer
+sys.exit(status or 2 * (main([*words, "wrong.json"]) != 1))
+"""
+
+
+@needs_mpiexec
+def test_steps_of_training_are_those_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = run_python("-c", TRAINING, ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    right, wrong = (
+        json.loads((tmp_path / name).read_text("utf-8"))["lines"][0]
+        for name in ("right.json", "wrong.json")
+    )
+    assert right["model"] == "two layers"
+    assert right["nbytes"] == 4 * (5 * 7 + 7 + 7 * 3 + 3)
+    assert {e["key"]: e["status"] for e in right["contenders"]} == {
+        "step": "ok",
+        "local": "ok",
+        "reduction": "ok",
+        "ddp": "ok",
+    }
+    assert right["contenders"][0]["ratios"].keys() == {"ddp"}
+    assert wrong["contenders"][0]["status"] == "wrong"
+    assert "from that of one process" in wrong["contenders"][0]["reason"]
+
+
+def test_what_a_backward_pass_hides_is_part_of_the_reduction() -> None:
+    times = {"step": 5.0, "local": 3.0, "reduction": 4.0, "ddp": 10.0}
+    contenders = [
+        {
+            "key": key,
+            "name": TITLES[key],
+            "framework": "torch",
+            "status": "ok",
+            "median": seconds,
+            "samples": [seconds],
+            "ratios": {"ddp": 0.5},
+        }
+        for key, seconds in times.items()
+    ]
+    about = {"mode": "train", "dtype": "float32", "nbytes": 8, "model": "M"}
+    (table,) = tables([{**about, "contenders": contenders}], 2)
+    assert table.header[-2:] == ["DistributedOptimizer ÷ ddp", "reduction hidden"]
+    assert table.rows[0][-2:] == ["0.50", "50 %"]
 
 
 # The page

@@ -117,9 +117,12 @@ def _disturbance(program: Program, folder: Path) -> Disturb:
             return False
         if program.kind == "launcher":
             job.kill_launcher()
-        else:
-            ranks = [_told(folder / str(rank)) for rank in range(program.size)]
-            job.suspend([lines[0]["pid"] for lines in ranks], 1.5 * SUSPENDED)
+            return True
+        ranks = [_told(folder / str(rank)) for rank in range(program.size)]
+        if not all(ranks):
+            # One of them has not come as far as its first line.
+            return False
+        job.suspend([lines[0]["pid"] for lines in ranks], 1.5 * SUSPENDED)
         return True
 
     return disturb

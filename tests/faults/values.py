@@ -9,6 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
+# NumPy loads it when it is first used, for which a rank with too little memory has none.
+import numpy.random
+
 from arraycomm.testing._oracle import BOOL
 from tests.faults.programs import DTYPES, Call
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import Communicator
-from arraycomm._protocol.deadlock import WaitStatus, find_deadlock
+from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus, find_deadlock
 
 # Seconds; ranks on one node raise after 1.4, and between nodes after two questions, at 0.4 and 0.8.
 SOON = 8.0
@@ -166,3 +167,29 @@ def test_a_status_that_was_cut_off_still_tells_what_is_waited_in(
     cut = WaitStatus.decode(text[: len(doing) + end])
     assert cut in (status, WaitStatus(doing))
     assert WaitStatus.decode("") is None
+
+
+@pytest.mark.parametrize(
+    ("call", "idle", "held"),
+    [("B:5", True, True), ("B:4", True, False), ("B:5", False, False), ("A:5", True, False)],
+)
+def test_a_wait_holds_up_calls_that_its_rank_can_only_make_later(
+    call: str, idle: bool, held: bool
+) -> None:
+    # This rank waits in A, and the other in a call for which this one has not come, or has: B is at step 4.
+    control = SimpleNamespace(rank=0, step=4, peers=[1], report_wait=lambda text: None)
+    control.wait_status = lambda rank: WaitStatus(
+        "there", call=call, number=9, missing=(0,)
+    ).encode()
+    mine, other = (
+        SimpleNamespace(
+            name=name, size=2, family_ranks=[0, 1], control=control, idle=idle, blocked=blocked
+        )
+        for name, blocked in (("A", threading.get_ident()), ("B", None))
+    )
+    watch = DeadlockWatch(mine, certain=True, own_process=True)
+    watch.reports.groups.append(other)
+    watch.begin("here")
+    watch.look(0.0, lambda: [1], None, now=True)
+    assert watch.status is not None
+    assert watch.status.held == (((1, 9),) if held else ())

@@ -294,29 +294,6 @@ def test_no_weight_leaves_torch_parameters_untouched(on_ranks, size) -> None:
     on_ranks(size, check)
 
 
-def test_optax_takes_part(on_ranks, size) -> None:
-    jax = pytest.importorskip("jax")
-    optax = pytest.importorskip("optax")
-
-    def check(comm: Communicator) -> list[float]:
-        optimizer = ac.DistributedOptimizer(optax.sgd(1.0, momentum=0.5), comm=comm)
-        params = jax.numpy.zeros(2)
-        state = optimizer.init(params)
-        with ac.join(comm) as joined:
-            for _ in range(comm.rank + 1):
-                updates, state = optimizer.update(jax.numpy.full(2, comm.rank + 1.0), state, params)
-                params = optax.apply_updates(params, updates)
-        params, state = joined.synchronize((params, state))
-        return [float(params[0]), float(jax.tree.leaves(state)[0][0])]
-
-    want, velocity = 0.0, 0.0
-    for step in range(size):
-        live = [rank + 1 for rank in range(step, size)]
-        velocity = 0.5 * velocity + sum(live) / len(live)
-        want -= velocity
-    assert on_ranks(size, check) == [pytest.approx([want, velocity], rel=1e-5)] * size
-
-
 @pytest.mark.parametrize("shadows", [False, True])
 def test_an_exception_in_one_block_reaches_the_others(on_ranks, several, shadows) -> None:
     def check(comm: Communicator) -> None:

@@ -200,38 +200,6 @@ def test_wrong_argument_beside_missing_gradients_leaves_ranks_in_step(on_ranks, 
     on_ranks(several, check)
 
 
-@on_threads
-def test_torch_module_and_optimizer_are_synchronized_in_place(on_ranks, size) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-        with torch.no_grad():
-            for tensor in (*module.parameters(), module[1].running_mean):
-                tensor.fill_(comm.rank + 1)
-        optimizer = torch.optim.Adam(module.parameters(), lr=0.1 * (comm.rank + 1))
-        root = comm.size - 1
-        if comm.rank == root:
-            for parameter in module.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-            want = [p.detach().clone() for p in module.parameters()]
-        parameters = list(module.parameters())
-        assert ac.synchronize(module, root=root, comm=comm) is module
-        assert ac.synchronize(optimizer, root=root, comm=comm) is optimizer
-        assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
-        gathered = comm.allgather(torch.cat([p.detach().flatten() for p in parameters]))
-        assert (gathered == gathered[root]).all()
-        if comm.rank == root:
-            assert all(torch.equal(a, b) for a, b in zip(parameters, want, strict=True))
-        assert (module[1].running_mean == root + 1).all()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (root + 1))
-        assert len(optimizer.state) == len(parameters)
-        assert all((state["exp_avg"] != 0).all() for state in optimizer.state.values())
-
-    on_ranks(size, check)
-
-
 def test_torch_state_dict_is_a_tree(on_ranks, size) -> None:
     torch = pytest.importorskip("torch")
 

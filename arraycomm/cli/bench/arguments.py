@@ -10,13 +10,14 @@ from typing import Final
 
 from arraycomm.cli.bench import device
 from arraycomm.cli.bench.contenders import FRAMEWORKS, TITLES, installed, parse_dtype
+from arraycomm.cli.bench.train import MODELS
 from arraycomm.cli.bench.trees import TREES
 
 _SIZES: Final = {
     "latency": (8, 64, 1 << 10, 16 << 10),
     "bandwidth": (64 << 10, 1 << 20, 8 << 20, 64 << 20),
 }
-_MODES: Final = (*_SIZES, "trees")
+_MODES: Final = (*_SIZES, "trees", "train")
 # If sizes are given without a mode, smaller ones are measured for their latency.
 _LARGE: Final = 64 << 10
 _SUFFIXES: Final = {"K": 10, "M": 20, "G": 30}
@@ -38,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "mode",
         nargs="?",
         choices=list(_MODES),
-        help="small arrays, large ones, or trees of float32; default all",
+        help="small arrays, large ones, trees of float32, or steps of training in torch; "
+        "default all but the last",
     )
     add("--sizes", type=_sizes, metavar="N,…", help="bytes of the arrays, for example 8,64K,1M")
     add(
@@ -121,6 +123,11 @@ def requested_trees(arguments: argparse.Namespace) -> Sequence[str]:
     if not wanted or "float32" not in arguments.dtypes or arguments.device == "cuda":
         return ()
     return tuple(TREES)
+
+
+def requested_models(arguments: argparse.Namespace) -> Sequence[str]:
+    """Return the names of the models to train."""
+    return tuple(MODELS) if arguments.mode == "train" else ()
 
 
 def host_frameworks(arguments: argparse.Namespace) -> list[str]:

@@ -32,14 +32,18 @@ TITLES: Final = {
     "unchecked": "arraycomm, check=False",
     "plan": "arraycomm, plan(tree)",
     "tree": "arraycomm, allreduce_tree",
+    "step": "arraycomm, DistributedOptimizer",
+    "local": "no communication",
+    "reduction": "reduction alone",
     "mpi4py": "mpi4py Allreduce",
     "gloo": "gloo",
+    "ddp": "DistributedDataParallel, gloo",
     "nccl": "CuPy's NCCL",
     "torch-nccl": "torch's NCCL",
     "copy": "copy on the device",
 }
 # What arraycomm is compared with; all other contenders are arraycomm itself.
-REFERENCES: Final = ("mpi4py", "gloo", "nccl", "torch-nccl", "copy")
+REFERENCES: Final = ("mpi4py", "gloo", "ddp", "nccl", "torch-nccl", "copy")
 FRAMEWORKS: Final = ("numpy", "torch", "jax")
 
 _GLOO_DTYPES: Final = frozenset(

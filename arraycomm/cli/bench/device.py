@@ -34,8 +34,9 @@ def refusal(names: Sequence[str], mode: str | None) -> str:
     unknown = [name for name in names if name not in FRAMEWORKS]
     if unknown:
         return f"with --device cuda the frameworks are {', '.join(FRAMEWORKS)}; got {unknown[0]}"
-    if mode == "trees":
-        return "trees are timed on the host only; leave out --device cuda"
+    if mode in {"trees", "train"}:
+        what = {"trees": "trees are", "train": "training is"}[mode]
+        return f"{what} timed on the host only; leave out --device cuda"
     missing = device.missing()
     if missing is not None:
         return f"--device cuda: {missing}"

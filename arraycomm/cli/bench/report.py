@@ -21,6 +21,7 @@ _UNITS: Final = {
     "latency": ("µs per call", 1e6),
     "bandwidth": ("ms per call (GB/s)", 1e3),
     "trees": ("ms per tree (GB/s)", 1e3),
+    "train": ("ms per step", 1e3),
 }
 _NOT_TIMED: Final = {"unsupported": "–", "wrong": "wrong", "error": "error"}
 
@@ -33,7 +34,7 @@ def tables(lines: Sequence[Line], ranks: int) -> Iterator[Table]:
             groups.setdefault((line["mode"], line["dtype"], framework), []).append(line)
     for (mode, dtype, framework), group in groups.items():
         unit, scale = _UNITS[mode]
-        what = f"Trees of {dtype}" if mode == "trees" else dtype
+        what = {"trees": f"Trees of {dtype}", "train": f"Training in {dtype}"}.get(mode, dtype)
         title = f"{what}, {ARRAYS[framework]}, {ranks} ranks: {unit}"
         yield _table(title, group, framework, scale)
 
@@ -62,15 +63,17 @@ def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> T
     keys = [key for key in TITLES if key in present]
     compared = [(own, other) for own, other in _comparisons(keys) if _any(lines, framework, other)]
     header = [
-        "tree" if lines[0]["mode"] == "trees" else "size",
+        {"trees": "tree", "train": "model"}.get(lines[0]["mode"], "size"),
         *(TITLES[key] for key in keys),
         *(f"{TITLES[own].removeprefix('arraycomm, ')} ÷ {other}" for own, other in compared),
+        *(["reduction hidden"] if lines[0]["mode"] == "train" else []),
     ]
     rows = [
         [
             _what(line),
             *(_time(line, find(line, framework, key), scale) for key in keys),
             *(_ratio(find(line, framework, own), other) for own, other in compared),
+            *([_hidden(line)] if line["mode"] == "train" else []),
         ]
         for line in lines
     ]
@@ -79,13 +82,15 @@ def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> T
 
 def _comparisons(keys: Sequence[str]) -> list[tuple[str, str]]:
     """Pair arraycomm's first contender among these keys with each of the references."""
-    own = next((key for key in ("out", "fresh", "unchecked", "plan", "tree") if key in keys), None)
+    own = next(
+        (key for key in ("out", "fresh", "unchecked", "plan", "tree", "step") if key in keys), None
+    )
     return [] if own is None else [(own, other) for other in REFERENCES if other in keys]
 
 
 def _what(line: Line) -> str:
-    """Name the subject of a line: the tree, or the size of the array."""
-    return str(line["tree"]) if "tree" in line else size_text(line["nbytes"])
+    """Name the subject of a line: the model, the tree, or the size of the array."""
+    return str(line.get("model") or line.get("tree") or size_text(line["nbytes"]))
 
 
 def _any(lines: Sequence[Line], framework: str, key: str) -> bool:
@@ -100,9 +105,18 @@ def _time(line: Line, entry: StoredEntry | None, scale: float) -> str:
     if entry["status"] != "ok":
         return _NOT_TIMED[entry["status"]]
     text = number_text(entry["median"] * scale)
-    if line["mode"] == "latency":
+    if line["mode"] in {"latency", "train"}:
         return text
     return f"{text} ({number_text(line['nbytes'] / entry['median'] / 1e9)})"
+
+
+def _hidden(line: Line) -> str:
+    """Say which part of the reduction takes no time of its own, since the backward pass goes on."""
+    medians = {e["key"]: e["median"] for e in line["contenders"] if e["status"] == "ok"}
+    if not {"step", "local", "reduction"} <= medians.keys():
+        return "–"
+    added = medians["step"] - medians["local"]
+    return f"{100 * (1 - added / medians['reduction']):.0f} %"
 
 
 def _ratio(entry: StoredEntry | None, other: str) -> str:

@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from arraycomm.cli.bench import device
-from arraycomm.cli.bench.arguments import command, host_frameworks, requested_trees, requests
+from arraycomm.cli.bench.arguments import (
+    command,
+    host_frameworks,
+    requested_models,
+    requested_trees,
+    requests,
+)
 from arraycomm.cli.bench.contenders import REFERENCES, Case, Field, keys_of, make
 from arraycomm.cli.bench.lines import Entry, Line, enter, measured
 from arraycomm.cli.bench.machine import machine, versions
 from arraycomm.cli.bench.report import complaints, tables
 from arraycomm.cli.bench.tables import as_text
+from arraycomm.cli.bench.train import KEYS, TrainCase, make_for_training
 from arraycomm.cli.bench.trees import TreeCase, keys_of_trees, make_for_tree
 
 FORMAT: Final = 1
@@ -26,7 +33,11 @@ FORMAT: Final = 1
 def measure_all(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure what the arguments ask for, and return the results; collective."""
     results = _about(field, arguments)
-    results["lines"] = [*_lines(field, arguments), *_tree_lines(field, arguments)]
+    results["lines"] = [
+        *_lines(field, arguments),
+        *_tree_lines(field, arguments),
+        *_train_lines(field, arguments),
+    ]
     return results
 
 
@@ -78,6 +89,14 @@ def _tree_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
             if key in arguments.only
         ]
         yield {**measured(field, case, "trees", entries, **_limits(arguments)), "tree": name}
+
+
+def _train_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
+    for name in requested_models(arguments):
+        case = TrainCase(name, field)
+        keys = [key for key in KEYS if key in arguments.only]
+        entries = [enter(field, case, key, "torch", make_for_training) for key in keys]
+        yield {**measured(field, case, "train", entries, **_limits(arguments)), "model": name}
 
 
 def _limits(arguments: argparse.Namespace) -> dict[str, Any]:

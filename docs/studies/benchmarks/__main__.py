@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from docs.studies.benchmarks.page import PAGE, stored, written
-from docs.studies.benchmarks.runs import RUNS, take, take_overlap
+from docs.studies.benchmarks.runs import RUNS, take, take_overlap, take_training
 
 
 def main() -> int:
@@ -18,6 +18,7 @@ def main() -> int:
     failed = [run for run in RUNS if arguments.run and not take(run, arguments.seconds)]
     if arguments.run:
         take_overlap()
+        take_training("20")
     PAGE.write_text(written(stored()), encoding="utf-8")
     for run in failed:
         print(f"{run.title}: the benchmark failed", file=sys.stderr)

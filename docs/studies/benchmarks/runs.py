@@ -12,6 +12,7 @@ from typing import Final
 STUDY: Final = Path(__file__).resolve().parent
 ROOT: Final = STUDY.parents[2]
 OVERLAP: Final = STUDY / "overlap.json"
+TRAINING: Final = STUDY / "train.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,13 @@ def take(run: Run, seconds: str) -> bool:
         command, cwd=ROOT, env=os.environ | root, stdout=subprocess.DEVNULL, check=False
     )
     return done.returncode == 0
+
+
+def take_training(seconds: str) -> None:
+    """Take the figures of training steps."""
+    command = [str(ROOT / ".venv/bin/python"), "-m", "arraycomm", "bench", "train"]
+    command += ["--seconds", seconds, "--json", str(TRAINING)]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
 def take_overlap() -> None:

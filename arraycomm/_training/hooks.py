@@ -1,0 +1,172 @@
+"""The call of a compression that reduces by itself, so that an error of one rank raises on all."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from array_api_compat import is_array_api_obj
+
+from arraycomm._arrays.exchange import exchange
+from arraycomm._communicator import Communicator, group_of
+from arraycomm._errors import MismatchError
+from arraycomm._protocol.mismatch import name_ranks
+from arraycomm._together import raise_together
+from arraycomm._training.compression import Compression, allreduce_together
+from arraycomm._trees.pytrees import Flat, flatten
+
+# Bytes that are added up before they enter a digest.
+_BLOCK: Final = 4096
+
+StateOf = Callable[[int, Any], Any]
+
+
+class Hook(NamedTuple):
+    """A compression that reduces by itself, for one optimizer.
+
+    Attributes
+    ----------
+    compression : Compression
+        What reduces.
+    comm : Communicator
+        The optimizer's own.
+    op : str
+        "mean" or "sum".
+    """
+
+    compression: Compression
+    comm: Communicator
+    op: str
+
+    def reduce(self, gradients: dict[int, Any], state_of: StateOf) -> HookResult:
+        """Reduce gradients, by their numbers, which all ranks have; collective.
+
+        `state_of` returns the state of a gradient, given its number and itself.
+        """
+        with raise_together(self.comm):
+            return self._reduce(gradients, state_of)
+
+    def reduce_tree(
+        self, make: Callable[[], Flat], state_of: StateOf
+    ) -> tuple[Flat, list[int], HookResult]:
+        """Reduce the leaves of a tree, of which some may be None on all ranks; collective.
+
+        Return the tree, the number under which each leaf is reduced, and the reduced ones.
+        """
+        with raise_together(self.comm):
+            flat = make()
+            check_arrays(self.compression, flat)
+            self._check_missing(flat)
+            index = first_of_each(flat.leaves)
+            gradients = {n: leaf for n, leaf in enumerate(flat.leaves) if leaf is not None}
+            distinct = {n: leaf for n, leaf in gradients.items() if index[n] == n}
+            return flat, index, self._reduce(distinct, state_of)
+
+    @property
+    def _name(self) -> str:
+        return type(self.compression).__name__
+
+    def _reduce(self, gradients: dict[int, Any], state_of: StateOf) -> HookResult:
+        if not gradients:
+            return HookResult({}, {})
+        arrays = list(gradients.values())
+        states = [state_of(number, gradient) for number, gradient in gradients.items()]
+        given = self.compression.reduce(list(arrays), states, self.op, self.comm)
+        reduced, states = self._checked(given, arrays)
+        if group_of(self.comm).options.check:
+            self._compare(reduced)
+        return HookResult(
+            dict(zip(gradients, reduced, strict=True)), dict(zip(gradients, states, strict=True))
+        )
+
+    def _checked(self, given: Any, gradients: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return what the compression has returned; raise unless it is like the gradients."""
+        try:
+            reduced, states = map(list, given)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{self._name}.reduce must return two lists, the reduced gradients and the new states; "
+                f"got {_said(given)}"
+            ) from None
+        if not len(reduced) == len(states) == len(gradients):
+            raise ValueError(
+                f"{self._name}.reduce must return a gradient and a state for each of the {len(gradients)} "
+                f"gradients that it gets; got {len(reduced)} and {len(states)}"
+            )
+        for place, (got, gradient) in enumerate(zip(reduced, gradients, strict=True)):
+            if _form(got) != _form(gradient):
+                raise TypeError(
+                    f"{self._name} must return gradients like those that it gets; got {_said(got)} for "
+                    f"gradient {place}, {_said(gradient)}"
+                )
+        return reduced, states
+
+    def _compare(self, reduced: Sequence[Any]) -> None:
+        """Raise unless all ranks have the same gradients."""
+        rows = self.comm.allgather(np.array([_digest(gradient) for gradient in reduced], np.int64))
+        differing = (rows != rows[0]).any(axis=0)
+        if differing.any():
+            place = int(differing.argmax())
+            ranks = [rank for rank, row in enumerate(rows) if row[place] != rows[0, place]]
+            raise MismatchError(
+                f"DistributedOptimizer: {self._name} must return the same gradients on all ranks; gradient "
+                f"{place}, of shape {tuple(reduced[place].shape)}, on {name_ranks(ranks)} is not that on "
+                "rank 0; compute it from results of collectives alone, by the same operations on every rank"
+            )
+
+    def _check_missing(self, flat: Flat) -> None:
+        """Raise on all ranks if a gradient is None on some of them; compare the ranks' trees."""
+        flags = flat.rebuild([np.float32(leaf is not None) for leaf in flat.leaves])
+        counts = allreduce_together(flags, "sum", self.comm)
+        for path, count in zip(flat.paths, flatten(counts).leaves, strict=True):
+            if 0 < count < self.comm.size:
+                raise MismatchError(
+                    f"DistributedOptimizer: {self._name} takes gradients that all ranks have; {path} is "
+                    "None on some ranks and an array on others; pass zeros in place of None"
+                )
+
+
+class HookResult(NamedTuple):
+    """Reduced gradients and new states, by their numbers."""
+
+    reduced: dict[int, Any]
+    states: dict[int, Any]
+
+
+def check_arrays(compression: Compression, flat: Flat) -> None:
+    """Raise unless the gradients of a tree are arrays that can be computed with."""
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if leaf is not None and not is_array_api_obj(leaf):
+            raise TypeError(
+                f"DistributedOptimizer: {type(compression).__name__} takes gradients that are arrays; {path} "
+                f'is {_said(leaf)}; pass an array, or compression="bfloat16"'
+            )
+
+
+def first_of_each(leaves: Sequence[Any]) -> list[int]:
+    """Return for each leaf the number of the first one that is the same object."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(leaf), number) for number, leaf in enumerate(leaves)]
+
+
+def _form(x: Any) -> object:
+    """Return what a result has to have in common with a gradient, or None for what is no array."""
+    if not is_array_api_obj(x):
+        return None
+    return type(x).__module__.partition(".")[0], x.dtype, tuple(x.shape)
+
+
+def _said(x: Any) -> str:
+    framework = type(x).__module__.partition(".")[0]
+    name = f"{framework}.{type(x).__qualname__}"
+    return f"{name} of {x.dtype} {tuple(x.shape)}" if is_array_api_obj(x) else name
+
+
+def _digest(x: Any) -> int:
+    """Return a number for the elements of an array."""
+    array = np.ascontiguousarray(exchange(x, "numpy")).reshape(-1).view(np.uint8)
+    whole = len(array) // _BLOCK * _BLOCK
+    sums = array[:whole].view(np.uint64).reshape(-1, _BLOCK // 8).sum(axis=1, dtype=np.uint64)
+    return zlib.crc32(array[whole:].data, zlib.crc32(sums.data))

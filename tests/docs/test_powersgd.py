@@ -1,0 +1,153 @@
+"""The example of a compression of one's own: PowerSGD."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm.testing import run
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+from docs.examples import powersgd
+
+FRAMEWORKS = ("numpy", "torch", "jax")
+SIZES = (1, 2, 3, 4)
+SHAPES = ((6, 4), (3, 2, 5), (7,), (1, 3))
+EPS = float(np.finfo(np.float32).eps)
+
+
+def gradients(rank: int, step: int) -> list[Any]:
+    random = np.random.default_rng((rank, step))
+    return [random.normal(size=shape).astype(np.float32) for shape in SHAPES]
+
+
+def reduced(
+    comm: ac.Communicator, hook: Any, framework: str, steps: int, op: str = "mean"
+) -> list[tuple[list[Any], list[Any]]]:
+    """Return what each step gives, and the states before it, as NumPy's."""
+    found = []
+    states = [hook.init(ac.exchange(g, framework)) for g in gradients(0, 0)]
+    for step in range(steps):
+        before = [
+            s if s is None else [np.asarray(ac.exchange(a, "numpy")).copy() for a in s]
+            for s in states
+        ]
+        arrays = [ac.exchange(g, framework) for g in gradients(comm.rank, step)]
+        got, states = hook.reduce(arrays, states, op, comm)
+        assert [type(g) for g in got] == [type(a) for a in arrays]
+        found.append(([np.asarray(ac.exchange(g, "numpy")).copy() for g in got], before))
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_with_full_rank_it_is_the_mean(framework: str, size: int) -> None:
+    pytest.importorskip(framework)
+
+    def check(comm: ac.Communicator) -> None:
+        for step, (got, states) in enumerate(
+            reduced(comm, powersgd.PowerSGD(rank=9), framework, 3)
+        ):
+            rows = [gradients(rank, step) for rank in range(size)]
+            for n, shape in enumerate(SHAPES):
+                want = np.mean([row[n] for row in rows], axis=0, dtype="f8")
+                if len(shape) == 1:
+                    np.testing.assert_array_equal(
+                        got[n], comm.allreduce(rows[comm.rank][n], "mean")
+                    )
+                    continue
+                # Each product of a vector of length k errs by k·eps of the vectors' lengths. The columns of
+                # the basis span those of the mean as well as the factor Q is conditioned, if they are few.
+                matrix = want.reshape(shape[0], -1)
+                largest = max(np.linalg.norm(row[n]) + np.linalg.norm(states[n][1]) for row in rows)
+                spanned = np.linalg.cond(states[n][0]) * np.linalg.cond(matrix)
+                bound = 4 * (sum(matrix.shape) + size) * EPS * largest * spanned
+                assert np.abs(got[n] - want).max() <= bound < 0.1 * np.abs(want).max()
+
+    run(size, check)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_low_rank_leaves_out_is_added_to_the_next_steps(size: int, op: str) -> None:
+    steps = 4
+
+    def check(comm: ac.Communicator) -> None:
+        seen = reduced(comm, powersgd.PowerSGD(rank=1), "numpy", steps + 1, op)
+        for n, shape in enumerate(SHAPES):
+            given = [comm.allreduce(gradients(comm.rank, step)[n], op) for step in range(steps)]
+            total = np.sum([got[n] for got, _ in seen[:steps]], axis=0, dtype="f8")
+            for got, _ in seen:
+                rows = comm.allgather(got[n])
+                assert rows.tobytes() == got[n].tobytes() * size
+                assert len(shape) == 1 or np.linalg.matrix_rank(got[n].reshape(shape[0], -1)) == 1
+            if len(shape) > 1:
+                left = comm.allreduce(seen[steps][1][n][1], op).reshape(shape)
+                assert min(shape[0], np.prod(shape[1:])) == 1 or np.abs(left).max() > 0.1
+                total += left
+            size_of = steps * size * max(np.abs(array).max() for array in given)
+            bound = 4 * steps * (sum(shape) + size) * EPS * size_of * 10
+            assert np.abs(total - np.sum(given, axis=0, dtype="f8")).max() <= bound
+
+    run(size, check)
+
+
+def test_an_overflow_or_a_gradient_of_zeros_leaves_no_trace() -> None:
+    def check(comm: ac.Communicator) -> None:
+        hook = powersgd.PowerSGD(rank=1)
+        mine = np.outer(np.arange(1.0, 4), [1.0, 2]).astype(np.float32)
+        states = [hook.init(mine)]
+        for bad in (0 * mine, np.where(comm.rank == 0, np.inf, mine).astype(np.float32)):
+            with np.errstate(all="ignore"):
+                (got,), states = hook.reduce([bad], states, "mean", comm)
+            assert np.isfinite(got).all() == (not bad.any())
+            # All that is left is of rank 1, like the gradients.
+            for _ in range(3):
+                (got,), states = hook.reduce([mine], states, "mean", comm)
+            np.testing.assert_allclose(got, mine, rtol=1e-5)
+
+    run(2, check)
+
+
+def test_bases_are_orthonormal_whatever_the_columns() -> None:
+    random = np.random.default_rng(0)
+    full = random.normal(size=(6, 4))
+    close = np.ones((5, 3)) + 1e-5 * np.eye(5, 3)
+    for columns in (
+        full,
+        close,
+        full @ np.diag([1, 1e-9, 1e9, 1]),
+        np.zeros((4, 4)),
+        np.ones((5, 3)),
+    ):
+        basis = powersgd.orthogonalized(columns)
+        np.testing.assert_allclose(basis.T @ basis, np.eye(columns.shape[1]), atol=1e-14)
+        np.testing.assert_allclose(
+            basis @ (basis.T @ columns), columns, atol=1e-14 * abs(columns).max()
+        )
+
+
+def test_digits_are_learned_about_as_well_as_without() -> None:
+    def train(comm: ac.Communicator) -> tuple[float, float]:
+        plain = powersgd.train(comm, None, 4)
+        return plain, powersgd.train(comm, powersgd.PowerSGD(rank=2), 4)
+
+    (plain, compressed), *others = run(2, train, timeout=120)
+    assert others == [(plain, compressed)]
+    assert plain > 0.85
+    # Of 297 images; five standard deviations of what one of 90 % gets right.
+    assert abs(plain - compressed) < 5 * np.sqrt(0.9 * 0.1 / 297)
+
+
+def test_the_program_prints_both_accuracies(capfd: pytest.CaptureFixture[str]) -> None:
+    powersgd.main(epochs=1)
+    ac.finalize()
+    assert re.search(
+        r"accuracy 0\.\d+ without compression, 0\.\d+ with rank 2", capfd.readouterr().out
+    )

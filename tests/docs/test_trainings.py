@@ -1,0 +1,101 @@
+"""The training programs of the documents, on one rank and on three: the numbers are the same, also after a break."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.launcher import needs_mpiexec, run_python
+
+PROGRAM = str(Path(__file__).with_name("trainings.py"))
+# Losses are printed with six digits. Of float64 some hundred roundings are below. One of float32 is
+# 6e-8, and the network learns for 60 steps from hundreds of them. Of float16, it is 5e-4, in every
+# gradient: means over an epoch, in which they cancel out, differ by some of them.
+SLACK = {"float64": 2e-6, "float32": 1e-4, "float16": 1e-2}
+FULL = {"train_numpy": "float64", "train_torch": "float32"}
+MODULES = {"train_numpy": ("sklearn", "tqdm"), "train_torch": ("sklearn", "tqdm", "torch")}
+
+
+class Epoch(NamedTuple):
+    loss: float
+    rate: float
+    validation_loss: float
+    accuracy: float
+
+
+class Run(NamedTuple):
+    """What a run has printed of each of its epochs, and the digest of its checkpoint."""
+
+    epochs: dict[int, Epoch]
+    digest: str
+
+
+@lru_cache
+def runs() -> dict[tuple[str, int, str], Run]:
+    """Return every run, by the program, the number of ranks and its name."""
+    found = {}
+    with TemporaryDirectory() as directory:
+        for ranks in (3, 1):
+            job = run_python("-P", PROGRAM, directory, ranks=ranks if ranks > 1 else None)
+            assert job.returncode == 0, job.stdout + job.stderr
+            for program, name, text in re.findall(
+                r"<(\w+): ([\w ]+)>\n(.*?)(?=\n<|\Z)", job.stdout, re.DOTALL
+            ):
+                found[program, ranks, name] = parsed(text)
+    return found
+
+
+def parsed(text: str) -> Run:
+    number = r"([-+.\w]+)"
+    line = (
+        rf"epoch (\d+): loss {number}, rate {number}, validation loss {number}, accuracy {number}"
+    )
+    epochs = {int(epoch): Epoch(*map(float, rest)) for epoch, *rest in re.findall(line, text)}
+    return Run(epochs, re.findall(r"digest (\w+)", text)[0])
+
+
+def assert_close(got: dict[int, Epoch], want: dict[int, Epoch], slack: float) -> None:
+    assert got.keys() == want.keys()
+    for epoch, values in got.items():
+        assert values.rate == want[epoch].rate
+        for mine, theirs in zip(values, want[epoch], strict=True):
+            assert mine == pytest.approx(theirs, rel=slack, abs=slack)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("program", FULL)
+class TestTraining:
+    @pytest.fixture(autouse=True)
+    def _skip(self, program: str) -> None:
+        if not all(map(find_spec, MODULES[program])):
+            pytest.skip(f"needs {', '.join(MODULES[program])}")
+
+    def test_three_ranks_learn_as_one(self, program: str) -> None:
+        one, three = (runs()[program, ranks, "whole"].epochs for ranks in (1, 3))
+        assert sorted(one) == [1, 2, 3, 4]
+        assert one[4].accuracy > 0.85
+        assert_close(three, one, SLACK[FULL[program]])
+
+    def test_with_mixed_precision_they_learn_the_same(self, program: str) -> None:
+        one, three = (runs()[program, ranks, "mixed"].epochs for ranks in (1, 3))
+        assert_close(three, one, SLACK["float16"])
+        assert one != runs()[program, 1, "whole"].epochs
+        assert_close(one, runs()[program, 1, "whole"].epochs, SLACK["float16"])
+
+    @pytest.mark.parametrize("ranks", [1, 3])
+    def test_a_run_in_two_parts_is_the_run_in_one(self, program: str, ranks: int) -> None:
+        whole = runs()[program, ranks, "whole"]
+        first, second = (runs()[program, ranks, f"broken{how}"] for how in ("", " resumed"))
+        assert sorted(first.epochs) == [1, 2]
+        assert first.epochs | second.epochs == whole.epochs
+        assert second.digest == whole.digest != first.digest
+
+    def test_one_rank_goes_on_where_three_have_ended(self, program: str) -> None:
+        other, whole = (runs()[program, 1, name].epochs for name in ("other resumed", "whole"))
+        assert_close(other, {epoch: whole[epoch] for epoch in (3, 4)}, SLACK[FULL[program]])

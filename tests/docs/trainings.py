@@ -1,0 +1,77 @@
+"""Run the training programs of the documents: `python trainings.py DIRECTORY`, alone or on ranks.
+
+Each is run in one go, and in two with a break in the middle; with mixed precision; and, if another
+number of ranks has left a checkpoint in the directory, from there on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import runpy
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import arraycomm as ac
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+EPOCHS = 4
+
+
+def digest_of_numpy(checkpoint: Path) -> str:
+    params, optimizer, _ = pickle.loads(checkpoint.read_bytes())
+    arrays = [params, optimizer["first"], optimizer["second"]]
+    return _digest(array for tree in arrays for array in tree.values())
+
+
+def digest_of_torch(checkpoint: Path) -> str:
+    import torch
+
+    states = torch.load(checkpoint)
+    moments = [state["exp_avg"] for state in states["optimizer"]["state"].values()]
+    return _digest(tensor.numpy() for tensor in (*states["model"].values(), *moments))
+
+
+def _digest(arrays: Any) -> str:
+    return hashlib.sha256(b"".join(map(np.ndarray.tobytes, arrays))).hexdigest()
+
+
+def run_all(program: Path, full: str, digest: Any, directory: Path) -> None:
+    comm = ac.init()
+    main = runpy.run_path(str(program))["main"]
+
+    def checkpoint_of(run: str) -> Path:
+        return directory / f"{program.stem}-{comm.size}-{run}"
+
+    def train(run: str, *arguments: str) -> None:
+        checkpoint = checkpoint_of(run.removesuffix(" resumed"))
+        say(f"<{program.stem}: {run}>")
+        main(["--epochs", str(EPOCHS), "--checkpoint", str(checkpoint), *arguments])
+        comm.barrier()
+        say(f"digest {digest(checkpoint)}")
+
+    def say(line: str) -> None:
+        if comm.rank == 0:
+            print(line, flush=True)
+
+    train("whole", "--precision", full)
+    train("broken", "--precision", full, "--stop-after", "2")
+    middle = directory / f"{program.stem}-middle"
+    if comm.rank == 0 and not middle.exists():
+        shutil.copy(checkpoint_of("broken"), middle)
+    train("broken resumed", "--precision", full)
+    train("mixed", "--precision", "float16")
+    if comm.size == 1:
+        shutil.copy(middle, checkpoint_of("other"))
+        train("other resumed", "--precision", full)
+
+
+if __name__ == "__main__":
+    run_all(EXAMPLES / "train_numpy.py", "float64", digest_of_numpy, Path(sys.argv[1]))
+    if find_spec("torch"):
+        run_all(EXAMPLES / "train_torch.py", "float32", digest_of_torch, Path(sys.argv[1]))

@@ -1,0 +1,802 @@
+"""Compression by objects: error feedback, forms of one's own, and hooks that make collectives."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm.testing import run
+
+FRAMEWORKS = ("numpy", "torch", "jax", "array_api_strict")
+SIZES = (1, 2, 3, 4)
+SHAPES = ((3, 5), (4,))
+Step = Callable[[Sequence[Any]], list[Any]]
+
+
+# Programs of each framework: a step takes gradients (or None), and returns the reduced ones --------
+
+
+class Taken:
+    """An optimizer that keeps the gradients that it gets."""
+
+    def update(self, params: Any, grads: Any) -> Any:
+        return grads
+
+
+def object_program(framework: str, comm: ac.Communicator, options: dict[str, Any]) -> Step:
+    optimizer = ac.DistributedOptimizer(Taken(), comm=comm, **options)
+
+    def step(gradients: Sequence[Any]) -> list[Any]:
+        arrays = [None if g is None else ac.exchange(g, framework) for g in gradients]
+        got = optimizer.update([None] * len(arrays), arrays)
+        assert [type(g) for g in got] == [type(g) for g in arrays if g is not None] or None in got
+        return [None if g is None else np.asarray(ac.exchange(g, "numpy")) for g in got]
+
+    step.optimizer = optimizer  # type: ignore[attr-defined]
+    return step
+
+
+def torch_program(_: str, comm: ac.Communicator, options: dict[str, Any]) -> Step:
+    torch = pytest.importorskip("torch")
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    options = {"bucket_bytes": 1, **options}
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD(parameters, 1.0), comm=comm, **options)
+
+    def step(gradients: Sequence[Any]) -> list[Any]:
+        optimizer.zero_grad()
+        pairs = zip(parameters, gradients, strict=True)
+        loss = sum((p * torch.tensor(g)).sum() for p, g in pairs if g is not None)
+        if any(g is not None for g in gradients):
+            loss.backward()
+        optimizer.step()
+        return [None if p.grad is None else p.grad.numpy().copy() for p in parameters]
+
+    step.optimizer, step.parameters = optimizer, parameters  # type: ignore[attr-defined]
+    return step
+
+
+def jax_program(_: str, comm: ac.Communicator, options: dict[str, Any]) -> Step:
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+    optimizer = ac.DistributedOptimizer(optax.identity(), comm=comm, **options)
+    state = [optimizer.init([jax.numpy.zeros(shape) for shape in SHAPES])]
+
+    def step(gradients: Sequence[Any]) -> list[Any]:
+        arrays = [None if g is None else jax.numpy.asarray(g) for g in gradients]
+        got, state[0] = optimizer.update(arrays, state[0])
+        return [None if g is None else np.asarray(g) for g in got]
+
+    step.state = state  # type: ignore[attr-defined]
+    return step
+
+
+def program(framework: str, comm: ac.Communicator, **options: Any) -> Step:
+    special = {"torch": torch_program, "jax": jax_program}
+    return special.get(framework, object_program)(framework, comm, options)
+
+
+def gradients(rank: int, step: int) -> list[Any]:
+    """Return gradients whose sums over ranks and steps are exact in float32, and not in 16 bits."""
+    random = np.random.default_rng((rank, step))
+    return [random.integers(-4000, 4000, shape).astype(np.float32) / 64 for shape in SHAPES]
+
+
+def rounded(x: Any) -> Any:
+    return x.astype(ml_dtypes.bfloat16).astype(x.dtype)
+
+
+# Error feedback ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_is_sent_adds_up_to_the_gradients_but_for_one_rounding(
+    framework: str, name: str
+) -> None:
+    pytest.importorskip(framework)
+    feedback = ac.ErrorFeedback(name)
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    steps = [gradients(0, step)[0] for step in range(40)]
+    residual = feedback.init(ac.exchange(steps[0], framework))
+    total, differed = np.zeros(SHAPES[0]), False
+    for number, gradient in enumerate(steps):
+        x = ac.exchange(gradient.copy(), framework)
+        sent, residual = feedback.compress(x, residual)
+        assert type(sent) is type(residual) is type(x)
+        np.testing.assert_array_equal(ac.exchange(x, "numpy"), gradient)
+        array = np.asarray(ac.exchange(sent, "numpy"))
+        np.testing.assert_array_equal(array.astype(dtype).astype(np.float32), array)
+        differed |= bool((array != gradient).any())
+        total += array
+        left = np.asarray(ac.exchange(residual, "numpy"))
+        np.testing.assert_array_equal(total + left, np.sum(steps[: number + 1], axis=0, dtype="f8"))
+        # Half a unit in the last place of what was rounded.
+        assert (abs(left) <= abs(array) * float(ml_dtypes.finfo(dtype).eps) / 2).all()
+    assert differed
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_residuals_of_values_that_are_not_finite_begin_anew(framework: str) -> None:
+    pytest.importorskip(framework)
+    feedback = ac.ErrorFeedback("float16")
+    bad = np.array([np.inf, -np.inf, np.nan, 1e6, 1 + 2**-12], np.float32)
+    x = ac.exchange(bad, framework)
+    sent, residual = feedback.compress(x, feedback.init(x))
+    np.testing.assert_array_equal(ac.exchange(sent, "numpy"), [np.inf, -np.inf, np.nan, np.inf, 1])
+    np.testing.assert_array_equal(ac.exchange(residual, "numpy"), [0, 0, 0, 0, 2**-12])
+
+
+def test_gradients_of_16_bits_are_sent_as_they_are() -> None:
+    feedback, gradient, residual = ac.ErrorFeedback("bfloat16"), np.ones(2, "f2"), np.ones(2, "f4")
+    assert feedback.init(gradient) is None
+    for state in (None, residual):
+        sent, after = feedback.compress(gradient, state)
+        assert sent is gradient
+        assert after is state
+
+
+@pytest.mark.parametrize("dtype", ["bf16", None, np.float16, ["bfloat16"]])
+def test_error_feedback_needs_the_name_of_a_dtype(dtype: Any) -> None:
+    with pytest.raises(
+        ValueError, match='ErrorFeedback: dtype must be "bfloat16" or "float16"; got'
+    ):
+        ac.ErrorFeedback(dtype)
+
+
+def fed_back(size: int, steps: int, accumulate: int = 1) -> list[list[Any]]:
+    """Return by hand what is reduced in each step with a sum over ranks and error feedback."""
+    residuals = [[np.zeros(shape, np.float32) for shape in SHAPES] for _ in range(size)]
+    found = []
+    for step in range(0, steps, accumulate):
+        totals = [np.zeros(shape, np.float32) for shape in SHAPES]
+        for rank in range(size):
+            for n in range(len(SHAPES)):
+                parts = [gradients(rank, step + k)[n] for k in range(accumulate)]
+                wanted = np.sum(parts, axis=0, dtype="f4") / accumulate + residuals[rank][n]
+                residuals[rank][n] = wanted - rounded(wanted)
+                totals[n] = totals[n] + rounded(wanted)
+        found.append([rounded(total) for total in totals])
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_optimizers_feed_back_what_rounding_loses(framework: str, size: int) -> None:
+    pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, op="sum", compression=ac.ErrorFeedback("bfloat16"))
+        for number, want in enumerate(fed_back(size, 5)):
+            for got, expected in zip(step(gradients(comm.rank, number)), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+    run(size, train)
+
+
+class Derived(ac.ErrorFeedback):
+    """Is called as a hook, since it might override `reduce`."""
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_a_subclass_feeds_back_too(framework: str) -> None:
+    pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, op="sum", compression=Derived("bfloat16"))
+        for number, want in enumerate(fed_back(2, 3)):
+            for got, expected in zip(step(gradients(comm.rank, number)), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_means_of_accumulated_steps_are_fed_back(framework: str) -> None:
+    pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> None:
+        compression = ac.ErrorFeedback("bfloat16")
+        step = program(framework, comm, op="sum", compression=compression, accumulate=2)
+        seen = [step(gradients(comm.rank, number)) for number in range(6)]
+        for got, want in zip(seen[1::2], fed_back(2, 6, 2), strict=True):
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), None])
+def test_ranks_of_several_frameworks_compress_together(compression: Any) -> None:
+    frameworks = ("torch", "numpy", "jax")
+    for framework in frameworks:
+        pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> None:
+        hook = compression or Sending()
+        step = program(frameworks[comm.rank], comm, op="sum", compression=hook, bucket_bytes=64)
+        for number, fed in enumerate(fed_back(3, 3)):
+            want = fed if compression else [g + number for g in gradients(0, number)]
+            for got, expected in zip(step(gradients(comm.rank, number)), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+    run(3, train)
+
+
+# Hooks ------------------------------------------------------------------------------------------
+
+
+class Scaled(ac.Compression):
+    """Sends float16, and counts its steps for each parameter."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        self.scale = scale
+
+    def init(self, gradient: Any) -> Any:
+        return [0 * gradient]
+
+    def compress(self, gradient: Any, state: Any) -> Any:
+        half = ac.exchange(np.asarray(ac.exchange(gradient, "numpy"), np.float16), "numpy")
+        half = half * np.float16(self.scale)
+        return half, [state[0] + 1]
+
+    def decompress(self, reduced: Any, gradient: Any) -> Any:
+        return ac.exchange(np.asarray(reduced, np.float32) / np.float32(self.scale), gradient)
+
+
+class Sending(ac.Compression):
+    """Makes collectives of its own: the gradients of rank 0 go to all, and the number of steps is added."""
+
+    def __init__(self, fault: str = "", rank: int = 1) -> None:
+        self.fault, self.rank = fault, rank
+
+    def init(self, gradient: Any) -> Any:
+        return np.zeros(())
+
+    def reduce(self, gradients: Any, states: Any, op: str, comm: ac.Communicator) -> Any:
+        faulty = comm.rank == self.rank and all(state == 1 for state in states)
+        if faulty and self.fault == "early":
+            raise KeyError("lost early")
+        reduced = [comm.bcast(gradient, 0) for gradient in gradients]
+        if faulty and self.fault == "late":
+            raise KeyError("lost late")
+        reduced = [g + float(state) for g, state in zip(reduced, states, strict=True)]
+        if faulty and self.fault == "bits":
+            reduced[-1] = reduced[-1] + 1
+        if faulty and self.fault == "dtype":
+            reduced[-1] = np.asarray(ac.exchange(reduced[-1], "numpy"), np.float64)
+        if faulty and self.fault == "count":
+            reduced.pop()
+        if faulty and self.fault == "none":
+            return None
+        return reduced, [state + 1 for state in states]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_gradients_are_sent_in_a_form_of_ones_own(framework: str, size: int) -> None:
+    pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, op="sum", compression=Scaled())
+        for number in range(2):
+            everyone = [[g.astype(np.float16) for g in gradients(r, number)] for r in range(size)]
+            for n, got in enumerate(step(gradients(comm.rank, number))):
+                total = sum((rank[n] * 2).astype(np.float32) for rank in everyone)
+                want = total.astype(np.float16).astype(np.float32) / 2
+                np.testing.assert_array_equal(got, want)
+
+    run(size, train)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_hook_makes_collectives_and_remembers(framework: str, size: int) -> None:
+    pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, compression=Sending())
+        for number in range(3):
+            for got, want in zip(
+                step(gradients(comm.rank, number)), gradients(0, number), strict=True
+            ):
+                np.testing.assert_array_equal(got, want + number)
+
+    run(size, train)
+
+
+FAULTS = {
+    "early": (KeyError, "lost early"),
+    "late": (KeyError, "lost late"),
+    "dtype": (
+        TypeError,
+        "Sending must return gradients like those that it gets; got numpy.ndarray of float64",
+    ),
+    "count": (
+        ValueError,
+        "a gradient and a state for each of the 2 gradients that it gets; got 1 and 2",
+    ),
+    "none": (TypeError, "Sending.reduce must return two lists"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_error_of_one_ranks_hook_raises_on_all(framework: str, fault: str) -> None:
+    pytest.importorskip(framework)
+    kind, text = FAULTS[fault]
+
+    def train(comm: ac.Communicator) -> None:
+        hook = Sending(fault)
+        step = program(framework, comm, compression=hook)
+        step(gradients(comm.rank, 0))
+        faulty = comm.rank == hook.rank
+        with pytest.raises(kind if faulty else ac.PeerError, match=text) as caught:
+            step(gradients(comm.rank, 1))
+        assert faulty or caught.value.rank == hook.rank
+        # The state is that of one step, and the optimizer can go on.
+        hook.fault = ""
+        for got, want in zip(step(gradients(comm.rank, 2)), gradients(0, 2), strict=True):
+            np.testing.assert_array_equal(got, want + 1)
+
+    run(3, train)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_results_that_are_not_the_same_on_all_ranks_raise(framework: str) -> None:
+    pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator, check: bool) -> None:
+        shared = comm.dup(check=check)
+        step = program(framework, shared, compression=Sending("bits"))
+        step(gradients(comm.rank, 0))
+        if not check:
+            step(gradients(comm.rank, 1))
+            return
+        text = r"Sending must return the same gradients on all ranks; gradient 1, of shape \(4,\), on rank 1"
+        with pytest.raises(ac.MismatchError, match=text):
+            step(gradients(comm.rank, 1))
+
+    run(3, train, True)
+    if framework == "numpy":
+        run(3, train, False)
+
+
+def test_a_gradient_that_is_missing_counts_as_zeros_in_torch_and_raises_elsewhere() -> None:
+    pytest.importorskip("torch")
+    text = r"Scaled takes gradients that all ranks have; tree\[1\] is None on some ranks"
+
+    def mine(comm: ac.Communicator) -> list[Any]:
+        return [None, None if comm.rank else np.ones(4, np.float32)]
+
+    def train(comm: ac.Communicator) -> None:
+        none, some = program("torch", comm, compression=Scaled())(mine(comm))
+        assert none is None
+        np.testing.assert_array_equal(some, np.full(4, 0.5))
+        for framework in ("numpy", "jax"):
+            step = program(framework, comm, compression=Scaled())
+            with pytest.raises(ac.MismatchError, match=text):
+                step(mine(comm))
+            none, some = step([None, np.ones(4, np.float32)])
+            assert none is None
+            np.testing.assert_array_equal(some, np.ones(4))
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_a_missing_gradient_leaves_its_residual(framework: str) -> None:
+    pytest.importorskip(framework)
+    value = np.full(4, 1 + 2**-9, np.float32)
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, op="sum", compression=ac.ErrorFeedback("bfloat16"))
+        seen = [step([None, None if comm.rank and n == 1 else value])[1][0] for n in range(3)]
+        # Residuals of 2⁻⁹ and 2⁻⁸ are rounded down to even, 3·2⁻⁹ is rounded up: rank 0 sends 1, 1 and
+        # 1 + 2⁻⁷, rank 1 sends 1, nothing and 1.
+        assert seen == [2.0, 1.0, 2.0]
+
+    run(2, train)
+
+
+def test_hooks_get_what_no_sync_and_accumulate_have_added_up() -> None:
+    torch = pytest.importorskip("torch")
+    from arraycomm.adapters.torch import no_sync
+
+    def train(comm: ac.Communicator) -> None:
+        step = program("torch", comm, compression=Sending())
+        (weight, _), optimizer = step.parameters, step.optimizer
+        with no_sync(optimizer):
+            (weight * 2).sum().backward()
+        (weight * 3).sum().backward()
+        assert weight.grad.unique().tolist() == [5.0]
+        # Another backward pass before the step: what it adds is reduced, and added.
+        (weight * (1 + comm.rank)).sum().backward()
+        assert weight.grad.unique().tolist() == [5.0 + 1 + 1]
+        optimizer.step()
+
+        optimizer.zero_grad()
+        if comm.rank:
+            # This rank takes part in the other's backward pass, with zeros.
+            optimizer.step()
+        else:
+            (weight * 4).sum().backward()
+            optimizer.step()
+        assert weight.grad.unique().tolist() == [4.0 + 2]
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = (weight * 0 + 1).sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) == weight.numel()
+        assert weight.grad.unique().tolist() == [3.0]
+
+        weight = torch.nn.Parameter(torch.zeros(2))
+        optimizer = ac.DistributedOptimizer(
+            torch.optim.SGD([weight], 1.0), comm=comm, compression=Sending(), accumulate=2
+        )
+        for factor in (2.0, 4.0):
+            optimizer.zero_grad()
+            (weight * factor).sum().backward()
+            optimizer.step()
+        assert weight.tolist() == [-3.0] * 2
+
+    run(2, train)
+
+
+# Arguments --------------------------------------------------------------------------------------
+
+
+class Other(ac.Compression):
+    """Does what `ErrorFeedback` does not."""
+
+
+@pytest.mark.parametrize(
+    ("compressions", "said"),
+    [
+        (("bfloat16", ac.ErrorFeedback("bfloat16")), ("bfloat16", "ErrorFeedback")),
+        (tuple(map(ac.ErrorFeedback, ("bfloat16", "float16"))), ("'bfloat16'", "'float16'")),
+        ((Scaled(2.0), Scaled(3.0)), ("scale=2.0", "scale=3.0")),
+        ((Scaled(), Other()), ("Scaled", "Other")),
+        ((None, Other()), ("None", "Other")),
+    ],
+)
+def test_ranks_with_other_compressions_raise(compressions: Any, said: tuple[str, str]) -> None:
+    text = f"rank 0: DistributedOptimizer.*{said[0]}.*; rank 1: DistributedOptimizer.*{said[1]}"
+
+    def make(comm: ac.Communicator) -> None:
+        with pytest.raises(ac.MismatchError, match=text):
+            ac.DistributedOptimizer(Taken(), comm=comm, compression=compressions[comm.rank])
+
+    run(2, make)
+
+
+def test_objects_with_equal_settings_are_the_same() -> None:
+    class Slotted(ac.Compression):
+        __slots__ = ("function", "names")
+
+        def __init__(self) -> None:
+            self.names, self.function = {"a", "b", "c"}, lambda: None
+
+    def make(comm: ac.Communicator) -> None:
+        ac.DistributedOptimizer(Taken(), comm=comm, compression=Slotted())
+
+    run(2, make)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        (Scaled, TypeError, r"must be an object, not a class; got Scaled; pass Scaled\(...\)"),
+        (object(), ValueError, "must be .*; an object must be an arraycomm.Compression"),
+        ([], ValueError, "must be"),
+    ],
+)
+def test_what_is_no_compression_is_refused(wrong: Any, kind: type, text: str) -> None:
+    def make(comm: ac.Communicator) -> None:
+        with pytest.raises(kind, match=f"DistributedOptimizer: compression {text}"):
+            ac.DistributedOptimizer(Taken(), comm=comm, compression=wrong)
+
+    run(1, make)
+
+
+def test_calls_without_a_memory_take_no_object() -> None:
+    def call(comm: ac.Communicator) -> None:
+        with pytest.raises(ValueError, match="only a DistributedOptimizer takes objects"):
+            ac.allreduce_gradients(
+                [np.ones(1)], compression=ac.ErrorFeedback("bfloat16"), comm=comm
+            )
+
+    run(1, call)
+
+
+@pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), Scaled()])
+def test_what_is_no_array_is_refused_by_its_path(compression: Any) -> None:
+    def update(comm: ac.Communicator) -> None:
+        optimizer = ac.DistributedOptimizer(Taken(), comm=comm, compression=compression)
+        wrong = comm.rank == 1
+        with pytest.raises(
+            TypeError if wrong else ac.PeerError,
+            match=r"tree\['a'\] is builtins.float; pass an array",
+        ):
+            optimizer.update({}, {"a": 1.0 if wrong else np.ones((), np.float32)})
+        one = optimizer.update({}, {"a": np.ones((), np.float32)})["a"]
+        assert isinstance(one, np.ndarray)
+        assert one == 1
+
+    run(2, update)
+
+
+@pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), Scaled()])
+def test_a_state_of_optax_for_other_parameters_raises_on_all(compression: Any) -> None:
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+
+    def update(comm: ac.Communicator) -> None:
+        optimizer = ac.DistributedOptimizer(optax.identity(), comm=comm, compression=compression)
+        ones = [jax.numpy.ones(3), jax.numpy.ones(2)]
+        wrong = comm.rank == 1
+        state = optimizer.init(ones[: 2 - wrong])
+        text = "the parameters that the state was made of, 1 leaves; got 2; make the state anew"
+        with pytest.raises(ValueError if wrong else ac.PeerError, match=text):
+            optimizer.update(ones, state)
+        (one, _), _ = optimizer.update(ones, optimizer.init(ones))
+        assert one.tolist() == [1.0] * 3
+
+    run(2, update)
+
+
+@pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), Scaled()])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_inside_join_objects_are_refused_on_all_ranks(framework: str, compression: Any) -> None:
+    pytest.importorskip(framework)
+
+    def train(comm: ac.Communicator) -> str:
+        step = program(framework, comm, compression=compression)
+
+        def block() -> None:
+            with ac.join(comm):
+                if comm.rank:
+                    step(gradients(comm.rank, 0))
+
+        with pytest.raises((ValueError, ac.PeerError), match="inside join gradients") as caught:
+            block()
+        return str(caught.value)
+
+    for text in run(2, train):
+        assert "cannot be compressed by an object" in text
+
+
+# What is remembered -----------------------------------------------------------------------------
+
+
+def reference(compression: Any, framework: str, steps: int) -> list[list[Any]]:
+    """Return what the steps of one optimizer give."""
+
+    def train(comm: ac.Communicator) -> list[list[Any]]:
+        step = program(framework, comm, op="sum", compression=compression)
+        return [step(gradients(comm.rank, number)) for number in range(steps)]
+
+    return run(2, train)[0]
+
+
+def saved_and_loaded(step: Any, framework: str, comm: ac.Communicator, compression: Any) -> Any:
+    """Save what is remembered, and make a program that goes on from it."""
+    other = program(framework, comm, op="sum", compression=compression)
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        file = io.BytesIO()
+        torch.save(step.optimizer.state_dict(), file)
+        file.seek(0)
+        other.optimizer.load_state_dict(
+            torch.load(file, weights_only=not isinstance(compression, Sending))
+        )
+        # A plain optimizer takes the same file.
+        plain = torch.optim.SGD(other.parameters, 1.0)
+        plain.load_state_dict(step.optimizer.state_dict())
+    elif framework == "jax":
+        other.state[0] = pickle.loads(pickle.dumps(step.state[0]))
+    else:
+        saved = pickle.dumps(step.optimizer.compression_state())
+        other.optimizer.load_compression_state(pickle.loads(saved))
+    return other
+
+
+def copied(step: Any, framework: str, comm: ac.Communicator, _: Any) -> Any:
+    """Copy an optimizer, and take a step of the copy before the original's."""
+    if framework == "torch":
+        parameters, optimizer = copy.deepcopy((step.parameters, step.optimizer))
+    else:
+        parameters, optimizer = None, copy.deepcopy(step.optimizer)
+
+    def again(given: Sequence[Any]) -> list[Any]:
+        if framework != "torch":
+            return list(optimizer.update([None] * len(given), list(given)))
+        torch = pytest.importorskip("torch")
+        optimizer.zero_grad()
+        sum((p * torch.tensor(g)).sum() for p, g in zip(parameters, given, strict=True)).backward()
+        return [p.grad.numpy().copy() for p in parameters]
+
+    again([100 * g for g in gradients(comm.rank, 9)])
+    return step
+
+
+@pytest.mark.parametrize("change", [saved_and_loaded, copied])
+@pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), Sending(), None])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_what_is_remembered_survives(framework: str, compression: Any, change: Any) -> None:
+    pytest.importorskip(framework)
+    if change is copied and framework == "jax":
+        pytest.skip("a state of optax's is copied as any tree")
+    want = reference(compression, framework, 4)
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, op="sum", compression=compression)
+        seen = [step(gradients(comm.rank, number)) for number in range(2)]
+        step = change(step, framework, comm, compression)
+        seen += [step(gradients(comm.rank, number)) for number in (2, 3)]
+        for got, expected in zip(seen, want, strict=True):
+            for one, other in zip(got, expected, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    run(2, train)
+
+
+def test_a_gradient_of_another_shape_or_dtype_begins_anew() -> None:
+    value = 1 + 2**-9
+
+    def train(comm: ac.Communicator) -> None:
+        compression = ac.ErrorFeedback("bfloat16")
+        optimizer = ac.DistributedOptimizer(Taken(), comm=comm, compression=compression)
+        forms = [(4, "f4"), (2, "f4"), (2, "f8"), (2, "f8"), (3, "i4"), (2, "f8")]
+        seen = [
+            optimizer.update(None, np.full(shape, value, dtype)).tolist()[0]
+            if dtype != "i4"
+            else None
+            for shape, dtype in forms
+        ]
+        assert seen == [1.0, 1.0, 1.0, 1.0, None, 1.0078125]
+
+    run(2, train)
+
+
+def test_parameters_that_are_added_leave_the_others_what_they_have() -> None:
+    torch = pytest.importorskip("torch")
+
+    def train(comm: ac.Communicator) -> None:
+        weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        optimizer = ac.DistributedOptimizer(
+            torch.optim.SGD(weights[:1], 1.0), comm=comm, compression=Sending()
+        )
+        (weights[0] * 2).sum().backward()
+        optimizer.add_param_group({"params": weights[1:]})
+        optimizer.zero_grad()
+        sum((weight * 2).sum() for weight in weights).backward()
+        assert [weight.grad.item() for weight in weights] == [3.0, 2.0]
+        # Their numbers change.
+        optimizer.param_groups.reverse()
+        optimizer.step()
+        optimizer.zero_grad()
+        sum((weight * 2).sum() for weight in weights).backward()
+        assert [weight.grad.item() for weight in weights] == [4.0, 3.0]
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_a_call_that_has_failed_leaves_no_residual(framework: str) -> None:
+    pytest.importorskip(framework)
+    value = np.full(4, 1 + 2**-9, np.float32)
+
+    def change_gradient(parameter: Any) -> None:
+        parameter.grad.add_(1)
+
+    def fail(step: Any, comm: ac.Communicator) -> None:
+        call, hooks = partial(step, [None, value]), []
+        if comm.rank and framework == "torch":
+            change = step.parameters[1].register_post_accumulate_grad_hook
+            hooks.append(change(change_gradient))
+        elif comm.rank:
+            call = partial(step.optimizer.update, None, [None, 1.0])
+        with pytest.raises(Exception, match=r"changed inside backward|pass an array") as caught:
+            call()
+        assert isinstance(caught.value, ac.PeerError) == (comm.rank == 0)
+        for hook in hooks:
+            hook.remove()
+
+    def train(comm: ac.Communicator) -> None:
+        step = program(framework, comm, op="sum", compression=ac.ErrorFeedback("bfloat16"))
+        fail(step, comm)
+        seen = [step([None, None if comm.rank == n == 0 else value])[1][0] for n in range(3)]
+        # Two residuals of rank 0 are rounded down, as half of an even number.
+        assert seen == [1.0, 2.0, 2.0]
+
+    run(2, train)
+
+
+def test_a_state_that_is_synchronized_is_that_of_the_root() -> None:
+    pytest.importorskip("torch")
+
+    def train(comm: ac.Communicator) -> None:
+        step = program("torch", comm, compression=ac.ErrorFeedback("bfloat16"))
+        step(gradients(comm.rank, 0))
+        ac.synchronize(step.optimizer, comm=comm)
+        residual = step.optimizer.state_dict()["compression"][0]["value"].numpy()
+        everyone = comm.allgather(residual)
+        assert residual.any()
+        assert (everyone == everyone[0]).all()
+
+    run(2, train)
+
+
+# Compiled programs, and ranks that are processes ------------------------------------------------
+
+
+@pytest.fixture
+def world() -> Iterator[ac.Communicator]:
+    """Return the world: one process, or those that mpiexec started."""
+    yield ac.init()
+    ac.finalize()
+
+
+def assert_a_late_error_raises_on_all(world: ac.Communicator, framework: str) -> None:
+    hook = Sending("late", rank=world.size - 1)
+    step = program(framework, world, compression=hook)
+    step(gradients(world.rank, 0))
+    faulty = world.rank == hook.rank
+    with pytest.raises(KeyError if faulty else ac.PeerError, match="lost late"):
+        step(gradients(world.rank, 1))
+    hook.fault = ""
+    for got, want in zip(step(gradients(world.rank, 2)), gradients(0, 2), strict=True):
+        np.testing.assert_array_equal(got, want + 1)
+
+
+class TestCompiled:
+    """On as many ranks as there are processes; `test_jax_adapter` runs them on more."""
+
+    def test_a_compiled_update_feeds_back(self, world: ac.Communicator) -> None:
+        jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+        compression = ac.ErrorFeedback("bfloat16")
+        optimizer = ac.DistributedOptimizer(
+            optax.identity(), comm=world, op="sum", compression=compression
+        )
+        state = optimizer.init([jax.numpy.zeros(shape) for shape in SHAPES])
+        update = jax.jit(optimizer.update)
+        for number, want in enumerate(fed_back(world.size, 5)):
+            arrays = list(map(jax.numpy.asarray, gradients(world.rank, number)))
+            reduced, state = update(arrays, state)
+            for got, expected in zip(reduced, want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+    def test_a_compiled_update_refuses_hooks(self, world: ac.Communicator) -> None:
+        jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+        optimizer = ac.DistributedOptimizer(optax.identity(), comm=world, compression=Sending())
+        state = optimizer.init(jax.numpy.zeros(2))
+        with pytest.raises(
+            TypeError, match=r"Sending\(.*\) makes collectives that JAX cannot compile"
+        ):
+            jax.jit(optimizer.update)(jax.numpy.zeros(2), state)
+
+    def test_an_error_of_one_processs_hook_raises_on_all(self, world: ac.Communicator) -> None:
+        assert_a_late_error_raises_on_all(world, "jax")
+
+
+class TestTorchProcesses:
+    """On as many ranks as there are processes; `test_torch_training` runs them on more."""
+
+    def test_an_error_of_one_processs_hook_raises_on_all(self, world: ac.Communicator) -> None:
+        assert_a_late_error_raises_on_all(world, "torch")
+
+    def test_buckets_are_fed_back(self, world: ac.Communicator) -> None:
+        step = program("torch", world, op="sum", compression=ac.ErrorFeedback("bfloat16"))
+        for number, want in enumerate(fed_back(world.size, 3)):
+            for got, expected in zip(step(gradients(world.rank, number)), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
