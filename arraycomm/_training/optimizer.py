@@ -164,9 +164,12 @@ class _Arguments(NamedTuple):
         """Raise if the optimizer cannot be sharded; return what ranks compare of that."""
         if not self.shard:
             return ""
+        name = adapter.__name__.rpartition(".")[2]
+        if not hasattr(adapter, "check_shard"):
+            raise TypeError(f"optimizers of {name} cannot be sharded; pass shard=False")
         adapter.check_shard(self.optimizer)
         # What is exchanged are parameters in one adapter, and their changes in another.
-        return f" shard=True ({adapter.__name__.rpartition('.')[2]})"
+        return f" shard=True ({name})"
 
 
 class MakeOptimizer(Dup):

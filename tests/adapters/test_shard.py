@@ -184,6 +184,17 @@ def clipped_after_no_sync(torch: Any, comm: Any, shard: bool) -> Any:
     return params, optimizer
 
 
+def with_error_feedback(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    feedback = ac.ErrorFeedback("bfloat16")
+    optimizer = tiny(torch, params, comm, shard=shard, compression=feedback)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(torch, params, (step, comm.rank))
+        optimizer.step()
+    return params, optimizer
+
+
 def with_a_closure(torch: Any, comm: Any, shard: bool) -> Any:
     params = parameters(torch)
     optimizer = tiny(torch, params, comm, shard=shard)
@@ -305,6 +316,7 @@ def wrapped_with_state(torch: Any, comm: Any, shard: bool) -> Any:
     [
         accumulated,
         clipped_after_no_sync,
+        with_error_feedback,
         with_a_closure,
         scaled_with_inf_on_one_rank,
         with_groups_that_come_later,
