@@ -141,11 +141,15 @@ class Sharding:
                 return _NOTHING
             for number, item in zip(own, part, strict=True):
                 whole[number] = item
-        return self._rebuild(whole) if self._fit(whole) else _NOTHING
+        if not self._fit(whole):
+            return _NOTHING
+        # Such as {"velocity": ...} for each parameter: no tree of arrays like the parameters.
+        return whole if any(map(_is_container, whole)) else self._rebuild(whole)
 
     def _cut(self, value: Any) -> Any:
         """Return this rank's part of a value of the whole state."""
-        items = self._items_of(value)
+        is_list = isinstance(value, list) and len(value) == len(self._specs)
+        items = value if is_list and any(map(_is_container, value)) else self._items_of(value)
         if items is not None and self._fit(items):
             rank = self._shards.comm.rank
             pairs = zip(items, self._owners, strict=True)
@@ -162,10 +166,14 @@ class Sharding:
     def _fits(self, item: Any, shape: tuple[int, ...]) -> bool:
         if item is None:
             return True
-        if isinstance(item, (list, tuple, dict)):
+        if _is_container(item):
             leaves = self._shards.flatten(item, "state").leaves
-            return any(hasattr(leaf, "shape") for leaf in leaves)
+            return not leaves or any(hasattr(leaf, "shape") for leaf in leaves)
         return tuple(getattr(item, "shape", (-1,))) == shape
+
+
+def _is_container(item: Any) -> bool:
+    return isinstance(item, (list, tuple, dict))
 
 
 def state_of(optimizer: Any) -> Any:

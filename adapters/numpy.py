@@ -1,37 +1,54 @@
-"""Optimizers that are plain objects with a method `update(params, grads)`."""
+"""Optimizers that are plain objects, and some of arraycomm's own for arrays of every framework."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
 
 import arraycomm as ac
+from arraycomm.adapters._array_optimizers import SGD, Adam, Momentum
 from arraycomm.adapters._numpy_shards import Sharding, check_per_parameter, set_state, state_of
 
-__all__ = ["DistributedOptimizer", "gather_state", "load_state", "synchronize"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "DistributedOptimizer",
+    "Momentum",
+    "gather_state",
+    "load_state",
+    "synchronize",
+]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
 
+_METHODS: Final = ("update", "step", "__call__")
+_PROTOCOL: Final = (
+    "a torch optimizer, an optax transformation, a thinc optimizer, an object with a method "
+    "update(params, grads), update(params, grads, state) or step(params, grads), or a function of these"
+)
+
 
 def check(optimizer: Any) -> None:
-    """Raise unless `optimizer` has a method `update`, and is not distributed already."""
+    """Raise unless `optimizer` follows the protocol, and is not distributed already."""
     if isinstance(optimizer, Distributed):
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
-    if not callable(getattr(optimizer, "update", None)):
+    if isinstance(optimizer, type):
         raise TypeError(
-            "DistributedOptimizer: optimizer must be a torch optimizer, an optax "
-            "transformation, or an object with a method update(params, grads); "
-            f"got {type(optimizer).__name__}"
+            f"DistributedOptimizer: optimizer must be an object; got the class {optimizer.__name__}; "
+            f"pass an instance, {optimizer.__name__}(...)"
         )
-    first = _first_argument(optimizer.update)
-    if first.startswith("grad") or first == "updates":
+    found = _methods_of(optimizer)
+    if not found:
         raise TypeError(
-            "DistributedOptimizer: update must take the parameters first, update(params, grads); "
-            f"{type(optimizer).__name__}.update takes {first!r} first; wrap it in an object that "
-            "takes them in this order"
+            f"DistributedOptimizer: optimizer must be {_PROTOCOL}; got {type(optimizer).__name__}"
         )
+    refusals = [_refusal(optimizer, name) for name in found]
+    if None not in refusals:
+        raise TypeError(f"DistributedOptimizer: {refusals[0]}")
 
 
 def check_shard(optimizer: Any) -> None:
@@ -39,46 +56,102 @@ def check_shard(optimizer: Any) -> None:
     check_per_parameter(optimizer)
 
 
-def _first_argument(update: Any) -> str:
-    """Return the name of the first argument, or an empty string if it is not known."""
+def _methods_of(optimizer: Any) -> list[str]:
+    """Return those of the protocol's methods that an object has; containers' are something else."""
+    if isinstance(optimizer, dict | set | frozenset | list | tuple):
+        return []
+    return [name for name in _METHODS if callable(getattr(optimizer, name, None))]
+
+
+def _refusal(optimizer: Any, name: str) -> str | None:
+    """Say why a method cannot take parameters and gradients in this order, if it cannot."""
+    signature = _signature_of(_method(optimizer, name))
+    called = type(optimizer).__name__ + ("" if name == "__call__" else f".{name}")
+    if inspect.isroutine(optimizer):
+        called = getattr(optimizer, "__name__", called)
+    if signature is None:
+        return None
+    first = next(iter(signature.parameters), "")
+    if first.startswith("grad") or first == "updates":
+        return (
+            f"an optimizer must take the parameters first, (params, grads); {called} takes {first!r} "
+            "first; wrap it in an object that takes them in this order"
+        )
     try:
-        return next(iter(inspect.signature(update).parameters), "")
+        signature.bind_partial(None, None)
+    except TypeError:
+        return (
+            f"an optimizer must take parameters and gradients, (params, grads), and return the new "
+            f"parameters; got {called}{signature}; wrap it in an object with a method "
+            "update(params, grads)"
+        )
+    return None
+
+
+def _method(optimizer: Any, name: str) -> Any:
+    # The signature of a function is its own, not that of its __call__.
+    return optimizer if name == "__call__" else getattr(optimizer, name)
+
+
+def _signature_of(method: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(method)
     except (TypeError, ValueError):
-        return ""
+        return None
+
+
+def _takes_state(method: Any) -> bool:
+    """Tell whether the argument after the gradients is the optimizer's state."""
+    signature = _signature_of(method)
+    names = [] if signature is None else list(signature.parameters)
+    return len(names) > 2 and "state" in names[2]
 
 
 class Distributed:
-    """An optimizer whose gradients are reduced over all ranks before each update.
+    """An optimizer whose gradients are reduced over all ranks before each step.
 
-    Everything but `update` is the wrapped optimizer's own: its attributes can be read and set.
+    `update`, `step` and calls of the object itself, as far as the wrapped optimizer has them, reduce
+    the gradients, which are the second argument, and call the wrapped one with the result;
+    collective. What it returns is returned. A step whose gradients are only accumulated returns the
+    first argument, or a pair of it and the state if a state is passed as the third.
+
+    Everything else is the wrapped optimizer's own: its attributes can be read and set.
     """
 
     def __init__(self, optimizer: Any, gradients: Any) -> None:
+        refusals = {name: _refusal(optimizer, name) for name in _methods_of(optimizer)}
         sharding = None if gradients.shards is None else Sharding(gradients.shards)
-        vars(self).update(_optimizer=optimizer, _gradients=gradients, _sharding=sharding)
+        vars(self).update(
+            _optimizer=optimizer, _gradients=gradients, _refusals=refusals, _sharding=sharding
+        )
 
-    def update(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce `grads`, and update with the result; collective.
+    def __call__(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take a step, if the wrapped optimizer is called itself."""
+        if "__call__" not in self._refusals:
+            raise TypeError(f"{type(self._optimizer).__name__} cannot be called; use its methods")
+        return self._step("__call__", params, grads, *args, **kwargs)
 
-        If gradients are accumulated and this is not the last step, `params` is returned as it is.
-
-        Parameters
-        ----------
-        params, grads : pytree
-            As the wrapped optimizer takes them; `grads` of the same structure on every rank.
-        *args, **kwargs
-            Passed on.
-        """
+    def _step(self, name: str, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        method = _method(self._optimizer, name)
+        refusal = self._refusals.get(name)
+        if self._sharding is not None and _takes_state(method):
+            refusal = (
+                f"{type(self._optimizer).__name__}.{name} takes the state as an argument, of which a sharded "
+                "optimizer keeps a part; let the object keep it, or pass shard=False"
+            )
+        if refusal is not None:
+            self._gradients.fail(TypeError(f"DistributedOptimizer: {refusal}"))
         complete, reduced = self._gradients.add(grads)
-        if not complete:
-            return params
-
-        def update(params: Any, grads: Any) -> Any:
-            return self._optimizer.update(params, grads, *args, **kwargs)
-
-        if self._sharding is None:
-            return update(params, reduced)
-        return self._sharding.update(update, params, reduced)
+        if complete:
+            with self._gradients.taking_step():
+                if self._sharding is None:
+                    return method(params, reduced, *args, **kwargs)
+                return self._sharding.update(
+                    lambda own, grads: method(own, grads, *args, **kwargs), params, reduced
+                )
+        if _takes_state(method) and (args or "state" in kwargs):
+            return params, args[0] if args else kwargs["state"]
+        return params
 
     def compression_state(self) -> dict[int, Any]:
         """Return what a compression remembers on this rank, to be saved; local.
@@ -123,10 +196,24 @@ class Distributed:
             "in each process"
         )
 
+    def __arraycomm_tree__(self) -> tuple[Any, Callable[[Any], Any]]:
+        if self._sharding is not None:
+            raise TypeError(
+                "this optimizer is sharded, so no rank has the state of another one's parameters; load a "
+                "whole state on every rank by arraycomm.adapters.numpy.load_state(optimizer, state, params)"
+            )
+
+        def rebuild(leaves: list[Any]) -> Distributed:
+            [vars(self)["_optimizer"]] = leaves
+            return self
+
+        return [self._optimizer], rebuild
+
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":
+        if name in {"_optimizer", "_refusals", "_sharding"}:
             raise AttributeError(name)
-        return getattr(self._optimizer, name)
+        found = getattr(self._optimizer, name)
+        return functools.partial(self._step, name) if name in self._refusals else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._optimizer, name, value)
@@ -162,7 +249,8 @@ def gather_state(optimizer: Any, *, root: int = 0) -> dict[str, Any] | None:
     Notes
     -----
     Collective. A sharded optimizer is given lists of parameters, so it keeps what belongs to them in
-    lists. Such a list becomes a tree like the parameters here.
+    lists. A list of arrays becomes a tree like the parameters here; a list of dicts, lists or tuples
+    stays a list, in the order of the leaves.
 
     Examples
     --------

@@ -26,7 +26,7 @@ from arraycomm._errors import (
 from arraycomm._explain import explain
 from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
 from arraycomm._println import println
-from arraycomm._session import finalize, init, is_initialized, world
+from arraycomm._session import borrow, finalize, init, is_initialized, world
 from arraycomm._together import raise_together
 from arraycomm._trees.plan import Plan
 
@@ -75,6 +75,7 @@ __all__ = [
     "TransportError",
     "allreduce_gradients",
     "allreduce_tree",
+    "borrow",
     "exchange",
     "explain",
     "finalize",

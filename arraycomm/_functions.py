@@ -25,7 +25,8 @@ def allreduce_tree(
     Parameters
     ----------
     tree : pytree of arrays and Python numbers
-        The same structure, shapes and dtypes on every rank; frameworks may differ. None stays None.
+        The same structure, shapes and dtypes on every rank; frameworks may differ. None stays None;
+        functions, classes and random generators stay as they are.
     op : str
         As for `Communicator.allreduce`.
     bucket_bytes : int

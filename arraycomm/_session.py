@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any, Final
 
 from arraycomm import _launch
@@ -12,7 +13,7 @@ from arraycomm._collectives.groups import ENDED_BY_ERROR, Finalize, warn_of_mess
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, latest, runner_of
 from arraycomm._cuda.devices import Devices
-from arraycomm._entries import entry
+from arraycomm._entries import entries, entry
 from arraycomm._errors import BackendUnavailableError, NotInitializedError
 from arraycomm._facts import facts
 from arraycomm._mpi_start import Arguments, Opened, mpi_transport, open_over_mpi
@@ -173,6 +174,85 @@ def world() -> Communicator:
 def is_initialized() -> bool:
     """Tell whether `init` was called (and `finalize` was not)."""
     return _session.world is not None
+
+
+@entries()
+class borrow:  # noqa: N801 - used as a function, like contextlib.suppress
+    """Context manager: the communicator that a caller of a library has passed, if any.
+
+    For libraries that communicate. Gives a `Communicator`, and ends only what it has made.
+
+    Parameters
+    ----------
+    comm : Communicator, mpi4py.MPI.Intracomm, or None
+        A `Communicator` is given as it is. A communicator of mpi4py is duplicated for the block by
+        `Communicator.from_mpi`, which is collective. With None it is `world()` if the program has
+        called `init`, and otherwise a communicator of this process alone.
+
+    Raises
+    ------
+    NotInitializedError
+        `comm` is None, and this process is one of several that a launcher has started, but the
+        program has not called `init`.
+    TypeError
+        `comm` is none of these.
+
+    Notes
+    -----
+    An exception in the block ends a duplicate: the other ranks raise `PeerError`. A `Communicator`
+    that the caller has passed stays as it is.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import arraycomm as ac
+    >>> def mean(x, *, comm=None):
+    ...     with ac.borrow(comm) as ranks:
+    ...         return ranks.allreduce(x.sum()) / ranks.allreduce(x.size)
+    >>> float(mean(np.arange(4.0)))
+    1.5
+    """
+
+    def __init__(self, comm: Any = None) -> None:
+        self._passed = comm
+        self._made: Communicator | None = None
+
+    def __enter__(self) -> Communicator:
+        if isinstance(self._passed, Communicator):
+            return self._passed
+        if self._passed is None and is_initialized():
+            return world()
+        self._made = _alone() if self._passed is None else _over_mpi(self._passed)
+        return self._made
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            made.__exit__(kind, error, trace)
+
+
+def _alone() -> Communicator:
+    refuse_forked_child("borrow")
+    if _automatic() != "self":
+        raise NotInitializedError(
+            "borrow: this process is one of several, and each would compute by itself; call "
+            "arraycomm.init() in the program, or pass a communicator"
+        )
+    return Communicator(_open_world("self", Arguments(backend="self", **_defaults())).runner)
+
+
+def _over_mpi(comm: Any) -> Communicator:
+    if not any(kind.__module__.partition(".")[0] == "mpi4py" for kind in type(comm).__mro__):
+        raise TypeError(
+            "borrow: comm must be an arraycomm.Communicator, an mpi4py.MPI.Intracomm or None; got "
+            f"{type(comm).__name__}"
+        )
+    return Communicator.from_mpi(comm)
 
 
 @entry

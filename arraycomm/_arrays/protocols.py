@@ -31,7 +31,8 @@ def read_foreign(x: Any, name: str) -> BufferView:
     raise TypeError(
         f"{name} must be an array or a number; got {type_name(x)}, which has none of "
         "__dlpack__, __array_interface__, __cuda_array_interface__ and the buffer protocol; "
-        "convert it with numpy.asarray, or use bcast_object or allreduce_tree"
+        "convert it with numpy.asarray, use bcast_object or allreduce_tree, or, inside a tree, give its "
+        "class a method __arraycomm_tree__"
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final, NoReturn, Protocol, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -11,6 +13,7 @@ from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.header import Settings
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
 from arraycomm._training.compression import Compression
 from arraycomm._training.compressor import Compressor
@@ -106,6 +109,10 @@ class Gradients:
         # Applies a step's gradients on a rank without data, if the adapter can; see `join`.
         self.follow: Callable[[Any], None] = lambda gradients: None
         self._steps = 0
+        # How many steps this rank has not taken, although their gradients were reduced.
+        self.failed_steps = 0
+        # Where the program says it is, if the adapter knows: compared with each reduction.
+        self.place: Settings = ()
         self._sums: list[Sum | None] = []
         # Whether the last of the accumulated steps has reduced the sums already.
         self._has_reduced = False
@@ -136,6 +143,18 @@ class Gradients:
         reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree)
         self.compressor.settle()
         return reduced
+
+    @contextmanager
+    def taking_step(self) -> Iterator[None]:
+        """Note whether the block raises, in which the optimizer uses the reduced gradients.
+
+        Then this rank has not taken a step that others took, which the next step tells all ranks.
+        """
+        try:
+            yield
+        except BaseException:
+            self.failed_steps += 1
+            raise
 
     # For adapters that reduce during backward passes
 
@@ -282,6 +301,8 @@ class OptimizerStep(AllreduceGradients):
     ) -> None:
         sent = gradients.compressor.fed_back_tree(gradients.mean_of_steps(tree))
         super().__init__(context, memory, sent, gradients.op, **gradients.options)
+        made = self.signature
+        self.signature = replace(made, settings=(*made.settings, *_place(gradients)))
 
 
 class JoinedStep(WeightedGradients):
@@ -290,9 +311,17 @@ class JoinedStep(WeightedGradients):
     def __init__(
         self, context: Context, block: Block, memory: TreeMemory, gradients: Gradients, tree: Any
     ) -> None:
-        number = _number_in_join(gradients)
-        options = gradients.options
-        super().__init__(context, block, memory, tree, gradients.op, **options, optimizer=number)
+        number, further = _number_in_join(gradients), _place(gradients)
+        super().__init__(
+            context,
+            block,
+            memory,
+            tree,
+            gradients.op,
+            **gradients.options,
+            optimizer=number,
+            further=further,
+        )
 
 
 class JoinedBackward(WeightedGradients):
@@ -323,6 +352,13 @@ class HandedStep(HandOver):
         super().__init__(
             context, block, memory, tree, "sum", bucket_bytes, None, "zeros", number, further
         )
+
+
+def _place(gradients: Gradients) -> Settings:
+    """Return what the ranks compare, so that none is a step behind the others."""
+    count = gradients.failed_steps
+    failed = (("steps in which the optimizer raised", count),) if count else ()
+    return *gradients.place, *failed
 
 
 def _number_in_join(gradients: Gradients) -> int:

@@ -23,6 +23,7 @@ _ADAPTERS: Final = {
     "torch": "arraycomm.adapters.torch",
     "jax": "arraycomm.adapters.jax",
     "optax": "arraycomm.adapters.jax",
+    "thinc": "arraycomm.adapters.thinc",
 }
 _DEFAULT_ADAPTER: Final = "arraycomm.adapters.numpy"
 
@@ -42,10 +43,12 @@ def DistributedOptimizer(  # noqa: N802
 
     Parameters
     ----------
-    optimizer : torch.optim.Optimizer, optax.GradientTransformation, or object
+    optimizer : torch.optim.Optimizer, optax.GradientTransformation, thinc.api.Optimizer, or object
         A torch optimizer is changed in place and returned. An optax transformation gives a new
-        one, which works eagerly and under `jax.jit`. Any other object with a method
-        `update(params, grads)` is wrapped.
+        one, which works eagerly and under `jax.jit`. An optimizer of thinc gives one that reduces
+        all gradients of a model in `model.finish_update(optimizer)`. Any other object with a method
+        `update(params, grads)`, `update(params, grads, state)` or `step(params, grads)`, and any
+        function of these, is wrapped.
     comm : Communicator, optional
         `world()` by default.
     op : str
@@ -84,7 +87,8 @@ def DistributedOptimizer(  # noqa: N802
         was passed although gradients are accumulated.
     MismatchError
         The arguments differ between ranks. With torch, in a backward pass or a step: some ranks have
-        skipped a step that others took, or made another number of backward passes.
+        skipped a step that others took, or made another number of backward passes. With a wrapped
+        object, in a step: on some ranks alone it has raised in a step before.
     TypeError
         `optimizer` is none of these, or cannot be sharded. With torch, in a backward pass: a gradient is
         sparse, or has a history.

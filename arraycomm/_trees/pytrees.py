@@ -1,8 +1,9 @@
 """Any pytree as a list of leaves with their paths, and back.
 
-Optree decides what a container is; None is a leaf. A type that optree does not know may still be a
-torch module, a type registered with JAX (equinox, flax) if JAX is loaded, or a dataclass. Optree sorts
-the keys of a dict if that is possible; other keys are sorted here.
+Optree decides what a container is; None is a leaf. A type that optree does not know may still say
+itself what is in it, or be a torch module, a type registered with JAX (equinox, flax) if JAX is loaded,
+or a dataclass. Functions, classes and random generators stay as they are: containers without leaves.
+Optree sorts the keys of a dict if that is possible; other keys are sorted here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import optree
 
 from arraycomm._trees.keys import are_plain, describe_keys
+from arraycomm._trees.opened import opened, says_contents, stays
 
 # Leaves of these types have nothing inside; skipping further checks saves time.
 _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
@@ -177,17 +179,23 @@ def _open(leaf: Any, path: str) -> _Node | None:
     """Return the contents of a leaf of optree, or None if it is no container."""
     if type(leaf) in (dict, defaultdict):
         return _open_mapping(leaf, path)
-    if isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__"):
+    tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
+    is_value = isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__")
+    # Variables of flax pass for the array in them.
+    if is_value and not says_contents(leaf) and (not tree_util or tree_util.all_leaves((leaf,))):
         return None
+    found = opened(leaf, path)
+    if found is not None:
+        return _Node([found.tree], [""], lambda new: found.rebuild(new[0]))
+    if stays(leaf):
+        return _Node([], [], lambda _: leaf)
     if is_torch(leaf, "nn", "Module"):
         return _open_module(leaf, path)
     if is_torch(leaf, "optim", "Optimizer"):
         return None
-    jax = sys.modules.get("jax")
-    if jax is not None and hasattr(jax, "tree_util"):
-        node = _open_registered(jax.tree_util, leaf, path)
-        if node is not None:
-            return node
+    node = None if tree_util is None else _open_registered(tree_util, leaf, path)
+    if node is not None:
+        return node
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return _open_dataclass(leaf)
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -28,7 +27,7 @@ from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
 from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, settings_of
-from arraycomm._trees.pytrees import flatten, is_torch
+from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.states import State, state_of
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
@@ -215,8 +214,6 @@ def _part(leaf: Any, path: str) -> _Part:
         return _state_part(leaf, state)
     if _is_typed_key(leaf):
         return _key_part(leaf, path)
-    if callable(leaf) or _is_generator(leaf):
-        return _Part(LeafSpec(path, "kept"), receive=lambda _: leaf)
     array = view(leaf, path)
     try:
         check_movable(array.dtype)
@@ -231,12 +228,6 @@ def _state_part(leaf: Any, state: State) -> _Part:
     return _Part(
         described, value=state.value, receive=lambda _: leaf, beside=beside, load=state.load
     )
-
-
-def _is_generator(leaf: Any) -> bool:
-    if isinstance(leaf, (np.random.Generator, np.random.RandomState, random.Random)):
-        return True
-    return is_torch(leaf, "Generator")
 
 
 def _is_typed_key(leaf: Any) -> bool:

@@ -127,14 +127,6 @@ def test_further_arguments_reach_the_optimizer() -> None:
     assert run(3, train) == [1.0 - 2.0 * 3.0 + 0.5] * 3
 
 
-def test_an_object_without_update_is_refused() -> None:
-    def wrap(comm: ac.Communicator) -> None:
-        with pytest.raises(TypeError, match="method update"):
-            ac.DistributedOptimizer(object(), comm=comm)
-
-    run(2, wrap)
-
-
 @pytest.mark.parametrize("name", ["grads", "gradients", "updates"])
 def test_update_that_takes_gradients_first_is_refused(name: str) -> None:
     made = type("Mine", (), {})

@@ -445,9 +445,9 @@ def as_tree(leaves: list[Any]) -> Any:
     return {"x": leaves[:2], "y": {"z": leaves[2]}, "a": tuple(leaves[3:])}
 
 
-def train_plain(comm: Any, shard: bool, start: Any = None, **options: Any) -> Any:
+def train_plain(comm: Any, shard: bool, start: Any = None, make: Any = Adam, **options: Any) -> Any:
     params = as_tree(arrays(0))
-    optimizer = ac.DistributedOptimizer(Adam(), comm=comm, shard=shard, **options)
+    optimizer = ac.DistributedOptimizer(make(), comm=comm, shard=shard, **options)
     if start is not None:
         params, state = copy.deepcopy(start)
         plain_adapter.load_state(optimizer, state, params)
@@ -455,7 +455,7 @@ def train_plain(comm: Any, shard: bool, start: Any = None, **options: Any) -> An
         if step == 2:
             optimizer = copy.deepcopy(optimizer)
         params = optimizer.update(params, as_tree(arrays((step, comm.rank))))
-    kept = nbytes([optimizer.first, optimizer.second])
+    kept = nbytes([vars(optimizer._optimizer).get(n) for n in ("first", "second", "state")])
     return params, plain_adapter.gather_state(optimizer), kept
 
 
@@ -468,6 +468,19 @@ def test_objects_with_update_are_the_same_sharded(size: int) -> None:
     start = unsharded[0][:2]
     resumed = run(2, train_plain, True, start)
     assert_same_on_all([x[:2] for x in resumed], [x[:2] for x in run(2, train_plain, False, start)])
+
+
+@pytest.mark.parametrize("name", ["SGD", "Momentum", "Adam"])
+def test_the_optimizers_of_the_adapter_are_the_same_sharded(name: str) -> None:
+    make = getattr(plain_adapter, name)
+    unsharded = run(3, lambda comm: train_plain(comm, False, make=make))
+    sharded = run(3, lambda comm: train_plain(comm, True, make=make))
+    assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
+    assert sum(x[2] for x in sharded) == unsharded[0][2]
+    start = unsharded[0][:2]
+    resumed = run(2, lambda comm: train_plain(comm, True, start, make=make))
+    wanted = run(2, lambda comm: train_plain(comm, False, start, make=make))
+    assert_same_on_all([x[:2] for x in resumed], [x[:2] for x in wanted])
 
 
 def test_errors_of_one_ranks_update_reach_all() -> None:
@@ -521,12 +534,24 @@ def test_states_that_cannot_be_put_together_are_refused() -> None:
     run(3, on_rank)
 
 
-def test_objects_that_do_not_say_so_cannot_be_sharded() -> None:
+def test_what_cannot_be_done_with_sharded_objects_is_refused() -> None:
     class Plain:
         def update(self, params: Any, grads: Any) -> Any:
             return params
 
+    class Stateful:
+        per_parameter = True
+
+        def update(self, params: Any, grads: Any, state: Any) -> Any:
+            return params, state
+
     def on_rank(comm: Any) -> None:
+        sharded = ac.DistributedOptimizer(plain_adapter.Adam(), comm=comm, shard=True)
+        with pytest.raises(TypeError, match="this optimizer is sharded, so no rank has the state"):
+            ac.synchronize(sharded, comm=comm)
+        stateful = ac.DistributedOptimizer(Stateful(), comm=comm, shard=True)
+        with pytest.raises(TypeError, match=r"Stateful.update takes the state as an argument"):
+            stateful.update(arrays(0), arrays(0), None)
         with pytest.raises(TypeError, match=r"Plain cannot be sharded: .*set per_parameter = True"):
             ac.DistributedOptimizer(Plain(), comm=comm, shard=True)
         with pytest.raises(TypeError, match="shard must be True or False; got 1"):

@@ -26,7 +26,18 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 RANK = next((os.environ[n] for n in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if n in os.environ), "")
-FRAMEWORKS = {"cupy", "equinox", "flax", "jax", "mlx", "mpi4py", "optax", "sklearn", "torch"}
+FRAMEWORKS = {
+    "cupy",
+    "equinox",
+    "flax",
+    "jax",
+    "mlx",
+    "mpi4py",
+    "optax",
+    "sklearn",
+    "thinc",
+    "torch",
+}
 
 # What takes longest to import; torch loads the last one with the first optimizer.
 LOADED = ("torch", "jax", "jax.numpy", "optax", "hypothesis", "torch._dynamo")

@@ -1,26 +1,12 @@
-"""Softmax regression in NumPy, with an optimizer that is a plain object."""
+"""Softmax regression in NumPy, with an optimizer for arrays of any framework."""
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 import arraycomm as ac
+from arraycomm.adapters.numpy import SGD
 from arraycomm.cli.demo.data import Batch, Linear
-
-
-class SGD:
-    """Gradient descent."""
-
-    def __init__(self, learning_rate: float) -> None:
-        self.learning_rate = np.float32(learning_rate)
-
-    def update(self, params: Linear, grads: list[NDArray[np.float32]]) -> Linear:
-        """Return the parameters one step downhill."""
-        weight, bias = grads
-        return Linear(
-            params.weight - self.learning_rate * weight, params.bias - self.learning_rate * bias
-        )
 
 
 class Trainer:
@@ -47,7 +33,8 @@ class Trainer:
         slopes[rows, batch.labels] -= 1
         slopes *= batch.weights[:, None]
         grads = [slopes.T @ batch.images, slopes.sum(axis=0)]
-        self._params = self._optimizer.update(self._params, grads)
+        # A list, as the other frameworks have it.
+        self._params = Linear(*self._optimizer.update(list(self._params), grads))
         return float(loss)
 
     def parameters(self) -> Linear:

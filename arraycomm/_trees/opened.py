@@ -1,0 +1,124 @@
+"""Leaves of optree that are no values: those that say what is in them, and those that stay as they are."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+# The frameworks whose objects their adapter opens, by a function `open_tree`.
+_ADAPTERS: Final = {"thinc": "arraycomm.adapters.thinc"}
+_METHOD: Final = "__arraycomm_tree__"
+
+_FUNCTIONS: Final = (
+    type,
+    FunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    np.ufunc,
+    type(np.dot),
+    type(lru_cache(print)),
+)
+_BOUND: Final = (BuiltinFunctionType, MethodType, MethodWrapperType)
+_GENERATORS: Final = (
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    random.Random,
+)
+# Of frameworks; looked up only if these are loaded.
+_FURTHER: Final = (
+    ("jax", "custom_jvp"),
+    ("jax", "custom_vjp"),
+    ("jax.numpy", "ufunc"),
+    ("torch", "Generator"),
+    ("cupy.random", "Generator"),
+    ("cupy.random", "RandomState"),
+    ("torch.jit", "ScriptFunction"),
+)
+
+
+class Opened(NamedTuple):
+    """What is in an object, and how to make such an object of other values."""
+
+    tree: Any
+    rebuild: Callable[[Any], Any]
+
+
+def stays(leaf: Any) -> bool:
+    """Tell whether a leaf is a function, a class or a random generator, which ranks do not share.
+
+    A method belongs to an object, and stays if that does.
+    """
+    if isinstance(leaf, _BOUND):
+        owner = leaf.__self__
+        return owner is None or isinstance(owner, ModuleType) or stays(owner)
+    return isinstance(leaf, (*_FUNCTIONS, *_GENERATORS)) or _is_framework_function(leaf)
+
+
+def _is_framework_function(leaf: Any) -> bool:
+    if type(leaf).__name__ == "PjitFunction":
+        return True
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _FURTHER)
+    return isinstance(leaf, tuple(kind for kind in found if isinstance(kind, type)))
+
+
+def says_contents(leaf: Any) -> bool:
+    """Tell whether the class of a leaf says what is in it."""
+    return hasattr(type(leaf), _METHOD)
+
+
+def opened(leaf: Any, path: str) -> Opened | None:
+    """Return what a leaf, its class or the adapter of its framework says is in it, or None."""
+    if isinstance(leaf, type):
+        return None
+    if type(leaf) is functools.partial:
+        return _partial(leaf)
+    if says_contents(leaf):
+        return _checked(getattr(leaf, _METHOD)(), leaf, path)
+    adapter = _adapter_of(type(leaf))
+    if adapter is None:
+        return None
+    found = importlib.import_module(adapter).open_tree(leaf, path)
+    return None if found is None else Opened(*found)
+
+
+def _partial(leaf: functools.partial[Any]) -> Opened:
+    def rebuild(tree: dict[str, Any]) -> Any:
+        return functools.partial(tree["func"], *tree["args"], **tree["keywords"])
+
+    return Opened({"func": leaf.func, "args": leaf.args, "keywords": leaf.keywords}, rebuild)
+
+
+def _checked(found: Any, leaf: Any, path: str) -> Opened:
+    if not (isinstance(found, tuple) and len(found) == 2 and callable(found[1])):
+        raise TypeError(
+            f"{path}: {type(leaf).__name__}.{_METHOD} must return a pair (leaves, rebuild), a tree "
+            f"and a function that makes the object of such a tree; got {found!r}"
+        )
+    if found[0] is leaf:
+        raise TypeError(
+            f"{path}: {type(leaf).__name__}.{_METHOD} returns the object itself as its leaves; "
+            "return a dict or a list of what is in it"
+        )
+    return Opened(*found)
+
+
+def _adapter_of(kind: type) -> str | None:
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    return next((_ADAPTERS[root] for root in roots if root in _ADAPTERS), None)

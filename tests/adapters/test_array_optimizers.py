@@ -1,0 +1,204 @@
+"""SGD, Momentum and Adam: one code for arrays of every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm.adapters.numpy import SGD, Adam, Momentum
+from arraycomm.testing import run
+from tests.adapters.gradients import STEPS, gradients, reduced, zeros
+from tests.adapters.optimizer_contract import OptimizerContract, Tree
+from tests.adapters.test_numpy_adapter import NumpyDriver
+from tests.support.frameworks import INSTALLED, content, make
+
+FRAMEWORKS = [framework for framework in INSTALLED if framework != "mlx"]
+SIZES = (1, 2, 3, 4)
+RATE = 0.125
+
+
+class Textbook:
+    """The formulas, in double precision, for one parameter."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.t, self.m, self.v = kind, 0, 0.0, 0.0
+
+    def change(self, g: Any) -> Any:
+        self.t += 1
+        if self.kind == "SGD":
+            return g
+        if self.kind == "Adam":
+            self.m, self.v = 0.9 * self.m + 0.1 * g, 0.999 * self.v + 0.001 * np.abs(g) ** 2
+            return self.m / (1 - 0.9**self.t) / (np.sqrt(self.v / (1 - 0.999**self.t)) + 0.01)
+        self.m = 0.9 * self.m + g
+        return g + 0.9 * self.m if self.kind == "Nesterov" else self.m
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "SGD": lambda: SGD(RATE),
+    "Momentum": lambda: Momentum(RATE),
+    "Nesterov": lambda: Momentum(RATE, nesterov=True),
+    # With an epsilon so large that the size of the gradients matters, not their sign alone.
+    "Adam": lambda: Adam(RATE, epsilon=0.01),
+}
+
+
+def _expected(kind: str, size: int) -> dict[str, Any]:
+    params = {name: param.astype(np.float64) for name, param in zeros().items()}
+    oracles = {name: Textbook(kind) for name in params}
+    for step in range(STEPS):
+        for name, grad in reduced(size, step, "mean").items():
+            params[name] = params[name] - RATE * oracles[name].change(grad.astype(np.float64))
+    return params
+
+
+def _assert_near(got: Any, expected: Any) -> None:
+    """A step of each optimizer makes at most a dozen roundings of numbers below 8 in float32."""
+    _, _, data = content(got)
+    bound = STEPS * 12 * 8 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(np.frombuffer(data, np.float32), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_framework_takes_the_textbooks_steps(kind: str, framework: str, size: int) -> None:
+    make(framework, np.zeros(1))
+
+    def train(comm: ac.Communicator) -> Any:
+        optimizer = ac.DistributedOptimizer(OPTIMIZERS[kind](), comm=comm)
+        params = {name: make(framework, param) for name, param in zeros().items()}
+        for step in range(STEPS):
+            mine = {name: make(framework, g) for name, g in gradients(comm.rank, step).items()}
+            params = optimizer.update(params, mine)
+        assert type(params["a"]) is type(mine["a"])
+        return params
+
+    expected, results = _expected(kind, size), run(size, train)
+    for name, want in expected.items():
+        assert len({content(params[name]) for params in results}) == 1
+        _assert_near(results[0][name], want)
+
+
+def test_ranks_of_several_frameworks_take_the_same_steps() -> None:
+    def train(comm: ac.Communicator) -> Any:
+        framework = FRAMEWORKS[comm.rank]
+        optimizer = ac.DistributedOptimizer(Adam(RATE, epsilon=0.01), comm=comm)
+        params = {name: make(framework, param) for name, param in zeros().items()}
+        for step in range(STEPS):
+            mine = {name: make(framework, g) for name, g in gradients(comm.rank, step).items()}
+            params = optimizer.update(params, mine)
+        return params["a"]
+
+    size = len(FRAMEWORKS)
+    for got in run(size, train):
+        _assert_near(got, _expected("Adam", size)["a"])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64, np.complex64])
+def test_parameters_keep_their_dtype_and_arguments_their_values(dtype: Any, kind: str) -> None:
+    params, grads = {"w": [np.ones(3, dtype), None]}, {"w": [np.full(3, 0.5, dtype), None]}
+    optimizer = OPTIMIZERS[kind]()
+    for _ in range(2):
+        new = optimizer.update(params, grads)
+        assert new["w"][0].dtype == dtype
+        assert (new["w"][0].real < 1).all()
+    assert new["w"][1] is None
+    assert (params["w"][0] == 1).all()
+    assert (grads["w"][0] == 0.5).all()
+
+
+def test_a_parameter_without_gradient_stays_and_takes_no_step() -> None:
+    optimizer = Adam(RATE)
+    params = [np.ones(2), 1.0, np.float32(1), np.ones(())]
+    first = optimizer.update(params, [None, 1.0, np.float32(1), np.ones(())])
+    assert first[0] is params[0]
+    assert [state["count"] for state in optimizer.state] == [0, 1, 1, 1]
+    assert [type(leaf) for leaf in first[1:]] == [float, np.ndarray, np.ndarray]
+    optimizer.learning_rate = 0.5
+    # Its first step is one with the sign of the gradient, whatever steps the others have taken.
+    assert np.allclose(optimizer.update(first, [np.full(2, 7.0), *first[1:]])[0], 0.5)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_is_synchronized_with_its_state(kind: str) -> None:
+    def train(comm: ac.Communicator) -> Any:
+        optimizer = OPTIMIZERS[kind]()
+        optimizer.learning_rate = 0.1 * (comm.rank + 1)
+        params = optimizer.update(zeros(), gradients(comm.rank, 0))
+        wrapped = ac.DistributedOptimizer(optimizer, comm=comm)
+        params, same = ac.synchronize((params, wrapped), root=1, comm=comm)
+        assert same is wrapped
+        assert optimizer.learning_rate == 0.2
+        return wrapped.update(params, gradients(comm.rank, 1))["a"].tobytes()
+
+    assert len(set(run(3, train))) == 1
+
+
+@pytest.mark.parametrize(
+    ("make_params", "grads", "kind", "said"),
+    [
+        (lambda: np.ones(2, int), np.ones(2), TypeError, r"params\['w'\].*floating-point.*int64"),
+        (lambda: np.ones(2), np.ones(3), TypeError, r"params\['w'\].*got \(3,\) for \(2,\)"),
+        (lambda: "text", np.ones(2), TypeError, r"params\['w'\].*str"),
+        (lambda: [np.ones(2)], np.ones(2), ValueError, "grads must have the structure of params"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    make_params: Any, grads: Any, kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        SGD().update({"w": make_params()}, {"w": grads})
+
+
+def test_wrong_settings_and_other_leaves_are_refused() -> None:
+    for wrong in (lambda: SGD(-1), lambda: Momentum(momentum=2), lambda: Adam(beta1=1.0)):
+        with pytest.raises(ValueError, match="must be a number from 0"):
+            wrong()
+    optimizer = SGD()
+    optimizer.update([1.0], [1.0])
+    with pytest.raises(ValueError, match="got 2 after 1"):
+        optimizer.update([1.0, 2.0], [1.0, 2.0])
+
+
+def test_parameters_of_torch_keep_no_history() -> None:
+    torch = pytest.importorskip("torch")
+    param = torch.ones(2, requires_grad=True)
+    with pytest.raises(TypeError, match=r"call update inside torch.no_grad\(\)"):
+        SGD().update(param, torch.ones(2))
+    with torch.no_grad():
+        assert SGD(0.5).update(param, torch.ones(2)).tolist() == [0.5, 0.5]
+
+
+class ArrayDriver(NumpyDriver):
+    """The optimizers on NumPy's arrays; they clip what they get, as those of the contract do."""
+
+    def make(self, params: Tree, kind: str) -> None:
+        base: Any = {"sgd": SGD, "momentum": Momentum, "adamw": Adam}[kind]
+        norm = self.clip
+
+        class Clipping(base):  # type: ignore[misc]
+            def update(self, params: Tree, grads: Tree) -> Tree:
+                present = [grad for grad in grads.values() if grad is not None]
+                size = np.sqrt(sum((grad**2).sum() for grad in present))
+                factor = 1.0 if norm is None else norm / size
+                grads = {n: None if grad is None else factor * grad for n, grad in grads.items()}
+                return super().update(params, grads)
+
+        self.params, self.optimizer = params, Clipping(0.1)
+        self.plain = self.optimizer
+        # Other ranks may take its state.
+        self.plain.init(params)
+
+    def set_rate(self, rate: float) -> None:
+        self.optimizer.learning_rate = rate
+
+
+class TestContract(OptimizerContract):
+    driver = ArrayDriver

@@ -1,0 +1,540 @@
+"""scikit-learn's estimators over ranks, against one process on all data."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm import Communicator
+from arraycomm.testing import run
+
+pytest.importorskip("sklearn")
+
+from scipy import sparse
+from sklearn.cluster import MiniBatchKMeans
+from sklearn.datasets import load_diabetes, load_digits
+from sklearn.decomposition import IncrementalPCA
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.linear_model import Perceptron, SGDClassifier, SGDRegressor
+from sklearn.naive_bayes import GaussianNB, MultinomialNB
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MinMaxScaler, StandardScaler
+
+from arraycomm.adapters._sklearn_batches import digest, learnt
+from arraycomm.adapters.sklearn import average, partial_fit
+
+EPS = np.finfo(np.float64).eps
+SIZES = (1, 2, 3, 4)
+X, Y = load_digits(return_X_y=True)
+CLASSES = np.arange(10)
+# Two batches; of the second, the last of several ranks has nothing.
+BATCHES = (slice(0, 901), slice(901, 1797))
+
+
+def _share(batch: slice, rank: int, size: int) -> Any:
+    sharing = max(size - 1, 1) if batch.start else size
+    rows = np.arange(batch.start, batch.stop)
+    return rows[rank::sharing] if rank < sharing else rows[:0]
+
+
+def _fit(estimator: Any, x: Any = X, y: Any = Y) -> Callable[[Communicator], Any]:
+    def fit(comm: Communicator) -> Any:
+        mine = copy.deepcopy(estimator)
+        for batch in BATCHES:
+            rows = _share(batch, comm.rank, comm.size)
+            assert partial_fit(mine, x[rows], y[rows], comm=comm) is mine
+        return mine
+
+    return fit
+
+
+def _alone(estimator: Any, x: Any = X, y: Any = Y) -> Any:
+    """Return what scikit-learn learns in one process; its batches have the ranks' order."""
+    mine = copy.deepcopy(estimator)
+    needs = isinstance(mine, GaussianNB | MultinomialNB | SGDClassifier | MLPClassifier)
+    for batch in BATCHES:
+        mine.partial_fit(x[batch], y[batch], **({"classes": np.unique(y)} if needs else {}))
+    return mine
+
+
+def _assert_same(estimators: list[Any]) -> None:
+    assert len({digest(learnt(estimator)) for estimator in estimators}) == 1
+
+
+# Exact merges ----------------------------------------------------------------------------------
+
+# Two orders of n terms below m differ by at most 2 n ε m in their sum, and m² takes the place of m in
+# variances; a few such sums are combined.
+MEAN = 4 * 1797 * EPS * 16
+VAR = MEAN * 16
+EXACT: dict[str, tuple[Any, dict[str, float]]] = {
+    "StandardScaler": (
+        StandardScaler(),
+        # The square root of a variance of at least 1/1797.
+        {"n_samples_seen_": 0, "mean_": MEAN, "var_": VAR, "scale_": VAR * np.sqrt(1797) / 2},
+    ),
+    "MinMaxScaler": (
+        MinMaxScaler((-1, 2)),
+        {"data_min_": 0, "data_max_": 0, "min_": 0, "scale_": 0, "n_samples_seen_": 0},
+    ),
+    "GaussianNB": (
+        GaussianNB(),
+        {
+            "theta_": MEAN,
+            "var_": VAR,
+            "class_count_": 0,
+            "class_prior_": EPS,
+            "epsilon_": VAR * 1e-9,
+        },
+    ),
+    "priors": (GaussianNB(priors=np.full(10, 0.1)), {"theta_": MEAN, "class_prior_": 0}),
+    "MultinomialNB": (
+        MultinomialNB(alpha=0.5),
+        {
+            "class_count_": 0,
+            "feature_count_": 0,
+            "feature_log_prob_": 0,
+            "class_log_prior_": 0,
+        },
+    ),
+    "MiniBatchKMeans": (
+        MiniBatchKMeans(10, init=X[:10], n_init=1, reassignment_ratio=0, random_state=0),
+        {"cluster_centers_": MEAN, "_counts": 0, "n_steps_": 0, "inertia_": 1797 * VAR},
+    ),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", EXACT)
+def test_merged_estimators_learn_what_one_process_learns(kind: str, size: int) -> None:
+    estimator, bounds = EXACT[kind]
+    results, alone = run(size, _fit(estimator)), _alone(estimator)
+    if kind == "MiniBatchKMeans":
+        # Of the last batch, as in one process.
+        labels = np.concatenate([result.labels_ for result in results])
+        assert sorted(labels) == sorted(alone.labels_)
+    _assert_same(results)
+    for name, bound in bounds.items():
+        got, want = getattr(results[0], name), getattr(alone, name)
+        assert np.asarray(got).dtype == np.asarray(want).dtype
+        np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=name)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("components", [6, None])
+def test_principal_components_are_those_of_one_process(size: int, components: Any) -> None:
+    data, _ = load_diabetes(return_X_y=True)
+    data = np.resize(data * 20, (1797, 10)) + np.arange(10)
+    estimator = IncrementalPCA(components)
+    results, alone = run(size, _fit(estimator, data)), _alone(estimator, data)
+    _assert_same(results)
+    got = results[0]
+    singular = alone.singular_values_
+    # Either decomposition is exact for a matrix that is off by this (backward stability).
+    off = 1797 * EPS * np.sqrt(singular[0] ** 2 + (alone.mean_**2).sum() * 1797)
+    gap = -np.diff(np.append(singular, 0.0)).max()
+    assert got.n_samples_seen_ == 1797
+    np.testing.assert_allclose(got.singular_values_, singular, rtol=0, atol=off)
+    np.testing.assert_allclose(got.mean_, alone.mean_, rtol=0, atol=MEAN)
+    np.testing.assert_allclose(got.explained_variance_ratio_, alone.explained_variance_ratio_)
+    np.testing.assert_allclose(got.noise_variance_, alone.noise_variance_, atol=off)
+    # A vector turns by at most the error over the gap between its value and the next; the last
+    # kept one counts as well.
+    gaps = np.abs(np.diff(np.append(np.linalg.svd(data - data.mean(0))[1], 0.0)))[: len(singular)]
+    bound = 4 * off / min(gaps.min(), abs(gap))
+    np.testing.assert_allclose(got.components_, alone.components_, rtol=0, atol=bound)
+    assert bound < 1e-6
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", ["NaN", "sparse", "sparse without std", "counts alone"])
+def test_scalers_count_what_is_there(size: int, layout: str) -> None:
+    options = {
+        "NaN": {},
+        "sparse": {"with_mean": False},
+        "sparse without std": {"with_mean": False, "with_std": False},
+        "counts alone": {"with_mean": False, "with_std": False},
+    }[layout]
+    data = X.copy()
+    if layout == "NaN":
+        data[::7, 3] = data[1::5, 10] = np.nan
+    x = sparse.csr_array(data) if layout.startswith("sparse") else data
+    estimator = StandardScaler(**options)
+    results, alone = run(size, _fit(estimator, x)), _alone(estimator, x)
+    _assert_same(results)
+    for name, bound in EXACT["StandardScaler"][1].items():
+        got, want = getattr(results[0], name), getattr(alone, name)
+        assert (got is None) == (want is None)
+        if want is not None:
+            np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=name)
+
+
+@pytest.mark.parametrize("init", ["k-means++", "random", lambda x, k, random_state: x[:k]])
+def test_initial_centers_are_samples_of_one_rank(init: Any) -> None:
+    estimator = MiniBatchKMeans(5, init=init, n_init=1, reassignment_ratio=0.0)
+    results = run(3, _fit(estimator))
+    _assert_same(results)
+    assert results[0]._counts.sum() == len(X)
+    # Far below the distances to one center only.
+    assert -results[0].score(X) < 0.8 * ((X - X.mean(axis=0)) ** 2).sum()
+
+
+@settings(max_examples=int(os.environ.get("EXAMPLES") or 25), deadline=None)
+@given(data=st.data())
+def test_it_does_not_matter_how_samples_are_split(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 4), "ranks")
+    batches = [
+        data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size).filter(any), "samples")
+        for _ in range(2)
+    ]
+    estimator = data.draw(
+        st.sampled_from([StandardScaler(), MinMaxScaler(), GaussianNB(), MultinomialNB()])
+    )
+    rows = np.cumsum([0, *itertools.chain(*batches)])
+    x = np.random.default_rng(rows[-1]).integers(0, 5, (rows[-1], 3)).astype(float)
+    y = np.arange(rows[-1]) % 2
+
+    def fit(comm: Communicator) -> Any:
+        mine = copy.deepcopy(estimator)
+        for number in range(2):
+            place = number * comm.size + comm.rank
+            part = slice(rows[place], rows[place + 1])
+            partial_fit(
+                mine,
+                x[part],
+                y[part],
+                classes=[0, 1]
+                if number == 0 and comm.rank == 0 and hasattr(mine, "predict")
+                else None,
+                comm=comm,
+            )
+        return mine
+
+    alone = copy.deepcopy(estimator)
+    further = {"classes": [0, 1]} if hasattr(alone, "predict") else {}
+    for part in (slice(rows[0], rows[size]), slice(rows[size], rows[-1])):
+        alone.partial_fit(x[part], y[part], **further)
+    results = run(size, fit)
+    _assert_same(results)
+    # As above, of at most 32 samples below 5.
+    for name, want in learnt(alone).items():
+        got = getattr(results[0], name)
+        np.testing.assert_allclose(got, want, rtol=8 * 32 * EPS, atol=4 * 32 * EPS * 25)
+
+
+# Averages --------------------------------------------------------------------------------------
+
+PIXELS = X / 16
+DIABETES, PROGRESSION = load_diabetes(return_X_y=True)
+PROGRESSION = (PROGRESSION - PROGRESSION.mean()) / PROGRESSION.std()
+DIGITS, DISEASE = (PIXELS, Y), (DIABETES * 20, PROGRESSION)
+EPOCHS = 20
+# With what they learn from, and how much less of accuracy, or of R², the ranks may have than one process:
+# each takes fewer steps in an epoch.
+AVERAGED: dict[str, tuple[Any, Any, float]] = {
+    "SGDClassifier": (SGDClassifier(random_state=0), DIGITS, 0.03),
+    "averaging": (SGDClassifier(average=10, random_state=0), DIGITS, 0.03),
+    "two classes": (SGDClassifier(average=True, random_state=0), (PIXELS, Y % 2), 0.03),
+    "Perceptron": (Perceptron(random_state=0), DIGITS, 0.03),
+    "SGDRegressor": (SGDRegressor(random_state=0), DISEASE, 0.03),
+    "averaging regressor": (SGDRegressor(average=True, random_state=0), DISEASE, 0.03),
+    "MLPClassifier": (
+        MLPClassifier(hidden_layer_sizes=(32,), learning_rate_init=0.01, random_state=0),
+        DIGITS,
+        0.04,
+    ),
+    "momentum": (
+        MLPRegressor(
+            hidden_layer_sizes=(16,),
+            solver="sgd",
+            learning_rate="adaptive",
+            learning_rate_init=0.02,
+            random_state=0,
+        ),
+        DISEASE,
+        0.05,
+    ),
+}
+
+
+def _halves(x: Any, y: Any) -> tuple[Any, ...]:
+    learned = np.arange(len(x)) % 4 != 0
+    return x[learned], y[learned], x[~learned], y[~learned]
+
+
+def _train(comm: Communicator, estimator: Any, data: Any) -> Any:
+    x, y, _, _ = _halves(*data)
+    mine = copy.deepcopy(estimator)
+    for _ in range(EPOCHS):
+        partial_fit(mine, x[comm.rank :: comm.size], y[comm.rank :: comm.size], comm=comm)
+    return mine
+
+
+@pytest.mark.parametrize("kind", AVERAGED)
+def test_averaged_estimators_are_as_good_as_those_of_one_process(kind: str) -> None:
+    estimator, data, margin = AVERAGED[kind]
+    x, y, unseen, wanted = _halves(*data)
+    alone = copy.deepcopy(estimator)
+    further = (
+        {"classes": np.unique(y)} if "lassifier" in str(estimator) or kind == "Perceptron" else {}
+    )
+    for _ in range(EPOCHS):
+        alone.partial_fit(x, y, **further)
+    [single] = run(1, _train, estimator, data)
+    vars(single).pop("_arraycomm_t")
+    assert digest(learnt(single)) == digest(learnt(alone))
+    for size in (2, 4):
+        results = run(size, _train, estimator, data)
+        _assert_same(results)
+        assert results[0].score(unseen, wanted) > alone.score(unseen, wanted) - margin
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SGDRegressor(random_state=0),
+        lambda: MLPRegressor(hidden_layer_sizes=(4,), random_state=1, max_iter=1),
+        lambda: MLPRegressor(hidden_layer_sizes=(4,), solver="sgd", random_state=1),
+    ],
+)
+def test_parameters_are_the_mean_weighted_by_samples(make: Any, size: int) -> None:
+    x, y = DISEASE
+    # No two ranks have as many; the first has none if there are several.
+    shares = [
+        slice(rank * rank * 10, (rank + 1) ** 2 * 10 * (rank > 0 or size == 1))
+        for rank in range(size)
+    ]
+    shares = [share if share.stop > share.start else slice(0, 0) for share in shares]
+
+    def parameters(estimator: Any) -> list[Any]:
+        if isinstance(estimator, SGDRegressor):
+            return [estimator.coef_, estimator.intercept_]
+        optimizer = vars(estimator._optimizer)
+        moments = optimizer.get("ms", []) + optimizer.get("velocities", [])
+        return [*estimator.coefs_, *estimator.intercepts_, *moments]
+
+    locally = [make().partial_fit(x[share], y[share]) for share in shares if share.stop]
+    counts = np.array([share.stop - share.start for share in shares if share.stop], float)
+    results = run(size, lambda comm: partial_fit(make(), x[shares[comm.rank]], y[shares[comm.rank]], comm=comm))  # fmt: skip
+    _assert_same(results)
+    for number, got in enumerate(parameters(results[0])):
+        parts = np.stack([parameters(each)[number] for each in locally])
+        want = np.tensordot(counts / counts.sum(), parts, 1)
+        np.testing.assert_allclose(got, want, rtol=0, atol=8 * EPS * np.abs(parts).max())
+    assert results[0].t_ == max(each.t_ for each in locally)
+
+
+def test_networks_without_a_seed_begin_with_the_same_parameters() -> None:
+    def begin(comm: Communicator) -> Any:
+        # A rate of 0 leaves what it begins with; means of equal numbers are off by their rounding.
+        network = MLPRegressor(hidden_layer_sizes=(4,), learning_rate_init=1e-300, solver="sgd")
+        x, y = DISEASE
+        partial_fit(network, x[comm.rank : comm.rank + 5], y[comm.rank : comm.rank + 5], comm=comm)
+        assert network.random_state is None
+        return network
+
+    first, *others = run(3, begin)
+    _assert_same([first, *others])
+    # If each had begun elsewhere, the means of uniform numbers would be smaller than the widest.
+    assert np.abs(first.coefs_[0]).max() > 0.9 * np.sqrt(6 / 14)
+
+
+def test_more_ranks_than_samples() -> None:
+    def fit(comm: Communicator) -> Any:
+        rows = slice(comm.rank, comm.rank + 1) if comm.rank in {1, 3} else slice(0, 0)
+        found = []
+        for make in (
+            StandardScaler,
+            lambda: SGDClassifier(random_state=0),
+            lambda: MLPClassifier(hidden_layer_sizes=(3,), random_state=0),
+            lambda: IncrementalPCA(2),
+            GaussianNB,
+        ):
+            estimator = make()
+            for _ in range(2):
+                partial_fit(estimator, X[rows], Y[rows], comm=comm)
+            found.append(estimator)
+        assert found[1].classes_.tolist() == sorted(Y[[1, 3]])
+        return found
+
+    for estimators in zip(*run(4, fit), strict=True):
+        _assert_same(list(estimators))
+
+
+def test_average_counts_what_each_rank_has_learnt_since() -> None:
+    x, y = DISEASE
+
+    def learn(comm: Communicator) -> Any:
+        estimator = SGDRegressor(random_state=0)
+        if comm.rank == 0:
+            # It may be new.
+            average(estimator, comm=comm)
+        else:
+            average(estimator.partial_fit(x[: 10 * comm.rank], y[: 10 * comm.rank]), comm=comm)
+        common = copy.deepcopy(estimator)
+        if comm.rank:
+            estimator.partial_fit(x[: 30 // comm.rank], y[: 30 // comm.rank])
+        own = estimator.coef_.copy()
+        average(estimator, comm=comm)
+        with pytest.raises(ValueError, match="average: no rank has a sample"):
+            average(estimator, comm=comm)
+        return common.coef_, own, estimator.coef_
+
+    common, own, averaged = (list(each) for each in zip(*run(3, learn), strict=True))
+    first = [SGDRegressor(random_state=0).partial_fit(x[:n], y[:n]).coef_ for n in (10, 20)]
+    for got in common:
+        np.testing.assert_allclose(got, (first[0] + 2 * first[1]) / 3, rtol=0, atol=8 * EPS)
+    for got in averaged:
+        np.testing.assert_allclose(got, (30 * own[1] + 15 * own[2]) / 45, rtol=0, atol=8 * EPS)
+
+
+# Classes, pipelines and errors -----------------------------------------------------------------
+
+
+def test_classes_are_those_of_all_ranks() -> None:
+    names = np.array(["zero", "one", "two", "three"])
+
+    def fit(comm: Communicator) -> list[Any]:
+        found = []
+        for estimator in (
+            GaussianNB(),
+            SGDClassifier(random_state=0),
+            MLPClassifier(hidden_layer_sizes=(4,), random_state=0),
+        ):
+            rows = np.flatnonzero(comm.rank == Y)[:20]
+            given = ["nine", "zero"] if comm.rank == 0 else None
+            partial_fit(estimator, X[rows], names[Y[rows]], classes=given, comm=comm)
+            found.append(estimator.classes_.tolist())
+        return found
+
+    # The rank that gives classes gives all that it has.
+    for found in run(3, fit):
+        assert found == [sorted(["nine", *names[:3]])] * 3
+
+
+def test_the_last_step_of_a_pipeline_learns() -> None:
+    def fit(comm: Communicator) -> Any:
+        scaler = partial_fit(StandardScaler(), X[comm.rank :: comm.size], comm=comm)
+        pipeline = make_pipeline(scaler, SGDClassifier(random_state=0))
+        for batch in BATCHES:
+            rows = _share(batch, comm.rank, comm.size)
+            partial_fit(pipeline, X[rows], Y[rows], comm=comm)
+        other = make_pipeline(StandardScaler().fit(X[: comm.rank + 50]), SGDClassifier())
+        with pytest.raises(ac.MismatchError, match="different states of the estimator"):
+            partial_fit(other, X, Y, comm=comm)
+        average(pipeline[-1].partial_fit(scaler.transform(X), Y) and pipeline, comm=comm)
+        return pipeline
+
+    results = run(3, fit)
+    _assert_same([result[-1] for result in results])
+    assert results[0].score(X, Y) > 0.9
+
+
+def _calls(last: bool, comm: Communicator) -> dict[str, Any]:
+    """Return calls that are wrong on the last rank; of each, what they raise there and say."""
+
+    def fit(estimator: Any, x: Any = X, y: Any = Y, **options: Any) -> Any:
+        return lambda: partial_fit(estimator, x, y, comm=comm, **options)
+
+    forest = RandomForestClassifier() if last else GaussianNB()
+    cut = 5 if last else len(Y)
+    return {
+        "RandomForestClassifier can be neither averaged nor merged over ranks; Stand": (
+            TypeError,
+            fit(forest),
+        ),
+        "estimator must be one of scikit-learn's; got int": (TypeError, fit(3 if last else forest)),
+        "X and y must have as many samples; got 1797 and 5": (
+            ValueError,
+            fit(GaussianNB(), y=Y[:cut]),
+        ),
+        r"X must have shape \(samples, features\).* got \(64,\)": (
+            ValueError,
+            fit(StandardScaler(), X[0] if last else X, None),
+        ),
+        "GaussianNB needs y": (ValueError, fit(GaussianNB(), y=None if last else Y)),
+        "classes are for classifiers; got them with StandardScaler": (
+            ValueError,
+            fit(StandardScaler(), y=None, classes=[1] if last else None),
+        ),
+        "Negative values in data": (ValueError, fit(MultinomialNB(), -X if last else X)),
+        "Input X contains NaN": (ValueError, fit(SGDClassifier(), X * np.nan if last else X)),
+        "only SGDClassifier, .* can be averaged; got GaussianNB": (
+            TypeError,
+            lambda: average(GaussianNB() if last else SGDClassifier(), comm=comm),
+        ),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all(size: int) -> None:
+    def check(comm: Communicator) -> None:
+        last = comm.rank == comm.size - 1
+        for said, (kind, call) in _calls(last, comm).items():
+            with pytest.raises(kind if last else ac.PeerError, match=said):
+                call()
+        assert comm.allreduce(1) == comm.size
+
+    run(size, check)
+
+
+def test_ranks_that_bring_different_things_are_told_so() -> None:
+    def check(comm: Communicator) -> None:
+        last = comm.rank == comm.size - 1
+
+        def refused(said: str, estimator: Any, x: Any = X, y: Any = Y, **options: Any) -> None:
+            before = digest(learnt(estimator))
+            with pytest.raises(
+                ac.MismatchError, match=f"partial_fit: the ranks have different {said}"
+            ):
+                partial_fit(estimator, x, y, comm=comm, **options)
+            assert digest(learnt(estimator)) == before
+
+        refused(
+            "estimators: rank.*GaussianNB.*MultinomialNB", MultinomialNB() if last else GaussianNB()
+        )
+        refused("hyperparameters: .*alpha=0.5", SGDClassifier(alpha=0.5 if last else 0.1))
+        refused(
+            "hyperparameters: .*priors=array of",
+            GaussianNB(priors=np.full(10, 0.1) if last else None),
+        )
+        refused("numbers of features: .*: 63", StandardScaler(), X[:, last:])
+        refused("dtypes of classes: .*: <U1", GaussianNB(), y=Y.astype("U1") if last else Y)
+        learned = (
+            SGDClassifier().partial_fit(X[:50], Y[:50], classes=CLASSES)
+            if last
+            else SGDClassifier()
+        )
+        refused("states of the estimator: .*; begin with new estimators", learned)
+        with pytest.raises(
+            ValueError, match="partial_fit: no rank has a sample; at least one must"
+        ):
+            partial_fit(StandardScaler(), X[:0], comm=comm)
+        with pytest.raises(
+            ValueError, match=r"reassignment_ratio=0\.01; pass reassignment_ratio=0"
+        ):
+            partial_fit(MiniBatchKMeans(3), X, comm=comm)
+        fitted = partial_fit(GaussianNB(), X[:30], Y[:30], comm=comm)
+        with pytest.raises(ValueError, match="classes must be those of the first call"):
+            partial_fit(fitted, X, Y, classes=[1, 2], comm=comm)
+        with pytest.raises(ValueError, match="X must have the 64 features"):
+            partial_fit(fitted, X[:, 1:], Y, comm=comm)
+        few = X[comm.rank : comm.rank + 1]
+        with pytest.raises(
+            ac.PeerError if comm.rank else ValueError, match="n_components=9 must be"
+        ):
+            partial_fit(IncrementalPCA(9), few, comm=comm)
+        assert comm.allreduce(1) == comm.size
+
+    run(3, check)

@@ -1,0 +1,236 @@
+"""thinc's models and optimizers over ranks, against one process on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import Communicator
+from arraycomm.testing import run
+
+pytest.importorskip("thinc")
+
+from sklearn.datasets import load_digits
+from thinc.api import SGD, Adam, Linear, Model, RAdam, Relu, Softmax_v2, chain
+from thinc.schedules import compounding, warmup_linear
+
+from arraycomm.adapters import thinc as adapter
+
+SIZES = (1, 2, 3, 4)
+STEPS = 6
+IMAGES, DIGITS = load_digits(return_X_y=True)
+# A multiple of all numbers of ranks, so that the mean of the ranks' means is that of all.
+X = (IMAGES[:48] / 16).astype(np.float32)
+Y = np.eye(10, dtype=np.float32)[DIGITS[:48]]
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "Adam": lambda: Adam(warmup_linear(0.01, 2, 50), L2=1e-3),
+    "RAdam": lambda: RAdam(0.01, L2=1e-2, L2_is_weight_decay=False),
+    "SGD": lambda: SGD(compounding(0.01, 0.1, 1.5), grad_clip=0.5, use_averages=False),
+}
+
+
+def _model(seed: int) -> Model[Any, Any]:
+    model = chain(Relu(16), Softmax_v2())
+    model.initialize(X[:2], Y[:2])
+    random = np.random.default_rng(seed)
+    for node in model.walk():
+        for name in node.param_names:
+            shape = node.get_param(name).shape
+            node.set_param(name, (0.3 * random.standard_normal(shape)).astype(np.float32))
+    return model
+
+
+def _parameters(model: Model[Any, Any]) -> list[Any]:
+    return [node.get_param(name).copy() for node in model.walk() for name in node.param_names]
+
+
+def _step(model: Model[Any, Any], optimizer: Any, x: Any, y: Any) -> None:
+    predicted, backprop = model.begin_update(x)
+    backprop((predicted - y) / len(x))
+    model.finish_update(optimizer)
+
+
+def _train(model: Model[Any, Any], optimizer: Any, x: Any, y: Any) -> Any:
+    for _ in range(STEPS):
+        _step(model, optimizer, x, y)
+        optimizer.step_schedules()
+    averages = optimizer.averages or {}
+    return _parameters(model), [averages[key] for key in sorted(averages)], optimizer.step
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_is_that_of_one_process(kind: str, size: int) -> None:
+    alone = _train(_model(0), OPTIMIZERS[kind](), X, Y)
+    # Made one after the other, since ids of nodes are counted for the whole process.
+    models = [_model(rank) for rank in range(size)]
+
+    def train(comm: Communicator) -> Any:
+        model = ac.synchronize(models[comm.rank], comm=comm)
+        assert model is models[comm.rank]
+        optimizer = ac.DistributedOptimizer(OPTIMIZERS[kind](), comm=comm)
+        return _train(model, optimizer, X[comm.rank :: size], Y[comm.rank :: size])
+
+    results = run(size, train)
+    for parameters, averages, step in results:
+        assert step == STEPS
+        for number, got in enumerate([*parameters, *averages]):
+            assert got.tobytes() == [*results[0][0], *results[0][1]][number].tobytes()
+    # A gradient's 48 terms are added in another order, and Adam divides it by its own size.
+    bound = 0 if size == 1 else STEPS * 48 * 64 * np.finfo(np.float32).eps * 0.1
+    for got, want in zip([*results[0][0], *results[0][1]], [*alone[0], *alone[1]], strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=bound)
+
+
+def test_the_gradients_of_a_model_are_reduced_together() -> None:
+    models = [_model(0) for _ in range(2)]
+
+    def train(comm: Communicator) -> Any:
+        optimizer = ac.DistributedOptimizer(Adam(0.01), comm=comm)
+        _train(models[comm.rank], optimizer, X, Y)
+        return vars(optimizer)["_gradients"].comm.stats()["allreduce_gradients"]["calls"]
+
+    assert run(2, train) == [STEPS] * 2
+
+
+def test_accumulated_steps_and_missing_gradients() -> None:
+    models = [_model(0) for _ in range(3)]
+    parts = np.split(np.arange(48), 2)
+
+    def train(comm: Communicator) -> Any:
+        model = models[comm.rank]
+        optimizer = ac.DistributedOptimizer(SGD(0.1, grad_clip=0.0), comm=comm, accumulate=2)
+        before = _parameters(model)
+        for number, part in enumerate(parts):
+            if comm.rank == 2:
+                model.finish_update(optimizer)
+            else:
+                _step(model, optimizer, X[part], Y[part])
+            if number == 0:
+                assert all(map(np.array_equal, before, _parameters(model)))
+        # Another round: what was accumulated is gone.
+        for _ in parts:
+            model.finish_update(optimizer)
+        return before, _parameters(model)
+
+    before, want = _parameters(_model(0)), _model(0)
+    _step(want, SGD(0.1 * 2 / 3, grad_clip=0.0), X, Y)
+    for start, got in run(3, train):
+        assert all(map(np.array_equal, before, start))
+        for one, other in zip(got, _parameters(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=48 * np.finfo(np.float32).eps)
+
+
+def test_one_parameter_at_a_time_has_a_reduction_of_its_own() -> None:
+    def update(comm: Communicator) -> Any:
+        optimizer = ac.DistributedOptimizer(SGD(0.5, grad_clip=0.0), comm=comm, op="sum")
+        gradient = np.full(3, 1.0 + comm.rank, np.float32)
+        weights, zeros = optimizer((comm.rank, "W"), np.zeros(3, np.float32), gradient)
+        assert not gradient.any()
+        assert not zeros.any()
+        several = ac.DistributedOptimizer(SGD(0.5), comm=comm, accumulate=2)
+        with pytest.raises(ValueError, match=r"'W'; call model.finish_update\(optimizer\)"):
+            several((1, "W"), np.zeros(3, np.float32), gradient)
+        return weights.tolist()
+
+    assert run(3, update) == [[-3.0] * 3] * 3
+
+
+def test_models_are_trees_with_their_arrays() -> None:
+    models = [chain(Relu(4), Linear(2)).initialize(X[:2], Y[:2, :2]) for _ in range(3)]
+    for rank, model in enumerate(models):
+        model.layers[0].attrs["mask"] = np.full(2, rank)
+        model.layers[1].set_param("b", np.full(2, rank, np.float32))
+
+    def check(comm: Communicator) -> None:
+        model = models[comm.rank]
+        assert ac.allreduce_tree({"m": model}, "max", comm=comm)["m"] is model
+        assert model.layers[0].attrs["mask"].tolist() == [2, 2]
+        assert model.layers[1].get_param("b").tolist() == [2, 2]
+        other = chain(Relu(4), Linear(2))
+        if comm.rank != 1:
+            other.initialize(X[:2], Y[:2, :2])
+        with pytest.raises(ac.MismatchError, match=r"tree\['m'\]"):
+            ac.synchronize({"m": other}, comm=comm.dup())
+
+    run(3, check)
+
+
+def test_an_update_that_one_rank_leaves_out_is_a_mismatch_on_all() -> None:
+    models = [_model(0) for _ in range(3)]
+
+    def train(comm: Communicator) -> None:
+        optimizer = ac.DistributedOptimizer(Adam(0.01), comm=comm)
+
+        def loop() -> None:
+            for step in range(STEPS):
+                if (comm.rank, step) != (1, 1):
+                    _step(models[comm.rank], optimizer, X, Y)
+                optimizer.step_schedules()
+
+        said = r"step of the optimizer=1 .* step of the optimizer=2"
+        with pytest.raises(ac.MismatchError, match=said):
+            loop()
+        assert optimizer.step == 1 + (comm.rank == 1)
+
+    run(3, train)
+
+
+@pytest.mark.parametrize("steps", [(1, 3), (3, 1)])
+def test_ranks_with_fewer_batches_join(steps: tuple[int, int]) -> None:
+    models = [_model(0) for _ in range(2)]
+    longest = max(steps)
+
+    def train(comm: Communicator) -> Any:
+        optimizer = ac.DistributedOptimizer(SGD(0.1, grad_clip=0.0), comm=comm)
+        with ac.join(comm) as joined:
+            for step in range(steps[comm.rank]):
+                _step(models[comm.rank], optimizer, X[step * 8 :][:8], Y[step * 8 :][:8])
+                optimizer.step_schedules()
+        return _parameters(joined.synchronize(models[comm.rank]))
+
+    want = _model(0)
+    for step in range(longest):
+        # Where both have a batch, it is the same one.
+        _step(want, SGD(0.1, grad_clip=0.0), X[step * 8 :][:8], Y[step * 8 :][:8])
+    for got in run(2, train):
+        for one, other in zip(got, _parameters(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=48 * np.finfo(np.float32).eps)
+
+
+class _Foreign:
+    """Stands for what a layer of another framework keeps."""
+
+
+def test_what_thinc_does_not_know_is_refused() -> None:
+    def check(comm: Communicator) -> None:
+        last = comm.rank == comm.size - 1
+        kind = TypeError if last else ac.PeerError
+        foreign = Model("theirs", lambda model, x, is_train: (x, lambda d: d), shims=[_Foreign()])
+        wrapped = ac.DistributedOptimizer(Adam(0.1), comm=comm)
+        with pytest.raises(kind, match=r"tree\[0\]: layer 'theirs' belongs to another framework"):
+            ac.synchronize([foreign if last else _model(0)], comm=comm)
+        with pytest.raises(kind, match="model: layer 'theirs' belongs to another framework"):
+            (foreign if last else _model(0)).finish_update(wrapped)
+        for optimizer in (Adam(0.1), wrapped):
+            with pytest.raises(kind, match="an optimizer of thinc cannot be part of a tree"):
+                ac.synchronize([optimizer if last else 1], comm=comm)
+        with pytest.raises(ValueError, match="distributed already"):
+            ac.DistributedOptimizer(wrapped, comm=comm)
+        assert comm.allreduce(1) == comm.size
+
+    run(2, check)
+
+
+def test_plain_optimizers_go_on_without_ranks() -> None:
+    assert Model.finish_update.__name__ == "finish_update"
+    assert adapter.DistributedOptimizer is ac.DistributedOptimizer
+    model = _model(0)
+    before = _parameters(model)
+    _step(model, Adam(0.1), X, Y)
+    assert not all(map(np.array_equal, before, _parameters(model)))
