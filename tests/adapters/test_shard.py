@@ -16,8 +16,6 @@ import arraycomm as ac
 from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain_adapter
 from arraycomm.testing import run
-from tests.support.launched import run_pytest
-from tests.support.launcher import needs_mpiexec
 
 SHAPES = [(5, 3), (2, 2), (7, 4), (3, 6), (4, 4)]
 STEPS = 3
@@ -782,7 +780,7 @@ def world() -> Iterator[ac.Communicator]:
 
 
 class TestOnProcesses:
-    """On as many ranks as there are processes; `test_on_processes` runs them on more."""
+    """On as many ranks as there are processes; `test_processes.py` runs them on three."""
 
     def test_torch(self, torch: Any, world: ac.Communicator) -> None:
         kind = torch.optim.Adam
@@ -815,12 +813,3 @@ class TestOnProcesses:
         unsharded = train_optax(world, make, False, **options)
         sharded = train_optax(world, make, True, **options)
         assert_same_on_all(leaves_of([sharded]), leaves_of([unsharded]))
-
-
-@needs_mpiexec
-@pytest.mark.each_mpi
-def test_on_processes() -> None:
-    # More ranks than the five parameters need not be processes; see the tests on threads.
-    job = run_pytest(f"{__file__}::TestOnProcesses", ranks=3)
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert " passed" in job.stdout
