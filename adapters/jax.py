@@ -12,8 +12,9 @@ from jax.experimental.buffer_callback import buffer_callback
 
 import arraycomm as ac
 from arraycomm.adapters._jax_compression import compressing
+from arraycomm.adapters._jax_shard import gather_state, shard_state, sharded
 
-__all__ = ["DistributedOptimizer", "all_reduce", "synchronize"]
+__all__ = ["DistributedOptimizer", "all_reduce", "gather_state", "shard_state", "synchronize"]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
@@ -47,11 +48,17 @@ def check(optimizer: Any) -> None:
         raise ValueError("DistributedOptimizer: this transformation is distributed already")
 
 
+def check_shard(optimizer: Any) -> None:
+    """Do nothing: whether a transformation can be sharded is known once it is traced."""
+
+
 def distribute(
     optimizer: optax.GradientTransformation, gradients: Any
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that reduces gradients, and then applies `optimizer`."""
     inner = optax.with_extra_args_support(optimizer)
+    if gradients.shards is not None:
+        inner = sharded(inner, gradients.shards)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if _is_traced(updates) or gradients.accumulate > 1:

@@ -10,8 +10,17 @@ from typing import Any, Final, NoReturn
 
 import arraycomm as ac
 from arraycomm.adapters._array_optimizers import SGD, Adam, Momentum
+from arraycomm.adapters._numpy_shards import Sharding, check_per_parameter, set_state, state_of
 
-__all__ = ["SGD", "Adam", "DistributedOptimizer", "Momentum", "synchronize"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "DistributedOptimizer",
+    "Momentum",
+    "gather_state",
+    "load_state",
+    "synchronize",
+]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
@@ -40,6 +49,11 @@ def check(optimizer: Any) -> None:
     refusals = [_refusal(optimizer, name) for name in found]
     if None not in refusals:
         raise TypeError(f"DistributedOptimizer: {refusals[0]}")
+
+
+def check_shard(optimizer: Any) -> None:
+    """Raise unless this optimizer can be sharded."""
+    check_per_parameter(optimizer)
 
 
 def _methods_of(optimizer: Any) -> list[str]:
@@ -106,7 +120,10 @@ class Distributed:
 
     def __init__(self, optimizer: Any, gradients: Any) -> None:
         refusals = {name: _refusal(optimizer, name) for name in _methods_of(optimizer)}
-        vars(self).update(_optimizer=optimizer, _gradients=gradients, _refusals=refusals)
+        sharding = None if gradients.shards is None else Sharding(gradients.shards)
+        vars(self).update(
+            _optimizer=optimizer, _gradients=gradients, _refusals=refusals, _sharding=sharding
+        )
 
     def __call__(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step, if the wrapped optimizer is called itself."""
@@ -117,12 +134,21 @@ class Distributed:
     def _step(self, name: str, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         method = _method(self._optimizer, name)
         refusal = self._refusals.get(name)
+        if self._sharding is not None and _takes_state(method):
+            refusal = (
+                f"{type(self._optimizer).__name__}.{name} takes the state as an argument, of which a sharded "
+                "optimizer keeps a part; let the object keep it, or pass shard=False"
+            )
         if refusal is not None:
             self._gradients.fail(TypeError(f"DistributedOptimizer: {refusal}"))
         complete, reduced = self._gradients.add(grads)
         if complete:
             with self._gradients.taking_step():
-                return method(params, reduced, *args, **kwargs)
+                if self._sharding is None:
+                    return method(params, reduced, *args, **kwargs)
+                return self._sharding.update(
+                    lambda own, grads: method(own, grads, *args, **kwargs), params, reduced
+                )
         if _takes_state(method) and (args or "state" in kwargs):
             return params, args[0] if args else kwargs["state"]
         return params
@@ -151,10 +177,16 @@ class Distributed:
             self._gradients.compressor.states.load(saved)
 
     def __copy__(self) -> Distributed:
-        return Distributed(copy.copy(self._optimizer), self._gradients.copy())
+        return self._copied(copy.copy(self._optimizer))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Distributed:
-        return Distributed(copy.deepcopy(self._optimizer, memo), self._gradients.copy())
+        return self._copied(copy.deepcopy(self._optimizer, memo))
+
+    def _copied(self, optimizer: Any) -> Distributed:
+        made = Distributed(optimizer, self._gradients.copy())
+        if self._sharding is not None:
+            vars(made).update(_sharding=self._sharding.copy())
+        return made
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # The wrapped optimizer's own state could be pickled, but not that it is distributed.
@@ -165,6 +197,12 @@ class Distributed:
         )
 
     def __arraycomm_tree__(self) -> tuple[Any, Callable[[Any], Any]]:
+        if self._sharding is not None:
+            raise TypeError(
+                "this optimizer is sharded, so no rank has the state of another one's parameters; load a "
+                "whole state on every rank by arraycomm.adapters.numpy.load_state(optimizer, state, params)"
+            )
+
         def rebuild(leaves: list[Any]) -> Distributed:
             [vars(self)["_optimizer"]] = leaves
             return self
@@ -172,7 +210,7 @@ class Distributed:
         return [self._optimizer], rebuild
 
     def __getattr__(self, name: str) -> Any:
-        if name in {"_optimizer", "_refusals"}:
+        if name in {"_optimizer", "_refusals", "_sharding"}:
             raise AttributeError(name)
         found = getattr(self._optimizer, name)
         return functools.partial(self._step, name) if name in self._refusals else found
@@ -182,3 +220,119 @@ class Distributed:
 
 
 distribute = Distributed
+
+
+def gather_state(optimizer: Any, *, root: int = 0) -> dict[str, Any] | None:
+    """Return the whole state of a sharded optimizer on one rank.
+
+    Parameters
+    ----------
+    optimizer : object
+        A distributed one, sharded or not.
+    root : int
+        The rank that gets the state.
+
+    Returns
+    -------
+    dict or None
+        On `root` what the state of the wrapped optimizer would be if it were not sharded: its
+        `state_dict()` if it has one, otherwise its attributes. None on the other ranks.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is not distributed.
+    TypeError
+        The ranks have something in their states that is neither the same on all ranks, nor a list
+        with one array for each parameter of the rank, nor a dict of such things.
+
+    Notes
+    -----
+    Collective. A sharded optimizer is given lists of parameters, so it keeps what belongs to them in
+    lists. A list of arrays becomes a tree like the parameters here; a list of dicts, lists or tuples
+    stays a list, in the order of the leaves.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import arraycomm as ac
+    >>> from arraycomm.adapters.numpy import gather_state
+    >>> from arraycomm.testing import run
+    >>> class Momentum:
+    ...     per_parameter = True
+    ...     def update(self, params, grads):
+    ...         before = vars(self).get("momenta", [0] * len(params))
+    ...         self.momenta = [0.5 * m + g for m, g in zip(before, grads)]
+    ...         return [p - m for p, m in zip(params, self.momenta)]
+    >>> def train(comm):
+    ...     optimizer = ac.DistributedOptimizer(Momentum(), comm=comm, shard=True)
+    ...     optimizer.update({"a": np.zeros(1), "b": np.zeros(2)}, {"a": np.ones(1), "b": np.ones(2)})
+    ...     state = gather_state(optimizer)
+    ...     return len(optimizer.momenta), None if state is None else sorted(state["momenta"])
+    >>> run(2, train)
+    [(1, ['a', 'b']), (1, None)]
+    """
+    inner, gradients, sharding = _parts("gather_state", optimizer)
+    if sharding is None:
+        return state_of(inner) if gradients.comm.rank == root else None
+    whole: dict[str, Any] | None = sharding.gather(inner, root)
+    return whole
+
+
+def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
+    """Give a distributed optimizer a whole state, of which a sharded one keeps this rank's part.
+
+    Parameters
+    ----------
+    optimizer : object
+        A distributed one, sharded or not.
+    state : dict
+        What `gather_state` returned, also in a job with another number of ranks, on every rank.
+    params : pytree
+        The parameters that the optimizer will update.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is not distributed.
+
+    Notes
+    -----
+    Local. An object with `load_state_dict(state)` gets its part by that; the attributes of any other
+    one are set.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import arraycomm as ac
+    >>> from arraycomm.adapters.numpy import load_state
+    >>> from arraycomm.testing import run
+    >>> class Momentum:
+    ...     per_parameter = True
+    ...     def update(self, params, grads):
+    ...         self.momenta = [0.5 * m + g for m, g in zip(self.momenta, grads)]
+    ...         return [p - m for p, m in zip(params, self.momenta)]
+    >>> params = {"a": np.zeros(1), "b": np.zeros(2)}
+    >>> whole = {"momenta": {"a": np.ones(1), "b": np.ones(2)}}
+    >>> def resume(comm):
+    ...     optimizer = ac.DistributedOptimizer(Momentum(), comm=comm, shard=True)
+    ...     load_state(optimizer, whole, params)
+    ...     return [momentum.shape for momentum in optimizer.momenta]
+    >>> run(2, resume)
+    [[(2,)], [(1,)]]
+    """
+    inner, _, sharding = _parts("load_state", optimizer)
+    if sharding is None:
+        set_state(inner, state)
+    else:
+        sharding.load(inner, state, params)
+
+
+def _parts(function: str, optimizer: Any) -> tuple[Any, Any, Any]:
+    """Return the wrapped optimizer of a distributed one, its gradients, and its division if it has one."""
+    if not isinstance(optimizer, Distributed):
+        raise ValueError(
+            f"{function}: this optimizer is not distributed; pass one that DistributedOptimizer returned"
+        )
+    own = vars(optimizer)
+    return own["_optimizer"], own["_gradients"], own["_sharding"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -23,6 +25,7 @@ from arraycomm.adapters._torch_compression import save_with_state_dict
 from arraycomm.adapters._torch_data import DataLoader
 from arraycomm.adapters._torch_hooks import without_owner
 from arraycomm.adapters._torch_reducer import Reducer
+from arraycomm.adapters._torch_shards import Sharding, check_per_parameter
 
 __all__ = [
     "DataLoader",
@@ -33,6 +36,7 @@ __all__ = [
     "alltoall",
     "bcast",
     "convert_sync_batchnorm",
+    "gather_state",
     "no_sync",
     "reduce_scatter",
     "synchronize",
@@ -56,15 +60,28 @@ def check(optimizer: Any) -> None:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
 
 
-def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
-    """Reduce gradients by hooks on the parameters, and what is left before each step."""
-    steps = _Steps(optimizer, gradients)
+def check_shard(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless this optimizer can be sharded."""
+    check_per_parameter(optimizer)
+
+
+def distribute(
+    optimizer: torch.optim.Optimizer, gradients: Any, owners: Sequence[int] = ()
+) -> torch.optim.Optimizer:
+    """Reduce gradients by hooks on the parameters, and what is left before each step.
+
+    `owners` are those of the parameters, if the optimizer is a copy of one that is sharded.
+    """
+    steps = _Steps(optimizer, gradients, owners)
     # The optimizer alone keeps these alive, without a circle: when it is gone, so are the reductions.
     itself = weakref.ref(optimizer)
     vars(optimizer)["add_param_group"] = partial(_add_param_group, itself)
     vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients)
     optimizer.register_step_pre_hook(gradients.entry(steps.before_step))
     optimizer.register_step_post_hook(gradients.entry(steps.after_step))
+    if steps.sharding is not None:
+        optimizer.register_state_dict_pre_hook(steps.sharding.refuse_state_dict)
+        optimizer.register_load_state_dict_pre_hook(steps.sharding.keep_own)
     if gradients.compressor.states is not None:
         save_with_state_dict(optimizer, gradients.compressor.states)
     _distributed[optimizer] = steps
@@ -123,30 +140,106 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         reducer.syncing = before
 
 
+def gather_state(optimizer: torch.optim.Optimizer, *, root: int = 0) -> dict[str, Any] | None:
+    """Return the whole state dict of a sharded optimizer on one rank.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        A distributed one, sharded or not.
+    root : int
+        The rank that gets the state dict.
+
+    Returns
+    -------
+    dict or None
+        On `root` what `state_dict()` of the optimizer would return if it were not sharded; None on the
+        other ranks. A plain optimizer can load it, and so can a sharded one on any number of ranks:
+        pass it to `load_state_dict` on every rank, which keeps this rank's part.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is not distributed.
+
+    Notes
+    -----
+    Collective. Each rank sends its part through host memory. Parts of the state that are where their
+    parameter is, such as on a GPU, are there in the result too.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import arraycomm as ac
+    >>> from arraycomm.adapters.torch import gather_state
+    >>> from arraycomm.testing import run
+    >>> def train(comm):
+    ...     model = torch.nn.Linear(3, 2)
+    ...     adam = torch.optim.Adam(model.parameters())
+    ...     optimizer = ac.DistributedOptimizer(adam, comm=comm, shard=True)
+    ...     model(torch.ones(3)).sum().backward()
+    ...     optimizer.step()
+    ...     state = gather_state(optimizer)
+    ...     return len(optimizer.state), None if state is None else len(state["state"])
+    >>> run(2, train)
+    [(1, 2), (1, None)]
+    """
+    steps = _distributed.get(optimizer)
+    if steps is None:
+        raise ValueError(
+            "gather_state: this optimizer is not distributed; pass one that DistributedOptimizer "
+            "returned, or call state_dict()"
+        )
+    return steps.gather(optimizer, root)
+
+
 class _Steps:
     """The hooks of one optimizer, called before and after each of its steps."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, gradients: Any) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, gradients: Any, owners: Sequence[int] = ()
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._gradients = gradients
         self.reducer = Reducer(gradients)
-        self.reducer.adopt(optimizer.param_groups)
+        self.sharding = None if gradients.shards is None else Sharding(gradients.shards)
+        self.adopt(optimizer, owners)
         # A rank without data applies gradients through this.
         gradients.follow = without_owner(self.follow)
         self._following = self._evaluating = False
+        # Whether a step has begun, and how many others inside it.
+        self._stepping, self._nested = False, 0
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def adopt(self, optimizer: torch.optim.Optimizer, owners: Sequence[int] = ()) -> None:
+        """Look after all parameters of an optimizer from now on."""
+        self.reducer.adopt(optimizer.param_groups)
+        if self.sharding is not None:
+            self.sharding.adopt(optimizer, self.reducer.parameters, owners)
+
+    def gather(self, optimizer: torch.optim.Optimizer, root: int) -> dict[str, Any] | None:
+        """Return the whole state dict on `root`, None elsewhere; collective."""
+        if self.sharding is not None:
+            return self.sharding.gather(optimizer, root)
+        return optimizer.state_dict() if self._gradients.comm.rank == root else None
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Reduce what no backward pass has, or wrap the closure."""
-        if self._following:
+        if self._stepping and _is_nested(optimizer):
+            self._nested += 1
             return None
-        self.reducer.adopt(optimizer.param_groups)
+        self._stepping, self._nested = True, 0
+        if self._following:
+            self._begin_update()
+            return None
+        self.adopt(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             if not self.reducer.reduce_for_step():
                 self._hold_gradients()
+            self._begin_update()
             return None
         if self._gradients.accumulate > 1:
             raise ValueError(
@@ -159,8 +252,18 @@ class _Steps:
         evaluate = self._gradients.entry(lambda: self._evaluate(closure))
         return args[:1], {**kwargs, "closure": evaluate}
 
+    def _begin_update(self) -> None:
+        if self.sharding is not None:
+            self.sharding.begin()
+
     def after_step(self, *_: Any) -> None:
-        """Give back the gradients of a step that was none."""
+        """Exchange what was updated, or give back the gradients of a step that was none."""
+        if self._nested:
+            self._nested -= 1
+            return
+        self._stepping = False
+        if self.sharding is not None:
+            self.sharding.end()
         while self._held:
             parameter, gradient = self._held.pop()
             parameter.grad = gradient
@@ -188,9 +291,12 @@ class _Steps:
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate a closure, and reduce its gradients and its loss."""
+        if self.sharding is not None:
+            self.sharding.give_back()
         with torch.enable_grad():
             loss = closure()
         self.reducer.reduce_evaluation()
+        self._begin_update()
         if loss is None:
             return None
         return self._gradients.reduce_loss(
@@ -198,6 +304,21 @@ class _Steps:
         )
 
 
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a step runs inside a step, as `super().step()` in a class that overrides it.
+
+    Torch calls the hooks for each of the two. A step that an exception ended is not running.
+    """
+    count = 0
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back
+    return count > 1
+
+
+_HOOKED_STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 _distributed: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
 
 
@@ -205,7 +326,7 @@ def _add_param_group(itself: Any, param_group: dict[str, Any]) -> None:
     """Add parameters to a distributed optimizer, and reduce their gradients too."""
     optimizer = itself()
     type(optimizer).add_param_group(optimizer, param_group)
-    _distributed[optimizer].reducer.adopt(optimizer.param_groups)
+    _distributed[optimizer].adopt(optimizer)
 
 
 def _reduced(itself: Any, gradients: Any, protocol: Any) -> tuple[Any, ...]:
@@ -213,13 +334,19 @@ def _reduced(itself: Any, gradients: Any, protocol: Any) -> tuple[Any, ...]:
     optimizer = itself()
     kind: Any = type(optimizer)
     reduced: tuple[Any, ...] = kind.__reduce_ex__(optimizer, protocol)
-    return _copied, (gradients, *reduced[:3])
+    sharding = _distributed[optimizer].sharding
+    owners = () if sharding is None else sharding.owners
+    return _copied, (gradients, owners, *reduced[:3])
 
 
 def _copied(
-    gradients: Any, make: Callable[..., torch.optim.Optimizer], arguments: Any, state: Any
+    gradients: Any,
+    owners: Sequence[int],
+    make: Callable[..., torch.optim.Optimizer],
+    arguments: Any,
+    state: Any,
 ) -> torch.optim.Optimizer:
     """Return a copy of a distributed optimizer, which is distributed as well."""
     optimizer = make(*arguments)
     optimizer.__setstate__(state)
-    return distribute(optimizer, gradients.copy())
+    return distribute(optimizer, gradients.copy(), owners)

@@ -18,6 +18,7 @@ from arraycomm._training.arithmetic import Operand, added, divided, operand_of, 
 from arraycomm._training.compression import Compression
 from arraycomm._training.compressor import Compressor
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
+from arraycomm._training.shards import Shards
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.leaves import check_leaf
@@ -69,6 +70,8 @@ class Gradients:
         Steps whose mean is reduced.
     options : dict
         The other arguments of `allreduce_gradients`.
+    shards : Shards or None
+        Exchanges what the ranks have updated, if each updates a part of the parameters.
     compressor : Compressor
         How they are compressed.
     """
@@ -85,8 +88,9 @@ class Gradients:
         compression: str | Compression | None,
         shared: Communicator,
         overlapping: bool = False,
+        shards: Shards | None = None,
     ) -> None:
-        self.comm, self.op, self.accumulate = comm, op, accumulate
+        self.comm, self.op, self.accumulate, self.shards = comm, op, accumulate, shards
         self._shared = shared
         # The same number on every rank, since making an optimizer is collective.
         registry = registry_of(shared)
@@ -364,6 +368,11 @@ def _number_in_join(gradients: Gradients) -> int:
         raise ValueError(
             "inside join gradients cannot be accumulated, since ranks that have no more steps "
             f"would keep some back; got an optimizer with accumulate={gradients.accumulate}"
+        )
+    if gradients.shards is not None and gradients.rounds is None:
+        raise ValueError(
+            "inside join only torch optimizers can be sharded, since ranks without data could not update "
+            "their part of the state of others; pass shard=False, or as many batches on every rank"
         )
     if gradients.number is None:
         raise ValueError(

@@ -17,6 +17,7 @@ from arraycomm._protocol.mismatch import mismatch
 from arraycomm._session import world
 from arraycomm._training.gradients import registry_of
 from arraycomm._training.metrics import JoinedMeanMetrics, shadow_metrics
+from arraycomm._training.shards import NAME as EXCHANGE
 from arraycomm._training.weighted import Block, WeightedGradients, bits_of, shadow_gradients
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import TreeMemory
@@ -201,7 +202,8 @@ class Join(ProcessBound):
 class PrivateGuard:
     """Refuses calls on an optimizer's own communicator while the shared one is inside `join`.
 
-    Ranks without data take part in no call there; they learn of the error when the block ends.
+    Ranks without data take part in no call there; they learn of the error when the block ends. They
+    take steps of sharded optimizers, however, and what follows each.
     """
 
     def __init__(self, shared: Communicator) -> None:
@@ -209,7 +211,7 @@ class PrivateGuard:
 
     def check(self, name: str) -> None:
         """Raise inside the block, on this rank alone."""
-        if self._registry.join is not None:
+        if self._registry.join is not None and name != EXCHANGE:
             refuse(name)
 
     def substitute(self, operation: Any) -> Any:

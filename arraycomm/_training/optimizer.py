@@ -16,6 +16,7 @@ from arraycomm._session import world
 from arraycomm._training.compression import Compression, check_argument, described
 from arraycomm._training.gradients import Gradients
 from arraycomm._training.join import PrivateGuard
+from arraycomm._training.shards import Shards
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
 
 _ADAPTERS: Final = {
@@ -36,6 +37,7 @@ def DistributedOptimizer(  # noqa: N802
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     accumulate: int = 1,
     compression: str | Compression | None = None,
+    shard: bool = False,
 ) -> Any:
     """Make an optimizer reduce the gradients over all ranks before it uses them.
 
@@ -64,13 +66,19 @@ def DistributedOptimizer(  # noqa: N802
         accumulated in float32, and returned in their own dtype. In float16, values beyond 65504
         become infinite. With an object `ErrorFeedback("bfloat16")`, what rounding loses is added to the
         next step's gradients. An object of a subclass of `Compression` reduces in a way of its own.
+    shard : bool
+        Whether each rank keeps the state of, and updates, only its own part of the parameters, about
+        1/size of their bytes (ZeRO stage 1). Gradients are reduced as without it. After each update
+        the ranks exchange what they have updated, so that parameters are the same bits as without
+        it. Not every optimizer can be sharded; see Notes.
 
     Returns
     -------
     optimizer
         Of the same kind. With torch, `.grad` of its parameters is reduced when `backward()` returns,
         and a closure's loss after each of its evaluations; learning-rate schedulers and state dicts
-        work as before.
+        work as before, apart from `state_dict()` of an optimizer that is sharded: call `gather_state`
+        of its adapter.
 
     Raises
     ------
@@ -82,8 +90,8 @@ def DistributedOptimizer(  # noqa: N802
         skipped a step that others took, or made another number of backward passes. With a wrapped
         object, in a step: on some ranks alone it has raised in a step before.
     TypeError
-        `optimizer` is none of these. With torch, in a backward pass: a gradient is sparse, or has a
-        history.
+        `optimizer` is none of these, or cannot be sharded. With torch, in a backward pass: a gradient is
+        sparse, or has a history.
 
     Notes
     -----
@@ -95,21 +103,32 @@ def DistributedOptimizer(  # noqa: N802
     that are accumulated but not yet reduced are not in a torch optimizer's state dict; with optax
     they are in the state.
 
+    With `shard=True` an optimizer must treat each parameter by itself: its update may depend on its own
+    gradient and state, and on values that are the same for all, such as a learning rate. Those of
+    torch.optim do, apart from LBFGS and SparseAdam. Any other torch optimizer, and an object with
+    `update`, says so by an attribute `per_parameter = True` of its class. Such an object is then given
+    lists of the parameters and gradients that its rank owns. An optax transformation is traced to find
+    out; clip by the norm of all gradients before it, after a reduction:
+    `optax.chain(all_reduce(), optax.clip_by_global_norm(1.0), DistributedOptimizer(...))`. All ranks'
+    optimizers must then be of one adapter.
+
     A copy, also one by `copy.deepcopy`, is distributed over the same ranks; every rank steps the
     original and its copies in the same order. It cannot be pickled: save its state instead.
     """
     shared = comm or world()
-    arguments = _Arguments(optimizer, op, bucket_bytes, accumulate, compression, [])
+    arguments = _Arguments(optimizer, op, bucket_bytes, accumulate, compression, shard, [])
     private = dup(runner_of(shared), {}, MakeOptimizer, arguments)
     private.set_guard(PrivateGuard(shared))
+    own = Communicator(private)
     gradients = Gradients(
-        Communicator(private),
+        own,
         op,
         bucket_bytes,
         accumulate,
         compression,
         shared,
         overlapping=all(arguments.overlapping),
+        shards=Shards(own, bucket_bytes) if shard else None,
     )
     return _adapter_of(optimizer).distribute(optimizer, gradients)
 
@@ -122,6 +141,7 @@ class _Arguments(NamedTuple):
     bucket_bytes: Any
     accumulate: Any
     compression: Any
+    shard: Any
     overlapping: list[bool]
 
     def check(self) -> str:
@@ -135,8 +155,25 @@ class _Arguments(NamedTuple):
                 f"accumulate must be a number of steps, 1 or more; got {self.accumulate!r}"
             )
         check_argument(self.compression)
-        _adapter_of(self.optimizer).check(self.optimizer)
-        return f", {self.op} {self.bucket_bytes} {self.accumulate} {described(self.compression)}"
+        if type(self.shard) is not bool:
+            raise TypeError(f"shard must be True or False; got {self.shard!r}")
+        adapter = _adapter_of(self.optimizer)
+        adapter.check(self.optimizer)
+        return (
+            f", {self.op} {self.bucket_bytes} {self.accumulate} {described(self.compression)}"
+            f"{self._check_sharding(adapter)}"
+        )
+
+    def _check_sharding(self, adapter: ModuleType) -> str:
+        """Raise if the optimizer cannot be sharded; return what ranks compare of that."""
+        if not self.shard:
+            return ""
+        name = adapter.__name__.rpartition(".")[2]
+        if not hasattr(adapter, "check_shard"):
+            raise TypeError(f"optimizers of {name} cannot be sharded; pass shard=False")
+        adapter.check_shard(self.optimizer)
+        # What is exchanged are parameters in one adapter, and their changes in another.
+        return f" shard=True ({name})"
 
 
 class MakeOptimizer(Dup):

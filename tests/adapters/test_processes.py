@@ -14,7 +14,7 @@ import pytest
 from tests.support.launched import run_pytest
 from tests.support.launcher import needs_mpiexec
 
-_NUMPY: Final = ("test_numpy_adapter.py::TestContract",)
+_NUMPY: Final = ("test_numpy_adapter.py::TestContract", "test_shard.py::TestOnProcesses")
 _JAX: Final = (
     "test_jax_adapter.py::TestContract",
     "test_jax_adapter.py::TestCompiled",

@@ -1,0 +1,815 @@
+"""Sharded optimizers: the bits of unsharded ones, with a part of the state on each rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+
+import arraycomm as ac
+from arraycomm._training.shards import divide
+from arraycomm.adapters import numpy as plain_adapter
+from arraycomm.testing import run
+
+SHAPES = [(5, 3), (2, 2), (7, 4), (3, 6), (4, 4)]
+STEPS = 3
+SIZES = [1, 2, 3, 4, 7]
+
+Train = Callable[..., Any]
+
+
+def arrays(seed: Any, shapes: list[Any] = SHAPES) -> list[Any]:
+    random = np.random.default_rng(seed)
+    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def bits(tree: Any) -> list[Any]:
+    """Return the leaves of a tree in a form in which equal means equal in every bit."""
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    if "torch" in str(list(map(type, leaves))):
+        leaves = [x.detach().numpy() if hasattr(x, "detach") else x for x in leaves]
+    return [
+        (str(x.dtype), np.shape(x), np.asarray(x).tobytes()) if hasattr(x, "dtype") else x
+        for x in leaves
+    ]
+
+
+def nbytes(tree: Any) -> int:
+    return sum(getattr(leaf, "nbytes", 0) for leaf in optree.tree_leaves(tree))
+
+
+def assert_same_on_all(sharded: list[Any], unsharded: list[Any]) -> None:
+    for got, wanted in zip(sharded, unsharded, strict=True):
+        assert bits(got) == bits(wanted)
+
+
+# Torch ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+def parameters(torch: Any, seed: Any = 0) -> list[Any]:
+    return [torch.nn.Parameter(torch.from_numpy(array)) for array in arrays(seed)]
+
+
+def backward(torch: Any, params: list[Any], seed: Any, scale: float = 1.0) -> Any:
+    factors = map(torch.from_numpy, arrays(seed, [tuple(p.shape) for p in params]))
+    loss = sum(((p * f).sin() * scale).sum() for p, f in zip(params, factors, strict=True))
+    loss.backward()
+    return loss.detach()
+
+
+def train_torch(torch: Any, comm: Any, kind: Any, steps: Any = range(STEPS), **options: Any) -> Any:
+    """Return the parameters, and on rank 0 the whole state."""
+    from arraycomm.adapters.torch import gather_state
+
+    params, start = parameters(torch), options.pop("start", None)
+    optimizer = ac.DistributedOptimizer(kind(params, lr=0.01), comm=comm, **options)
+    if start is not None:
+        with torch.no_grad():
+            for param, value in zip(params, start[0], strict=True):
+                param.copy_(value)
+        optimizer.load_state_dict(start[1])
+    for step in steps:
+        optimizer.zero_grad()
+        backward(torch, params, (step, comm.rank))
+        optimizer.step()
+    return params, gather_state(optimizer), nbytes(dict(enumerate(optimizer.state.values())))
+
+
+def torch_classes() -> list[str]:
+    torch: Any = pytest.importorskip("torch")
+    return [
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and name != "Optimizer"
+    ]
+
+
+@pytest.mark.parametrize("name", torch_classes())
+def test_every_optimizer_of_torch_is_the_same_sharded_or_refused(torch: Any, name: str) -> None:
+    kind = getattr(torch.optim, name)
+    if name in {"LBFGS", "SparseAdam"}:
+        with pytest.raises(
+            TypeError, match=f"DistributedOptimizer: torch's {name} cannot be sharded"
+        ):
+            run(1, lambda comm: train_torch(torch, comm, kind, shard=True))
+        return
+    unsharded = run(3, lambda comm: train_torch(torch, comm, kind))
+    # Messages so small that there are several.
+    sharded = run(3, lambda comm: train_torch(torch, comm, kind, shard=True, bucket_bytes=100))
+    assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_torch_on_any_number_of_ranks(torch: Any, size: int) -> None:
+    unsharded = run(size, lambda comm: train_torch(torch, comm, torch.optim.AdamW))
+    sharded = run(size, lambda comm: train_torch(torch, comm, torch.optim.AdamW, shard=True))
+    assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
+    # Nothing is kept twice.
+    assert sum(x[2] for x in sharded) == unsharded[0][2]
+
+
+def test_each_of_three_ranks_keeps_a_third_of_the_state(torch: Any) -> None:
+    def state_bytes(comm: Any) -> int:
+        params = [torch.nn.Parameter(torch.zeros(32, 10 + n % 4)) for n in range(24)]
+        adam = torch.optim.Adam(params)
+        optimizer = ac.DistributedOptimizer(adam, comm=comm, shard=True)
+        backward(torch, params, comm.rank)
+        optimizer.step()
+        return nbytes(dict(enumerate(optimizer.state.values())))
+
+    counted = run(3, state_bytes)
+    whole = sum(2 * 32 * (10 + n % 4) * 4 + 4 for n in range(24))
+    assert sum(counted) == whole
+    assert max(counted) < 0.36 * whole
+
+
+def test_parameters_of_any_dtype_and_layout_are_exchanged(torch: Any) -> None:
+    def on_rank(comm: Any, shard: bool) -> Any:
+        image = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        tensors = [torch.ones(3, 4).T, image, torch.ones(()), torch.ones(0, 3), torch.ones(1 << 16)]
+        kinds = [torch.bfloat16, torch.float32, torch.complex64, torch.float16, torch.float64]
+        params = [torch.nn.Parameter(t.to(k)) for t, k in zip(tensors, kinds, strict=True)]
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        ac.DistributedOptimizer(optimizer, comm=comm, shard=shard)
+        for step in range(2):
+            for number, param in enumerate(params):
+                param.grad = torch.full_like(param, number + step + comm.rank)
+            optimizer.step()
+        assert params[1].is_contiguous(memory_format=torch.channels_last)
+        return [p.detach().resolve_conj().to(torch.complex128).numpy() for p in params]
+
+    assert_same_on_all(run(3, on_rank, True), run(3, on_rank, False))
+
+
+def tiny(torch: Any, params: list[Any], comm: Any, **options: Any) -> Any:
+    adam = torch.optim.Adam(params, lr=0.01, weight_decay=0.1)
+    return ac.DistributedOptimizer(adam, comm=comm, **options)
+
+
+def accumulated(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    optimizer = tiny(torch, params, comm, shard=shard, accumulate=2)
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(torch, params, (step, comm.rank))
+        optimizer.step()
+    return params, optimizer
+
+
+def clipped_after_no_sync(torch: Any, comm: Any, shard: bool) -> Any:
+    from arraycomm.adapters.torch import no_sync
+
+    params = parameters(torch)
+    optimizer = tiny(torch, params, comm, shard=shard)
+    for step in range(6):
+        with no_sync(optimizer) if step % 2 else nullcontext():
+            backward(torch, params, (step, comm.rank))
+        if not step % 2:
+            torch.nn.utils.clip_grad_norm_(params, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return params, optimizer
+
+
+def with_error_feedback(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    feedback = ac.ErrorFeedback("bfloat16")
+    optimizer = tiny(torch, params, comm, shard=shard, compression=feedback)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(torch, params, (step, comm.rank))
+        optimizer.step()
+    return params, optimizer
+
+
+def with_a_closure(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    optimizer = tiny(torch, params, comm, shard=shard)
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Any:
+            optimizer.zero_grad()
+            return backward(torch, params, (step, comm.rank))
+
+        optimizer.step(closure)
+    return params, optimizer
+
+
+def scaled_with_inf_on_one_rank(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    optimizer = tiny(torch, params, comm, shard=shard)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            factor = torch.tensor(float("inf") if (step, comm.rank) == (1, 1) else 1.0)
+            loss = sum((p * factor).sum() * (n + comm.rank) for n, p in enumerate(params))
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    return params, optimizer
+
+
+def with_groups_that_come_later(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    optimizer = tiny(torch, params[:2], comm, shard=shard)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": params[2:], "lr": 0.1})
+        optimizer.zero_grad()
+        backward(torch, params, (step, comm.rank))
+        optimizer.step()
+        schedule.step()
+    return params, optimizer
+
+
+def frozen_tied_and_unused(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    params[0].requires_grad_(False)
+    model = torch.nn.Linear(3, 3, bias=False)
+    model.weight = params[3].__class__(torch.eye(3))
+    tied = torch.nn.Sequential(model, torch.nn.Linear(3, 3, bias=False))
+    tied[1].weight = model.weight
+    optimizer = tiny(torch, [*params, *tied.parameters()], comm, shard=shard)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        # Parameter 1 has a gradient on rank 0 alone, and parameter 2 on none in the last step.
+        used = [p for n, p in enumerate(params) if n >= 3 or (n, comm.rank) == (1, 0)]
+        backward(torch, [*used, *([params[2]] if step < 2 else [])], (step, comm.rank))
+        tied(torch.full((1, 3), float(comm.rank))).square().sum().backward()
+        optimizer.step()
+    return [*params, *tied.parameters()], optimizer
+
+
+def joined(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    optimizer = tiny(torch, params, comm, shard=shard)
+    with ac.join(comm):
+        for step in range(comm.rank + 1):
+            optimizer.zero_grad()
+            backward(torch, params, (step, comm.rank))
+            optimizer.step()
+    optimizer.zero_grad()
+    backward(torch, params, comm.rank)
+    optimizer.step()
+    return params, optimizer
+
+
+def without_data_on_one_rank(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    optimizer = tiny(torch, params, comm, shard=shard)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step % comm.size != comm.rank:
+            backward(torch, params, (step, comm.rank))
+            torch.nn.utils.clip_grad_norm_(params, 0.5)
+        optimizer.step()
+    return params, optimizer
+
+
+def copied(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    optimizer = tiny(torch, params[:3], comm, shard=shard)
+    optimizer.add_param_group({"params": params[3:]})
+    for step in range(4):
+        if step == 2:
+            params, optimizer = copy.deepcopy((params, optimizer))
+        if step == 3:
+            optimizer = copy.copy(optimizer)
+        optimizer.zero_grad()
+        backward(torch, params, (step, comm.rank))
+        optimizer.step()
+    return params, optimizer
+
+
+def wrapped_with_state(torch: Any, comm: Any, shard: bool) -> Any:
+    params = parameters(torch)
+    optimizer = torch.optim.Adam(params)
+    backward(torch, params, 0)
+    optimizer.step()
+    ac.DistributedOptimizer(optimizer, comm=comm, shard=shard)
+    optimizer.zero_grad()
+    backward(torch, params, comm.rank)
+    optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        accumulated,
+        clipped_after_no_sync,
+        with_error_feedback,
+        with_a_closure,
+        scaled_with_inf_on_one_rank,
+        with_groups_that_come_later,
+        frozen_tied_and_unused,
+        joined,
+        without_data_on_one_rank,
+        copied,
+        wrapped_with_state,
+    ],
+)
+def test_training_loops_of_torch_are_the_same_sharded(torch: Any, train: Train) -> None:
+    from arraycomm.adapters.torch import gather_state
+
+    def on_rank(comm: Any, shard: bool) -> Any:
+        params, optimizer = train(torch, comm, shard)
+        kept = sum(map(bool, optimizer.state.values()))
+        return params, [p.grad for p in params], gather_state(optimizer), kept
+
+    unsharded = run(3, on_rank, False)
+    sharded = run(3, on_rank, True)
+    assert_same_on_all([x[:3] for x in sharded], [x[:3] for x in unsharded])
+    assert sum(x[3] for x in sharded) == unsharded[0][3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_whole_state_of_torch_is_loaded_on_any_number_of_ranks(torch: Any, size: int) -> None:
+    def saved(comm: Any) -> Any:
+        return train_torch(torch, comm, torch.optim.Adam, range(2), shard=True)
+
+    start = run(3, saved)[0][:2]
+
+    def resumed(comm: Any, shard: bool) -> Any:
+        options = {"start": copy.deepcopy(start), "shard": shard}
+        return train_torch(torch, comm, torch.optim.Adam, range(2, 4), **options)
+
+    sharded, unsharded = run(size, resumed, True), run(size, resumed, False)
+    assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
+    assert sum(x[2] for x in sharded) == unsharded[0][2]
+
+
+def test_state_that_is_not_whole_is_refused(torch: Any) -> None:
+    from arraycomm.adapters.torch import gather_state
+
+    def on_rank(comm: Any) -> None:
+        params = parameters(torch)
+        optimizer = tiny(torch, params, comm, shard=True)
+        with pytest.raises(RuntimeError, match=r"call .*gather_state\(optimizer\) on all ranks"):
+            optimizer.state_dict()
+        with pytest.raises(RuntimeError, match="takes on every rank; synchronize has no use"):
+            ac.synchronize(optimizer, comm=comm)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(optimizer)
+        with pytest.raises(ValueError, match="gather_state: this optimizer is not distributed"):
+            gather_state(torch.optim.SGD(parameters(torch)))
+
+    run(2, on_rank)
+
+
+def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(torch: Any) -> None:
+    class Named(torch.optim.SGD):  # type: ignore[misc]
+        """Only its name is its own."""
+
+    class Coupled(Named):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    class Declared(Coupled):
+        per_parameter = True
+
+    class Denied(torch.optim.SGD):  # type: ignore[misc]
+        per_parameter = False
+
+    def on_rank(comm: Any) -> None:
+        unsharded = train_torch(torch, comm, torch.optim.SGD)[0]
+        for kind in (Named, Declared):
+            assert bits(train_torch(torch, comm, kind, shard=True)[0]) == bits(unsharded)
+        with pytest.raises(TypeError, match="set per_parameter = True in its class"):
+            train_torch(torch, comm, Coupled, shard=True)
+        with pytest.raises(TypeError, match="per_parameter = False"):
+            train_torch(torch, comm, Denied, shard=True)
+
+    run(2, on_rank)
+
+
+def test_ranks_that_divide_other_parameters_raise(torch: Any) -> None:
+    def on_rank(comm: Any) -> None:
+        # The second has no gradient, so that only its part in the division tells.
+        params = [torch.nn.Parameter(torch.zeros(n)) for n in (10, 100 * comm.rank)]
+        optimizer = tiny(torch, params, comm, shard=True)
+        backward(torch, params[:1], comm.rank)
+        with pytest.raises(
+            ac.MismatchError, match=r"exchange_shards.*owners=0 on rank 0, owners=1 on rank 1"
+        ):
+            optimizer.step()
+
+    run(2, on_rank)
+
+
+# Objects with update --------------------------------------------------------------------------------
+
+
+class Adam:
+    """Keeps its moments as trees like the parameters, as far as it was given them."""
+
+    per_parameter = True
+
+    def __init__(self) -> None:
+        self.steps, self.first, self.second = 0, None, None
+        self.decays = [0.9, 0.99]
+
+    def update(self, params: Any, grads: Any) -> Any:
+        tree: Any = optree.tree_map
+        if self.first is None:
+            self.first = self.second = tree(np.zeros_like, params)
+        self.steps += 1
+        a, b = map(np.float32, self.decays)
+        self.first = tree(lambda m, g: a * m + (1 - a) * g, self.first, grads)
+        self.second = tree(lambda v, g: b * v + (1 - b) * g * g, self.second, grads)
+        rate, small = np.float32(0.1 / self.steps), np.float32(1e-3)
+        return tree(
+            lambda p, m, v: p - rate * m / (np.sqrt(v) + small), params, self.first, self.second
+        )
+
+
+def as_tree(leaves: list[Any]) -> Any:
+    return {"x": leaves[:2], "y": {"z": leaves[2]}, "a": tuple(leaves[3:])}
+
+
+def train_plain(comm: Any, shard: bool, start: Any = None, make: Any = Adam, **options: Any) -> Any:
+    params = as_tree(arrays(0))
+    optimizer = ac.DistributedOptimizer(make(), comm=comm, shard=shard, **options)
+    if start is not None:
+        params, state = copy.deepcopy(start)
+        plain_adapter.load_state(optimizer, state, params)
+    for step in range(STEPS):
+        if step == 2:
+            optimizer = copy.deepcopy(optimizer)
+        params = optimizer.update(params, as_tree(arrays((step, comm.rank))))
+    kept = nbytes([vars(optimizer._optimizer).get(n) for n in ("first", "second", "state")])
+    return params, plain_adapter.gather_state(optimizer), kept
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_objects_with_update_are_the_same_sharded(size: int) -> None:
+    unsharded = run(size, train_plain, False)
+    sharded = run(size, lambda comm: train_plain(comm, True, bucket_bytes=100))
+    assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
+    assert sum(x[2] for x in sharded) == unsharded[0][2]
+    start = unsharded[0][:2]
+    resumed = run(2, train_plain, True, start)
+    assert_same_on_all([x[:2] for x in resumed], [x[:2] for x in run(2, train_plain, False, start)])
+
+
+@pytest.mark.parametrize("name", ["SGD", "Momentum", "Adam"])
+def test_the_optimizers_of_the_adapter_are_the_same_sharded(name: str) -> None:
+    make = getattr(plain_adapter, name)
+    unsharded = run(3, lambda comm: train_plain(comm, False, make=make))
+    sharded = run(3, lambda comm: train_plain(comm, True, make=make))
+    assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
+    assert sum(x[2] for x in sharded) == unsharded[0][2]
+    start = unsharded[0][:2]
+    resumed = run(2, lambda comm: train_plain(comm, True, start, make=make))
+    wanted = run(2, lambda comm: train_plain(comm, False, start, make=make))
+    assert_same_on_all([x[:2] for x in resumed], [x[:2] for x in wanted])
+
+
+def test_errors_of_one_ranks_update_reach_all() -> None:
+    class Odd(Adam):
+        def update(self, params: Any, grads: Any) -> Any:
+            if any(p.shape == (2, 2) for p in params):
+                return self.fail(params)
+            return params
+
+        def fail(self, params: Any) -> Any:
+            raise KeyError("mine")
+
+    class Widening(Odd):
+        def fail(self, params: Any) -> Any:
+            return [p.astype(np.float64) for p in params]
+
+    class Losing(Odd):
+        def fail(self, params: Any) -> Any:
+            return params[1:]
+
+    def on_rank(comm: Any) -> list[str]:
+        said = []
+        for kind in (Odd, Widening, Losing):
+            optimizer = ac.DistributedOptimizer(kind(), comm=comm, shard=True)
+            with pytest.raises((KeyError, TypeError, ac.PeerError)) as caught:
+                optimizer.update(arrays(0), arrays(comm.rank))
+            said.append(str(caught.value))
+        return said
+
+    for first, second, third in run(3, on_rank):
+        assert "mine" in first
+        assert "must keep its dtype and shape, float32 (2, 2)" in second
+        assert "as a list" in third
+
+
+def test_states_that_cannot_be_put_together_are_refused() -> None:
+    class Counting(Adam):
+        def update(self, params: Any, grads: Any) -> Any:
+            self.counts = len(params)
+            return super().update(params, grads)
+
+    def on_rank(comm: Any) -> None:
+        optimizer = ac.DistributedOptimizer(Counting(), comm=comm, shard=True)
+        optimizer.update(arrays(0), arrays(comm.rank))
+        if comm.rank:
+            assert plain_adapter.gather_state(optimizer) is None
+        else:
+            with pytest.raises(TypeError, match=r"state\['counts'\] is not the same on all ranks"):
+                plain_adapter.gather_state(optimizer)
+
+    run(3, on_rank)
+
+
+def test_what_cannot_be_done_with_sharded_objects_is_refused() -> None:
+    class Plain:
+        def update(self, params: Any, grads: Any) -> Any:
+            return params
+
+    class Stateful:
+        per_parameter = True
+
+        def update(self, params: Any, grads: Any, state: Any) -> Any:
+            return params, state
+
+    def on_rank(comm: Any) -> None:
+        sharded = ac.DistributedOptimizer(plain_adapter.Adam(), comm=comm, shard=True)
+        with pytest.raises(TypeError, match="this optimizer is sharded, so no rank has the state"):
+            ac.synchronize(sharded, comm=comm)
+        stateful = ac.DistributedOptimizer(Stateful(), comm=comm, shard=True)
+        with pytest.raises(TypeError, match=r"Stateful.update takes the state as an argument"):
+            stateful.update(arrays(0), arrays(0), None)
+        with pytest.raises(TypeError, match=r"Plain cannot be sharded: .*set per_parameter = True"):
+            ac.DistributedOptimizer(Plain(), comm=comm, shard=True)
+        with pytest.raises(TypeError, match="shard must be True or False; got 1"):
+            ac.DistributedOptimizer(Adam(), comm=comm, shard=1)  # type: ignore[arg-type]
+        with pytest.raises(ac.MismatchError, match="shard=True"):
+            ac.DistributedOptimizer(Adam(), comm=comm, shard=comm.rank == 1)
+
+    run(2, on_rank)
+
+
+def test_parameters_that_change_and_joined_steps_are_refused() -> None:
+    def on_rank(comm: Any) -> None:
+        optimizer = ac.DistributedOptimizer(Adam(), comm=comm, shard=True)
+        optimizer.update(arrays(0), arrays(comm.rank))
+        with pytest.raises(ValueError, match="must be the same in every step"):
+            optimizer.update(arrays(0)[1:], arrays(comm.rank)[1:])
+        other = ac.DistributedOptimizer(Adam(), comm=comm, shard=True)
+        with (
+            pytest.raises((ValueError, ac.PeerError), match="only torch optimizers can be sharded"),
+            ac.join(comm),
+        ):
+            other.update(arrays(0), arrays(comm.rank))
+
+    run(2, on_rank)
+
+
+# Optax ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_parameters_are_divided_by_their_bytes(ranks: int) -> None:
+    sizes = [5, 0, 9, 5, 1, 7, 2]
+    owners = divide(sizes, ranks)
+    loads = [sum(n for n, o in zip(sizes, owners, strict=True) if o == r) for r in range(ranks)]
+    # No rank could give its smallest one away and be above the least loaded rank.
+    assert max(loads) - min(loads) <= max(sizes)
+    later = divide([*sizes, 100], ranks, dict(enumerate(owners)))
+    assert later[:-1] == owners
+    assert later[-1] == loads.index(min(loads))
+
+
+def transformations() -> dict[str, Callable[[], Any]]:
+    optax: Any = pytest.importorskip("optax")
+    return {
+        "adam": lambda: optax.adam(0.1),
+        "masked": lambda: optax.adamw(
+            0.1, mask=lambda params: optree.tree_map(lambda p: p.shape[0] > 4, params)
+        ),
+        "injected": lambda: optax.inject_hyperparams(optax.sgd)(
+            learning_rate=optax.exponential_decay(0.1, 1, 0.5), momentum=0.9
+        ),
+        # Its noise depends on how many leaves there are.
+        "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(0.1)),
+        "multi": lambda: optax.multi_transform(
+            {"a": optax.adafactor(0.1), "b": optax.lion(0.1)},
+            as_tree(list("ababa")),
+        ),
+    }
+
+
+def train_optax(comm: Any, make: Callable[[], Any], shard: bool, **options: Any) -> Any:
+    jax: Any = pytest.importorskip("jax")
+    optax: Any = pytest.importorskip("optax")
+    from arraycomm.adapters.jax import gather_state, shard_state
+
+    start, wrap = options.pop("start", None), options.pop("wrap", lambda update: update)
+    optimizer = ac.DistributedOptimizer(make(), comm=comm, shard=shard, **options)
+    params = jax.tree.map(jax.numpy.asarray, as_tree(arrays(0)))
+    state, update = optimizer.init(params), wrap(optimizer.update)
+    if start is not None:
+        params, state = start[0], shard_state(start[1], like=state) if shard else start[1]
+    for step in range(STEPS):
+        if step == 2:
+            state = copy.deepcopy(state)
+        grads = jax.tree.map(jax.numpy.asarray, as_tree(arrays((step, comm.rank))))
+        changes, state = update(grads, state, params)
+        params = optax.apply_updates(params, changes)
+    whole = gather_state(state) if shard else state
+    return params, whole if comm.rank == 0 else None, nbytes(jax.tree.leaves(state))
+
+
+def leaves_of(results: list[Any]) -> list[Any]:
+    jax: Any = pytest.importorskip("jax")
+    key = jax.dtypes.prng_key
+    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, key)  # noqa: E731
+    return [
+        [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(result[:2])]
+        for result in results
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [*(("adam", n) for n in (1, 3, 7)), ("masked", 2), ("noise", 3), ("multi", 3)]
+)
+def test_optax_is_the_same_sharded(name: str, size: int) -> None:
+    make = transformations()[name]
+    unsharded = run(size, train_optax, make, False)
+    sharded = run(size, lambda comm: train_optax(comm, make, True, bucket_bytes=100))
+    assert_same_on_all(leaves_of(sharded), leaves_of(unsharded))
+    if size == 3:
+        # A third of the moments, and the counters.
+        assert max(x[2] for x in sharded) < 0.5 * unsharded[0][2]
+
+
+def test_a_whole_state_of_optax_is_loaded_on_any_number_of_ranks() -> None:
+    make = transformations()["injected"]
+    start = run(3, train_optax, make, True)[0][:2]
+
+    def resumed(comm: Any, shard: bool) -> Any:
+        return train_optax(comm, make, shard, start=start)
+
+    assert_same_on_all(leaves_of(run(2, resumed, True))[:1], leaves_of(run(2, resumed, False))[:1])
+
+
+def test_a_learning_rate_set_in_a_sharded_state_counts() -> None:
+    optax: Any = pytest.importorskip("optax")
+    pytest.importorskip("arraycomm.adapters.jax")
+
+    def on_rank(comm: Any) -> Any:
+        injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        optimizer = ac.DistributedOptimizer(injected, comm=comm, op="sum", shard=True)
+        params = arrays(0)
+        state = optimizer.init(params)
+        state.inner.hyperparams["learning_rate"] = np.float32(0.5)
+        return list(map(np.asarray, optimizer.update(arrays(1), state, params)[0]))
+
+    assert_same_on_all(run(2, on_rank), [[-g for g in arrays(1)]] * 2)
+
+
+def test_optax_that_looks_at_all_gradients_is_sharded_behind_a_reduction() -> None:
+    optax: Any = pytest.importorskip("optax")
+    adapter = pytest.importorskip("arraycomm.adapters.jax")
+
+    def chained(comm: Any, shard: bool) -> Any:
+        inner = ac.DistributedOptimizer(optax.adam(0.1), comm=comm, shard=shard)
+        clip = optax.clip_by_global_norm(0.5)
+        optimizer = optax.chain(adapter.all_reduce(comm=comm), clip, inner)
+        params = as_tree(arrays(0))
+        state = optimizer.init(params)
+        for step in range(STEPS):
+            grads = as_tree(arrays((step, comm.rank)))
+            changes, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, changes)
+        return params, adapter.gather_state(state) if shard else state
+
+    sharded, unsharded = run(2, chained, True), run(2, chained, False)
+    assert_same_on_all(leaves_of(sharded)[:1], leaves_of(unsharded)[:1])
+
+    def refused(comm: Any) -> None:
+        for couple in (optax.clip_by_global_norm(0.5), optax.apply_if_finite(optax.identity(), 2)):
+            coupled = optax.chain(couple, optax.sgd(0.1))
+            optimizer = ac.DistributedOptimizer(coupled, comm=comm, shard=True)
+            message = r"cannot be sharded: its update of \['.*'\]\S* depends on .*all_reduce\(\)"
+            with pytest.raises(TypeError, match=message):
+                optimizer.init(as_tree(arrays(0)))
+
+    run(2, refused)
+
+
+def test_transformations_that_depend_on_the_shapes_of_other_leaves_are_refused() -> None:
+    jax: Any = pytest.importorskip("jax")
+    optax: Any = pytest.importorskip("optax")
+
+    def by_count(updates: Any, params: Any = None) -> Any:
+        count = sum(leaf.size for leaf in jax.tree.leaves(updates))
+        return jax.tree.map(lambda u: u / count, updates)
+
+    by_shape = optax.masked(optax.trace(0.9), lambda tree: jax.tree.map(lambda p: p.size > 4, tree))
+
+    def on_rank(comm: Any) -> None:
+        params = as_tree(arrays(0))
+        for inner in (optax.stateless(by_count), by_shape):
+            optimizer = ac.DistributedOptimizer(inner, comm=comm, shard=True)
+            with pytest.raises(TypeError, match=r"cannot be sharded: .*depends on the shapes of"):
+                optimizer.update(params, optimizer.init(params), params)
+
+    run(2, on_rank)
+
+
+def test_states_that_depend_on_gradients_only_at_times_are_refused() -> None:
+    jax: Any = pytest.importorskip("jax")
+    optax: Any = pytest.importorskip("optax")
+
+    def update(updates: Any, state: Any, params: Any = None, *, peek: Any = None) -> Any:
+        return updates, state if peek is None else state + peek * jax.tree.leaves(updates)[0][0, 0]
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: jax.numpy.zeros(()), update)
+
+    def on_rank(comm: Any) -> None:
+        optimizer = ac.DistributedOptimizer(inner, comm=comm, shard=True)
+        params = as_tree(arrays(0))
+        _, state = optimizer.update(params, optimizer.init(params), params)
+        with pytest.raises(TypeError, match="depends on gradients is not always the same"):
+            optimizer.update(params, state, params, peek=1.0)
+
+    run(2, on_rank)
+
+
+def test_states_of_optax_that_are_not_whole_are_refused() -> None:
+    optax: Any = pytest.importorskip("optax")
+    adapter = pytest.importorskip("arraycomm.adapters.jax")
+
+    def on_rank(comm: Any) -> None:
+        optimizer = ac.DistributedOptimizer(optax.adam(0.1), comm=comm, shard=True)
+        params = as_tree(arrays(0))
+        state = optimizer.init(params)
+        with pytest.raises(TypeError, match=r"call arraycomm.adapters.jax.gather_state\(state\)"):
+            pickle.dumps(state)
+        plain = optax.adam(0.1).init(params)
+        with pytest.raises(TypeError, match="must be what its init or update returned"):
+            optimizer.update(params, plain, params)
+        with pytest.raises(ValueError, match="gather_state: there is no sharded state"):
+            adapter.gather_state(plain)
+        with pytest.raises(ValueError, match="shard_state: whole must be the whole state"):
+            adapter.shard_state(optax.sgd(0.1).init(params), like=state)
+
+    run(2, on_rank)
+
+
+# Processes ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ac.Communicator]:
+    """Return the world: one process, or those that mpiexec started."""
+    yield ac.init()
+    ac.finalize()
+
+
+class TestOnProcesses:
+    """On as many ranks as there are processes; `test_processes.py` runs them on three."""
+
+    def test_torch(self, torch: Any, world: ac.Communicator) -> None:
+        kind = torch.optim.Adam
+        unsharded = train_torch(torch, world, kind)
+        sharded = train_torch(torch, world, kind, shard=True, bucket_bytes=100)
+        assert bits(sharded[:2]) == bits(unsharded[:2])
+
+    def test_a_compiled_update_on_ranks_without_a_leaf(self, world: ac.Communicator) -> None:
+        jax: Any = pytest.importorskip("jax")
+        optax: Any = pytest.importorskip("optax")
+        optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world, op="sum", shard=True)
+        params = {"a": jax.numpy.zeros(2)}
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
+        for step in range(5):
+            grads = {"a": params["a"] + world.rank + step}
+            changes, state = update(grads, state)
+            total = sum(float(np.float32(rank + step)) for rank in range(world.size))
+            np.testing.assert_array_equal(changes["a"], np.full(2, -total, np.float32))
+
+    def test_objects_with_update(self, world: ac.Communicator) -> None:
+        assert bits(train_plain(world, True)[:2]) == bits(train_plain(world, False)[:2])
+
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_optax(self, is_compiled: bool, accumulate: int, world: ac.Communicator) -> None:
+        jax: Any = pytest.importorskip("jax")
+        make = transformations()["adam"]
+        wrap = jax.jit if is_compiled else lambda update: update
+        options = {"wrap": wrap, "accumulate": accumulate}
+        unsharded = train_optax(world, make, False, **options)
+        sharded = train_optax(world, make, True, **options)
+        assert_same_on_all(leaves_of([sharded]), leaves_of([unsharded]))
