@@ -6,13 +6,33 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.experimental.buffer_callback import buffer_callback
 
 import arraycomm as ac
+from arraycomm._training.programs import GradientCalls
+from arraycomm.adapters._jax_collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    bcast,
+    make_token,
+    reduce_scatter,
+    sendrecv,
+)
+from arraycomm.adapters._jax_updates import Updates, reduce_traced
 
-__all__ = ["DistributedOptimizer", "all_reduce", "synchronize"]
+__all__ = [
+    "DistributedOptimizer",
+    "all_reduce",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "bcast",
+    "make_token",
+    "reduce_scatter",
+    "sendrecv",
+    "synchronize",
+]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
@@ -51,22 +71,32 @@ def distribute(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that reduces gradients, and then applies `optimizer`."""
     inner = optax.with_extra_args_support(optimizer)
+    updates_made = Updates()
+    calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        if _is_traced(updates) or gradients.accumulate > 1:
-            reduced = _reduce(gradients.comm, updates, gradients.op, gradients.options)
+        # A list, as under jit and in torch, so that ranks of these may reduce together.
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+        counts = True
+        if _is_traced(leaves):
+            leaves = reduce_traced(calls, updates_made, leaves)
         else:
-            # A list, as under jit and in torch, so that ranks of these may reduce together.
-            leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-            counts, listed = gradients.add(leaves)
-            reduced = jax.tree.unflatten(structure, listed)
-            if not counts:
-                return jax.tree.map(jnp.zeros_like, reduced), state
+            jax.effects_barrier()
+            step = 0 if gradients.joined else updates_made.take()
+            if gradients.accumulate > 1:
+                leaves = calls.reduce(leaves, step)
+            else:
+                counts, leaves = gradients.add(leaves, step)
+        reduced = jax.tree.unflatten(structure, leaves)
+        if not counts:
+            return jax.tree.map(jnp.zeros_like, reduced), state
         updated: tuple[Any, Any] = inner.update(reduced, state, params, **extra)
         return updated
 
     reducing = _Distributed(inner.init, gradients.entry(update))
-    return reducing if gradients.accumulate == 1 else _accumulating(reducing, gradients.accumulate)
+    if gradients.accumulate == 1:
+        return reducing
+    return _accumulating(reducing, gradients.accumulate, updates_made)
 
 
 class AccumulatedState(NamedTuple):
@@ -87,7 +117,7 @@ class AccumulatedState(NamedTuple):
     inner: Any
 
 
-def _accumulating(reducing: _Distributed, steps: int) -> _Distributed:
+def _accumulating(reducing: _Distributed, steps: int, updates_made: Updates) -> _Distributed:
     """Return a transformation that applies `reducing` to the mean gradient of every `steps` steps."""
 
     def init(params: Any) -> AccumulatedState:
@@ -118,6 +148,8 @@ def _accumulating(reducing: _Distributed, steps: int) -> _Distributed:
                 state.count + 1 == steps, apply, wait
             )
             return chosen
+        # Inside jax.lax.cond every one of the steps counts.
+        updates_made.mark()
         return apply() if int(state.count) + 1 == steps else wait()
 
     return _Distributed(init, update)
@@ -162,54 +194,23 @@ def all_reduce(
         As for `arraycomm.DistributedOptimizer`.
     """
     group = (comm or ac.world()).dup()
-    options = {"bucket_bytes": bucket_bytes, "compression": compression}
+    calls = GradientCalls(group, op, {"bucket_bytes": bucket_bytes, "compression": compression})
+    made = Updates()
 
     def init(params: Any) -> optax.EmptyState:
         return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return _reduce(group, updates, op, options), state
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+        if _is_traced(leaves):
+            leaves = reduce_traced(calls, made, leaves)
+        else:
+            jax.effects_barrier()
+            leaves = calls.reduce(leaves, made.take())
+        return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformation(init, update)
 
 
-def _reduce(group: ac.Communicator, updates: Any, op: str, options: dict[str, Any]) -> Any:
-    if _is_traced(updates):
-        return _reduce_traced(group, updates, op, options)
-    leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-    return jax.tree.unflatten(structure, ac.allreduce_gradients(leaves, op, comm=group, **options))
-
-
 def _is_none(leaf: Any) -> bool:
     return leaf is None
-
-
-def _reduce_traced(group: ac.Communicator, updates: Any, op: str, options: dict[str, Any]) -> Any:
-    """Reduce the whole tree in one callback of the compiled program, on the program's own buffers."""
-    if group.backend == "threads":
-        raise ac.BackendUnavailableError(
-            "jitted JAX collectives need a process a rank; run the program under mpiexec"
-        )
-    if jax.default_backend() != "cpu":
-        raise ac.BackendUnavailableError(
-            "jitted JAX collectives work on the CPU backend; on a GPU call the transformation "
-            "outside jax.jit"
-        )
-    leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-    numbers = [number for number, leaf in enumerate(leaves) if leaf is not None]
-
-    def reduce_buffers(_: Any, results: Any, *buffers: Any) -> None:
-        gradients: list[Any] = [None] * len(leaves)
-        for number, buffer in zip(numbers, buffers, strict=True):
-            gradients[number] = np.asarray(buffer)
-        # The compiled program has no buffer for a gradient that only other ranks have.
-        reduced = ac.allreduce_gradients(gradients, op, missing="error", comm=group, **options)
-        for number, result in zip(numbers, results, strict=True):
-            np.asarray(result)[...] = reduced[number]
-
-    present = [leaves[number] for number in numbers]
-    types = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in present]
-    reduced = buffer_callback(reduce_buffers, types, has_side_effect=True)(*present)
-    for number, leaf in zip(numbers, reduced, strict=True):
-        leaves[number] = leaf
-    return jax.tree.unflatten(structure, leaves)

@@ -12,6 +12,7 @@ from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
+from arraycomm._training.numbered import NumberedGradients, Where
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
@@ -99,10 +100,11 @@ class Gradients:
         self._has_reduced = False
 
     @entry
-    def add(self, tree: Any) -> tuple[bool, Any]:
+    def add(self, tree: Any, step: int = 0) -> tuple[bool, Any]:
         """Add the gradients of a step; return whether they were reduced, and the reduced ones.
 
-        Collective in the last of the accumulated steps; local in the others.
+        Collective in the last of the accumulated steps; local in the others. `step` is the number of
+        the step, from 1 on, if the adapter counts steps that were skipped as well.
         """
         join = registry_of(self._shared).join
         if join is not None:
@@ -113,7 +115,7 @@ class Gradients:
             self.keep(tree)
             return False, None
         # Inside the call, so that it reports an error in this rank's gradients to the others.
-        reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree)
+        reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree, step)
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
@@ -254,14 +256,14 @@ class Gradients:
         ]
 
 
-class OptimizerStep(AllreduceGradients):
+class OptimizerStep(NumberedGradients):
     """The reduction of an optimizer's gradients."""
 
     def __init__(
-        self, context: Context, memory: TreeMemory, gradients: Gradients, tree: Any
+        self, context: Context, memory: TreeMemory, gradients: Gradients, tree: Any, step: int
     ) -> None:
-        means = gradients.mean_of_steps(tree)
-        super().__init__(context, memory, means, gradients.op, **gradients.options)
+        means, where = gradients.mean_of_steps(tree), Where(step)
+        super().__init__(context, memory, means, gradients.op, where, **gradients.options)
 
 
 class JoinedStep(WeightedGradients):
