@@ -41,6 +41,13 @@ class Updates:
         return self._number
 
 
+def is_traced(tree: Any) -> bool:
+    """Tell whether an update is being traced: a branch may have arrays that are not."""
+    if not core.trace_ctx.is_top_level():
+        return True
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
 @dataclass(frozen=True)
 class _Mark(Call):
     """Notes when the program comes to an update."""

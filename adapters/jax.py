@@ -10,6 +10,7 @@ import optax
 
 import arraycomm as ac
 from arraycomm._training.programs import GradientCalls
+from arraycomm.adapters._jax_batch import Extra
 from arraycomm.adapters._jax_collectives import (
     allgather,
     allreduce,
@@ -19,7 +20,7 @@ from arraycomm.adapters._jax_collectives import (
     reduce_scatter,
     sendrecv,
 )
-from arraycomm.adapters._jax_updates import Updates, reduce_traced
+from arraycomm.adapters._jax_updates import Updates, is_traced, reduce_traced
 
 __all__ = [
     "DistributedOptimizer",
@@ -74,23 +75,29 @@ def distribute(
     updates_made = Updates()
     calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
 
+    takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+
+    def reduce(leaves: list[Any]) -> tuple[bool, list[Any]]:
+        if is_traced(leaves):
+            return True, reduce_traced(calls, updates_made, leaves)
+        jax.effects_barrier()
+        step = 0 if gradients.joined else updates_made.take()
+        if gradients.accumulate > 1:
+            return True, calls.reduce(leaves, step)
+        counts, reduced = gradients.add(leaves, step)
+        return counts, reduced
+
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        further = Extra(extra if takes_extra else {}, gradients.op, gradients.accumulate)
         # A list, as under jit and in torch, so that ranks of these may reduce together.
         leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-        counts = True
-        if _is_traced(leaves):
-            leaves = reduce_traced(calls, updates_made, leaves)
-        else:
-            jax.effects_barrier()
-            step = 0 if gradients.joined else updates_made.take()
-            if gradients.accumulate > 1:
-                leaves = calls.reduce(leaves, step)
-            else:
-                counts, leaves = gradients.add(leaves, step)
-        reduced = jax.tree.unflatten(structure, leaves)
+        counts, reduced = reduce([*leaves, *further.leaves])
+        split = len(leaves)
+        gradient = jax.tree.unflatten(structure, reduced[:split])
         if not counts:
-            return jax.tree.map(jnp.zeros_like, reduced), state
-        updated: tuple[Any, Any] = inner.update(reduced, state, params, **extra)
+            return jax.tree.map(jnp.zeros_like, gradient), state
+        pooled = further.pooled(reduced[split:], gradients.op, gradients.comm)
+        updated: tuple[Any, Any] = inner.update(gradient, state, params, **pooled)
         return updated
 
     reducing = _Distributed(inner.init, gradients.entry(update))
@@ -143,7 +150,7 @@ def _accumulating(reducing: _Distributed, steps: int, updates_made: Updates) -> 
             changes = jax.tree.map(_nothing, sums, likes)
             return changes, AccumulatedState(state.count + 1, sums, state.inner)
 
-        if _is_traced((updates, state)):
+        if is_traced((updates, state)):
             chosen: tuple[Any, AccumulatedState] = jax.lax.cond(
                 state.count + 1 == steps, apply, wait
             )
@@ -168,10 +175,6 @@ def _mean(total: Any, like: Any, steps: int) -> Any:
 
 def _nothing(total: Any, like: Any) -> Any:
     return jnp.zeros_like(total if like is None else like)
-
-
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def all_reduce(
@@ -202,7 +205,7 @@ def all_reduce(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-        if _is_traced(leaves):
+        if is_traced(leaves):
             leaves = reduce_traced(calls, made, leaves)
         else:
             jax.effects_barrier()
