@@ -34,7 +34,7 @@ class Extra:
 
     def __init__(self, given: Mapping[str, Any], op: str, accumulate: int) -> None:
         self._given = dict(given)
-        _check(self._given, op, accumulate)
+        check_extra(self._given, op, accumulate)
         reduced = {name: given[name] for name in _REDUCED if name in given}
         self.leaves, self._structure = jax.tree.flatten(reduced, is_leaf=lambda leaf: leaf is None)
 
@@ -66,7 +66,8 @@ def _plain(leaf: Any) -> jax.Array:
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def _check(given: Mapping[str, Any], op: str, accumulate: int) -> None:
+def check_extra(given: Mapping[str, Any], op: str, accumulate: int) -> None:
+    """Raise for arguments that cannot be reduced."""
     for name, value in given.items():
         if callable(value) and name not in (*_OBJECTIVES, *_GRADIENTS):
             raise TypeError(

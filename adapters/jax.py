@@ -10,7 +10,7 @@ import optax
 
 import arraycomm as ac
 from arraycomm._training.programs import GradientCalls
-from arraycomm.adapters._jax_batch import Extra
+from arraycomm.adapters._jax_batch import Extra, check_extra
 from arraycomm.adapters._jax_collectives import (
     allgather,
     allreduce,
@@ -134,6 +134,7 @@ def _accumulating(reducing: _Distributed, steps: int, updates_made: Updates) -> 
     def update(
         updates: Any, state: AccumulatedState, params: Any = None, **extra: Any
     ) -> tuple[Any, AccumulatedState]:
+        check_extra(extra, "mean", steps)
         sums = jax.tree.map(
             lambda total, new: total if new is None else total + new, state.sums, updates
         )

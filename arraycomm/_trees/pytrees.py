@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import optree
 
+from arraycomm._trees import nnx
 from arraycomm._trees.keys import are_plain, describe_keys
 
 # Leaves of these types have nothing inside; skipping further checks saves time.
@@ -165,8 +166,13 @@ def _open(leaf: Any, path: str) -> _Node | None:
     """Return the contents of a leaf of optree, or None if it is no container."""
     if type(leaf) in (dict, defaultdict):
         return _open_mapping(leaf, path)
-    if isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__"):
+    if isinstance(leaf, (*_PLAIN, np.generic)):
         return None
+    if hasattr(leaf, "__dlpack__") and not nnx.is_variable(leaf):
+        return None
+    state = nnx.state_of(leaf)
+    if state is not None:
+        return _Node([state.arrays], [""], lambda new: state.update(new[0]))
     if is_torch(leaf, "nn", "Module"):
         return _open_module(leaf)
     if is_torch(leaf, "optim", "Optimizer"):
