@@ -65,6 +65,12 @@ def check(optimizer: Any) -> None:
         )
     if isinstance(optimizer, _Distributed):
         raise ValueError("DistributedOptimizer: this transformation is distributed already")
+    if is_traced(()):
+        raise TypeError(
+            "DistributedOptimizer: a distributed transformation cannot be made inside a transformation of "
+            "JAX, since making it is a call of all ranks; make it before, and around "
+            "optax.inject_hyperparams"
+        )
 
 
 def distribute(
@@ -189,8 +195,7 @@ def all_reduce(
 
     Collective: it works on a duplicate of `comm`, since a program that JAX dispatched may still
     run while the next call is made. Eagerly, a gradient that is None on some ranks counts as zeros
-    on these ranks. Under `jax.jit` the structure must be the same on every rank, and JAX raises an
-    error inside the compiled program with the message of arraycomm's error.
+    on these ranks. Under `jax.jit` the structure must be the same on every rank.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ def assert_close(got: Any, expected: Any) -> None:
 
 
 def raised(call: Callable[[], Any]) -> BaseException:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 whatever it is
+    with pytest.raises(Exception) as caught:
         jax.block_until_ready(call())
     return caught.value
 
@@ -54,7 +54,7 @@ def derivatives_are_those_of_the_sum_of_all_losses() -> None:
 
 def control_flow_makes_the_calls_of_each_turn() -> None:
     comm = ac.world()
-    for case in CASES.values():
+    for case in (CASES[name] for name in ("allreduce-mean", "alltoall", "sendrecv")):
         x = draw(comm.rank, case.shape(comm.size))
         y = case.call(x, comm=comm)
         assert_same(jax.jit(lambda x, case=case: case.call(x, comm=comm))(x), y)
@@ -102,17 +102,15 @@ def compiled_results_have_the_bits_of_eager_ones() -> None:
     tiny = np.float32(1e-40) * np.arange(1, 8, dtype=np.float32) + np.float32(rank) * np.float32(
         1e-41
     )
-    for dtype in (jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8, jnp.complex64):
-        x = jnp.asarray(tiny if dtype == jnp.float32 else np.arange(7) / 3 - rank, dtype)
-        for op in ("sum", "max", "prod", "mean"):
-            if (op in ("max", "mean") and dtype in (jnp.complex64,)) or (
-                op == "mean" and dtype == jnp.int8
-            ):
-                continue
-            got, eager = jax.jit(lambda x, op=op: allreduce(x, op))(x), allreduce(x, op)
-            assert np.asarray(got).tobytes() == np.asarray(eager).tobytes()
-            plain = ac.world().allreduce(x, op)
-            assert np.asarray(got).tobytes() == np.asarray(plain).tobytes()
+    thirds = np.arange(7) / 3 - rank
+    for dtype, op in (
+        *((jnp.float32, op) for op in ("sum", "max", "prod", "mean")),
+        *((jnp.bfloat16, "mean"), (jnp.float16, "sum"), (jnp.int8, "sum"), (jnp.complex64, "prod")),
+    ):
+        x = jnp.asarray(tiny if dtype == jnp.float32 else thirds, dtype)
+        got, eager = jax.jit(lambda x, op=op: allreduce(x, op))(x), allreduce(x, op)
+        plain = ac.world().allreduce(x, op)
+        assert len({np.asarray(y).tobytes() for y in (got, eager, plain)}) == 1
     assert np.asarray(jax.jit(allreduce)(jnp.asarray(tiny)))[0] > 0
 
 
@@ -238,7 +236,7 @@ def what_cannot_be_compiled_is_refused_by_name() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
     part = jax.sharding.PartitionSpec("i")
     x = jnp.ones(ac.world().size)
-    sharded = jax.shard_map(lambda x: allreduce(x), mesh=mesh, in_specs=part, out_specs=part)
+    sharded = jax.shard_map(allreduce, mesh=mesh, in_specs=part, out_specs=part)
     own = ac.op(lambda one, other: one + other)
     for call, said in (
         (sharded, "allreduce: a collective of arraycomm cannot be called inside jax.shard_map"),
@@ -253,7 +251,7 @@ def what_cannot_be_compiled_is_refused_by_name() -> None:
     ):
         with pytest.raises(TypeError, match=said):
             call(x)
-    with pytest.raises(ValueError, match="reduce_scatter: x must have . rows"):
+    with pytest.raises(ValueError, match="reduce_scatter: x must have"):
         jax.jit(CASES["reduce_scatter"].call)(jnp.ones(ac.world().size + 1))
     assert_same(allreduce(x, own), allreduce(x))
 
@@ -266,7 +264,7 @@ def least_squares(seed: int) -> tuple[Any, Any]:
     return jnp.asarray(rng.normal(size=(12, 4))), jnp.asarray(rng.normal(size=12))
 
 
-def trained(optimizer: Any, data: Any, compiled: bool, steps: int = 4) -> Any:
+def trained(optimizer: Any, data: Any, compiled: bool, steps: int = 3) -> Any:
     x, y = data
     params = {"w": jnp.zeros(4), "b": jnp.zeros(())}
     state = optimizer.init(params)
@@ -318,13 +316,17 @@ WRAPPED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
 }
 
 
+# Line searches and branches are compiled anew in each eager step.
+EAGERLY_TOO = ("plateau", "finite inside", "multi outside")
+
+
 def updates_are_those_of_one_process_with_all_data() -> None:
     comm = ac.world()
     x, y = least_squares(0)
     part = 12 // comm.size
     own = slice(comm.rank * part, (comm.rank + 1) * part)
     for name, make in WRAPPED.items():
-        for compiled in (True, False):
+        for compiled in (True, False) if name in EAGERLY_TOO else (True,):
             got = trained(make(ac.DistributedOptimizer), (x[own], y[own]), compiled)
             expected = trained(make(lambda plain: plain), (x, y), compiled)
             for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -390,6 +392,8 @@ def further_arguments_are_reduced_or_refused() -> None:
     error = raised(lambda: update(op="sum", value_fn=lambda x: 0.0))
     assert isinstance(error, ValueError)
     assert 'op must be "mean" for an update with value_fn' in str(error)
+    error = raised(lambda: jax.jit(lambda x: ac.DistributedOptimizer(optax.sgd(x)) and x)(1.0))
+    assert "cannot be made inside a transformation" in str(error)
     error = raised(lambda: update(accumulate=2, value=1.0))
     assert isinstance(error, ValueError)
     assert "with accumulate=2 update takes gradients only" in str(error)

@@ -19,7 +19,7 @@ cases = pytest.importorskip("tests.adapters.jax_cases")
 programs = pytest.importorskip("tests.adapters.jax_programs")
 collectives = pytest.importorskip("arraycomm.adapters.jax")
 
-LIMIT = 240
+LIMIT = 300
 # Flax need not be there.
 FLAX_CHECKS = [
     "nnx_trains_as_one_process",

@@ -37,11 +37,11 @@ _INSTEAD: Final = {
         **{
             name: name for name in ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast")
         },
-        **{"reduce": "allreduce", "gather": "allgather", "send": "sendrecv"},
-        **{
-            "allreduce_tree": "allreduce for each leaf",
-            "allreduce_gradients": "all_reduce().update",
-        },
+        "reduce": "allreduce",
+        "gather": "allgather",
+        "send": "sendrecv",
+        "allreduce_tree": "allreduce for each leaf",
+        "allreduce_gradients": "all_reduce().update",
     }.items()
 }
 
