@@ -40,7 +40,7 @@ class Extra:
 
     def pooled(self, reduced: Sequence[Any], op: str, comm: ac.Communicator) -> dict[str, Any]:
         """Return the arguments for all ranks' batches, given the reduced leaves."""
-        made = self._given | jax.tree.unflatten(self._structure, reduced)
+        made: dict[str, Any] = self._given | jax.tree.unflatten(self._structure, reduced)
         for name in made.keys() & set(_OBJECTIVES):
             made[name] = _pooled_objective(made[name], name, op, comm)
         for name in made.keys() & set(_GRADIENTS):

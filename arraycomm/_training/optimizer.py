@@ -75,9 +75,10 @@ def DistributedOptimizer(  # noqa: N802
     MismatchError
         The arguments differ between ranks. With torch, in a backward pass or a step: some ranks have
         skipped a step that others took, or made another number of backward passes.
+        With optax, in an update: some ranks have skipped one that others made.
     TypeError
         `optimizer` is none of these. With torch, in a backward pass: a gradient is sparse, or has a
-        history.
+        history. With optax, in an update: an argument is a function that cannot be reduced.
 
     Notes
     -----
