@@ -38,12 +38,15 @@ class Call(abc.ABC):
         Where the batch axis of `jax.vmap` goes in the arguments, and where the results have it.
     in_place : bool
         Whether each result may be written over its argument.
+    communicates : bool
+        Whether other ranks take part, so that it has a place in the program.
     """
 
     name: ClassVar[str]
     batched_axis: ClassVar[int] = 0
     result_axis: ClassVar[int] = 0
     in_place: ClassVar[bool] = False
+    communicates: ClassVar[bool] = True
 
     @abc.abstractmethod
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
@@ -122,7 +125,12 @@ class _Callback:
     """What a compiled program calls, with a token and buffers: arguments, a token, results."""
 
     def __init__(self, call: Call, comm: ac.Communicator, place: int, count: int) -> None:
-        self._make, self.comm, self._place, self._count = call.open(comm), comm, place, count
+        self._make, self._place, self._count = call.open(comm), place, count
+        self._comm = comm if call.communicates else None
+
+    def takes_place(self, comm: ac.Communicator) -> bool:
+        """Tell whether this is a call over a communicator, which ranks compare."""
+        return self._comm is comm
 
     def __call__(self, _: Any, *buffers: Any) -> tuple[()]:
         split = 1 + self._count
@@ -141,7 +149,7 @@ def _lower(
     module = ctx.module_context
     check_compiled(call.name, comm, module.platforms)
     place = 1 + sum(
-        isinstance(other, _Callback) and other.comm is comm for other in module.host_callbacks
+        isinstance(other, _Callback) and other.takes_place(comm) for other in module.host_callbacks
     )
     module.add_host_callback(_Callback(call, comm, place, len(arrays)))
     lowered = jax.ffi.build_ffi_lowering_function(

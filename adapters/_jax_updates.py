@@ -54,6 +54,7 @@ class _Mark(Call):
 
     updates: Updates
     name = "DistributedOptimizer"
+    communicates = False
 
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
         return []

@@ -287,9 +287,6 @@ def trained(optimizer: Any, data: Any, compiled: bool, steps: int = 3) -> Any:
 
 WRAPPED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
     "lbfgs": lambda wrap: wrap(optax.lbfgs()),
-    "backtracking": lambda wrap: wrap(
-        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
-    ),
     "plateau": lambda wrap: wrap(
         optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1))
     ),
@@ -306,7 +303,6 @@ WRAPPED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
         optax.masked(wrap(optax.sgd(0.1)), {"w": True, "b": False}),
         optax.masked(optax.set_to_zero(), {"w": False, "b": True}),
     ),
-    "masked inside": lambda wrap: wrap(optax.masked(optax.sgd(0.1), {"w": True, "b": False})),
     "partitioned outside": lambda wrap: optax.partition(
         {"w": wrap(optax.sgd(0.1)), "b": wrap(optax.adam(0.1))}, {"w": "w", "b": "b"}
     ),

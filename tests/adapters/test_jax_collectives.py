@@ -20,6 +20,8 @@ programs = pytest.importorskip("tests.adapters.jax_programs")
 collectives = pytest.importorskip("arraycomm.adapters.jax")
 
 LIMIT = 300
+# Most of the time goes into compiling, on every rank anew.
+RANKS = 2
 # Flax need not be there.
 FLAX_CHECKS = [
     "nnx_trains_as_one_process",
@@ -53,21 +55,21 @@ def test_compiled_collective_on_threads_is_refused() -> None:
 
 
 @lru_cache
-def _report(module: str, ranks: int) -> Report:
-    return Report(run_python("-m", module, ranks=ranks, timeout=LIMIT), ranks)
+def _report(module: str) -> Report:
+    return Report(run_python("-m", module, ranks=RANKS, timeout=LIMIT), RANKS)
 
 
 @needs_mpiexec
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("check", [check.__name__ for check in programs.CHECKS])
 def test_compiled_programs(check: str) -> None:
-    _report("tests.adapters.jax_programs", 3).assert_passed(check)
+    _report("tests.adapters.jax_programs").assert_passed(check)
 
 
 @needs_mpiexec
 @pytest.mark.each_mpi
 def test_program_of_the_checks_ends_well_with_a_call_in_flight() -> None:
-    _report("tests.adapters.jax_programs", 3).assert_ended_well()
+    _report("tests.adapters.jax_programs").assert_ended_well()
 
 
 @needs_mpiexec
@@ -75,4 +77,31 @@ def test_program_of_the_checks_ends_well_with_a_call_in_flight() -> None:
 @pytest.mark.parametrize("check", FLAX_CHECKS)
 def test_modules(check: str) -> None:
     pytest.importorskip("flax")
-    _report("tests.adapters.flax_programs", 2).assert_passed(check)
+    _report("tests.adapters.flax_programs").assert_passed(check)
+
+
+FAILING = """
+import jax, jax.numpy as jnp, arraycomm as ac
+from arraycomm.adapters.jax import allreduce
+comm = ac.init(timeout=60)
+program = jax.jit(lambda x: allreduce(jnp.sin(x)) + 1)
+program(jnp.ones(3)).block_until_ready()
+if comm.rank == 1:
+    raise ValueError("rank 1 is broken")
+try:
+    jax.block_until_ready([program(jnp.ones(3)) for _ in range(2)])
+except ac.PeerError as error:
+    assert error.rank == 1
+    assert "ValueError: rank 1 is broken" in error.traceback
+    print("caught by its class")
+    raise
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_compiled_program_raises_if_another_rank_fails() -> None:
+    job = run_python("-c", FAILING, ranks=RANKS, timeout=60)
+    assert job.returncode
+    assert "caught by its class" in job.stdout
+    assert "PeerError: rank 1 failed and takes part no more" in job.stderr
