@@ -15,30 +15,12 @@ import jax.numpy as jnp
 from jax._src import core
 
 import arraycomm as ac
+from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls
 from arraycomm.adapters._jax_primitive import Call, Make, bind
 
 _BRANCHES = ("cond", "switch")
 _LOOPS = ("scan", "while_loop", "fori_loop", "map")
-
-
-class Updates:
-    """The numbers of one optimizer's updates on this rank."""
-
-    def __init__(self) -> None:
-        self._number, self._marked = 0, False
-
-    def mark(self) -> None:
-        """Note that the program has come to an update, which may be skipped."""
-        self._number += 1
-        self._marked = True
-
-    def take(self) -> int:
-        """Return the number of an update that is made, from 1 on."""
-        if not self._marked:
-            self._number += 1
-        self._marked = False
-        return self._number
 
 
 def is_traced(tree: Any) -> bool:
@@ -52,7 +34,7 @@ def is_traced(tree: Any) -> bool:
 class _Mark(Call):
     """Notes when the program comes to an update."""
 
-    updates: Updates
+    updates: Numbering
     name = "DistributedOptimizer"
     communicates = False
 
@@ -67,7 +49,7 @@ class _Mark(Call):
         return make
 
 
-def mark_outside_branches(updates: Updates, comm: ac.Communicator) -> None:
+def mark_outside_branches(updates: Numbering, comm: ac.Communicator) -> None:
     """Note an update outside the branches of `jax.lax.cond` that are being traced, if there are any.
 
     The mark and the update share no array: JAX may trace a branch once, and use it in several programs.
@@ -96,7 +78,7 @@ class _Reduce(Call):
     """The reduction of an update's gradients, of which some may be None."""
 
     calls: GradientCalls
-    updates: Updates
+    updates: Numbering
     present: tuple[bool, ...]
     name = "DistributedOptimizer"
 
@@ -110,7 +92,7 @@ class _Reduce(Call):
         given = iter(arrays)
         leaves = [next(given) if there else None for there in self.present]
         # The program has no buffer for a gradient that only other ranks have.
-        reduced = self.calls.reduce(leaves, self.updates.take(), place, missing="error")
+        reduced = self.calls.reduce(leaves, self.updates, place, missing="error")
         made = [leaf for leaf in reduced if leaf is not None]
         for out, leaf in zip(outs, made, strict=True):
             if out is not None:
@@ -121,7 +103,7 @@ class _Reduce(Call):
         return bind(self, cotangents, comm)
 
 
-def reduce_traced(calls: GradientCalls, updates: Updates, leaves: Sequence[Any]) -> list[Any]:
+def reduce_traced(calls: GradientCalls, updates: Numbering, leaves: Sequence[Any]) -> list[Any]:
     """Reduce gradients, in one call of the compiled program and on the program's own buffers."""
     mark_outside_branches(updates, calls.comm)
     present = tuple(leaf is not None for leaf in leaves)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import arraycomm as ac
+from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls
 from arraycomm.adapters._jax_batch import Extra, check_extra
 from arraycomm.adapters._jax_collectives import (
@@ -20,7 +21,7 @@ from arraycomm.adapters._jax_collectives import (
     reduce_scatter,
     sendrecv,
 )
-from arraycomm.adapters._jax_updates import Updates, is_traced, reduce_traced
+from arraycomm.adapters._jax_updates import is_traced, reduce_traced
 
 __all__ = [
     "DistributedOptimizer",
@@ -78,7 +79,7 @@ def distribute(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that reduces gradients, and then applies `optimizer`."""
     inner = optax.with_extra_args_support(optimizer)
-    updates_made = Updates()
+    updates_made = Numbering()
     calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
 
     takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
@@ -87,10 +88,9 @@ def distribute(
         if is_traced(leaves):
             return True, reduce_traced(calls, updates_made, leaves)
         jax.effects_barrier()
-        step = 0 if gradients.joined else updates_made.take()
         if gradients.accumulate > 1:
-            return True, calls.reduce(leaves, step)
-        counts, reduced = gradients.add(leaves, step)
+            return True, calls.reduce(leaves, updates_made)
+        counts, reduced = gradients.add(leaves, updates_made)
         return counts, reduced
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -130,7 +130,7 @@ class AccumulatedState(NamedTuple):
     inner: Any
 
 
-def _accumulating(reducing: _Distributed, steps: int, updates_made: Updates) -> _Distributed:
+def _accumulating(reducing: _Distributed, steps: int, updates_made: Numbering) -> _Distributed:
     """Return a transformation that applies `reducing` to the mean gradient of every `steps` steps."""
 
     def init(params: Any) -> AccumulatedState:
@@ -204,7 +204,7 @@ def all_reduce(
     """
     group = (comm or ac.world()).dup()
     calls = GradientCalls(group, op, {"bucket_bytes": bucket_bytes, "compression": compression})
-    made = Updates()
+    made = Numbering()
 
     def init(params: Any) -> optax.EmptyState:
         return optax.EmptyState()
@@ -215,7 +215,7 @@ def all_reduce(
             leaves = reduce_traced(calls, made, leaves)
         else:
             jax.effects_barrier()
-            leaves = calls.reduce(leaves, made.take())
+            leaves = calls.reduce(leaves, made)
         return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformation(init, update)

@@ -12,7 +12,7 @@ from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.group import Group
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
-from arraycomm._training.numbered import NumberedGradients, Where
+from arraycomm._training.numbered import NumberedGradients, Numbering, Where
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
@@ -100,11 +100,11 @@ class Gradients:
         self._has_reduced = False
 
     @entry
-    def add(self, tree: Any, step: int = 0) -> tuple[bool, Any]:
+    def add(self, tree: Any, numbering: Numbering | None = None) -> tuple[bool, Any]:
         """Add the gradients of a step; return whether they were reduced, and the reduced ones.
 
-        Collective in the last of the accumulated steps; local in the others. `step` is the number of
-        the step, from 1 on, if the adapter counts steps that were skipped as well.
+        Collective in the last of the accumulated steps; local in the others. An adapter whose steps
+        can be skipped without its knowledge numbers them.
         """
         join = registry_of(self._shared).join
         if join is not None:
@@ -114,8 +114,11 @@ class Gradients:
         if self.keeps:
             self.keep(tree)
             return False, None
+        where = Where() if numbering is None else numbering.take()
         # Inside the call, so that it reports an error in this rank's gradients to the others.
-        reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree, step)
+        reduced = runner_of(self.comm).call(
+            OptimizerStep, trees_of(self.comm), self, tree, where, numbering
+        )
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
@@ -260,10 +263,16 @@ class OptimizerStep(NumberedGradients):
     """The reduction of an optimizer's gradients."""
 
     def __init__(
-        self, context: Context, memory: TreeMemory, gradients: Gradients, tree: Any, step: int
+        self,
+        context: Context,
+        memory: TreeMemory,
+        gradients: Gradients,
+        tree: Any,
+        where: Where,
+        numbering: Numbering | None,
     ) -> None:
-        means, where = gradients.mean_of_steps(tree), Where(step)
-        super().__init__(context, memory, means, gradients.op, where, **gradients.options)
+        means, options = gradients.mean_of_steps(tree), gradients.options
+        super().__init__(context, memory, means, gradients.op, where, numbering, **options)
 
 
 class JoinedStep(WeightedGradients):

@@ -17,7 +17,7 @@ from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._training.join import PrivateGuard
-from arraycomm._training.numbered import NumberedGradients, Where
+from arraycomm._training.numbered import NumberedGradients, Numbering
 
 
 class _PlaceGuard(PrivateGuard):
@@ -108,10 +108,10 @@ class GradientCalls:
     def __init__(self, comm: Communicator, op: str, options: dict[str, Any]) -> None:
         self.comm, self.op, self.options = comm, op, options
 
-    def reduce(self, leaves: list[Any], step: int, place: int = 0, missing: str = "zeros") -> Any:
-        """Reduce the gradients of a step; see `Where`."""
-        runner, memory = runner_of(self.comm), trees_of(self.comm)
-        where = Where(step, place)
-        return runner.call(
-            NumberedGradients, memory, leaves, self.op, where, **self.options, missing=missing
-        )
+    def reduce(
+        self, leaves: list[Any], numbering: Numbering, place: int = 0, missing: str = "zeros"
+    ) -> Any:
+        """Reduce the gradients of an update at this place of a program; 0 is outside of programs."""
+        runner, memory, where = runner_of(self.comm), trees_of(self.comm), numbering.take(place)
+        options = {**self.options, "missing": missing}
+        return runner.call(NumberedGradients, memory, leaves, self.op, where, numbering, **options)

@@ -345,6 +345,29 @@ def skipping_alone_is_a_mismatch() -> None:
             assert "DistributedOptimizer(optax.apply_if_finite(...))" in str(error)
 
 
+def branches_may_live_longer_than_programs() -> None:
+    rank = ac.world().rank
+    optimizer = ac.DistributedOptimizer(optax.sgd(1.0))
+
+    def make(grads: Any, state: Any) -> Any:
+        return optimizer.update(grads, state)
+
+    def skip(grads: Any, state: Any) -> Any:
+        return jnp.zeros_like(grads), state
+
+    @jax.jit
+    def step(number: Any, state: Any, batch: Any) -> Any:
+        grads = jnp.full(2, batch.mean() + rank)
+        return lax.cond(number % 2 == 0, make, skip, grads, state)[0]
+
+    expected = -1 - sum(range(ac.world().size)) / ac.world().size
+    for number in range(10):
+        # Rank 1 compiles again, with branches that JAX has traced before.
+        size = 4 + number // 3 if rank == 1 else 4
+        update = step(number, optimizer.init(jnp.ones(2)), jnp.ones(size))
+        assert (update == (0 if number % 2 else expected)).all()
+
+
 def _skip(optimizer: Any, compiled: bool) -> None:
     params = {"a": jnp.zeros(3)}
     state = optimizer.init(params)
@@ -410,6 +433,7 @@ CHECKS: list[Check] = [
     what_cannot_be_compiled_is_refused_by_name,
     updates_are_those_of_one_process_with_all_data,
     skipping_alone_is_a_mismatch,
+    branches_may_live_longer_than_programs,
     further_arguments_are_reduced_or_refused,
 ]
 
