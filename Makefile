@@ -56,7 +56,7 @@ quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,t
 	cuda/test_nccl_link cuda/test_staged_link testing/test_run)
 # Programs that are launched, of which MPI libraries may end some otherwise.
 launching := -m each_mpi tests/session tests/faults tests/testing/test_given.py tests/adapters/test_processes.py \
-	tests/adapters/test_learners.py
+	tests/adapters/test_learners.py tests/adapters/test_jax_collectives.py
 even := $(or $(RANKS),4)
 odd := $(or $(RANKS),3)
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.

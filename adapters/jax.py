@@ -6,15 +6,39 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.experimental.buffer_callback import buffer_callback
 
 import arraycomm as ac
+from arraycomm._training.numbered import Numbering
+from arraycomm._training.programs import GradientCalls
+from arraycomm.adapters._jax_batch import Extra, check_extra
+from arraycomm.adapters._jax_collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    bcast,
+    make_token,
+    reduce_scatter,
+    sendrecv,
+)
 from arraycomm.adapters._jax_compression import compressing
 from arraycomm.adapters._jax_shard import gather_state, shard_state, sharded
+from arraycomm.adapters._jax_updates import is_traced, reduce_traced
 
-__all__ = ["DistributedOptimizer", "all_reduce", "gather_state", "shard_state", "synchronize"]
+__all__ = [
+    "DistributedOptimizer",
+    "all_reduce",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "bcast",
+    "gather_state",
+    "make_token",
+    "reduce_scatter",
+    "sendrecv",
+    "shard_state",
+    "synchronize",
+]
 
 DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
@@ -46,6 +70,12 @@ def check(optimizer: Any) -> None:
         )
     if isinstance(optimizer, _Distributed):
         raise ValueError("DistributedOptimizer: this transformation is distributed already")
+    if is_traced(()):
+        raise TypeError(
+            "DistributedOptimizer: a distributed transformation cannot be made inside a transformation of "
+            "JAX, since making it is a call of all ranks; make it before, and around "
+            "optax.inject_hyperparams"
+        )
 
 
 def check_shard(optimizer: Any) -> None:
@@ -59,29 +89,52 @@ def distribute(
     inner = optax.with_extra_args_support(optimizer)
     if gradients.shards is not None:
         inner = sharded(inner, gradients.shards)
+    updates_made = Numbering()
+    calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
+
+    takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+
+    def reduce_once(leaves: list[Any]) -> list[Any]:
+        if is_traced(leaves):
+            return reduce_traced(calls, updates_made, leaves)
+        jax.effects_barrier()
+        reduced: list[Any] = calls.reduce(leaves, updates_made)
+        return reduced
+
+    def reduce(leaves: list[Any]) -> tuple[bool, list[Any]]:
+        if is_traced(leaves) or gradients.accumulate > 1:
+            return True, reduce_once(leaves)
+        jax.effects_barrier()
+        counts, reduced = gradients.add(leaves, updates_made)
+        return counts, reduced
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        if _is_traced(updates) or gradients.accumulate > 1:
-            reduced = _reduce(gradients.comm, updates, gradients.op, gradients.options)
-        else:
-            # A list, as under jit and in torch, so that ranks of these may reduce together.
-            leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-            counts, listed = gradients.add(leaves)
-            reduced = jax.tree.unflatten(structure, listed)
-            if not counts:
-                return jax.tree.map(jnp.zeros_like, reduced), state
-        updated: tuple[Any, Any] = inner.update(reduced, state, params, **extra)
+        further = Extra(extra if takes_extra else {}, gradients.op, gradients.accumulate)
+        # A list, as under jit and in torch, so that ranks of these may reduce together.
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+        counts, reduced = reduce([*leaves, *further.leaves])
+        split = len(leaves)
+        gradient = jax.tree.unflatten(structure, reduced[:split])
+        if not counts:
+            return jax.tree.map(jnp.zeros_like, gradient), state
+        pooled = further.pooled(reduced[split:], gradients.op, gradients.comm)
+        updated: tuple[Any, Any] = inner.update(gradient, state, params, **pooled)
         return updated
 
     init = inner.init
     if gradients.compressor.states is not None:
-        init, update = compressing(
-            inner,
-            gradients,
-            lambda sent: _reduce(gradients.comm, sent, gradients.op, gradients.options),
-        )
+        init, compressed = compressing(inner, gradients, reduce_once)
+
+        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+            further = Extra(extra if takes_extra else {}, gradients.op, gradients.accumulate)
+            reduced = reduce_once(further.leaves) if further.leaves else []
+            pooled = further.pooled(reduced, gradients.op, gradients.comm)
+            return compressed(updates, state, params, **pooled)
+
     reducing = _Distributed(init, gradients.entry(update))
-    return reducing if gradients.accumulate == 1 else _accumulating(reducing, gradients.accumulate)
+    if gradients.accumulate == 1:
+        return reducing
+    return _accumulating(reducing, gradients.accumulate, updates_made)
 
 
 class AccumulatedState(NamedTuple):
@@ -102,7 +155,7 @@ class AccumulatedState(NamedTuple):
     inner: Any
 
 
-def _accumulating(reducing: _Distributed, steps: int) -> _Distributed:
+def _accumulating(reducing: _Distributed, steps: int, updates_made: Numbering) -> _Distributed:
     """Return a transformation that applies `reducing` to the mean gradient of every `steps` steps."""
 
     def init(params: Any) -> AccumulatedState:
@@ -112,6 +165,7 @@ def _accumulating(reducing: _Distributed, steps: int) -> _Distributed:
     def update(
         updates: Any, state: AccumulatedState, params: Any = None, **extra: Any
     ) -> tuple[Any, AccumulatedState]:
+        check_extra(extra, "mean", steps)
         sums = jax.tree.map(
             lambda total, new: total if new is None else total + new, state.sums, updates
         )
@@ -128,11 +182,13 @@ def _accumulating(reducing: _Distributed, steps: int) -> _Distributed:
             changes = jax.tree.map(_nothing, sums, likes)
             return changes, AccumulatedState(state.count + 1, sums, state.inner)
 
-        if _is_traced((updates, state)):
+        if is_traced((updates, state)):
             chosen: tuple[Any, AccumulatedState] = jax.lax.cond(
                 state.count + 1 == steps, apply, wait
             )
             return chosen
+        # Inside jax.lax.cond every one of the steps counts.
+        updates_made.mark()
         return apply() if int(state.count) + 1 == steps else wait()
 
     return _Distributed(init, update)
@@ -153,10 +209,6 @@ def _nothing(total: Any, like: Any) -> Any:
     return jnp.zeros_like(total if like is None else like)
 
 
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
 def all_reduce(
     op: str = "mean",
     *,
@@ -168,8 +220,7 @@ def all_reduce(
 
     Collective: it works on a duplicate of `comm`, since a program that JAX dispatched may still
     run while the next call is made. Eagerly, a gradient that is None on some ranks counts as zeros
-    on these ranks. Under `jax.jit` the structure must be the same on every rank, and JAX raises an
-    error inside the compiled program with the message of arraycomm's error.
+    on these ranks. Under `jax.jit` the structure must be the same on every rank.
 
     Parameters
     ----------
@@ -177,54 +228,23 @@ def all_reduce(
         As for `arraycomm.DistributedOptimizer`.
     """
     group = (comm or ac.world()).dup()
-    options = {"bucket_bytes": bucket_bytes, "compression": compression}
+    calls = GradientCalls(group, op, {"bucket_bytes": bucket_bytes, "compression": compression})
+    made = Numbering()
 
     def init(params: Any) -> optax.EmptyState:
         return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return _reduce(group, updates, op, options), state
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+        if is_traced(leaves):
+            leaves = reduce_traced(calls, made, leaves)
+        else:
+            jax.effects_barrier()
+            leaves = calls.reduce(leaves, made)
+        return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformation(init, update)
 
 
-def _reduce(group: ac.Communicator, updates: Any, op: str, options: dict[str, Any]) -> Any:
-    if _is_traced(updates):
-        return _reduce_traced(group, updates, op, options)
-    leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-    return jax.tree.unflatten(structure, ac.allreduce_gradients(leaves, op, comm=group, **options))
-
-
 def _is_none(leaf: Any) -> bool:
     return leaf is None
-
-
-def _reduce_traced(group: ac.Communicator, updates: Any, op: str, options: dict[str, Any]) -> Any:
-    """Reduce the whole tree in one callback of the compiled program, on the program's own buffers."""
-    if group.backend == "threads":
-        raise ac.BackendUnavailableError(
-            "jitted JAX collectives need a process a rank; run the program under mpiexec"
-        )
-    if jax.default_backend() != "cpu":
-        raise ac.BackendUnavailableError(
-            "jitted JAX collectives work on the CPU backend; on a GPU call the transformation "
-            "outside jax.jit"
-        )
-    leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-    numbers = [number for number, leaf in enumerate(leaves) if leaf is not None]
-
-    def reduce_buffers(_: Any, results: Any, *buffers: Any) -> None:
-        gradients: list[Any] = [None] * len(leaves)
-        for number, buffer in zip(numbers, buffers, strict=True):
-            gradients[number] = np.asarray(buffer)
-        # The compiled program has no buffer for a gradient that only other ranks have.
-        reduced = ac.allreduce_gradients(gradients, op, missing="error", comm=group, **options)
-        for number, result in zip(numbers, results, strict=True):
-            np.asarray(result)[...] = reduced[number]
-
-    present = [leaves[number] for number in numbers]
-    types = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in present]
-    reduced = buffer_callback(reduce_buffers, types, has_side_effect=True)(*present)
-    for number, leaf in zip(numbers, reduced, strict=True):
-        leaves[number] = leaf
-    return jax.tree.unflatten(structure, leaves)

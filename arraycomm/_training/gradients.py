@@ -17,6 +17,7 @@ from arraycomm._protocol.header import Settings
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
 from arraycomm._training.compression import Compression
 from arraycomm._training.compressor import Compressor
+from arraycomm._training.numbered import NumberedGradients, Numbering, Where
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
 from arraycomm._training.shards import Shards
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
@@ -118,10 +119,11 @@ class Gradients:
         self._has_reduced = False
 
     @entry
-    def add(self, tree: Any) -> tuple[bool, Any]:
+    def add(self, tree: Any, numbering: Numbering | None = None) -> tuple[bool, Any]:
         """Add the gradients of a step; return whether they were reduced, and the reduced ones.
 
-        Collective in the last of the accumulated steps; local in the others.
+        Collective in the last of the accumulated steps; local in the others. An adapter whose steps
+        can be skipped without its knowledge numbers them.
         """
         join = registry_of(self._shared).join
         if join is not None:
@@ -131,16 +133,24 @@ class Gradients:
         if self.keeps:
             self.keep(tree)
             return False, None
-        reduced = self._reduce(tree)
+        reduced = self._reduce(tree, numbering)
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
 
-    def _reduce(self, tree: Any) -> Any:
+    def _reduce(self, tree: Any, numbering: Numbering | None) -> Any:
         if self.compressor.hook is not None:
             return self.compressor.reduce_tree(lambda: flatten(self.mean_of_steps(tree)))
+        where = Where() if numbering is None else numbering.take()
         # Inside the call, so that it reports an error in this rank's gradients to the others.
-        reduced = runner_of(self.comm).call(OptimizerStep, trees_of(self.comm), self, tree)
+        try:
+            reduced = runner_of(self.comm).call(
+                OptimizerStep, trees_of(self.comm), self, tree, where, numbering
+            )
+        except Exception:
+            if numbering is not None:
+                numbering.give_back(where)
+            raise
         self.compressor.settle()
         return reduced
 
@@ -293,14 +303,20 @@ class Gradients:
         ]
 
 
-class OptimizerStep(AllreduceGradients):
+class OptimizerStep(NumberedGradients):
     """The reduction of an optimizer's gradients."""
 
     def __init__(
-        self, context: Context, memory: TreeMemory, gradients: Gradients, tree: Any
+        self,
+        context: Context,
+        memory: TreeMemory,
+        gradients: Gradients,
+        tree: Any,
+        where: Where,
+        numbering: Numbering | None,
     ) -> None:
         sent = gradients.compressor.fed_back_tree(gradients.mean_of_steps(tree))
-        super().__init__(context, memory, sent, gradients.op, **gradients.options)
+        super().__init__(context, memory, sent, gradients.op, where, numbering, **gradients.options)
         made = self.signature
         self.signature = replace(made, settings=(*made.settings, *_place(gradients)))
 

@@ -87,11 +87,13 @@ def DistributedOptimizer(  # noqa: N802
         was passed although gradients are accumulated.
     MismatchError
         The arguments differ between ranks. With torch, in a backward pass or a step: some ranks have
-        skipped a step that others took, or made another number of backward passes. With a wrapped
-        object, in a step: on some ranks alone it has raised in a step before.
+        skipped a step that others took, or made another number of backward passes. With optax, in an
+        update: some ranks have skipped one that others made. With a wrapped object, in a step: on some
+        ranks alone it has raised in a step before.
     TypeError
         `optimizer` is none of these, or cannot be sharded. With torch, in a backward pass: a gradient is
-        sparse, or has a history.
+        sparse, or has a history. With optax, in an update: an argument is a function that cannot be
+        reduced.
 
     Notes
     -----

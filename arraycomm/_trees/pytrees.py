@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import optree
 
+from arraycomm._trees import nnx
 from arraycomm._trees.keys import are_plain, describe_keys
 from arraycomm._trees.opened import opened, says_contents, stays
 
@@ -180,13 +181,15 @@ def _open(leaf: Any, path: str) -> _Node | None:
     if type(leaf) in (dict, defaultdict):
         return _open_mapping(leaf, path)
     tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
-    is_value = isinstance(leaf, (*_PLAIN, np.generic)) or hasattr(leaf, "__dlpack__")
-    # Variables of flax pass for the array in them.
-    if is_value and not says_contents(leaf) and (not tree_util or tree_util.all_leaves((leaf,))):
+    is_array = hasattr(leaf, "__dlpack__") and not nnx.is_variable(leaf)
+    if (is_array or isinstance(leaf, (*_PLAIN, np.generic))) and not says_contents(leaf):
         return None
     found = opened(leaf, path)
     if found is not None:
         return _Node([found.tree], [""], lambda new: found.rebuild(new[0]))
+    state = nnx.state_of(leaf)
+    if state is not None:
+        return _Node([state.arrays], [""], lambda new: state.update(new[0]))
     if stays(leaf):
         return _Node([], [], lambda _: leaf)
     if is_torch(leaf, "nn", "Module"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._training.programs import GradientCalls
 from arraycomm.adapters.jax import all_reduce
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
@@ -197,14 +198,14 @@ class TestCompiled:
     def test_a_step_is_one_call_for_all_leaves(self, world: ac.Communicator) -> None:
         counted = []
 
-        def counting(tree: Any, *args: Any, **kwargs: Any) -> Any:
-            counted.append(len(tree))
-            return original(tree, *args, **kwargs)
+        def counting(self: GradientCalls, leaves: Any, *args: Any, **kwargs: Any) -> Any:
+            counted.append(len(leaves))
+            return original(self, leaves, *args, **kwargs)
 
         optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world)
-        original = ac.allreduce_gradients
+        original = GradientCalls.reduce
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ac, "allreduce_gradients", counting)
+            patch.setattr(GradientCalls, "reduce", counting)
             train_compiled(optimizer, lambda step: gradients(world.rank, step))
         assert counted == [2] * STEPS
 

@@ -11,6 +11,7 @@ import numpy as np
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, check_dtype
 from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
 from arraycomm._dtypes import BY_DTYPE, DType
+from arraycomm._errors import with_alternatives
 
 # The dtypes of 64 bits a part, which JAX has only in its 64-bit mode.
 WIDE: Final = frozenset(np.dtype(name) for name in ("int64", "uint64", "float64", "complex128"))
@@ -29,11 +30,28 @@ def find_reader(kind: type) -> Reader | None:
 # Reading ----------------------------------------------------------------------------------------
 
 
+# What JAX's transformations take in place of a plain call.
+_INSTEAD: Final = {
+    name: f"arraycomm.adapters.jax.{instead}"
+    for name, instead in {
+        **{
+            name: name for name in ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast")
+        },
+        "reduce": "allreduce",
+        "gather": "allgather",
+        "send": "sendrecv",
+        "allreduce_tree": "allreduce for each leaf",
+        "allreduce_gradients": "all_reduce().update",
+    }.items()
+}
+
+
 def _refuse_tracer(_x: Any, name: str) -> BufferView:
-    raise TypeError(
+    error = TypeError(
         f"{name} is traced by JAX (jit, grad, vmap or scan) and has no elements yet; "
-        "use the collectives of arraycomm.adapters.jax, or call this outside of the function"
+        "call this outside of the function"
     )
+    raise with_alternatives(error, _INSTEAD)
 
 
 def read_jax(x: Any, name: str) -> BufferView:

@@ -1,0 +1,258 @@
+"""The collectives of JAX: what each does with memory, how it is batched, and its transpose."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+import arraycomm as ac
+from arraycomm._training.programs import ProgramCalls, calls_of
+from arraycomm.adapters._jax_primitive import Call, Make, bind
+
+Shape = tuple[int, ...]
+
+
+class Collective(Call):
+    """A collective of one array a rank."""
+
+    @abc.abstractmethod
+    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
+        """Make the call; the result goes to `out` if that is not None, and is returned."""
+
+    def shape(self, shape: Shape, size: int) -> Shape:
+        """Return the shape of the result."""
+        return shape
+
+    @abc.abstractmethod
+    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
+        """Apply the transpose, which takes a gradient of the result to that of the argument."""
+
+    def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
+        (x,) = arrays
+        return [jax.ShapeDtypeStruct(self.shape(x.shape, size), x.dtype)]
+
+    def open(self, comm: ac.Communicator) -> Make:
+        calls = calls_of(comm)
+
+        def make(place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+            with calls.at(place):
+                return [self.run(calls, arrays[0], outs[0])]
+
+        return make
+
+    def pull_back(self, cotangents: Sequence[Any], comm: ac.Communicator) -> Sequence[Any]:
+        return [self.transposed(cotangents[0], comm)]
+
+
+def call(collective: Collective, x: Any, comm: ac.Communicator) -> Any:
+    """Make a call, or stage it."""
+    (y,) = bind(collective, [x], comm)
+    return y
+
+
+@dataclass(frozen=True)
+class Allreduce(Collective):
+    """`allreduce`."""
+
+    op: Any
+    name = "allreduce"
+    in_place = True
+
+    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
+        return calls.comm.allreduce(x, self.op, out=out)
+
+    def shape(self, shape: Shape, size: int) -> Shape:
+        _check_named(self.name, self.op)
+        return shape
+
+    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
+        return call(self, cotangent, comm)
+
+    def check_differentiable(self) -> None:
+        check_linear(self.name, self.op)
+
+
+@dataclass(frozen=True)
+class Allgather(Collective):
+    """`allgather`."""
+
+    name = "allgather"
+    result_axis = 1
+
+    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
+        return calls.comm.allgather(x, out=out)
+
+    def shape(self, shape: Shape, size: int) -> Shape:
+        return (size, *shape)
+
+    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
+        return call(ReduceScatter("sum"), cotangent, comm)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Collective):
+    """`reduce_scatter`."""
+
+    op: Any
+    name = "reduce_scatter"
+    batched_axis = 1
+
+    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
+        return calls.comm.reduce_scatter(x, self.op, out=out)
+
+    def shape(self, shape: Shape, size: int) -> Shape:
+        _check_named(self.name, self.op)
+        _check_rows(self.name, shape, size)
+        return shape[1:]
+
+    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
+        rows = call(Allgather(), cotangent, comm)
+        return rows / comm.size if self.op == "mean" else rows
+
+    def check_differentiable(self) -> None:
+        check_linear(self.name, self.op)
+
+
+@dataclass(frozen=True)
+class Alltoall(Collective):
+    """`alltoall`."""
+
+    name = "alltoall"
+    batched_axis = 1
+    result_axis = 1
+
+    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
+        return calls.comm.alltoall(x, out=out)
+
+    def shape(self, shape: Shape, size: int) -> Shape:
+        _check_rows(self.name, shape, size)
+        return shape
+
+    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
+        return call(self, cotangent, comm)
+
+
+@dataclass(frozen=True)
+class Bcast(Collective):
+    """`bcast`."""
+
+    root: int
+    name = "bcast"
+    in_place = True
+
+    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
+        return calls.comm.bcast(x, self.root, out=out)
+
+    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
+        return call(_SumOnRoot(self.root), cotangent, comm)
+
+
+@dataclass(frozen=True)
+class _SumOnRoot(Collective):
+    """The sum on `root`, and zeros on the other ranks."""
+
+    root: int
+    name = "bcast"
+    in_place = True
+
+    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
+        is_root = calls.comm.rank == self.root
+        total = calls.comm.reduce(x, "sum", self.root, out=out if is_root else None)
+        if is_root:
+            return total
+        if out is None:
+            return jnp.zeros_like(x)
+        out[...] = 0
+        return out
+
+    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
+        return call(Bcast(self.root), cotangent, comm)
+
+
+@dataclass(frozen=True)
+class Sendrecv(Collective):
+    """`sendrecv`."""
+
+    dest: int
+    source: int
+    tag: int
+    name = "sendrecv"
+
+    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
+        self._check_place(calls)
+        received = calls.comm.sendrecv(x, self.dest, self.source, self.tag, out=out)
+        if (received.shape, received.dtype) != (x.shape, x.dtype):
+            raise ac.MismatchError(
+                f"sendrecv: ranks must send arrays of the shape and dtype that they receive; got "
+                f"{received.dtype} {received.shape} from rank {self.source}, and sent {x.dtype} {x.shape}"
+            )
+        return received
+
+    def _check_place(self, calls: ProgramCalls) -> None:
+        """Raise if the other rank sends from another place of its program."""
+        here = np.array(calls.place)
+        place = int(calls.comm.sendrecv(here, self.dest, self.source, self.tag))
+        if place and calls.place and place != calls.place:
+            raise ac.MismatchError(
+                f"sendrecv: ranks must send and receive at the same place of their programs; rank "
+                f"{calls.comm.rank} receives in call {calls.place} of its program what rank {self.source} "
+                f"sends in call {place}"
+            )
+
+    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
+        return call(Sendrecv(self.source, self.dest, self.tag), cotangent, comm)
+
+
+@dataclass(frozen=True)
+class Pooled(Allreduce):
+    """The reduction of a function's values whose arguments are the same on all ranks: see `replicated`."""
+
+    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
+        return replicated(cotangent, self.op, comm)
+
+
+def check_linear(name: str, op: Any) -> None:
+    """Raise unless a reduction by `op` has derivatives."""
+    if not (isinstance(op, str) and op in ("sum", "mean")):
+        raise TypeError(
+            f'{name}: op must be "sum" or "mean" if x is differentiated, since no other op has a '
+            f"gradient here; got {op!r}. Pass jax.lax.stop_gradient(x)"
+        )
+
+
+def _check_named(name: str, op: Any) -> None:
+    if not isinstance(op, str):
+        raise TypeError(
+            f"{name}: op must be the name of a reduction inside a transformation of JAX, since a function "
+            f"cannot be called from a compiled program; got {op!r}. Call it outside"
+        )
+
+
+def _check_rows(name: str, shape: Shape, size: int) -> None:
+    if not shape or shape[0] != size:
+        raise ValueError(f"{name}: x must have {size} rows, one for each rank; got shape {shape}")
+
+
+# A function of arguments that are the same on all ranks, with another part of the data on each: its value is
+# pooled, and so are its derivatives, since the arguments are replicated.
+
+
+def replicated(x: Any, op: str, comm: ac.Communicator) -> Any:
+    """Return `x`, which is the same on every rank; the ranks' gradients of it are reduced."""
+    return _replicated_p.bind(x, op=op, comm=comm)
+
+
+_replicated_p: Final = Primitive("arraycomm_replicated")
+_replicated_p.def_impl(lambda x, **_: x)
+_replicated_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_replicated_p, lambda _, x, **__: [x])
+ad.deflinear2(_replicated_p, lambda cotangent, _, *, op, comm: [call(Pooled(op), cotangent, comm)])
+batching.defvectorized(_replicated_p)

@@ -1,0 +1,226 @@
+"""The primitive of JAX that makes calls: staged, compiled, differentiated and batched.
+
+Its effect is ordered. So JAX passes a token from call to call, through loops and branches and from one program
+to the next, and each call of a compiled program waits for the one before it, whatever XLA schedules.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import effects
+from jax._src.core import abstract_token
+from jax.core import ShapedArray
+from jax.extend.core import Effect, Primitive
+from jax.interpreters import ad, batching, mlir
+
+import arraycomm as ac
+from arraycomm.adapters._jax_errors import kept, unwrap
+
+# Makes a call at a place of a program (0: of none): gets arrays, and where results go or None; returns results.
+Make = Callable[[int, Sequence[Any], Sequence[Any]], Sequence[Any]]
+_TARGET: Final = "xla_buffer_python_cpu_callback"
+
+
+class Call(abc.ABC):
+    """One rank's part in a call. Equal ones do the same.
+
+    Attributes
+    ----------
+    name : str
+        Of the function that the user calls.
+    batched_axis, result_axis : int
+        Where the batch axis of `jax.vmap` goes in the arguments, and where the results have it.
+    in_place : bool
+        Whether each result may be written over its argument.
+    communicates : bool
+        Whether other ranks take part, so that it has a place in the program.
+    """
+
+    name: ClassVar[str]
+    batched_axis: ClassVar[int] = 0
+    result_axis: ClassVar[int] = 0
+    in_place: ClassVar[bool] = False
+    communicates: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes and dtypes of the results, from those of the arguments."""
+
+    @abc.abstractmethod
+    def open(self, comm: ac.Communicator) -> Make:
+        """Return what makes the call; may be collective when a communicator is first used."""
+
+    def pull_back(self, cotangents: Sequence[Any], comm: ac.Communicator) -> Sequence[Any]:
+        """Apply the transpose, which takes gradients of the results to those of the arguments."""
+        raise NotImplementedError
+
+    def check_differentiable(self) -> None:
+        """Raise if it has no derivatives."""
+
+
+class _InProgramOrder(Effect):
+    """The effect of a call."""
+
+    def __str__(self) -> str:
+        return "a collective of arraycomm"
+
+
+_effect: Final = _InProgramOrder()
+for _kinds in (
+    effects.ordered_effects,
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
+    _kinds.add_type(_InProgramOrder)
+unwrap(_effect)
+
+call_p: Final = Primitive("arraycomm")
+call_p.multiple_results = True
+
+
+def bind(call: Call, arrays: Sequence[Any], comm: ac.Communicator) -> list[Any]:
+    """Make a call, or stage it."""
+    made: list[Any] = call_p.bind(*arrays, call=call, comm=comm)
+    return made
+
+
+def _make_eagerly(*arrays: Any, call: Call, comm: ac.Communicator) -> list[Any]:
+    """Make a call once the programs that were dispatched before it have made theirs."""
+    jax.effects_barrier()
+    return list(call.open(comm)(0, arrays, [None] * len(arrays)))
+
+
+def _stage(
+    *arrays: Any, call: Call, comm: ac.Communicator
+) -> tuple[list[ShapedArray], set[Effect]]:
+    _refuse_shards(call.name)
+    made = call.results(arrays, comm.size)
+    return [ShapedArray(like.shape, like.dtype) for like in made], {_effect}
+
+
+def _refuse_shards(name: str) -> None:
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise TypeError(
+            f"{name}: a collective of arraycomm cannot be called inside jax.shard_map, since it is over "
+            "processes, each with one part; call it outside, or use jax.lax.psum there"
+        )
+
+
+call_p.def_impl(_make_eagerly)
+call_p.def_effectful_abstract_eval(_stage)
+
+
+# Compiled -----------------------------------------------------------------------------------------
+
+
+class _Callback:
+    """What a compiled program calls, with a token and buffers: arguments, a token, results."""
+
+    def __init__(self, call: Call, comm: ac.Communicator, place: int, count: int) -> None:
+        self._make, self._place, self._count = call.open(comm), place, count
+        self._comm = comm if call.communicates else None
+
+    def takes_place(self, comm: ac.Communicator) -> bool:
+        """Tell whether this is a call over a communicator, which ranks compare."""
+        return self._comm is comm
+
+    def __call__(self, _: Any, *buffers: Any) -> tuple[()]:
+        split = 1 + self._count
+        arrays = [np.asarray(buffer) for buffer in buffers[1:split]]
+        outs = [np.asarray(buffer) for buffer in buffers[split + 1 :]]
+        try:
+            self._make(self._place, arrays, outs)
+        except BaseException as error:
+            raise kept(error) from error
+        return ()
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call, comm: ac.Communicator
+) -> Sequence[Any]:
+    module = ctx.module_context
+    check_compiled(call.name, comm, module.platforms)
+    place = 1 + sum(
+        isinstance(other, _Callback) and other.takes_place(comm) for other in module.host_callbacks
+    )
+    module.add_host_callback(_Callback(call, comm, place, len(arrays)))
+    lowered = jax.ffi.build_ffi_lowering_function(
+        _TARGET,
+        has_side_effect=True,
+        operand_output_aliases=_aliases(len(arrays)) if call.in_place else {},
+    )
+    made = lowered(
+        ctx.replace(
+            avals_in=[abstract_token, *ctx.avals_in], avals_out=[abstract_token, *ctx.avals_out]
+        ),
+        ctx.tokens_in.get(_effect),
+        *arrays,
+        index=np.uint64(len(module.host_callbacks) - 1),
+    )
+    token, *results = made.results
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_effect: token})))
+    return results
+
+
+def _aliases(count: int) -> dict[int, int]:
+    """Return which result takes the place of which argument; the first of each is a token."""
+    return {number: number for number in range(1, 1 + count)}
+
+
+def check_compiled(name: str, comm: ac.Communicator, platforms: Sequence[str]) -> None:
+    """Raise if a compiled program cannot make calls over this communicator, or on this platform."""
+    if comm.backend == "threads":
+        raise ac.BackendUnavailableError(
+            f"{name}: jitted JAX collectives need a process a rank; run the program under mpiexec"
+        )
+    if tuple(platforms) != ("cpu",):
+        raise ac.BackendUnavailableError(
+            f"{name}: jitted JAX collectives work on the CPU backend; got {', '.join(platforms)}. Call "
+            "it outside jax.jit, or set JAX_PLATFORMS=cpu"
+        )
+
+
+# Not cached, since each call has its own place in the program.
+mlir.register_lowering(call_p, _lower, cacheable=False)
+
+
+# Differentiated and batched -----------------------------------------------------------------------
+
+
+def _push_forward(
+    primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, comm: ac.Communicator
+) -> tuple[list[Any], list[Any]]:
+    results = bind(call, primals, comm)
+    if all(isinstance(tangent, ad.Zero) for tangent in tangents):
+        return results, [ad.Zero.from_primal_value(y) for y in results]  # type: ignore[attr-defined]
+    call.check_differentiable()
+    return results, bind(call, [ad.instantiate_zeros(tangent) for tangent in tangents], comm)
+
+
+def _pull_back(cotangents: Sequence[Any], *_: Any, call: Call, comm: ac.Communicator) -> list[Any]:
+    return list(call.pull_back([ad.instantiate_zeros(given) for given in cotangents], comm))
+
+
+def _batch(
+    arrays: Sequence[Any], axes: Sequence[Any], *, call: Call, comm: ac.Communicator
+) -> tuple[list[Any], list[Any]]:
+    moved = [
+        array if axis is None else jnp.moveaxis(array, axis, call.batched_axis)
+        for array, axis in zip(arrays, axes, strict=True)
+    ]
+    results = bind(call, moved, comm)
+    batched = [None if axis is None else call.result_axis for axis in axes]
+    return results, batched
+
+
+ad.primitive_jvps[call_p] = _push_forward
+ad.primitive_transposes[call_p] = _pull_back
+batching.primitive_batchers[call_p] = _batch

@@ -1,0 +1,123 @@
+"""Calls that compiled programs make: on a communicator of their own, each with its place in the program.
+
+A program that was dispatched may still run while the next call is made, so its calls must not meet those
+that are made outside. Ranks compare the places, so that calls in another order raise on all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.header import Signature
+from arraycomm._training.join import PrivateGuard
+from arraycomm._training.numbered import NumberedGradients, Numbering
+
+
+class _PlaceGuard(PrivateGuard):
+    """Puts the place of a call in its program into what the ranks compare."""
+
+    def __init__(self, shared: Communicator) -> None:
+        super().__init__(shared)
+        # Of this thread: the runner says who calls from two threads at the same time.
+        self.current = threading.local()
+
+    @property
+    def place(self) -> int:
+        """The place of this thread's call in its program, 1 or more; 0 outside of programs."""
+        return getattr(self.current, "place", 0)
+
+    def substitute(self, operation: Any) -> Any:
+        """Return what makes the operation, with its place."""
+        place = self.place
+        if not place:
+            return operation
+
+        def placed(*args: Any, **kwargs: Any) -> Any:
+            made = operation(*args, **kwargs)
+            made.signature = _with_place(made.signature, place)
+            return made
+
+        return placed
+
+
+def _with_place(signature: Signature, place: int) -> Signature:
+    text = f"call {place} of a program"
+    return replace(signature, op=text if signature.op is None else f"{signature.op}, {text}")
+
+
+class ProgramCalls:
+    """The calls of programs over the ranks of one communicator.
+
+    Attributes
+    ----------
+    comm : Communicator
+        The duplicate on which they are made.
+    """
+
+    def __init__(self, shared: Communicator) -> None:
+        self.comm = shared.dup()
+        self._guard = _PlaceGuard(shared)
+        runner_of(self.comm).set_guard(self._guard)
+
+    @property
+    def place(self) -> int:
+        """The place of this thread's call; 0 outside of programs."""
+        return self._guard.place
+
+    @contextmanager
+    def at(self, place: int) -> Iterator[None]:
+        """Make the calls of a block at this place, 1 or more."""
+        self._guard.current.place = place
+        try:
+            yield
+        finally:
+            self._guard.current.place = 0
+
+
+_calls: Final[WeakKeyDictionary[Group, ProgramCalls]] = WeakKeyDictionary()
+
+
+def calls_of(comm: Communicator) -> ProgramCalls:
+    """Return the calls of programs over a communicator; collective when it is first asked for."""
+    group = group_of(comm)
+    if group not in _calls:
+        _calls[group] = ProgramCalls(comm)
+    return _calls[group]
+
+
+class GradientCalls:
+    """The reduction of gradients on a communicator that nothing else uses.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The optimizer's own.
+    op : str
+        "mean" or "sum" over ranks.
+    options : dict
+        The other arguments of `allreduce_gradients`.
+    """
+
+    def __init__(self, comm: Communicator, op: str, options: dict[str, Any]) -> None:
+        self.comm, self.op, self.options = comm, op, options
+
+    def reduce(
+        self, leaves: list[Any], numbering: Numbering, place: int = 0, missing: str = "zeros"
+    ) -> Any:
+        """Reduce the gradients of an update at this place of a program; 0 is outside of programs."""
+        runner, memory, where = runner_of(self.comm), trees_of(self.comm), numbering.take(place)
+        options = {**self.options, "missing": missing}
+        try:
+            return runner.call(
+                NumberedGradients, memory, leaves, self.op, where, numbering, **options
+            )
+        except Exception:
+            numbering.give_back(where)
+            raise

@@ -1,0 +1,156 @@
+"""Checks of flax and equinox in one launched program; see `test_jax_collectives.py`."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import arraycomm as ac
+from tests.support.launched import Check, perform
+
+STEPS = 3
+
+
+def regression() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 3)), rng.normal(size=(12, 1))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first, self.last = nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs)
+        self.tied = self.last
+        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(self.dropout(nnx.tanh(self.first(x))))
+
+
+def with_nnx(seed: int, optimizer: Any, data: Any, compiled: bool, take: Any) -> Any:
+    model = take(Network(nnx.Rngs(seed)))
+    trainer = take(nnx.Optimizer(model, optimizer, wrt=nnx.Param))
+
+    def step(model: Any, trainer: Any, x: Any, y: Any) -> None:
+        gradient = nnx.grad(lambda model: ((model(x) - y) ** 2).mean())(model)
+        trainer.update(model, gradient)
+
+    advance = nnx.jit(step) if compiled else step
+    for _ in range(STEPS):
+        advance(model, trainer, *data)
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def with_linen(seed: int, optimizer: Any, data: Any, compiled: bool, take: Any) -> Any:
+    model = flax.linen.Sequential([flax.linen.Dense(4), flax.linen.tanh, flax.linen.Dense(1)])
+    params = model.init(jax.random.key(seed), data[0])
+    state = take(TrainState.create(apply_fn=model.apply, params=params, tx=optimizer))
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        gradient = jax.grad(lambda p: ((state.apply_fn(p, x) - y) ** 2).mean())(state.params)
+        return state.apply_gradients(grads=gradient)
+
+    advance = jax.jit(step) if compiled else step
+    for _ in range(STEPS):
+        state = advance(state, *data)
+    return state.params
+
+
+def with_equinox(seed: int, optimizer: Any, data: Any, compiled: bool, take: Any) -> Any:
+    model = take(equinox.nn.MLP(3, 1, 4, 1, key=jax.random.key(seed)))
+    state = optimizer.init(equinox.filter(model, equinox.is_inexact_array))
+
+    def step(model: Any, state: Any, x: Any, y: Any) -> Any:
+        gradient = equinox.filter_grad(lambda m: ((jax.vmap(m)(x) - y) ** 2).mean())(model)
+        params = equinox.filter(model, equinox.is_inexact_array)
+        updates, state = optimizer.update(gradient, state, params)
+        return equinox.apply_updates(model, updates), state
+
+    advance = equinox.filter_jit(step) if compiled else step
+    for _ in range(STEPS):
+        model, state = advance(model, state, *data)
+    return equinox.filter(model, equinox.is_inexact_array)
+
+
+def _train(with_library: Callable[..., Any], modes: Sequence[bool] = (True,)) -> None:
+    comm, (x, y) = ac.world(), regression()
+    part = len(x) // comm.size
+    own = slice(comm.rank * part, (comm.rank + 1) * part)
+    for compiled in modes:
+        optimizer = ac.DistributedOptimizer(optax.adam(0.1))
+        got = with_library(comm.rank, optimizer, (x[own], y[own]), compiled, ac.synchronize)
+        expected = with_library(0, optax.adam(0.1), (x, y), compiled, lambda tree: tree)
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+            rows = comm.allgather(np.asarray(one))
+            assert {row.tobytes() for row in rows} == {rows[0].tobytes()}
+
+
+def nnx_trains_as_one_process() -> None:
+    _train(with_nnx, (True, False))
+
+
+def linen_trains_as_one_process() -> None:
+    _train(with_linen)
+
+
+def equinox_trains_as_one_process() -> None:
+    _train(with_equinox)
+
+
+def modules_and_states_of_nnx_get_the_values_of_the_root() -> None:
+    rank = ac.world().rank
+    model, root = Network(nnx.Rngs(rank)), Network(nnx.Rngs(0))
+    expected = np.asarray(root.last.kernel[...])
+    for tree in (nnx.state(model), {"variable": nnx.state(model)["last"]["kernel"]}):
+        found = jax.tree.leaves(ac.synchronize(tree))
+        assert any(np.array_equal(leaf, expected) for leaf in found if leaf.shape == (4, 1))
+    own = jax.random.key_data(model.dropout.rngs.key[...])
+    assert ac.synchronize({"model": model})["model"] is model
+    np.testing.assert_array_equal(model.last.kernel[...], expected)
+    assert model.tied is model.last
+    # Random generators stay this rank's.
+    np.testing.assert_array_equal(jax.random.key_data(model.dropout.rngs.key[...]), own)
+    mean = ac.allreduce_tree({"p": nnx.Param(jnp.full(2, float(rank)))}, "mean")["p"]
+    assert isinstance(mean, nnx.Param)
+    assert (mean[...] == (ac.world().size - 1) / 2).all()
+
+
+def what_rank_0_saves_is_loaded_everywhere() -> None:
+    rank = ac.world().rank
+    model = Network(nnx.Rngs(rank))
+    state = None
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.pickle"
+            saved = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+            path.write_bytes(pickle.dumps(saved))
+            state = pickle.loads(path.read_bytes())
+    nnx.update(model, ac.synchronize(state))
+    expected = Network(nnx.Rngs(0)).first.kernel[...]
+    np.testing.assert_array_equal(model.first.kernel[...], expected)
+
+
+CHECKS: list[Check] = [
+    nnx_trains_as_one_process,
+    linen_trains_as_one_process,
+    equinox_trains_as_one_process,
+    modules_and_states_of_nnx_get_the_values_of_the_root,
+    what_rank_0_saves_is_loaded_everywhere,
+]
+
+if __name__ == "__main__":
+    ac.init(timeout=60)
+    perform(CHECKS)

@@ -1,0 +1,446 @@
+"""Checks of compiled JAX programs in one launched program; see `test_jax_collectives.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import arraycomm as ac
+from arraycomm.adapters.jax import (
+    all_reduce,
+    allgather,
+    allreduce,
+    bcast,
+    make_token,
+    sendrecv,
+)
+from tests.adapters.jax_cases import CASES, Case, derivatives, draw
+from tests.support.launched import Check, perform
+
+RUNS = 30
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other, strict=True)
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def raised(call: Callable[[], Any]) -> BaseException:
+    with pytest.raises(Exception) as caught:
+        jax.block_until_ready(call())
+    return caught.value
+
+
+# Transformations
+
+
+def derivatives_are_those_of_the_sum_of_all_losses() -> None:
+    for case in CASES.values():
+        derivatives(case, ac.world(), jax.jit)
+
+
+def control_flow_makes_the_calls_of_each_turn() -> None:
+    comm = ac.world()
+    for case in (CASES[name] for name in ("allreduce-mean", "alltoall", "sendrecv")):
+        x = draw(comm.rank, case.shape(comm.size))
+        y = case.call(x, comm=comm)
+        assert_same(jax.jit(lambda x, case=case: case.call(x, comm=comm))(x), y)
+
+        def turn(carry: Any, _: Any, case: Case = case) -> tuple[Any, Any]:
+            made = case.call(carry, comm=comm)
+            return jnp.tanh(carry + made.sum()), made
+
+        def loss(x: Any, turn: Any = turn) -> Any:
+            return (lax.scan(turn, x, None, length=3)[1] ** 2).sum()
+
+        assert_close(jax.jit(jax.grad(loss))(x), jax.grad(loss)(x))
+        assert_close(jax.jit(jax.grad(jax.checkpoint(loss)))(x), jax.grad(loss)(x))
+        chosen = jax.jit(
+            lambda p, x, case=case: lax.cond(
+                p, lambda x: case.call(x, comm=comm), lambda x: 0 * case.call(2 * x, comm=comm), x
+            )
+        )
+        assert_same(chosen(True, x), y)
+        batch = jnp.stack([x, 2 * x])
+        batched = jax.jit(jax.vmap(lambda x, case=case: case.call(x, comm=comm)))(batch)
+        assert_same(batched, jnp.stack([case.call(row, comm=comm) for row in batch]))
+
+    def doubled(carry: Any) -> Any:
+        return allreduce(carry[0]), carry[1] + 1
+
+    grown, _ = jax.jit(lambda x: lax.while_loop(lambda c: c[1] < 3, doubled, (x, 0)))(jnp.ones(2))
+    assert (grown == comm.size**3).all()
+    limited = jax.jit(lambda x: lax.while_loop(lambda c: allreduce(c)[0] < 50, lambda c: 2 * c, x))
+    assert float(limited(jnp.ones(1))[0]) * comm.size >= 50
+
+
+def rank_and_size_are_ints_inside() -> None:
+    comm = ac.world()
+
+    def inside(x: Any) -> Any:
+        assert (type(comm.rank), type(comm.size)) == (int, int)
+        return x[comm.rank] * comm.size
+
+    assert float(jax.jit(jax.vmap(inside))(jnp.ones((1, comm.size)))[0]) == comm.size
+
+
+def compiled_results_have_the_bits_of_eager_ones() -> None:
+    rank = ac.world().rank
+    tiny = np.float32(1e-40) * np.arange(1, 8, dtype=np.float32) + np.float32(rank) * np.float32(
+        1e-41
+    )
+    thirds = np.arange(7) / 3 - rank
+    for dtype, op in (
+        *((jnp.float32, op) for op in ("sum", "max", "prod", "mean")),
+        *((jnp.bfloat16, "mean"), (jnp.float16, "sum"), (jnp.int8, "sum"), (jnp.complex64, "prod")),
+    ):
+        x = jnp.asarray(tiny if dtype == jnp.float32 else thirds, dtype)
+        got, eager = jax.jit(lambda x, op=op: allreduce(x, op))(x), allreduce(x, op)
+        plain = ac.world().allreduce(x, op)
+        assert len({np.asarray(y).tobytes() for y in (got, eager, plain)}) == 1
+    assert np.asarray(jax.jit(allreduce)(jnp.asarray(tiny)))[0] > 0
+
+
+def donated_argument_is_reduced_in_place() -> None:
+    for call in (allreduce, lambda x: bcast(x, ac.world().size - 1)):
+        x = jnp.arange(30_000.0)
+        there = x.unsafe_buffer_pointer()
+        y = jax.jit(call, donate_argnums=0)(x)
+        assert y.unsafe_buffer_pointer() == there
+
+
+def tokens_go_through() -> None:
+    def calls(x: Any) -> Any:
+        y, token = allreduce(x, token=make_token())
+        z, token = allgather(y, token=token)
+        return z, token
+
+    (z, token), (eager, _) = jax.jit(calls)(jnp.ones(2)), calls(jnp.ones(2))
+    assert_same(z, eager)
+    assert (token.shape, token.dtype) == ((), jnp.uint32)
+    slope = jax.grad(lambda x: calls(x * x)[0].sum())(jnp.ones(2))
+    assert (slope == 2 * ac.world().size ** 2).all()
+
+
+# The order of calls
+
+
+def work(x: Any, amount: int) -> Any:
+    """Return x, after a time that depends on the amount."""
+    made = jnp.outer(x, x)
+    for _ in range(amount):
+        made = jnp.tanh(made @ made.T / 100)
+    return x + 0 * made.sum()
+
+
+def independent_calls_keep_their_order() -> None:
+    comm = ac.world()
+    reducing = all_reduce("sum")
+    own, x = np.random.default_rng(comm.rank), jnp.arange(60.0) + comm.rank
+    total = comm.allreduce(np.asarray(x))
+    programs = []
+    for count in range(2, 6):
+        amounts = own.integers(0, 7, count)
+
+        def plain(x: Any, amounts: Any = amounts) -> list[Any]:
+            return [allreduce(work(x * (i + 1), int(n))) for i, n in enumerate(amounts)]
+
+        def update(x: Any, amounts: Any = amounts) -> list[Any]:
+            grads = [work(x * (i + 1), int(n)) for i, n in enumerate(amounts)]
+            return [reducing.update([grad], None)[0][0] for grad in grads]
+
+        programs += [jax.jit(plain), jax.jit(update)]
+    for run in range(RUNS):
+        program = programs[run % len(programs)]
+        flying = [program(x), program(x)]
+        # Calls outside, on the same communicator, while two programs are in flight.
+        np.testing.assert_allclose(comm.allreduce(np.asarray(x)), total)
+        np.testing.assert_allclose(allreduce(x), total)
+        for results in flying:
+            for number, result in enumerate(results):
+                np.testing.assert_allclose(result, total * (number + 1))
+
+
+def one_rank_may_compile_again() -> None:
+    comm = ac.world()
+
+    @jax.jit
+    def program(x: Any, batch: Any) -> Any:
+        return allreduce(x) + 0 * batch.sum(), allgather(x)
+
+    x = jnp.full(3, comm.rank + 1.0)
+    for run in range(4):
+        # The last batch of rank 1 is smaller each time.
+        total, rows = program(x, jnp.ones(4 - run * (comm.rank == 1)))
+        assert_same(total, rows.sum(0))
+
+
+def another_place_in_the_program_is_a_mismatch() -> None:
+    comm = ac.world().dup()
+    two = jax.jit(lambda x: [allreduce(x, comm=comm), allreduce(2 * x, comm=comm)])
+    one = jax.jit(lambda x: allreduce(x, comm=comm))
+    x = jnp.ones(3)
+    error = raised(lambda: [one(x), one(x)] if comm.rank == 1 else two(x))
+    assert isinstance(error, ac.MismatchError)
+    assert "rank 1: allreduce(sum, call 1 of a program)" in str(error)
+    assert "allreduce(sum, call 2 of a program)" in str(error)
+    other = ac.world().dup()
+    size, rank = comm.size, comm.rank
+
+    def ring(x: Any) -> Any:
+        return sendrecv(x, (rank + 1) % size, (rank - 1) % size, comm=other)
+
+    calls = jax.jit(lambda x: ring(ring(x)))(jnp.full(2, float(rank)))
+    assert (calls == (rank - 2) % size).all()
+
+
+# Errors
+
+
+def errors_of_programs_are_of_their_own_classes() -> None:
+    comm = ac.world()
+    flags = jnp.ones(3, bool)
+    program = jax.jit(lambda x: allreduce(jnp.sin(x)))
+    for _ in range(2):
+        error = raised(lambda: jax.jit(allreduce)(flags))
+        assert isinstance(error, TypeError)
+        assert isinstance(error, jax.errors.JaxRuntimeError)
+        assert str(error).startswith("allreduce: op 'sum' is not defined for bool")
+    # One rank raises eagerly; what the others have compiled raises, and can be called again.
+    error = raised(lambda: allreduce(flags) if comm.rank == 1 else program(jnp.ones(3)))
+    assert type(error) is TypeError if comm.rank == 1 else isinstance(error, ac.PeerError)
+    if isinstance(error, ac.PeerError):
+        assert (error.rank, error.in_step) == (1, True)
+    assert_same(program(jnp.ones(3)), allreduce(jnp.sin(jnp.ones(3))))
+    other = comm.dup()
+    error = raised(lambda: jax.jit(lambda x: allgather(x, comm=other))(jnp.ones(2 + comm.rank)))
+    assert isinstance(error, ac.MismatchError)
+    error = raised(lambda: jax.jit(lambda x: allgather(x, comm=other))(jnp.ones(2)))
+    assert isinstance(error, ac.CommunicatorClosedError)
+
+
+def what_cannot_be_compiled_is_refused_by_name() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
+    part = jax.sharding.PartitionSpec("i")
+    x = jnp.ones(ac.world().size)
+    sharded = jax.shard_map(allreduce, mesh=mesh, in_specs=part, out_specs=part)
+    own = ac.op(lambda one, other: one + other)
+    for call, said in (
+        (sharded, "allreduce: a collective of arraycomm cannot be called inside jax.shard_map"),
+        (jax.jit(sharded), "allreduce: a collective of arraycomm cannot be called inside"),
+        (jax.jit(lambda x: allreduce(x, own)), "allreduce: op must be the name of a reduction"),
+        (jax.grad(lambda x: allreduce(x, "max").sum()), 'allreduce: op must be "sum" or "mean"'),
+        (jax.jit(lambda x: ac.world().allreduce(x)), "or use arraycomm.adapters.jax.allreduce"),
+        (jax.jit(lambda x: ac.allreduce_gradients([x])), "or use arraycomm.adapters.jax.all_re"),
+        (lambda x: allreduce(x, token=3), r"allreduce: token must be one of make_token\(\)"),
+        (lambda x: allreduce(np.asarray(x)), "allreduce: x must be a jax.Array; got ndarray"),
+        (lambda x: allreduce(jax.random.key(1)), "allreduce: x is a typed key of JAX"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            call(x)
+    with pytest.raises(ValueError, match="reduce_scatter: x must have"):
+        jax.jit(CASES["reduce_scatter"].call)(jnp.ones(ac.world().size + 1))
+    assert_same(allreduce(x, own), allreduce(x))
+
+
+# Optimizers
+
+
+def least_squares(seed: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(12, 4))), jnp.asarray(rng.normal(size=12))
+
+
+def trained(optimizer: Any, data: Any, compiled: bool, steps: int = 3) -> Any:
+    x, y = data
+    params = {"w": jnp.zeros(4), "b": jnp.zeros(())}
+    state = optimizer.init(params)
+
+    def value_fn(params: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"] - y) ** 2)
+
+    def step(params: Any, state: Any) -> Any:
+        value, grad = jax.value_and_grad(value_fn)(params)
+        updates, state = optimizer.update(
+            grad, state, params, value=value, grad=grad, value_fn=value_fn
+        )
+        return optax.apply_updates(params, updates), state
+
+    advance = jax.jit(step) if compiled else step
+    for _ in range(steps):
+        params, state = advance(params, state)
+    return params
+
+
+WRAPPED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
+    "lbfgs": lambda wrap: wrap(optax.lbfgs()),
+    "plateau": lambda wrap: wrap(
+        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1))
+    ),
+    "finite inside": lambda wrap: wrap(optax.apply_if_finite(optax.adam(0.1), 3)),
+    "finite outside": lambda wrap: optax.apply_if_finite(wrap(optax.adam(0.1)), 3),
+    "multi inside": lambda wrap: wrap(
+        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
+    ),
+    "multi outside": lambda wrap: optax.MultiSteps(
+        wrap(optax.adam(0.1)), 2
+    ).gradient_transformation(),
+    "injected": lambda wrap: wrap(optax.inject_hyperparams(optax.adam)(learning_rate=0.1)),
+    "masked outside": lambda wrap: optax.chain(
+        optax.masked(wrap(optax.sgd(0.1)), {"w": True, "b": False}),
+        optax.masked(optax.set_to_zero(), {"w": False, "b": True}),
+    ),
+    "partitioned outside": lambda wrap: optax.partition(
+        {"w": wrap(optax.sgd(0.1)), "b": wrap(optax.adam(0.1))}, {"w": "w", "b": "b"}
+    ),
+    "mechanized inside": lambda wrap: wrap(optax.contrib.mechanize(optax.sgd(0.1))),
+}
+
+
+# Line searches and branches are compiled anew in each eager step.
+EAGERLY_TOO = ("plateau", "multi outside")
+
+
+def updates_are_those_of_one_process_with_all_data() -> None:
+    comm = ac.world()
+    x, y = least_squares(0)
+    part = 12 // comm.size
+    own = slice(comm.rank * part, (comm.rank + 1) * part)
+    for name, make in WRAPPED.items():
+        for compiled in (True, False) if name in EAGERLY_TOO else (True,):
+            got = trained(make(ac.DistributedOptimizer), (x[own], y[own]), compiled)
+            expected = trained(make(lambda plain: plain), (x, y), compiled)
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8, err_msg=name)
+            rows = comm.allgather(np.append(got["w"], got["b"]))
+            assert {row.tobytes() for row in rows} == {rows[0].tobytes()}, name
+
+
+def skipping_alone_is_a_mismatch() -> None:
+    skipping = optax.skip_not_finite
+    for outside in (
+        lambda inner: optax.apply_if_finite(inner, 3),
+        lambda inner: optax.MultiSteps(
+            inner, 2, should_skip_update_fn=skipping
+        ).gradient_transformation(),
+    ):
+        for compiled in (True, False):
+            optimizer = outside(ac.DistributedOptimizer(optax.sgd(1.0)))
+            error = raised(lambda o=optimizer, c=compiled: _skip(o, c))
+            assert isinstance(error, ac.MismatchError)
+            assert "the ranks are in different updates of one optimizer: rank" in str(error)
+            assert "DistributedOptimizer(optax.apply_if_finite(...))" in str(error)
+
+
+def branches_may_live_longer_than_programs() -> None:
+    rank = ac.world().rank
+    optimizer = ac.DistributedOptimizer(optax.sgd(1.0))
+
+    def make(grads: Any, state: Any) -> Any:
+        return optimizer.update(grads, state)
+
+    def skip(grads: Any, state: Any) -> Any:
+        return jnp.zeros_like(grads), state
+
+    @jax.jit
+    def step(number: Any, state: Any, batch: Any) -> Any:
+        grads = jnp.full(2, batch.mean() + rank)
+        return lax.cond(number % 2 == 0, make, skip, grads, state)[0]
+
+    expected = -1 - sum(range(ac.world().size)) / ac.world().size
+    for number in range(10):
+        # Rank 1 compiles again, with branches that JAX has traced before.
+        size = 4 + number // 3 if rank == 1 else 4
+        update = step(number, optimizer.init(jnp.ones(2)), jnp.ones(size))
+        assert (update == (0 if number % 2 else expected)).all()
+
+
+def _skip(optimizer: Any, compiled: bool) -> None:
+    params = {"a": jnp.zeros(3)}
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update) if compiled else optimizer.update
+    for step in range(8):
+        bad = step == 2 and ac.world().rank == 1
+        updates, state = update({"a": jnp.full(3, np.inf if bad else 1.0)}, state, params)
+        params = optax.apply_updates(params, updates)
+
+
+def further_arguments_are_reduced_or_refused() -> None:
+    rank = ac.world().rank
+
+    def update(op: str = "mean", accumulate: int = 1, **extra: Any) -> Any:
+        seen: dict[str, Any] = {}
+
+        def note(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
+            seen.update(given)
+            return updates, state
+
+        plain = optax.GradientTransformationExtraArgs(lambda params: (), note)
+        optimizer = ac.DistributedOptimizer(plain, op=op, accumulate=accumulate)
+        params = {"a": jnp.ones(2)}
+        optimizer.update(params, optimizer.init(params), params, **extra)
+        return seen
+
+    seen = update(value=float(rank), grad={"a": jnp.full(2, float(rank))}, scale=3.0)
+    mean = sum(range(ac.world().size)) / ac.world().size
+    assert float(seen["value"]) == mean
+    assert (seen["grad"]["a"] == mean).all()
+    found = update(grad_fn=lambda x: x * rank)["grad_fn"](jnp.ones(2))
+    assert (found == mean).all()
+    error = raised(lambda: update(key=jax.random.key(rank)))
+    assert isinstance(error, ac.MismatchError)
+    assert "key must be the same on every rank" in str(error)
+    error = raised(lambda: update(hessian_fn=lambda x: x))
+    assert isinstance(error, TypeError)
+    assert "got hessian_fn, of which it is not known" in str(error)
+    error = raised(lambda: update(op="sum", value_fn=lambda x: 0.0))
+    assert isinstance(error, ValueError)
+    assert 'op must be "mean" for an update with value_fn' in str(error)
+    error = raised(lambda: jax.jit(lambda x: ac.DistributedOptimizer(optax.sgd(x)) and x)(1.0))
+    assert "cannot be made inside a transformation" in str(error)
+    error = raised(lambda: update(accumulate=2, value=1.0))
+    assert isinstance(error, ValueError)
+    assert "with accumulate=2 update takes gradients only" in str(error)
+    pooled = update(value_fn=lambda params: params["a"])["value_fn"]
+    error = raised(lambda: pooled({"a": jnp.ones(2)}))
+    assert "value_fn must return one number" in str(error)
+
+
+CHECKS: list[Check] = [
+    derivatives_are_those_of_the_sum_of_all_losses,
+    control_flow_makes_the_calls_of_each_turn,
+    rank_and_size_are_ints_inside,
+    compiled_results_have_the_bits_of_eager_ones,
+    donated_argument_is_reduced_in_place,
+    tokens_go_through,
+    independent_calls_keep_their_order,
+    one_rank_may_compile_again,
+    another_place_in_the_program_is_a_mismatch,
+    errors_of_programs_are_of_their_own_classes,
+    what_cannot_be_compiled_is_refused_by_name,
+    updates_are_those_of_one_process_with_all_data,
+    skipping_alone_is_a_mismatch,
+    branches_may_live_longer_than_programs,
+    further_arguments_are_reduced_or_refused,
+]
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    ac.init(timeout=60)
+    chosen = [check for check in CHECKS if not sys.argv[1:] or check.__name__ in sys.argv[1:]]
+    perform(chosen)
+    # The program ends while its last call is still in flight.
+    jax.jit(lambda x: allreduce(work(x, 5)))(jnp.ones(300))

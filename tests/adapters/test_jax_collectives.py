@@ -1,0 +1,107 @@
+"""JAX's collectives: eagerly over threads, and in compiled programs over processes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm.testing import run
+from tests.support.launched import Report
+from tests.support.launcher import needs_mpiexec, run_python
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("optax")
+cases = pytest.importorskip("tests.adapters.jax_cases")
+programs = pytest.importorskip("tests.adapters.jax_programs")
+collectives = pytest.importorskip("arraycomm.adapters.jax")
+
+LIMIT = 300
+# Most of the time goes into compiling, on every rank anew.
+RANKS = 2
+# Flax need not be there.
+FLAX_CHECKS = [
+    "nnx_trains_as_one_process",
+    "linen_trains_as_one_process",
+    "equinox_trains_as_one_process",
+    "modules_and_states_of_nnx_get_the_values_of_the_root",
+    "what_rank_0_saves_is_loaded_everywhere",
+]
+
+
+@pytest.mark.parametrize("case", cases.CASES.values(), ids=cases.CASES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_eager_derivatives_are_those_of_the_sum_of_all_losses(size: int, case: Any) -> None:
+    def on_rank(comm: ac.Communicator) -> None:
+        with jax.enable_x64(True):
+            cases.derivatives(case, comm, lambda function: function)
+
+    run(size, on_rank)
+
+
+def test_compiled_collective_on_threads_is_refused() -> None:
+    def on_rank(comm: ac.Communicator) -> None:
+        with pytest.raises(
+            ac.BackendUnavailableError, match="allgather: jitted JAX collectives need a process"
+        ):
+            jax.jit(lambda x: collectives.allgather(x, comm=comm))(jax.numpy.ones(2))
+        rows = collectives.allgather(jax.numpy.full(2, comm.rank), comm=comm)
+        np.testing.assert_array_equal(rows[:, 0], range(comm.size))
+
+    run(2, on_rank)
+
+
+@lru_cache
+def _report(module: str) -> Report:
+    return Report(run_python("-m", module, ranks=RANKS, timeout=LIMIT), RANKS)
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("check", [check.__name__ for check in programs.CHECKS])
+def test_compiled_programs(check: str) -> None:
+    _report("tests.adapters.jax_programs").assert_passed(check)
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_program_of_the_checks_ends_well_with_a_call_in_flight() -> None:
+    _report("tests.adapters.jax_programs").assert_ended_well()
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("check", FLAX_CHECKS)
+def test_modules(check: str) -> None:
+    pytest.importorskip("flax")
+    _report("tests.adapters.flax_programs").assert_passed(check)
+
+
+FAILING = """
+import jax, jax.numpy as jnp, arraycomm as ac
+from arraycomm.adapters.jax import allreduce
+comm = ac.init(timeout=60)
+program = jax.jit(lambda x: allreduce(jnp.sin(x)) + 1)
+program(jnp.ones(3)).block_until_ready()
+if comm.rank == 1:
+    raise ValueError("rank 1 is broken")
+try:
+    jax.block_until_ready([program(jnp.ones(3)) for _ in range(2)])
+except ac.PeerError as error:
+    assert error.rank == 1
+    assert "ValueError: rank 1 is broken" in error.traceback
+    print("caught by its class")
+    raise
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_compiled_program_raises_if_another_rank_fails() -> None:
+    job = run_python("-c", FAILING, ranks=RANKS, timeout=60)
+    assert job.returncode
+    assert "caught by its class" in job.stdout
+    assert "PeerError: rank 1 failed and takes part no more" in job.stderr
