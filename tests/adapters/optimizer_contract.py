@@ -26,8 +26,7 @@ Options = dict[str, Any]
 INPUTS, HIDDEN, SAMPLES = 5, 4, 6
 KINDS = ["sgd", "momentum", "adamw"]
 
-# Arguments of `DistributedOptimizer` with which every law holds: each row runs all laws once more. A new
-# way to keep or apply an optimizer's state belongs here.
+# Arguments of `DistributedOptimizer` with which every law holds: each row runs all laws once more.
 OPTIONS: list[Options] = [{}]
 
 
@@ -99,6 +98,8 @@ class Driver(ABC):
     dtype: ClassVar[Any] = np.float64
     # An optimizer of which `joined.synchronize` reaches all state, or that has none.
     kind_in_join: ClassVar[str] = "adamw"
+    # Whether the optimizer treats each parameter by itself, and says so.
+    shardable: ClassVar[bool] = True
 
     def __init__(self, params: Tree, kind: str, clip: float | None = None) -> None:
         self.clip = clip
@@ -393,6 +394,26 @@ class OptimizerContract:
             assert bits(resumed.parameters()) == bits(mine.parameters())
 
         on_ranks(several, check)
+
+    # Sharded
+
+    def test_sharded_optimizers_take_the_same_steps(self, on_ranks, several: int) -> None:
+        def train(comm: ac.Communicator, kind: str, shard: bool) -> list[dict[str, bytes]]:
+            mine = self.driver(initial_parameters(0), kind)
+            if shard and not mine.shardable:
+                with pytest.raises(TypeError, match="cannot be sharded"):
+                    mine.distribute(comm, {"shard": True})
+                return train(comm, kind, shard=False)
+            mine.distribute(comm, {"shard": shard})
+            seen = []
+            for step in range(STEPS):
+                mine.learn(batch(comm.rank, step), 1 / SAMPLES)
+                seen.append(bits(mine.parameters()))
+            return seen
+
+        for kind in KINDS:
+            sharded = on_ranks(several, train, kind, True)
+            assert sharded == on_ranks(several, train, kind, False)
 
     # What is refused
 

@@ -179,6 +179,8 @@ def test_parameters_of_torch_keep_no_history() -> None:
 class ArrayDriver(NumpyDriver):
     """The optimizers on NumPy's arrays; they clip what they get, as those of the contract do."""
 
+    shardable = True
+
     def make(self, params: Tree, kind: str) -> None:
         base: Any = {"sgd": SGD, "momentum": Momentum, "adamw": Adam}[kind]
         norm = self.clip
@@ -191,10 +193,16 @@ class ArrayDriver(NumpyDriver):
                 grads = {n: None if grad is None else factor * grad for n, grad in grads.items()}
                 return super().update(params, grads)
 
-        self.params, self.optimizer = params, Clipping(0.1)
+        self.params, self.optimizer = params, base(0.1) if norm is None else Clipping(0.1)
         self.plain = self.optimizer
         # Other ranks may take its state.
         self.plain.init(params)
+
+    def distribute(self, comm: ac.Communicator, options: dict[str, Any]) -> None:
+        if options.get("shard"):
+            # Each rank makes the state of its own part.
+            self.plain.state = None
+        super().distribute(comm, options)
 
     def set_rate(self, rate: float) -> None:
         self.optimizer.learning_rate = rate

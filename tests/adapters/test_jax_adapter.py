@@ -90,6 +90,8 @@ class JaxDriver(Driver):
         if self.accumulates:
             fresh = self.optimizer.init(self.params)
             self.state_of_optimizer = fresh._replace(inner=self.state_of_optimizer)
+        if options.get("shard"):
+            self.state_of_optimizer = self.optimizer.init(self.params)
         self.update = self.optimizer.update if LAUNCH is None else jax.jit(self.optimizer.update)
 
     def apply(self, grads: Any) -> None:

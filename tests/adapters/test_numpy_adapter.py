@@ -51,6 +51,7 @@ class NumpyDriver(Driver):
 
     # What the object keeps to itself stays as it is on ranks that waited in a `join` block.
     kind_in_join = "sgd"
+    shardable = False
 
     def make(self, params: Tree, kind: str) -> None:
         self.params = params
