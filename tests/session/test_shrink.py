@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 
 import pytest
 
-from tests.support.launcher import LAUNCHER, needs_mpiexec, run_python
-
-
-def _is_open_mpi() -> bool:
-    if not LAUNCHER.exists():
-        return False
-    version = subprocess.run([LAUNCHER, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in version.stdout
-
+from tests.support.launcher import is_open_mpi, needs_mpiexec, run_python
 
 pytestmark = [
     needs_mpiexec,
     pytest.mark.each_mpi,
-    pytest.mark.skipif(not _is_open_mpi(), reason="needs Open MPI"),
+    pytest.mark.skipif(not is_open_mpi(), reason="needs Open MPI"),
 ]
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,16 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
 }
 LAUNCHED = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
+
+
+@cache
+def is_open_mpi() -> bool:
+    """Tell whether the launcher of this environment is Open MPI's."""
+    if not LAUNCHER.exists():
+        return False
+    version = subprocess.run([LAUNCHER, "--version"], capture_output=True, text=True, check=False)
+    return "Open MPI" in version.stdout
+
 
 needs_mpiexec = pytest.mark.skipif(
     not LAUNCHER.exists() or LAUNCHED, reason="no mpiexec beside the interpreter, or under one"
