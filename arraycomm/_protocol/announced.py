@@ -50,7 +50,9 @@ def check_pickle(rank: int, data: Any, error: Exception) -> None:
     trace = error.__traceback__
     by_unpickler = trace is not None and trace.tb_next is None
     kinds = (*_NO_PICKLE, MemoryError) if len(data) < _SMALL else _NO_PICKLE
-    if by_unpickler and isinstance(error, kinds):
+    # Of a method that the unpickler calls; a class that is not found is another error.
+    lacks_method = isinstance(error, AttributeError) and "object has no attribute" in str(error)
+    if by_unpickler and (lacks_method or isinstance(error, kinds)):
         raise malformed(rank, f"an object that is no pickle ({error})") from None
 
 

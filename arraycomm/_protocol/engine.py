@@ -154,6 +154,10 @@ class Engine:
         """Return the programs that do not wait for another one; none if it is idle."""
         return [*list(self.queue)[:1], *self._messages]
 
+    def _moved(self) -> float:
+        """Return when one of the active programs began to wait for what it waits for now."""
+        return max((task.since for task in self._active()), default=0.0)
+
     def take_turn(self) -> None:
         """Begin a call of the user's; `self.turn.release()` ends it."""
         if not self.turn.acquire(blocking=False):
@@ -250,7 +254,7 @@ class Engine:
             return False
 
         done_here = done if self._has_thread() else done_or_pushed
-        wait_for(done_here, self._spins, watch or self._watch_call)
+        wait_for(done_here, self._spins, watch or self._watch_call, self._moved)
         self._after_wait()
 
     def _watch_call(self, waited: float) -> None:

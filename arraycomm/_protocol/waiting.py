@@ -24,22 +24,34 @@ def give_up_core() -> None:
     os.sched_yield()
 
 
-def wait_for(done: Callable[[], bool], spins: int, watch: Watch) -> None:
-    """Poll until `done`; `watch(seconds waited)` now and then, which may raise."""
+def _never() -> float:
+    return 0.0
+
+
+def wait_for(
+    done: Callable[[], bool], spins: int, watch: Watch, moved: Callable[[], float] = _never
+) -> None:
+    """Poll until `done`; `watch(seconds waited)` now and then, which may raise.
+
+    `moved` tells when a part of what is waited for was last done: patience begins anew then.
+    """
     for _ in range(spins):
         if done():
             return
-    started = clock.now()
-    waited, polls = 0.0, 0
+    started = last = clock.now()
+    still, polls = 0.0, 0
     while not done():
-        if waited < PATIENCE:
+        if still < PATIENCE:
             give_up_core()
         else:
             time.sleep(NAP)
+        if (seen := moved()) > last:
+            still, last = 0.0, seen
         polls += 1
         if polls % _LOOK_EVERY == 0:
-            waited = clock.now() - started
-            if done_after_all(done, watch, waited):
+            now = clock.now()
+            still = now - last
+            if done_after_all(done, watch, now - started):
                 return
 
 

@@ -322,11 +322,13 @@ def updates_are_those_of_one_process_with_all_data() -> None:
     for name, make in WRAPPED.items():
         for compiled in (True, False) if name in EAGERLY_TOO else (True,):
             got = trained(make(ac.DistributedOptimizer), (x[own], y[own]), compiled)
-            expected = trained(make(lambda plain: plain), (x, y), compiled)
-            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8, err_msg=name)
             rows = comm.allgather(np.append(got["w"], got["b"]))
             assert {row.tobytes() for row in rows} == {rows[0].tobytes()}, name
+            if comm.rank == 0:
+                # Compiled once: the others have the same bits.
+                expected = trained(make(lambda plain: plain), (x, y), compiled)
+                for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                    np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
 def skipping_alone_is_a_mismatch() -> None:
