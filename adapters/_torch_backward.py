@@ -21,6 +21,8 @@ class Backward:
         Whether gradients are only accumulated.
     joined : bool
         Whether it is inside `join`.
+    overlaps : bool
+        Whether reductions start before its end.
     tasks : set of int
         Autograd's numbers of the passes.
     outermost : int or None
@@ -39,8 +41,16 @@ class Backward:
         The reductions that have been started.
     """
 
-    def __init__(self, place: Any, local: bool, joined: bool, buckets: Sequence[Any]) -> None:
-        self.place, self.local, self.joined = place, local, joined
+    def __init__(
+        self,
+        place: Any,
+        buckets: Sequence[Any],
+        *,
+        local: bool = True,
+        joined: bool = False,
+        overlaps: bool = False,
+    ) -> None:
+        self.place, self.local, self.joined, self.overlaps = place, local, joined, overlaps
         self.tasks: set[int] = set()
         self.outermost: int | None = None
         self.order: dict[int, None] = {}
@@ -60,7 +70,9 @@ class Backward:
     def has_ready_bucket(self) -> bool:
         """Tell whether the next bucket, if it is not the last, can be started."""
         following = len(self.requests)
-        if self.local or self.joined or self.repeated or following >= len(self.waiting) - 1:
+        if self.local or self.joined or self.repeated or not self.overlaps:
+            return False
+        if following >= len(self.waiting) - 1:
             return False
         return not self.waiting[following]
 

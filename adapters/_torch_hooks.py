@@ -1,16 +1,20 @@
 """Gradients of torch parameters, reduced over all ranks while a backward pass computes them.
 
 Two hooks on each parameter watch the accumulation of its gradient. The parameters are divided into
-buckets. The reduction of a bucket starts once all its gradients are there, and those of the buckets
-before it have been started, so that all ranks start them in the same order. What is left is started
-at the end of the backward pass, which waits for all. So `.grad` is reduced when `backward()` returns.
+buckets. The reduction of a bucket starts before the next gradient is accumulated, once all its own are there
+and the buckets before it have been started: all ranks start them in the same order. A rank without a core for
+that starts them all at the end of the pass, in this order too. What is left is started
+at the end of the backward pass, which waits for all. So `.grad` is reduced when `backward()` returns. If it
+raises, it waits as well, so that nothing is written to `.grad` afterwards: the gradients whose reduction had
+started are reduced, and the others are this rank's own.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +22,9 @@ from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 
 import arraycomm as ac
+from arraycomm._communicator import group_of
+from arraycomm._entries import opaque
+from arraycomm._launch.launchers import cores
 from arraycomm.adapters._torch_backward import Backward, enclosing_node
 from arraycomm.adapters._torch_buckets import Buckets
 from arraycomm.adapters._torch_join import JoinedSteps
@@ -43,7 +50,10 @@ class BackwardReducer:
         self._gradients = parameters.gradients
         self._lock = threading.RLock()
         self._at_end = self._gradients.entry(without_owner(self._end))
+        self._at_error = without_owner(self._raised)
         self._backward: Backward | None = None
+        # What went wrong in the reductions of a pass that an exception had ended.
+        self._error: Exception | None = None
         self.syncing = True
 
     @property
@@ -58,6 +68,9 @@ class BackwardReducer:
             task, backward = _current_graph_task_id(), self._backward
             if backward is None or task not in backward.tasks:
                 backward = self._enter(task)
+            # Not before: hooks of the program on the last parameter were still to see its gradient.
+            while backward.has_ready_bucket():
+                self._rounds.start_next(backward)
             if slot.set_aside(self._parameters.tensors[slot.number]):
                 backward.late = True
             if slot.base is not None:
@@ -71,21 +84,20 @@ class BackwardReducer:
                 return
             slot.accumulated(parameter.grad)
             backward.note(slot.number, self._buckets.of[slot.number])
-            while backward.has_ready_bucket():
-                self._rounds.start_next(backward)
 
     def _enter(self, task: int) -> Backward:
         """Return the backward pass that a pass of autograd belongs to; ask for a call at its end."""
         enclosing = enclosing_node()
         if enclosing is None and self._backward and self._backward.outermost is not None:
-            # An exception ended it.
+            # An exception ended it, and autograd still keeps it.
             self._abandon()
+        self._raise_error()
         backward = self._backward or self._begin()
         self._set(backward)
         backward.tasks.add(task)
         if enclosing is None:
             backward.outermost = task
-            Variable._execution_engine.queue_callback(self._at_end)
+            Variable._execution_engine.queue_callback(_PassEnd(self._at_end, self._at_error))
         else:
             backward.repeated = True
             self._follow(enclosing, backward)
@@ -114,9 +126,14 @@ class BackwardReducer:
         self._parameters.note_skipped()
         self._joined.forget_zeroed()
         if gradients.rounds is None:
-            return Backward(None, True, False, buckets)
-        local = not self.syncing or gradients.keeps
-        return Backward(gradients.rounds.place, local, gradients.joined, buckets)
+            return Backward(None, buckets)
+        return Backward(
+            gradients.rounds.place,
+            buckets,
+            local=not self.syncing or gradients.keeps,
+            joined=gradients.joined,
+            overlaps=saves_time(gradients.comm, self._parameters.tensors),
+        )
 
     def _end(self) -> None:
         """Called at the end of a backward pass."""
@@ -153,10 +170,8 @@ class BackwardReducer:
             self._parameters.forget_sent()
 
     def leave(self) -> None:
-        """Forget a backward pass that an exception ended; raise inside one that goes on."""
-        if self._backward is None:
-            return
-        if _current_graph_task_id() != -1:
+        """Raise inside a backward pass, and after one whose reductions have failed."""
+        if self._backward is not None and _current_graph_task_id() != -1:
             self._gradients.fail(
                 RuntimeError(
                     "DistributedOptimizer: step() was called inside backward(), before all gradients "
@@ -164,14 +179,66 @@ class BackwardReducer:
                 )
             )
         self._abandon()
+        self._raise_error()
+
+    def _raised(self) -> None:
+        """Called if an exception ends a backward pass, before the program can catch it."""
+        with self._lock:
+            self._abandon()
 
     def _abandon(self) -> None:
-        """Wait for what an unfinished backward pass has started, and keep its gradients local."""
+        """Take over what an unfinished backward pass has started; its other gradients stay local."""
         backward = self._backward
+        if backward is None:
+            return
         self._set(None)
-        self._parameters.forget_sent()
-        if backward is not None:
-            ac.waitall(backward.requests)
+        try:
+            for reduced in ac.waitall(backward.requests):
+                self._parameters.settle(reduced.leaves)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._parameters.forget_sent()
+
+    def _raise_error(self) -> None:
+        """Raise what went wrong while an exception ended a pass."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a pass and its reductions take less time together than one after the other.
+
+    On one node, reductions are copies and sums. If no core is left for them, they hold up the passes
+    of all ranks by more than they take.
+    """
+    transport = group_of(comm).transport
+    beside = comm.backend == "threads" or transport.local_size < transport.size
+    if beside or any(parameter.is_cuda for parameter in parameters):
+        return True
+    available = cores()
+    # With cores of its own, or with those that all ranks of the node share.
+    ranks = 1 if available < (os.cpu_count() or 1) else transport.local_size
+    return available > ranks * torch.get_num_threads()
+
+
+class _PassEnd:
+    """Called at the end of a backward pass; autograd drops it uncalled if an exception ends the pass."""
+
+    def __init__(self, at_end: Callable[[], None], at_error: Callable[[], None]) -> None:
+        self._at_end, self._at_error = at_end, at_error
+        self._called = False
+
+    @opaque
+    def __call__(self) -> None:
+        self._called = True
+        self._at_end()
+
+    @opaque
+    def __del__(self) -> None:
+        if not self._called:
+            self._at_error()
 
 
 def without_owner(method: Callable[..., None]) -> Callable[..., None]:

@@ -49,14 +49,20 @@ class BucketRounds:
         self._buckets.agree(came, repeated=backward is not None and backward.repeated)
 
     def _start(self, bucket: Any, place: Any) -> Any:
-        make = partial(self._parameters.means, bucket.numbers)
-        return self._gradients.rounds.start(bucket, make, place)
+        make, overwrite = self._with_gradients(bucket)
+        return self._gradients.rounds.start(bucket, make, place, may_overwrite=overwrite)
 
     def _reduce(self, bucket: Any, place: Any) -> Any:
         if self._gradients.compressor.hook is not None:
             return self._reduce_by_hook(bucket, place)
+        make, overwrite = self._with_gradients(bucket)
+        return self._gradients.rounds.reduce(bucket, make, place, may_overwrite=overwrite)
+
+    def _with_gradients(self, bucket: Any) -> tuple[Any, bool]:
+        """Return what returns this rank's gradients, and whether these are `.grad` itself."""
+        gradients = self._gradients
         make = partial(self._parameters.means, bucket.numbers)
-        return self._gradients.rounds.reduce(bucket, make, place)
+        return make, gradients.accumulate == 1 and gradients.compressor.feedback is None
 
     def _reduce_by_hook(self, bucket: Any, place: Any) -> Any:
         """Reduce with a compression of the user's those gradients that any rank has."""

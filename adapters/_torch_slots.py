@@ -168,9 +168,11 @@ class Slot:
     ) -> torch.Tensor:
         """Return the whole reduced gradient, in the memory where the program has seen it."""
         base = self.base_of(sent) if sent is not None else parameter.grad
+        if sent is not None and reduced is sent:
+            torch.autograd.graph.increment_version(sent)
         if base is not None:
             return base.add_(reduced)
-        return reduced if sent is None else sent.copy_(reduced)
+        return reduced if sent is None or reduced is sent else sent.copy_(reduced)
 
 
 _slots: Final[Any] = WeakTensorKeyDictionary()

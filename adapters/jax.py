@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
@@ -22,8 +23,10 @@ from arraycomm.adapters._jax_collectives import (
     sendrecv,
 )
 from arraycomm.adapters._jax_compression import compressing
-from arraycomm.adapters._jax_shard import gather_state, shard_state, sharded
-from arraycomm.adapters._jax_updates import is_traced, reduce_traced
+from arraycomm.adapters._jax_shard import sharded
+from arraycomm.adapters._jax_sharded_state import gather_state, shard_state
+from arraycomm.adapters._jax_tracing import is_traced
+from arraycomm.adapters._jax_updates import reduce_traced
 
 __all__ = [
     "DistributedOptimizer",
@@ -89,52 +92,80 @@ def distribute(
     inner = optax.with_extra_args_support(optimizer)
     if gradients.shards is not None:
         inner = sharded(inner, gradients.shards)
-    updates_made = Numbering()
-    calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
-
     takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    steps = _ReducedUpdates(inner, gradients, takes_extra=takes_extra)
+    init, update = inner.init, steps.update
+    if gradients.compressor.states is not None:
+        init, compressed = compressing(inner, gradients, steps.reduce)
+        update = partial(steps.update_compressed, compressed)
+    reducing = _Distributed(init, gradients.entry(update))
+    if gradients.accumulate == 1:
+        return reducing
+    return _accumulating(reducing, gradients.accumulate, steps.made)
 
-    def reduce_once(leaves: list[Any]) -> list[Any]:
-        if is_traced(leaves):
-            return reduce_traced(calls, updates_made, leaves)
-        jax.effects_barrier()
-        reduced: list[Any] = calls.reduce(leaves, updates_made)
-        return reduced
 
-    def reduce(leaves: list[Any]) -> tuple[bool, list[Any]]:
-        if is_traced(leaves) or gradients.accumulate > 1:
-            return True, reduce_once(leaves)
-        jax.effects_barrier()
-        counts, reduced = gradients.add(leaves, updates_made)
-        return counts, reduced
+class _ReducedUpdates:
+    """The updates of one transformation, whose gradients and further arguments are reduced before.
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        further = Extra(extra if takes_extra else {}, gradients.op, gradients.accumulate)
+    Attributes
+    ----------
+    made : Numbering
+        Their numbers.
+    """
+
+    def __init__(self, inner: Any, gradients: Any, *, takes_extra: bool) -> None:
+        self._inner, self._gradients, self._takes_extra = inner, gradients, takes_extra
+        self._calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
+        self.made = Numbering()
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """Update with reduced gradients; with none yet if those of a step are accumulated."""
+        further = self._further(extra)
         # A list, as under jit and in torch, so that ranks of these may reduce together.
         leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-        counts, reduced = reduce([*leaves, *further.leaves])
+        counts, reduced = self._reduce_step([*leaves, *further.leaves])
         split = len(leaves)
         gradient = jax.tree.unflatten(structure, reduced[:split])
         if not counts:
             return jax.tree.map(jnp.zeros_like, gradient), state
-        pooled = further.pooled(reduced[split:], gradients.op, gradients.comm)
-        updated: tuple[Any, Any] = inner.update(gradient, state, params, **pooled)
+        pooled = self._pooled(further, reduced[split:])
+        updated: tuple[Any, Any] = self._inner.update(gradient, state, params, **pooled)
         return updated
 
-    init = inner.init
-    if gradients.compressor.states is not None:
-        init, compressed = compressing(inner, gradients, reduce_once)
+    def update_compressed(
+        self, compressed: Any, updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        """Update by a function that compresses and reduces the gradients itself."""
+        further = self._further(extra)
+        reduced = self.reduce(further.leaves) if further.leaves else []
+        updated: tuple[Any, Any] = compressed(
+            updates, state, params, **self._pooled(further, reduced)
+        )
+        return updated
 
-        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-            further = Extra(extra if takes_extra else {}, gradients.op, gradients.accumulate)
-            reduced = reduce_once(further.leaves) if further.leaves else []
-            pooled = further.pooled(reduced, gradients.op, gradients.comm)
-            return compressed(updates, state, params, **pooled)
+    def reduce(self, leaves: list[Any]) -> list[Any]:
+        """Reduce what belongs to one update."""
+        if is_traced(leaves):
+            return reduce_traced(self._calls, self.made, leaves)
+        jax.effects_barrier()
+        reduced: list[Any] = self._calls.reduce(leaves, self.made)
+        return reduced
 
-    reducing = _Distributed(init, gradients.entry(update))
-    if gradients.accumulate == 1:
-        return reducing
-    return _accumulating(reducing, gradients.accumulate, updates_made)
+    def _reduce_step(self, leaves: list[Any]) -> tuple[bool, list[Any]]:
+        """Reduce gradients, or add them to those of the steps before; tell whether they are reduced."""
+        if is_traced(leaves) or self._gradients.accumulate > 1:
+            return True, self.reduce(leaves)
+        jax.effects_barrier()
+        counts, reduced = self._gradients.add(leaves, self.made)
+        return counts, reduced
+
+    def _further(self, extra: dict[str, Any]) -> Extra:
+        gradients = self._gradients
+        return Extra(extra if self._takes_extra else {}, gradients.op, gradients.accumulate)
+
+    def _pooled(self, further: Extra, reduced: list[Any]) -> dict[str, Any]:
+        pooled: dict[str, Any] = further.pooled(reduced, self._gradients.op, self._gradients.comm)
+        return pooled
 
 
 class AccumulatedState(NamedTuple):

@@ -183,7 +183,7 @@ class Distributed:
         return self._copied(copy.deepcopy(self._optimizer, memo))
 
     def _copied(self, optimizer: Any) -> Distributed:
-        made = Distributed(optimizer, self._gradients.copy())
+        made = type(self)(optimizer, self._gradients.copy())
         if self._sharding is not None:
             vars(made).update(_sharding=self._sharding.copy())
         return made

@@ -25,6 +25,7 @@ from arraycomm._errors import (
 )
 from arraycomm._explain import explain
 from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
+from arraycomm._mpi_start import installed_version
 from arraycomm._println import println
 from arraycomm._session import borrow, finalize, init, is_initialized, world
 from arraycomm._together import raise_together
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from arraycomm._training.metrics import mean_metrics
     from arraycomm._training.nans import raise_on_nan
     from arraycomm._training.optimizer import DistributedOptimizer
+
+    __version__: str
 
 # Imported on first use: programs that only communicate do not wait for what training needs.
 _ON_FIRST_USE = {
@@ -98,6 +101,8 @@ for _name in set(__all__) - set(_ON_FIRST_USE):
 
 @opaque
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return installed_version()
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'arraycomm' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
@@ -106,4 +111,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])

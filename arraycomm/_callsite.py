@@ -19,9 +19,12 @@ _OURS: Final = (
     os.path.dirname(__file__) + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "adapters") + os.sep,
 )
-# The conformance suite is part of the library, but calls it as a user does.
-_LAWS: Final = os.path.join(os.path.dirname(__file__), "testing", "conformance") + os.sep
-_LAWS_MODULES: Final = "arraycomm.testing.conformance"
+# The conformance suite and the programs of the command line are part of the library, but call it as users do.
+_USERS: Final = (("testing", "conformance"), ("cli", "demo"), ("cli", "bench"))
+_USERS_FILES: Final = tuple(
+    os.path.join(os.path.dirname(__file__), *names) + os.sep for names in _USERS
+)
+_USERS_MODULES: Final = tuple(".".join(("arraycomm", *names)) for names in _USERS)
 # What stands between a user's code and a call: a line in there tells the user nothing.
 _FRAMEWORKS: Final = frozenset(
     [
@@ -33,6 +36,8 @@ _FRAMEWORKS: Final = frozenset(
         "hypothesis",
         "jax",
         "jaxlib",
+        "keras",
+        "mlx",
         "numpy",
         "optax",
         "optree",
@@ -56,7 +61,7 @@ _packages: dict[str, str] = {}
 
 def is_ours(filename: str) -> bool:
     """Tell whether a file of Python code belongs to the library."""
-    return filename.startswith(_OURS) and not filename.startswith(_LAWS)
+    return filename.startswith(_OURS) and not filename.startswith(_USERS_FILES)
 
 
 def call_site() -> str:
@@ -87,8 +92,8 @@ def _package(frame: FrameType) -> str:
     found = _packages.get(module) if isinstance(module, str) else ""
     if found is None:
         assert isinstance(module, str)
-        laws = module.startswith(_LAWS_MODULES)
-        found = _packages[module] = "" if laws else module.partition(".")[0]
+        users = module.startswith(_USERS_MODULES)
+        found = _packages[module] = "" if users else module.partition(".")[0]
     return found
 
 

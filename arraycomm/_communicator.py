@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 from arraycomm._callsite import trim
 from arraycomm._collectives import groups
 from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.fast_path import FastPaths
 from arraycomm._collectives.matching import Status, Wildcard
 from arraycomm._collectives.messages import Messenger
 from arraycomm._collectives.movements import (
@@ -23,6 +22,7 @@ from arraycomm._collectives.movements import (
     Scatter,
     Scatterv,
 )
+from arraycomm._collectives.native_path import fast_paths_of
 from arraycomm._collectives.nonblocking import NonblockingCalls
 from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherObject
 from arraycomm._collectives.operation import Barrier
@@ -32,6 +32,7 @@ from arraycomm._entries import entries, hide_from_torch
 from arraycomm._mpi_start import Arguments, open_over_mpi
 from arraycomm._protocol.exit import leave_by_error, replace_root
 from arraycomm._protocol.group import Group
+from arraycomm._trace.trace import Traceable
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan
 
@@ -40,7 +41,7 @@ from arraycomm._trees.plan import MakePlan, Plan
 @entries(
     trimmed=lambda method: not {"call", "call_within", "start"}.isdisjoint(method.__code__.co_names)
 )
-class Communicator(NonblockingCalls):
+class Communicator(NonblockingCalls, Traceable):
     """A group of ranks that communicate.
 
     Made by `arraycomm.init`, `split`, `dup` and `from_mpi`. All ranks of the group call every
@@ -57,7 +58,7 @@ class Communicator(NonblockingCalls):
     local_rank, local_size : int
         The same among the ranks of this node.
     backend : str
-        "self", "threads", "mpi", or "nccl" if that was asked for.
+        "self", "threads", "mpi", "nccl" if asked for, or "processes" (without MPI).
 
     Notes
     -----
@@ -76,7 +77,8 @@ class Communicator(NonblockingCalls):
         group = runner.group
         self._runner = runner
         self._messenger = Messenger(group, runner.statistics)
-        self._fast = FastPaths(runner)
+        self._fast = fast_paths_of(runner)
+        self._again = self._fast.again
         self._trees = TreeMemory(group)
         self.rank, self.size = group.rank, group.size
         self.local_rank = group.transport.local_rank
@@ -249,6 +251,13 @@ class Communicator(NonblockingCalls):
         arrays, then the slices are gathered: each rank sends about twice the array's bytes (Thakur,
         Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
         """
+        again = self._again if timeout is None else None
+        try:
+            if again is not None and (result := again(x, op, out)) is not None:
+                return result
+        except BaseException as error:
+            trim(error)
+            raise
         try:
             # A fast path waits as long as the communicator's timeout says.
             key = (type(x), op, x.dtype, x.shape)
@@ -601,8 +610,7 @@ class Communicator(NonblockingCalls):
         Returns when `x` may be changed again: a short message may then still be under way, a long
         one has been received. Messages wait for no collective, and no collective waits for them.
         """
-        sending = self._messenger.send(x, dest, tag, awaited=True, timeout=timeout)
-        self._messenger.wait("send", sending)
+        self._messenger.send(x, dest, tag, timeout=timeout)
 
     def recv(
         self,
@@ -649,10 +657,7 @@ class Communicator(NonblockingCalls):
         ranks' messages to choose from, those that have come first are taken first, as far as the
         transport knows.
         """
-        receiving = self._messenger.recv(
-            source, tag, like, out, status, awaited=True, timeout=timeout
-        )
-        return self._messenger.wait("recv", receiving)[0]
+        return self._messenger.recv(source, tag, like, out, status, timeout=timeout)
 
     def sendrecv(
         self,

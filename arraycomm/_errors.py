@@ -8,7 +8,7 @@
     ├── MismatchError             ranks made different calls
     ├── PeerError                 another rank failed or left
     ├── CommTimeoutError          another rank did not make the call in time
-    │   └── DeadlockError         ranks wait for one another, on different communicators
+    │   └── DeadlockError         ranks wait for one another, none can go on
     ├── CommunicatorClosedError   the communicator was freed, or an earlier failure ended it
     ├── ConcurrentUseError        two threads called one communicator at the same time
     └── TransportError            MPI or NCCL reported an error
@@ -66,7 +66,7 @@ class CommTimeoutError(ArrayCommError):
 
 
 class DeadlockError(CommTimeoutError):
-    """Ranks wait for one another on different communicators, so that none of them can go on."""
+    """Ranks wait for one another, on different communicators or in messages: none of them can go on."""
 
 
 class CommunicatorClosedError(ArrayCommError):

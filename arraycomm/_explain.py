@@ -15,6 +15,7 @@ from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import check_movable, check_op, check_reducible, name_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
+from arraycomm._native import compiled
 from arraycomm._protocol.group import Group
 from arraycomm._session import world
 
@@ -23,8 +24,10 @@ _IN_WORDS: Final = {
     Algorithm.HEADER: "one step: the elements travel with the header, and every rank folds them",
     Algorithm.STEPS: "a slot of shared memory after another: every rank folds what all show",
     Algorithm.GATHER: "every rank gathers all ranks' elements, and folds them",
+    Algorithm.EXCHANGE: "each rank takes the other's elements, chunk by chunk, and folds all",
     Algorithm.SLICES: "chunk by chunk: each rank folds a slice of all ranks' elements, "
     "then slices are gathered",
+    Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share: every rank folds all",
     Algorithm.FUNCTION: "one rank gathers all ranks' elements, folds them by the function, "
     "and sends the result",
     Algorithm.FUNCTION_BY_SLICES: "each rank folds a slice of all ranks' elements by the function, "
@@ -47,8 +50,8 @@ class Explanation:
         What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
         pinned memory.
     algorithm : str
-        "local", "header", "steps", "gather", "slices", "native", "function" or
-        "function by slices".
+        "local", "header", "steps", "gather", "exchange", "slices", "segment", "native",
+        "function" or "function by slices".
     copies : int
         Copies that are made of the array before it is sent: 0 if its own memory can be used.
     sent : int
@@ -118,6 +121,8 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
     # Arrays that are staged are reduced by the host's algorithms.
     link = group.transport if device_link is None or staged else device_link
     decision = select(link, op, source.dtype, nbytes)
+    if decision.algorithm is Algorithm.SEGMENT and compiled is None:
+        decision = decision._replace(algorithm=Algorithm.SLICES)
     strided = nbytes > 0 and device_link is None and not source.array.flags.c_contiguous
     return Explanation(
         array=f"{name_of(source.dtype)} {source.shape} ({type(x).__module__.partition('.')[0]})",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from arraycomm._collectives.runner import Runner
+from arraycomm._native import compiled
 
 
 def facts(runner: Runner, devices: Sequence[str]) -> list[str]:
@@ -21,6 +22,7 @@ def facts(runner: Runner, devices: Sequence[str]) -> list[str]:
         f"check: {'on' if options.check else 'off'}",
         f"reproducible: {'on' if options.reproducible else 'off'}",
         f"timeout: {timeout}",
+        f"native part: {'none' if compiled is None else compiled.levels()[-1]}",
     ]
 
 

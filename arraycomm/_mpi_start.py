@@ -15,6 +15,9 @@ from arraycomm._collectives.operation import Context, SmallExchange
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
+from arraycomm._launch import ADDRESS, Launch, detect
+from arraycomm._launch.library import refuse_foreign_launcher
+from arraycomm._launch.probe import in_short
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
@@ -81,6 +84,7 @@ def mpi_transport() -> Callable[[Any], Transport]:
     if "mpi4py.MPI" not in sys.modules:
         check_room(os.environ)
     try:
+        refuse_foreign_launcher(detect(os.environ))
         from arraycomm._transports.mpi import MPITransport
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
@@ -99,6 +103,25 @@ def mpi_transport() -> Callable[[Any], Transport]:
             "MPI.Init_thread() before"
         )
     return MPITransport
+
+
+def refuse_other_launcher(launch: Launch | None) -> None:
+    """Raise if the launcher has started another number of ranks than the MPI that was loaded sees."""
+    from mpi4py import MPI
+
+    if launch is not None and launch.size != MPI.COMM_WORLD.size:
+        library = in_short(MPI.Get_library_version())
+        raise BackendUnavailableError(
+            f"init: {launch.launcher} started {launch.size} processes, but the MPI that was loaded "
+            f"({library}) sees {MPI.COMM_WORLD.size}; start the program with: arraycomm run -n "
+            f"{launch.size} …, which finds the mpiexec of that MPI, or install the MPI that belongs to "
+            "this launcher"
+            + (f". On one node {ADDRESS} connects them without MPI" if _is_srun(launch) else "")
+        )
+
+
+def _is_srun(launch: Launch) -> bool:
+    return launch.launcher == "srun"
 
 
 def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
@@ -132,7 +155,7 @@ def _compare_versions(mpi_comm: Any) -> None:
 
     What is exchanged here is text, which any version can read.
     """
-    if len(set(mpi_comm.allgather(_digest()))) == 1:
+    if len(set(mpi_comm.allgather(code_digest()))) == 1:
         return
     versions = mpi_comm.allgather(_version())
     raise MismatchError(
@@ -141,7 +164,7 @@ def _compare_versions(mpi_comm: Any) -> None:
     )
 
 
-def _digest() -> str:
+def code_digest() -> str:
     """Return a digest of the code that decides what ranks send one another."""
     found = blake2b(digest_size=6)
     for room in ("_collectives", "_protocol", "_transports", "_trees"):
@@ -150,15 +173,19 @@ def _digest() -> str:
     return found.hexdigest()
 
 
-def _version() -> str:
+def installed_version() -> str:
+    """Return the version of this package, also of one that is not installed."""
     # Takes long to import.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        installed = version("arraycomm")
+        return version("arraycomm")
     except PackageNotFoundError:
-        installed = "not installed"
-    return f"{installed} in {os.path.dirname(__file__)} (code {_digest()})"
+        return "0+unknown"
+
+
+def _version() -> str:
+    return f"{installed_version()} in {os.path.dirname(__file__)} (code {code_digest()})"
 
 
 def _checked_by_all(

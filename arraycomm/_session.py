@@ -16,20 +16,44 @@ from arraycomm._cuda.devices import Devices
 from arraycomm._entries import entries, entry
 from arraycomm._errors import BackendUnavailableError, NotInitializedError
 from arraycomm._facts import facts
-from arraycomm._mpi_start import Arguments, Opened, mpi_transport, open_over_mpi
+from arraycomm._mpi_start import (
+    Arguments,
+    Opened,
+    mpi_transport,
+    open_over_mpi,
+    refuse_other_launcher,
+)
+from arraycomm._node_start import open_by_numbers
+from arraycomm._protocol import still_waiting
 from arraycomm._protocol.exit import (
     complete,
     forget_on_fork,
-    mpi_has_peers,
     refuse_forked_child,
     remove_root,
     watch_exit,
 )
 from arraycomm._protocol.group import Group
+from arraycomm._start import Start, choose_start
+from arraycomm._trace import environment
 from arraycomm._transports.threads import SelfTransport
 
-_UNSET: Final[Any] = type("_Unset", (), {"__repr__": lambda self: "unset"})()
-_BACKENDS: Final = ("auto", "self", "mpi", "nccl", "threads")
+
+class _Default:
+    """What an argument is if it is not passed; told apart from the same value that is passed."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def default(value: Any) -> Any:
+    """Return the default of an argument; signatures show its value."""
+    return _Default(value)
+
+
+_BACKENDS: Final = ("auto", "self", "mpi", "nccl", "processes", "threads")
 _YES: Final = ("1", "true", "yes", "on")
 _NO: Final = ("0", "false", "no", "off")
 
@@ -65,11 +89,12 @@ forget_on_fork(_session.end)
 def init(
     backend: str = "auto",
     *,
-    device: str | Sequence[str | None] | None = _UNSET,
-    check: bool = _UNSET,
-    reproducible: bool = _UNSET,
-    timeout: float | None = _UNSET,
+    device: str | Sequence[str | None] | None = default(None),
+    check: bool = default(True),
+    reproducible: bool = default(True),
+    timeout: float | None = default(1800.0),
     verbose: bool = False,
+    report_after: float | None = default(still_waiting.DEFAULT),
 ) -> Communicator:
     """Start communication; return the communicator of all ranks.
 
@@ -79,10 +104,12 @@ def init(
     Parameters
     ----------
     backend : str
-        "auto" is "mpi" under an MPI launcher (`mpiexec`, `srun`) and "self" otherwise; "self" is
-        one process alone, and needs no MPI. Arrays on devices use NCCL if all ranks can; the ranks
-        find that out when one of them first passes such an array. With "nccl" they find out at
-        once, and `init` raises if they cannot. With "mpi" they never use NCCL.
+        "auto" is "mpi" under an MPI launcher (`mpiexec`, `srun`), "processes" if torchrun or
+        variables of the environment number the processes of one node, and "self" otherwise.
+        "processes" and "self" need no MPI; "self" is one process alone. Arrays on devices use NCCL
+        if all ranks can; the ranks find that out when one of them first passes such an array. With
+        "nccl" they find out at once, and `init` raises if they cannot. With "mpi" they never use
+        NCCL.
     device : str or list of str, optional
         Where this rank makes arrays if no argument says where: "cpu", "cuda" or "cuda:1". If no
         number is given, the ranks of a node take its devices in turn. A list has a device for each
@@ -97,7 +124,12 @@ def init(
         None means for ever. Default from `ARRAYCOMM_TIMEOUT`.
     verbose : bool
         Whether rank 0 prints how the ranks communicate, a line for each fact: backend, ranks and
-        nodes, the MPI library, devices, and the options. Only rank 0 has to pass it.
+        nodes, the MPI library, devices, the options, and whether the part in C is used. Only rank
+        0 has to pass it.
+    report_after : float or None, default 10.0
+        Seconds of waiting in one call after which rank 0 prints a line, once: for which ranks it
+        waits, and where those are. None means never. Default from `ARRAYCOMM_REPORT_AFTER`. It
+        holds for this process; ranks need not agree.
 
     Returns
     -------
@@ -107,8 +139,11 @@ def init(
     Raises
     ------
     BackendUnavailableError
-        The backend cannot run here: the message says what is missing. Or a rank has started this
+        The backend cannot run here: the message says what is missing, also of the variables that
+        number processes, and where two launchers contradict each other. Or a rank has started this
         process, which inherits the launcher's variables, but is no rank.
+    CommTimeoutError
+        Processes that the environment numbers did not all come in time.
     CommunicatorClosedError
         This process was forked from a rank. With "self" it gets a world of its own.
     MismatchError
@@ -120,18 +155,16 @@ def init(
     """
     if backend not in _BACKENDS:
         raise ValueError(f"init: backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
-    passed = {
-        name: value
-        for name, value in (
-            ("device", device),
-            ("check", check),
-            ("reproducible", reproducible),
-            ("timeout", timeout),
-        )
-        if value is not _UNSET
+    named: dict[str, Any] = {
+        "device": device,
+        "check": check,
+        "reproducible": reproducible,
+        "timeout": timeout,
     }
+    passed = {name: value for name, value in named.items() if not isinstance(value, _Default)}
     if not isinstance(verbose, bool):
         raise TypeError(f"init: verbose must be True or False; got {verbose!r}")
+    _choose_report(report_after)
     if _session.world is not None:
         _compare_with_first(_session.world, backend, passed)
         _session.show(verbose)
@@ -140,15 +173,17 @@ def init(
         _refuse_children_of_ranks()
     arguments = {**_defaults(), **passed}
     given = Arguments(backend=backend, **arguments)
-    if backend != "self" and (_launch.detect(os.environ) is not None or mpi_has_peers()):
+    start = choose_start(backend)
+    if start.backend in ("mpi", "nccl") and start.launched:
         # From now on an uncaught error of this rank ends the job: other ranks may wait for it.
         mpi_transport()
         watch_exit()
-    else:
+    elif start.numbering is None:
         # Raises what is wrong with them before MPI is loaded, since no other rank has to be told.
         given.checked(local_rank=0, local_size=1)
-    opened = _open_world(backend, given)
+    opened = _open_world(start, given)
     _session.begin(Communicator(opened.runner), arguments, facts(*opened))
+    environment.begin(opened.runner)
     _session.show(verbose)
     return world()
 
@@ -238,12 +273,12 @@ class borrow:  # noqa: N801 - used as a function, like contextlib.suppress
 
 def _alone() -> Communicator:
     refuse_forked_child("borrow")
-    if _automatic() != "self":
+    if choose_start("auto").backend != "self":
         raise NotInitializedError(
             "borrow: this process is one of several, and each would compute by itself; call "
             "arraycomm.init() in the program, or pass a communicator"
         )
-    return Communicator(_open_world("self", Arguments(backend="self", **_defaults())).runner)
+    return Communicator(_open_alone(Arguments(backend="self", **_defaults())).runner)
 
 
 def _over_mpi(comm: Any) -> Communicator:
@@ -253,6 +288,16 @@ def _over_mpi(comm: Any) -> Communicator:
             f"{type(comm).__name__}"
         )
     return Communicator.from_mpi(comm)
+
+
+def renew() -> None:
+    """Make the world anew, as `init` was called first, whatever has become of it; collective."""
+    if _session.world is None:
+        return
+    backend = _session.world.backend
+    arguments = {**_session.arguments, "report_after": still_waiting.report_after()}
+    _session.end()
+    init(backend if backend in _BACKENDS else "auto", **arguments)
 
 
 @entry
@@ -266,25 +311,44 @@ def finalize() -> None:
     runner = runner_of(world())
     _session.end()
     root = runner.group
-    if root.closed is not None:
-        return
+    empty = root.closed is None and _is_nothing_left(runner)
+    for group in [*root.related[1:], root]:
+        if empty:
+            for hook in group.on_free:
+                hook()
+        if group.closed is None:
+            group.end(NotInitializedError("arraycomm was finalized"))
+        # In the memory of the others something may still arrive. They leave with the process.
+        if empty:
+            group.transport.free()
+    if empty:
+        root.related.clear()
+        remove_root(root)
+
+
+def _is_nothing_left(runner: Runner) -> bool:
+    """Complete what is outstanding; tell whether nothing can arrive any more, on any rank."""
+    root = runner.group
     for group in root.related:
         complete(group)
+    environment.end()
     closed = any(group.closed is not None for group in root.related)
     unmatched = sum(group.unmatched for group in root.related)
     replies = runner.call(Finalize, ENDED_BY_ERROR if closed else unmatched)
     if ENDED_BY_ERROR in replies:
-        return
-    if sum(replies) > 0:
-        warn_of_messages("finalize", sum(replies))
-        return
-    for group in [*root.related[1:], root]:
-        for hook in group.on_free:
-            hook()
-        group.end(NotInitializedError("arraycomm was finalized"))
-        group.transport.free()
-    root.related.clear()
-    remove_root(root)
+        return False
+    left: int = sum(replies)
+    if left > 0:
+        warn_of_messages("finalize", left)
+    return left == 0
+
+
+def _choose_report(report_after: Any) -> None:
+    """Set when this process says for whom it waits; a first `init` may leave it to the environment."""
+    if not isinstance(report_after, _Default):
+        still_waiting.choose(report_after)
+    elif _session.world is None:
+        still_waiting.choose(_seconds(still_waiting.VARIABLE, still_waiting.DEFAULT))
 
 
 def _refuse_children_of_ranks() -> None:
@@ -299,19 +363,23 @@ def _refuse_children_of_ranks() -> None:
         )
 
 
-def _defaults() -> dict[str, Any]:
-    timeout = os.environ.get("ARRAYCOMM_TIMEOUT", "1800")
+def _seconds(variable: str, otherwise: float) -> float | None:
+    """Return the seconds that a variable of the environment says, None for ever."""
+    said = os.environ.get(variable, str(otherwise))
     try:
-        seconds = None if timeout.lower() == "none" else float(timeout)
+        return None if said.lower() == "none" else float(said)
     except ValueError:
         raise ValueError(
-            f"init: ARRAYCOMM_TIMEOUT must be a number of seconds or none; got {timeout!r}"
+            f"init: {variable} must be a number of seconds or none; got {said!r}"
         ) from None
+
+
+def _defaults() -> dict[str, Any]:
     return {
         "device": None,
         "check": _default_check(),
         "reproducible": True,
-        "timeout": seconds,
+        "timeout": _seconds("ARRAYCOMM_TIMEOUT", 1800.0),
     }
 
 
@@ -332,44 +400,29 @@ def _compare_with_first(comm: Communicator, backend: str, passed: dict[str, Any]
             raise ValueError(f"init: was called with {name}={first!r} before; got {value!r}")
 
 
-def _open_world(backend: str, arguments: Arguments) -> Opened:
-    if backend == "auto":
-        backend = _automatic()
-    if backend in ("mpi", "nccl"):
+def _open_world(start: Start, arguments: Arguments) -> Opened:
+    if start.backend in ("mpi", "nccl"):
         return _open_mpi_world(arguments)
-    if backend == "threads":
+    if start.numbering is not None:
+        return open_by_numbers(start.numbering, arguments)
+    if start.backend == "threads":
         raise ValueError(
             "init: a world of threads is made by arraycomm.testing.run, which passes its "
             "communicator to your function"
         )
+    return _open_alone(arguments)
+
+
+def _open_alone(arguments: Arguments) -> Opened:
     options, request = arguments.checked(local_rank=0, local_size=1)
     group = Group(SelfTransport(), options)
     devices = Devices(group, request)
     return Opened(Runner(group, devices), [devices.device_name])
 
 
-def _automatic() -> str:
-    if _launch.detect(os.environ) is not None or mpi_has_peers():
-        return "mpi"
-    processes = _launch.torchrun_size(os.environ)
-    if processes > 1:
-        raise BackendUnavailableError(
-            f"init: torchrun started {processes} processes, but arraycomm communicates over MPI; "
-            f"start the program with: mpiexec -n {processes} python …"
-        )
-    return "self"
-
-
 def _open_mpi_world(arguments: Arguments) -> Opened:
     mpi_transport()
     from mpi4py import MPI
 
-    launch = _launch.detect(os.environ)
-    if launch is not None and launch.size != MPI.COMM_WORLD.size:
-        library = MPI.Get_library_version().splitlines()[0]
-        raise BackendUnavailableError(
-            f"init: {launch.launcher} started {launch.size} processes, but the MPI that was loaded "
-            f"({library}) sees {MPI.COMM_WORLD.size}; start the program with the mpiexec of that "
-            "MPI, or install the MPI that belongs to this launcher"
-        )
+    refuse_other_launcher(_launch.detect(os.environ))
     return open_over_mpi(MPI.COMM_WORLD, arguments)

@@ -31,11 +31,15 @@ _choice = _Choice()
 @pytest.fixture(scope="module", autouse=True)
 def _choices_are_made_here() -> Iterator[None]:
     choose, chunks = selection.choose, algorithms._chunks
+    overlapping_chunk = selection.overlapping_chunk
 
-    def choose_here(nbytes, size, payload, shared):
+    def choose_here(nbytes, size, *about_link):
         if _choice.way is None or size == 1:
-            return choose(nbytes, size, payload, shared)
+            return choose(nbytes, size, *about_link)
         return selection.Algorithm(_choice.way)
+
+    def overlapping_chunk_here(nbytes):
+        return overlapping_chunk(nbytes) if _choice.chunk is None else 8 * _choice.chunk
 
     def chunks_here(link, array, rows=1):
         if _choice.chunk is None:
@@ -45,6 +49,7 @@ def _choices_are_made_here() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "choose", choose_here)
+        patch.setattr(selection, "overlapping_chunk", overlapping_chunk_here)
         patch.setattr(algorithms, "_chunks", chunks_here)
         yield
 

@@ -1,13 +1,26 @@
-"""Laws of the plan by which leaves are fused."""
+"""Laws of the plan by which leaves are fused, and of the memory through which they are reduced."""
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arraycomm import allreduce_gradients, allreduce_tree
+from arraycomm._collectives import segment
 from arraycomm._trees.layout import cut, lay_out
+from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
+from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing.conformance._checks import check_elements, leaves_of
+from arraycomm.testing.conformance._tree_inputs import reducible_trees
+from tests.support import internals
+
+# Each example makes some tens of calls.
+FEW = settings(max_examples=max(1, int(os.environ.get("EXAMPLES") or "15") // 3))
 
 specs_of_leaves = st.lists(
     st.tuples(ranked.dtypes().map(np.dtype), ranked.shapes(large=False)), max_size=12
@@ -62,3 +75,38 @@ def test_every_byte_of_every_leaf_lies_in_one_chunk(specs, bucket_bytes, chunks)
     assert end == sum(bucket.nbytes for bucket in buckets)
     for leaf, (dtype, shape) in enumerate(specs):
         assert found[leaf] == dtype.itemsize * int(np.prod(shape))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut trees into chunks of a few leaves."""
+    monkeypatch.setattr(segment, "_CHUNK_BYTES", 128)
+
+
+def check_tree(comm, drawn, **options) -> None:
+    """Fail unless leaves that are fused are reduced as each is alone."""
+    op, tree = drawn
+    leaves = [leaf for (leaf,) in leaves_of(tree)]
+    wants = [None if x is None else elements_of(comm.allreduce(x, op)) for x in leaves]
+    # Nothing is so small that it travels with the header, or in a few steps of the control channel.
+    internals.set_inline_bytes(comm, -1)
+    for reduce in (allreduce_tree, allreduce_gradients):
+        got = reduce(leaves, op, comm=comm, **options)
+        for leaf, want in zip(got, wants, strict=True):
+            assert (leaf is None) == (want is None)
+            if want is not None:
+                check_elements(elements_of(leaf), want, op)
+
+
+@FEW
+@pytest.mark.usefixtures("small_chunks")
+@given_on_ranks(ranks=range(1, 6), drawn=reducible_trees())
+def test_shared_memory_does_not_matter(comm, drawn) -> None:
+    check_tree(comm, drawn)
+
+
+@FEW
+@given_on_ranks(drawn=reducible_trees(), bucket_bytes=st.integers(1, 300))
+def test_buckets_do_not_matter(comm, drawn, bucket_bytes) -> None:
+    internals.forbid_segment(comm)
+    check_tree(comm, drawn, bucket_bytes=bucket_bytes)

@@ -22,8 +22,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
-# Seconds after which a test hangs, and after which the clock is set back for the next test.
-_HANGING = 300.0
+# Seconds after which a test hangs, alone (some launch programs, and wait for them) and as a rank of a job;
+# and after which the clock is set back for the next test.
+_HANGING, _HANGING_ON_RANKS = 300.0, 120.0
 _ANEW = 30.0
 
 
@@ -60,7 +61,8 @@ class _Limit:
     four ranks share two cores. Here one goes on for many.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._stderr = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
         self._began = -_ANEW
 
@@ -68,7 +70,7 @@ class _Limit:
     def pytest_runtest_logstart(self) -> None:
         if time.monotonic() - self._began > _ANEW:
             self._began = time.monotonic()
-            faulthandler.dump_traceback_later(_HANGING, exit=True, file=self._stderr)
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._stderr)
 
     def pytest_unconfigure(self) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -77,8 +79,8 @@ class _Limit:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_Limit())
     rank = _launched_rank()
+    config.pluginmanager.register(_Limit(_HANGING if rank is None else _HANGING_ON_RANKS))
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not rank or reporter is None:
         return

@@ -23,6 +23,7 @@ HERE = Path(__file__).name
 FRAMEWORKS = [
     *("torch.optim.optimizer", "jax._src.callback", "jaxlib.xla", "optax._src.base", "flax.linen"),
     *("equinox._module", "optree.ops", "scipy.optimize._minimize", "sklearn.base", "thinc.model"),
+    *("keras.src.trainers.trainer", "mlx.optimizers.optimizers"),
     *("hypothesis.core", "_pytest.python", "pluggy._callers", "arraycomm.testing._run"),
     *("concurrent.futures.thread", "threading", "functools", "contextlib"),
 ]
@@ -42,7 +43,8 @@ def test_line_of_a_call_is_outside_frameworks(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["torchvision_of_mine", "train", "arraycomm.testing.conformance.x"]
+    "module",
+    ["torchvision_of_mine", "train", "arraycomm.testing.conformance.x", "arraycomm.cli.demo.runs"],
 )
 def test_line_of_a_call_is_in_the_users_module(module: str) -> None:
     assert _calling(module)(call_site) == f"{module}.py:1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -21,19 +22,24 @@ EXTRAS = {
     "cuda12",
     "cuda13",
     "demo",
+    "dist",
     "docs",
     "jax",
+    "keras",
     "lint",
+    "mlx",
     "mpich",
     "openmpi",
+    "plot",
     "scipy",
     "sklearn",
     "test",
+    "test-jax",
     "testing",
     "thinc",
     "torch",
 }
-FOREIGN = {"cupy", "jax", "mpi4py", "mlx", "tensorflow", "torch"}
+FOREIGN = {"cupy", "jax", "keras", "matplotlib", "mpi4py", "mlx", "tensorflow", "torch"}
 
 
 def modules_after(statement: str) -> set[str]:
@@ -61,6 +67,15 @@ def test_the_installed_version_is_the_projects() -> None:
     assert metadata.version("arraycomm") == PROJECT["project"]["version"]
 
 
+def test_the_readme_of_the_wheel_has_whole_addresses_only() -> None:
+    if (ROOT / "arraycomm").is_dir():
+        pytest.skip("an editable installation may be of an earlier README")
+    about = metadata.metadata("arraycomm")
+    text = about["Description"] or about.get_payload()
+    assert re.search(r"\]\(https://", text)
+    assert not re.search(r'\]\((?!https://|#)|src="(?!https://)', text)
+
+
 def test_the_installed_extras_are_these() -> None:
     assert set(metadata.metadata("arraycomm").get_all("Provides-Extra") or ()) == EXTRAS
 
@@ -76,6 +91,11 @@ def test_the_command_runs_the_command_line_interface() -> None:
     assert command.value == "arraycomm.cli:main"
 
 
+def test_pytest_finds_the_plugin() -> None:
+    (plugin,) = metadata.entry_points(group="pytest11", name="arraycomm")
+    assert plugin.value == "arraycomm_pytest"
+
+
 def test_the_package_says_that_it_is_typed() -> None:
     assert files("arraycomm").joinpath("py.typed").is_file()
 
@@ -83,12 +103,12 @@ def test_the_package_says_that_it_is_typed() -> None:
 def test_every_package_of_the_checkout_is_declared() -> None:
     if not (ROOT / "arraycomm").is_dir():
         pytest.skip("there is no checkout here, only its tests")
-    roots = {name: ROOT / path for name, path in SETUPTOOLS["package-dir"].items()}
-    found = {
-        ".".join((name, *module.parent.relative_to(root).parts))
-        for name, root in roots.items()
-        for module in root.rglob("*.py")
-    }
+    roots = {ROOT / path: name for name, path in SETUPTOOLS["package-dir"].items()}
+    found = set()
+    for directory in {module.parent for root in roots for module in root.rglob("*.py")}:
+        # A package of another name may lie in one.
+        root = next(path for path in (directory, *directory.parents) if path in roots)
+        found.add(".".join((roots[root], *directory.relative_to(root).parts)))
     assert found == set(SETUPTOOLS["packages"])
 
 

@@ -7,6 +7,7 @@ A `DeviceBuffer` only does arithmetic on addresses, so it can have dtypes that C
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
@@ -108,7 +109,9 @@ class Event(Protocol):
 
 
 class DeviceMemory(abc.ABC):
-    """The memory of one device, and the work on it, in the order of the current call's stream.
+    """The memory of one device, and the work on it, in the order of one stream.
+
+    A call has its own object, from `at`: its caller and the thread that pushes it on share no stream.
 
     Attributes
     ----------
@@ -158,7 +161,12 @@ class DeviceMemory(abc.ABC):
     def record(self) -> Event:
         """Return an event for the work that is on the stream now."""
 
+    def separate(self) -> Self:
+        """Return the memory of the same device with an own stream of its own."""
+        return copy.copy(self)
+
     def at(self, stream: int) -> Self:
-        """Use another stream from now on."""
-        self.stream = stream
-        return self
+        """Return the same memory for work in another stream; this object keeps its own."""
+        other = copy.copy(self)
+        other.stream = stream
+        return other

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any, Final
 
 import numpy as np
 
+from arraycomm._arrays.current_device import working_on
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._arrays.dlpack import array_at
 
@@ -109,17 +110,18 @@ def _lease_of(array: Any) -> _Lease:
 
 
 @cache
-def pinned() -> Staging:
-    """Return this process's pool."""
-    return Staging(_pin)
+def pinned(device: int) -> Staging:
+    """Return this process's pool for copies from and to a device."""
+    return Staging(partial(_pin, device))
 
 
-def _pin(nbytes: int) -> Array:
+def _pin(device: int, nbytes: int) -> Array:
     """Pin memory outside of CuPy's pool, which never frees any."""
-    from cupy.cuda import PinnedMemory, PinnedMemoryPointer, runtime
+    import cupy
 
-    space = PinnedMemory(nbytes, runtime.hostAllocPortable)
-    return np.frombuffer(PinnedMemoryPointer(space, 0), _BYTE, nbytes)
+    with working_on(device):
+        space = cupy.cuda.PinnedMemory(nbytes, cupy.cuda.runtime.hostAllocPortable)
+    return np.frombuffer(cupy.cuda.PinnedMemoryPointer(space, 0), _BYTE, nbytes)
 
 
 def staged_chunks(
@@ -128,7 +130,7 @@ def staged_chunks(
     """Yield the bytes of a device buffer in chunks of pinned memory, copying one chunk ahead.
 
     Each chunk comes with the event after which it is complete, and is valid until the next one is
-    asked for. All copies are on the stream that the memory has at the first step.
+    asked for. All copies are on the memory's stream.
 
     Parameters
     ----------
@@ -178,12 +180,11 @@ def _halves(
 class Copy:
     """Copies between a device and pinned memory, which the pool uses again only after them.
 
-    All are on the stream that the memory has when this is made.
+    All are on the memory's stream.
     """
 
     def __init__(self, memory: DeviceMemory, staging: Staging) -> None:
         self._memory = memory
-        self._stream = memory.stream
         self._staging = staging
 
     def out(self, chunk: DeviceBuffer, buffer: Array) -> Event:
@@ -200,11 +201,7 @@ class Copy:
         return DeviceBuffer(address, chunk.size, _BYTE, buffer, self._memory)
 
     def _copy(self, target: DeviceBuffer, source: DeviceBuffer, buffer: Array) -> Event:
-        here = self._memory.stream
-        try:
-            self._memory.at(self._stream).copy(target, source)
-            event = self._memory.record()
-        finally:
-            self._memory.at(here)
+        self._memory.copy(target, source)
+        event = self._memory.record()
         self._staging.until(buffer, event)
         return event

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._collectives import selection
+from arraycomm._collectives import segment, selection
 from arraycomm._collectives.blocks import (
     blocks_of,
     columns_of,
@@ -26,7 +26,7 @@ from arraycomm._collectives.blocks import (
     rows_of,
 )
 from arraycomm._collectives.selection import Algorithm, select
-from arraycomm._transports.base import Flat, Handle, Link, Transport
+from arraycomm._transports.base import Blocks, Flat, Handle, Link, Transport
 from arraycomm._transports.control import PAYLOAD
 
 Moves = Generator[Handle, None, None]
@@ -44,6 +44,12 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
         case Algorithm.GATHER:
             rows = yield from _gather_rows(link, source)
             link.fold(op, source.dtype, rows, target)
+        case Algorithm.EXCHANGE:
+            yield from _in_overlapping_exchanges(link, source, target, op)
+        case Algorithm.SEGMENT if found := (yield from segment.streaming_segment_of(link)):
+            yield from found.reduce(segment.chunk_tasks(found, source, target), op)
+        case _ if link.overlaps:
+            yield from _in_overlapping_slices(link, source, target, op)
         case _:
             for chunk in _chunks(link, source):
                 bounds = _bounds(chunk, link.size)
@@ -195,11 +201,82 @@ def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Moves:
         piece = slice(start, start + count)
         shown = raw(source[piece])
         control.mine[(control.step + 1) & 1][PAYLOAD : PAYLOAD + len(shown)] = shown.data
-        control.post()
+        control.post(len(shown))
         yield control
         if target is not None:
             rows = control.rows[control.step & 1][:, PAYLOAD : PAYLOAD + len(shown)]
             link.fold(op, dtype, [row.view(dtype) for row in rows], target[piece])
+
+
+def _in_overlapping_slices(link: Link, source: Flat, target: Flat, op: str) -> Moves:
+    """Fold a slice of each chunk while the next chunk's slices, and the folded ones before, are under way."""
+    size, rank, dtype = link.size, link.rank, source.dtype
+    step = selection.overlapping_chunk(source.nbytes) // source.itemsize
+    cuts = [_bounds(chunk, size) for chunk in _ranges(len(source), max(step, size))]
+    longest = max(bounds[rank + 1] - bounds[rank] for bounds in cuts)
+    scratch = link.take((2 * size - 1) * longest, dtype)
+    halves = rows_of(scratch[longest:], 2)
+    aliased = overlap(source, target)
+    gathering: Handle | None = None
+    scattered: list[Handle] = []
+    for number, bounds in enumerate(cuts):
+        if number == 0:
+            scattered.append(_scatter(link, source, bounds, halves[0]))
+        if number + 1 < len(cuts):
+            into = halves[(number + 1) & 1]
+            scattered.append(_scatter(link, source, cuts[number + 1], into))
+        yield scattered.pop(0)
+        own = slice(bounds[rank], bounds[rank + 1])
+        count = own.stop - own.start
+        rows = rows_of(halves[number & 1][: (size - 1) * count], size - 1)
+        if aliased:
+            scratch[:count] = source[own]
+        rows.insert(rank, scratch[:count] if aliased else source[own])
+        link.fold(op, dtype, rows, target[own])
+        if gathering is not None:
+            yield gathering
+        gathering = link.allgather(blocks_of(target, bounds))
+    assert gathering is not None
+    yield gathering
+
+
+def _in_overlapping_exchanges(link: Link, source: Flat, target: Flat, op: str) -> Moves:
+    """Fold all ranks' elements of a chunk while those of the next one are under way."""
+    size, rank, dtype = link.size, link.rank, source.dtype
+    step = max(selection.overlapping_chunk(source.nbytes) // source.itemsize, 1)
+    cuts = [slice(chunk.start, chunk.stop) for chunk in _ranges(len(source), step)]
+    scratch = link.take((2 * size - 1) * step, dtype)
+    halves = rows_of(scratch[step:], 2)
+    aliased = overlap(source, target)
+
+    def begin(number: int) -> Handle:
+        part = source[cuts[number]]
+        counts = [0 if peer == rank else len(part) for peer in range(size)]
+        own = raw(part)
+        sent = Blocks(own, [0 if peer == rank else len(own) for peer in range(size)], [0] * size)
+        return link.alltoall(sent, in_order(halves[number & 1][: sum(counts)], counts))
+
+    handle = begin(0)
+    for number, part in enumerate(cuts):
+        after = begin(number + 1) if number + 1 < len(cuts) else None
+        yield handle
+        count = len(source[part])
+        rows = rows_of(halves[number & 1][: (size - 1) * count], size - 1)
+        if aliased:
+            scratch[:count] = source[part]
+        rows.insert(rank, scratch[:count] if aliased else source[part])
+        link.fold(op, dtype, rows, target[part])
+        if after is not None:
+            handle = after
+
+
+def _scatter(link: Link, source: Flat, bounds: Sequence[int], into: Flat) -> Handle:
+    """Send the other ranks their slices of a chunk, and receive this rank's slice of each."""
+    count = bounds[link.rank + 1] - bounds[link.rank]
+    counts = [0 if rank == link.rank else count for rank in range(link.size)]
+    sent = blocks_of(source, bounds)
+    lengths = [0 if rank == link.rank else n for rank, n in enumerate(sent.counts)]
+    return link.alltoall(sent._replace(counts=lengths), in_order(into, counts))
 
 
 def _fold_slice(link: Link, source: Flat, part: Flat, bounds: Sequence[int], op: str) -> Moves:
@@ -220,9 +297,13 @@ def _gather_rows(link: Link, source: Flat) -> Generator[Handle, None, list[Flat]
 
 def _chunks(link: Link, array: Flat, rows: int = 1) -> Iterator[range]:
     """Cut `array`, of which `rows` are moved at once, into ranges that are small enough."""
-    step = max((link.chunk_bytes or selection.CHUNK_BYTES) // (array.itemsize * rows), link.size)
-    for start in range(0, len(array), step):
-        yield range(start, min(start + step, len(array)))
+    step = (link.chunk_bytes or selection.CHUNK_BYTES) // (array.itemsize * rows)
+    return _ranges(len(array), max(step, link.size))
+
+
+def _ranges(count: int, step: int) -> Iterator[range]:
+    for start in range(0, count, step):
+        yield range(start, min(start + step, count))
 
 
 def _bounds(chunk: range, size: int) -> list[int]:

@@ -7,13 +7,14 @@ operation, dtype and shape worked out beforehand. If anything is unusual it hand
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array
+from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import allocate, commit_out, to_framework
 from arraycomm._arrays.views import view
@@ -25,7 +26,7 @@ from arraycomm._errors import TransportError
 from arraycomm._folds import fold_function
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
 from arraycomm._protocol.agreement import settle
-from arraycomm._protocol.header import Headers, Signature, digest_of, encode
+from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, digest_of, encode
 from arraycomm._protocol.launcher import watch
 from arraycomm._transports.control import PAYLOAD, PREFIX
 
@@ -34,39 +35,61 @@ _MAX_CACHED: Final = 1024
 
 
 class FastPaths:
-    """The fast paths of one communicator, by type, op, dtype and shape."""
+    """The fast paths of one communicator, by type, op, dtype and shape.
+
+    Attributes
+    ----------
+    paths : dict
+        The fast path of each type, op, dtype and shape.
+    again : callable or None
+        `again(x, op, out)` makes a call like one before and returns `out`, or does nothing and returns
+        None; see `native_path.py`.
+    """
+
+    again: Callable[[Any, Any, Any], Any] | None = None
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.paths: dict[tuple[Any, ...], FastAllreduce] = {}
         runner.statistics.fast_paths = self._counts
         runner.group.on_end.append(self.forget)
-        runner.on_guard.append(self.forget)
+        runner.group.on_watch.append(self.forget)
 
     def remember(self, x: Any, op: str) -> None:
         """Keep the fast path of a reduction that has just succeeded without it."""
-        group = self._runner.group
         # A guard has to see every call.
-        if self._runner.guard is not None or getattr(x, "nbytes", 0) > group.inline_bytes:
+        if self._runner.guard is not None:
+            return
+        with suppress(Exception):
+            self.keep((type(x), op, x.dtype, x.shape), x, op)
+
+    def keep(self, key: tuple[Any, ...], x: Any, op: str, note: str = "") -> None:
+        """Keep the fast path of a reduction by a key; ranks compare the note together with the op."""
+        group = self._runner.group
+        # A tracer has to see every call.
+        if group.tracer is not None or getattr(x, "nbytes", 0) > group.inline_bytes:
             return
         # An array on a device would be copied from there to be looked at.
         if self._runner.placements.on_device(x):
             return
         # An array that cannot be looked at a second time has no fast path.
         with suppress(Exception):
-            key = (type(x), op, x.dtype, x.shape)
             source = view(x)
             if (
                 source.array.nbytes > group.inline_bytes
+                or len(source.shape) > MAX_DIMS
                 or source.copied
                 or group.closed is not None
             ):
                 return
             if len(self.paths) >= _MAX_CACHED:
                 self.forget()
-            self.paths[key] = FastAllreduce(
-                self._runner, op, source.dtype, source.shape, numpy=type(x) is np.ndarray
-            )
+            self.paths[key] = self.make(x, source, op, note)
+
+    def make(self, x: Any, source: BufferView, op: str, note: str) -> FastAllreduce:
+        """Make the fast path of arrays like `x`, of which `source` is a view."""
+        numpy = type(x) is np.ndarray
+        return FastAllreduce(self._runner, op, source.dtype, source.shape, note, numpy=numpy)
 
     def forget(self) -> None:
         """Give up all fast paths; their figures are kept."""
@@ -84,14 +107,22 @@ class FastAllreduce:
     """
 
     def __init__(
-        self, runner: Runner, op: str, dtype: DType, shape: tuple[int, ...], *, numpy: bool
+        self,
+        runner: Runner,
+        op: str,
+        dtype: DType,
+        shape: tuple[int, ...],
+        note: str,
+        *,
+        numpy: bool,
     ) -> None:
         group, control = runner.group, runner.group.control
         self._runner, self._group, self._control = runner, group, control
         self._engine, self._turn = group.engine, group.engine.turn
         self._watchdog = group.watchdog
         self._dtype, self._shape, self._numpy = dtype, shape, numpy
-        self._signature = Signature("allreduce", op, None, dtype, shape)
+        self._op = op
+        self._signature = Signature("allreduce", op + note, None, dtype, shape)
         count = int(np.prod(shape, dtype=np.int64))
         self._nbytes = count * dtype.itemsize
         self._prefix = encode(self._signature, self._nbytes)
@@ -156,20 +187,17 @@ class FastAllreduce:
                 control.mine[parity][PREFIX] = control.shown[parity] = self._prefix
             self._own[parity][...] = x
             try:
-                control.post()
+                control.post(self._nbytes)
                 if not control.done():
-                    self._watchdog.current = _CURRENT
-                    self._engine.wait_for(control.done)
+                    self.await_others()
             except BaseException as error:
-                # The other ranks may have gone on from here: no later call would fit theirs.
-                self._group.close(error)
-                if isinstance(error, TransportError):
-                    self._watchdog.explain_failure(error)
+                self.give_up(error)
                 raise
             words, digest = control.words[parity], self._digest
             for place in self._digests:
                 if words[place] != digest:
-                    return self._settle(x, out)
+                    self.settle(x, out)
+                    return True
             if in_ieee_mode():
                 self._quiet.run(self._fold, self._rows[parity], out)
             else:
@@ -182,11 +210,21 @@ class FastAllreduce:
         finally:
             self._turn.release()
 
-    def _settle(self, x: Array, out: Array) -> bool:
+    def await_others(self) -> None:
+        """Wait until every rank has posted this step."""
+        self._watchdog.current = _CURRENT
+        self._engine.wait_for(self._control.done)
+
+    def give_up(self, error: BaseException) -> None:
+        """End the group: the other ranks may have gone on from here, and no later call would fit theirs."""
+        self._group.close(error)
+        if isinstance(error, TransportError):
+            self._watchdog.explain_failure(error)
+
+    def settle(self, x: Array, out: Array) -> None:
         """Raise on every rank if calls differ; go on if arrays are on devices elsewhere."""
         settling = settle(self._control, self._signature)
-        out[...] = self._runner.settle(settling, Allreduce, x, self._signature.op or "", None)
-        return True
+        out[...] = self._runner.settle(settling, Allreduce, x, self._op, None)
 
     def count(self) -> Count:
         """Return what this path has done so far."""

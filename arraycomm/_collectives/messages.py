@@ -28,7 +28,7 @@ from arraycomm._collectives.placement import (
     flatten,
 )
 from arraycomm._collectives.refusals import wanted_kind
-from arraycomm._collectives.requests import Request, waitall
+from arraycomm._collectives.requests import Request, wait_for_each
 from arraycomm._collectives.statistics import Statistics
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
 from arraycomm._errors import PeerError, name_operation
@@ -38,8 +38,9 @@ from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import MAX_DIMS, has_room_for
 from arraycomm._protocol.undelivered import UndeliveredError
+from arraycomm._protocol.waiting import Watch
 from arraycomm._protocol.watchdog import MessageWait, checked_timeout
-from arraycomm._transports.base import Bytes, Flat, Steps, Transport
+from arraycomm._transports.base import Bytes, Flat, Handle, Steps, Transport
 
 # Tags of the user's are below this, those of further pieces from it on.
 TAGS: Final = 1 << 20
@@ -52,14 +53,63 @@ _ELEMENTS, _RAISED = range(2)
 class Message(NamedTuple):
     """One rank's part in a message: its steps, the other rank, and what it is, for errors.
 
-    `peer` is None for a message from any rank.
+    `peer` is None for a message from any rank, which the `status` names once it has come, together with
+    the tag and the bytes. `brief` is a message to send that is no more than an envelope with elements.
     """
 
     steps: Steps
     peer: int | None
+    tag: int | None
     doing: str
     nbytes: int = 0
     copies: int = 0
+    status: Status | None = None
+    brief: bool = False
+
+
+class _Finished(NamedTuple):
+    """A message that needed no request."""
+
+    result: Any = None
+
+    def wait(self) -> Any:
+        """Return what it gave."""
+        return self.result
+
+
+class _Both:
+    """Two messages under way: some transports move one only if it is asked for."""
+
+    def __init__(self, first: Handle, second: Handle) -> None:
+        self._first: Handle | None = first
+        self._second = second
+
+    def done(self) -> bool:
+        if self._first is not None and self._first.done():
+            self._first = None
+        return self._second.done() and self._first is None
+
+
+_Pending = Request | _Finished
+
+
+def _request(pending: _Pending) -> Request:
+    assert isinstance(pending, Request)
+    return pending
+
+
+def _until(handle: Handle) -> Steps:
+    yield handle
+
+
+def _resumed(waiting: Handle, steps: Steps) -> Steps:
+    """Return steps that have begun already, up to what they wait for; they raise what ends the wait."""
+    try:
+        yield waiting
+    except BaseException as error:
+        steps.throw(error)
+        raise
+    return (yield from steps)
 
 
 class Messenger:
@@ -72,49 +122,105 @@ class Messenger:
         self._matcher = Matcher(group.transport)
         self._pieces = 0
 
-    def send(
-        self, x: Any, dest: int, tag: int, *, awaited: bool = False, timeout: float | None = None
-    ) -> Request:
-        """Start to send an array; `awaited` if the caller waits for it at once."""
-        return self._post("send", self._sending, x, dest, tag, awaited=awaited, timeout=timeout)
+    def isend(self, x: Any, dest: int, tag: int) -> Request:
+        """Start to send an array."""
+        return _request(self._post("send", self._sending, x, dest, tag, awaited=False))
 
-    def recv(self, *arguments: Any, awaited: bool = False, timeout: float | None = None) -> Request:
-        """Start to receive an array: source, tag, like, out and status, as for `irecv`."""
-        return self._post("recv", self._receiving, *arguments, awaited=awaited, timeout=timeout)
+    def irecv(self, source: Any, tag: Any, like: Any, out: Any, status: Any) -> Request:
+        """Start to receive an array."""
+        arguments = (source, tag, like, out, status)
+        return _request(self._post("recv", self._receiving, *arguments, awaited=False))
+
+    def send(self, x: Any, dest: int, tag: int, *, timeout: float | None) -> None:
+        """Send an array."""
+        self._wait("send", self._send_awaited(x, dest, tag, timeout))
+
+    def recv(self, *arguments: Any, timeout: float | None) -> Any:
+        """Receive an array; the arguments are those of `irecv`."""
+        return self._wait("recv", self._recv_awaited(*arguments, timeout=timeout))[0]
 
     def sendrecv(
         self, x: Any, dest: int, source: Any, tag: Any, *arguments: Any, timeout: float | None
     ) -> Any:
         """Send and receive at the same time; return what was received."""
-        sending = self.send(x, dest, tag, awaited=True, timeout=timeout)
+        sending = self._send_awaited(x, dest, tag, timeout)
         try:
-            receiving = self.recv(source, tag, *arguments, awaited=True, timeout=timeout)
+            receiving = self._recv_awaited(source, tag, *arguments, timeout=timeout)
         except Exception:
-            self.wait("send", sending)
+            self._wait("send", sending)
             raise
-        return self.wait("recv", receiving, sending)[0]
+        return self._wait("recv", receiving, sending)[0]
 
-    def wait(self, operation: str, *requests: Request) -> list[Any]:
+    def _send_awaited(self, x: Any, dest: int, tag: int, timeout: float | None) -> _Pending:
+        return self._post("send", self._sending, x, dest, tag, awaited=True, timeout=timeout)
+
+    def _recv_awaited(self, *arguments: Any, timeout: float | None) -> _Pending:
+        return self._post("recv", self._receiving, *arguments, awaited=True, timeout=timeout)
+
+    def swap(self, data: Bytes, room: Bytes, dest: int, source: int, tag: int) -> None:
+        """Send bytes to one rank, and receive as many as `room` has, or fewer, from another.
+
+        They have no envelope: the other ranks take part by `swap` as well.
+        """
+        group, doing = self._group, f"sendrecv to rank {dest} and from rank {source} with tag {tag}"
+        if group.closed is not None:
+            raise group.closed_error("sendrecv")
+        started = time.perf_counter()
+        with group.turn():
+            self._statistics.count("sendrecv", data.nbytes, 0)
+            steps = self._delivered(self._swap(data, room, dest, source, tag), "sendrecv")
+
+            def watch(waited: float) -> None:
+                peers = self._peers(source, alone=True)
+                group.check_message(MessageWait(peers, doing, call_site(), None), waited)
+
+            try:
+                group.engine.run(steps, watch)
+            finally:
+                self._statistics.add_seconds("sendrecv", time.perf_counter() - started)
+
+    def _swap(self, data: Bytes, room: Bytes, dest: int, source: int, tag: int) -> Steps:
+        group, transport = self._group, self._group.transport
+        sent, received = transport.send(data, dest, tag), transport.recv(room, source, tag)
+        receiving, sending = _until(_Both(sent, received)), _until(sent)
+        if group.tracer is not None:
+            site = call_site()
+            to = Message(sending, dest, tag, f"send to rank {dest} with tag {tag}", data.nbytes)
+            by = Message(receiving, source, tag, f"recv from rank {source} with tag {tag}")
+            sending = group.tracer.message(group, "send", to, sending, site, awaited=True)
+            receiving = group.tracer.message(group, "recv", by, receiving, site, awaited=True)
+        yield from receiving
+        yield from sending
+
+    def _wait(self, operation: str, *requests: _Pending) -> list[Any]:
         """Wait for messages; what interrupts the wait ends them."""
         started = time.perf_counter()
         try:
-            return waitall(requests)
+            return wait_for_each(requests)
         except Exception:
             raise
         except BaseException as error:
             for request in requests:
-                request.give_up(error)
+                if isinstance(request, Request):
+                    request.give_up(error)
             raise
         finally:
             self._statistics.add_seconds(operation, time.perf_counter() - started)
 
     def _post(
-        self, operation: str, prepare: Any, *args: Any, awaited: bool, timeout: float | None
-    ) -> Request:
+        self,
+        operation: str,
+        prepare: Any,
+        *args: Any,
+        awaited: bool,
+        timeout: float | None = None,
+    ) -> _Pending:
         group = self._group
         if group.closed is not None:
             raise group.closed_error(operation)
-        site = call_site()
+        # With nothing outstanding a blocking call is made in this thread, and needs no request.
+        alone = awaited and group.tracer is None and group.engine.idle
+        site = "" if alone else call_site()
         with group.turn():
             try:
                 timeout = checked_timeout(timeout)
@@ -128,14 +234,33 @@ class Messenger:
 
             def watch(waited: float) -> None:
                 # A rank that waits cannot send to itself meanwhile.
-                alone = task is None or task.waited_for
-                peers = self._peers(message.peer, alone=alone)
-                group.check_message(MessageWait(peers, message.doing, site, timeout), waited)
+                peers = self._peers(message.peer, alone=task is None or task.waited_for)
+                wait = MessageWait(peers, message.doing, site or call_site(), timeout)
+                group.check_message(wait, waited)
 
             group.unmatched += 1 if operation == "send" else -1
             steps = self._delivered(message.steps, operation)
+            if alone and operation == "recv":
+                return self._received(steps, watch)
+            if alone and message.brief:
+                if (waiting := next(steps)).done():
+                    return _Finished(group.engine.run(steps))
+                steps = _resumed(waiting, steps)
+            site = site or call_site()
+            if group.tracer is not None:
+                steps = group.tracer.message(
+                    group, operation, message, steps, site, awaited=awaited
+                )
             task = group.engine.submit_message(steps, site, watch, awaited=awaited)
-        return Request(group, task, site)
+        return Request(group, task, site, awaited=awaited)
+
+    def _received(self, steps: Steps, watch: Watch) -> _Finished:
+        """Receive a message in this thread."""
+        started = time.perf_counter()
+        try:
+            return _Finished(self._group.engine.run(steps, watch))
+        finally:
+            self._statistics.add_seconds("recv", time.perf_counter() - started)
 
     def _peers(self, peer: int | None, *, alone: bool) -> list[int]:
         """Return the ranks with which a message may be: another one, or itself if not waiting."""
@@ -175,13 +300,15 @@ class Messenger:
             described = _described(source)
         except Exception as error:
             name_operation(error, "send")
-            return Message(_send_error(transport, error, dest, tag), dest, doing)
-        steps = self._send(source, flat, described, dest, tag)
-        return Message(steps, dest, doing, flat.nbytes, copies)
+            return Message(_send_error(transport, error, dest, tag), dest, tag, doing)
+        inline = len(described) + flat.nbytes <= _ROOM
+        steps = self._send(source, flat, described, dest, tag, inline=inline)
+        return Message(steps, dest, tag, doing, flat.nbytes, copies, brief=inline)
 
-    def _send(self, source: BufferView, flat: Flat, described: bytes, dest: int, tag: int) -> Steps:
+    def _send(
+        self, source: BufferView, flat: Flat, described: bytes, dest: int, tag: int, *, inline: bool
+    ) -> Steps:
         data, transport = flat.view(np.uint8), self._group.transport
-        inline = len(described) + len(data) <= _ROOM
         # A number for the further pieces, which no message under way has.
         self._pieces = pieces = (self._pieces + 1) % TAGS
         head = _head(_ELEMENTS, pieces, len(data), source.dtype, source.shape, len(described))
@@ -200,11 +327,11 @@ class Messenger:
             raise TypeError(f"status must be an arraycomm.Status; got {status!r}")
         who = "any rank" if rank is None else f"rank {rank}"
         doing = f"recv from {who} with {'any tag' if tag is ANY_TAG else f'tag {tags[0]}'}"
-        return Message(self._recv(rank, tags, like, out, status), rank, doing)
+        status = status or Status()
+        steps = self._recv(rank, tags, like, out, status)
+        return Message(steps, rank, None, doing, status=status)
 
-    def _recv(
-        self, rank: int | None, tags: range, like: Any, out: Any, status: Status | None
-    ) -> Steps:
+    def _recv(self, rank: int | None, tags: range, like: Any, out: Any, status: Status) -> Steps:
         wanted = _wanted(like, out)
         envelope = np.empty(_ENVELOPE, np.uint8)
         receive = self._matcher.recv(envelope, rank, tags)
@@ -213,7 +340,6 @@ class Messenger:
         finally:
             self._matcher.drop(receive)
         assert receive.source is not None
-        status = status or Status()
         status.source, status.tag = receive.source, receive.tag
         status.dtype, status.shape, status.nbytes = None, None, 0
         return (yield from self._take(envelope, receive.source, wanted, out, status))

@@ -29,7 +29,7 @@ from arraycomm._collectives.refusals import (
 )
 from arraycomm._dtypes import DType, check_movable
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.announced import check_payload, check_size, check_table
+from arraycomm._protocol.announced import check_payload, check_size, check_table, malformed
 from arraycomm._protocol.details import Description, Nothing, description_of, exchange_details
 from arraycomm._protocol.header import ANY, Signature
 from arraycomm._transports.base import Bytes, Flat, Steps
@@ -50,6 +50,8 @@ class FromRoot(Operation):
 
     # Whether every rank gets the whole array, and may pass one that is like it.
     whole: ClassVar[bool] = False
+    # Whether parts may differ in length, which the shape in the header then leaves open.
+    uneven: ClassVar[bool] = False
     description: Description | None = None
     source: BufferView
     flat: Flat
@@ -138,7 +140,9 @@ class FromRoot(Operation):
         dtype, shape = array
         self.kind = like_root(self.kind, self.flag, dtype)
         check_taken(self.name, lengths, rank, self.kind, dtype)
-        if ANY not in shape and (some_unknown or self.target is None):
+        if ANY in shape and not self.uneven:
+            raise malformed(self.root, f"the shape {shape}")
+        if not self.uneven and (some_unknown or self.target is None):
             size = prod(shape) * dtype.itemsize if some_unknown else 0
             yield from take_together(self.group, self.name, size, lambda: self._take(dtype, shape))
         yield from self.move(payload, dtype, shape)
@@ -203,6 +207,7 @@ class Scatterv(Scatter):
     """See `Communicator.scatterv`. The counts travel with the header, the rows too if they fit."""
 
     name, code = "scatterv", 22
+    uneven = True
 
     def __init__(
         self, context: Context, x: Any, counts: Any, root: int, like: Any, out: Any
@@ -230,7 +235,8 @@ class Scatterv(Scatter):
         return _pack_table(self, room)
 
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        group, row = self.group, shape[1:]
+        # The root's own is right, whatever has become of its header.
+        group, row = self.group, (self.source.shape if self.is_root else shape)[1:]
         table = self.table if self.is_root else np.empty(group.size, np.int64)
         if payload is None:
             yield from algorithms.bcast(group.transport, table, self.root)
@@ -239,7 +245,7 @@ class Scatterv(Scatter):
             table[...] = payload[: table.nbytes].view(np.int64)
         counts = table.tolist()
         check_table(self.root, counts, sum(counts))
-        check_size(self.root, [counts[group.rank]], prod(row) * dtype.itemsize)
+        check_size(self.root, (counts[group.rank], *row), dtype.itemsize)
         if not self.is_root:
             self.target = self.make_target(dtype, (counts[group.rank], *row), deferred=True)
         rows = payload[table.nbytes :] if payload is not None and self.flag else None

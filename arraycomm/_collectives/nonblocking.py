@@ -112,7 +112,7 @@ class NonblockingCalls(ProcessBound):
 
     def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
         """Start `send`; leave `x` alone until the request is finished."""
-        return self._messenger.send(x, dest, tag)
+        return self._messenger.isend(x, dest, tag)
 
     def irecv(
         self,
@@ -124,4 +124,4 @@ class NonblockingCalls(ProcessBound):
         status: Status | None = None,
     ) -> Request:
         """Start `recv`; leave `out` alone until the request is finished, which fills `status`."""
-        return self._messenger.recv(source, tag, like, out, status)
+        return self._messenger.irecv(source, tag, like, out, status)

@@ -6,7 +6,8 @@ the devices' side in `_cuda`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,8 @@ class HostPlacement:
     host = True
     tree = False
     async_check = False
+    # A context in which a thread has what the caller's has, such as current streams.
+    here: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(self, group: Group, device_flag: int = ON_HOST) -> None:
         self.link: Link = group.transport
@@ -147,6 +150,10 @@ class Placements:
     def for_survivors(self, group: Group) -> Placements:
         """Return the placements of a group that takes the place of one with dead ranks."""
         return self.child(group, None)
+
+    def after(self) -> Callable[[], None] | None:
+        """Return what lets the calling thread use the result of the call that has just finished."""
+        return None
 
     def split(self, color: int | None, key: int) -> Steps:
         """Return the link between the devices of a part of the ranks; None if there is none."""

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._entries import entry, opaque
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
+from arraycomm._transports.base import Steps
+
+# What a thread does that takes a result, so that it can use it.
+Follow = Callable[[], None]
+
+
+def noting(program: Steps, found: Callable[[], Follow | None], after: list[Follow]) -> Steps:
+    """Note what a thread has to do that takes the result, whichever thread has made it."""
+    found()  # of a call before, whose result was taken at once
+    result = yield from program
+    follow = found()
+    if follow is not None:
+        after.append(follow)
+    return result
 
 
 class Request(ProcessBound):
@@ -20,8 +34,19 @@ class Request(ProcessBound):
 
     _instead = "wait for it, and pickle its result"
 
-    def __init__(self, group: Group, task: Task, site: str) -> None:
+    def __init__(
+        self,
+        group: Group,
+        task: Task,
+        site: str,
+        after: Sequence[Follow] = (),
+        *,
+        awaited: bool = False,
+    ) -> None:
         self._group = group
+        # Whether it is a part of a blocking call.
+        self._awaited = awaited
+        self._after = after
         self._task = task
         self._site = site
 
@@ -42,13 +67,23 @@ class Request(ProcessBound):
         try:
             with self._group.turn():
                 self._task.waited_for = True
-                return self._group.engine.finish(self._task, timeout)
+                result = self._finish(timeout)
+                for follow in self._after:
+                    follow()
+                return result
         except TimeoutError:
             raise CommTimeoutError(
                 f"the request made at {self._site} is not finished after {timeout} seconds"
             ) from None
         finally:
             self._task.waited_for = False
+
+    def _finish(self, timeout: float | None) -> Any:
+        engine, tracer = self._group.engine, self._group.tracer
+        if tracer is None or self._awaited:
+            return engine.finish(self._task, timeout)
+        with tracer.wait(self._group, self._site):
+            return engine.finish(self._task, timeout)
 
     @entry
     def test(self) -> bool:
@@ -85,11 +120,23 @@ def waitall(requests: Iterable[Request]) -> list[Any]:
     Exception
         The error of the first request that failed, once all have been waited for.
     """
-    results, errors = [], []
     # All are started before the first is waited for, also if a generator starts them.
-    for request in list(requests):
+    return wait_for_each(list(requests))
+
+
+class Pending(Protocol):
+    """What has a result in the end."""
+
+    def wait(self) -> Any:
+        """Return the result, or raise the error."""
+
+
+def wait_for_each(pending: Iterable[Pending]) -> list[Any]:
+    """Return all results; raise the first error once all have ended."""
+    results, errors = [], []
+    for each in pending:
         try:
-            results.append(request.wait())
+            results.append(each.wait())
         except Exception as error:
             errors.append(error)
     if errors:

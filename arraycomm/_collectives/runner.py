@@ -13,9 +13,10 @@ from functools import lru_cache
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 from arraycomm._callsite import call_site, describe_raise, trim
+from arraycomm._collectives.guard import Guard
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.placement import HostPlacement, Placements, StagedTreePlacement
-from arraycomm._collectives.requests import Request
+from arraycomm._collectives.requests import Follow, Request, noting
 from arraycomm._collectives.statistics import Statistics
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
@@ -47,19 +48,6 @@ class OperationClass(Protocol[P, O_co]):
 Prepare = Callable[[HostPlacement | None], Operation]
 
 
-class Guard(Protocol):
-    """What stands between calls and operations for a while, as `join` does."""
-
-    def check(self, name: str) -> None:
-        """Raise on this rank alone if the other ranks cannot take part in a call of this name."""
-
-    def substitute(self, operation: Any) -> Any:
-        """Return the class of operations to use for this one, or raise, so that all ranks hear of it."""
-
-    def note_error(self, error: Exception) -> None:
-        """Take note of an error that the other ranks hear of."""
-
-
 class Runner:
     """Makes the calls of one group.
 
@@ -73,8 +61,6 @@ class Runner:
         What the calls have done.
     guard : Guard or None
         Asked before every call; see `set_guard`.
-    on_guard : list of callable
-        Called when a guard is set: calls that do not come here have to.
     original : Runner or None
         That of the communicator that this one is a duplicate of.
     """
@@ -84,7 +70,6 @@ class Runner:
         self.placements = placements
         self.statistics = Statistics()
         self.guard: Guard | None = None
-        self.on_guard: list[Callable[[], None]] = []
         self.original: Runner | None = None
 
     def call(
@@ -123,21 +108,22 @@ class Runner:
         self, operation: OperationClass[P, Operation], *args: P.args, **kwargs: P.kwargs
     ) -> Request:
         """Start a call that goes on while the caller does something else."""
-        site = call_site()
+        site, after = call_site(), list[Follow]()
         try:
             with self.group.turn():
                 prepare = self._preparing(operation, *args, **kwargs)
                 program = self._program(operation.name, prepare, site)
+                program = noting(program, self.placements.after, after)
                 task = self.group.engine.submit(program, site)
         except BaseException as error:
             trim(error)
             raise
-        return Request(self.group, task, site)
+        return Request(self.group, task, site, after)
 
     def set_guard(self, guard: Guard | None) -> None:
         """Have a guard asked before every call, or none."""
         self.guard = guard
-        for hook in self.on_guard:
+        for hook in self.group.on_watch:
             hook()
 
     def fail(self, name: str, error: Exception) -> None:
@@ -178,6 +164,12 @@ class Runner:
 
     def _program(self, name: str, prepare: Prepare, site: str | None) -> Steps:
         """Look at the arguments now; return the steps of the call, which may run later."""
+        tracer = self.group.tracer
+        if tracer is None:
+            return self._untraced(name, prepare, site)
+        return tracer.call(self.group, self._untraced, name, prepare, site)
+
+    def _untraced(self, name: str, prepare: Prepare, site: str | None) -> Steps:
         group = self.group
         if group.closed is not None:
             return _refused(group, name)
@@ -195,6 +187,8 @@ class Runner:
             group.close(error)
             raise
         self.statistics.count(name, operation.nbytes, operation.copies)
+        # What waits behind other calls may be begun by another thread.
+        site = site or (call_site() if group.engine.queue else None)
         return group.guarded(self._steps(operation, prepare, site))
 
     def _steps(self, operation: Operation, prepare: Prepare, site: str | None) -> Steps:
@@ -235,16 +229,20 @@ class Runner:
         if agreement.mixed or placement.device_flag:
             if not placements.negotiated:
                 yield from placements.negotiate()
-                again = prepare(None)
+                with placement.here():
+                    again = prepare(None)
                 return (yield from self._steps(again, prepare, site))
             if placement.tree and agreement.mixed:
-                other = placements.of_mixed_tree(agreement)
-                operation = prepare(other)
+                with placement.here():
+                    other = placements.of_mixed_tree(agreement)
+                    operation = prepare(other)
                 if isinstance(other, StagedTreePlacement):
                     # All ranks see that, and show their trees once more as host memory.
                     return (yield from self._steps(operation, prepare, site))
             elif placement.host and not placement.tree:
-                operation = prepare(placements.joining_devices())
+                with placement.here():
+                    joining = None if placement.device_flag else placements.joining_devices()
+                    operation = prepare(joining)
         return (yield from self._finish(operation, agreement))
 
     def _finish(self, operation: Operation, agreement: Agreement) -> Steps:

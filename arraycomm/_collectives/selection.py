@@ -6,6 +6,7 @@ import enum
 from typing import Final, NamedTuple
 
 from arraycomm._collectives.custom_ops import Op
+from arraycomm._collectives.segment import is_preferred
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Link
 
@@ -15,6 +16,11 @@ MAX_STEPS: Final = 16
 GATHER_BYTES: Final = 64 << 10
 # Larger reductions go chunk by chunk, small enough for the cache that cores share.
 CHUNK_BYTES: Final = 4 << 20
+# Of two ranks whose movements overlap, each takes the other's elements and folds all, up to so many bytes.
+EXCHANGE_BYTES: Final = 2 << 20
+# Reductions whose movements overlap go in about so many chunks, of at least and at most so many bytes.
+_OVERLAPPING: Final = 4
+_LEAST_CHUNK: Final = 1 << 20
 
 
 class Algorithm(enum.StrEnum):
@@ -24,7 +30,9 @@ class Algorithm(enum.StrEnum):
     HEADER = "header"
     STEPS = "steps"
     GATHER = "gather"
+    EXCHANGE = "exchange"
     SLICES = "slices"
+    SEGMENT = "segment"
     NATIVE = "native"
     FUNCTION = "function"
     FUNCTION_BY_SLICES = "function by slices"
@@ -52,19 +60,21 @@ class Decision(NamedTuple):
 def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Decision:
     """Decide how a link reduces so many bytes; the same arguments give the same answer on every rank."""
     payload, shared = link.slot
-    algorithm = choose(nbytes, link.size, payload, shared)
+    algorithm = choose(nbytes, link.size, payload, shared, link.overlaps)
     if isinstance(op, Op):
         algorithm = _by_function(op, algorithm)
     elif algorithm is not Algorithm.LOCAL and link.native(op, dtype):
         algorithm = Algorithm.NATIVE
+    elif algorithm is Algorithm.SLICES and is_preferred(link):
+        algorithm = Algorithm.SEGMENT
     return Decision(algorithm, nbytes, link.size)
 
 
-def choose(nbytes: int, size: int, payload: int, shared: bool) -> Algorithm:
+def choose(nbytes: int, size: int, payload: int, shared: bool, overlaps: bool = False) -> Algorithm:
     """Return the algorithm for `nbytes` on `size` ranks.
 
-    `payload` is what fits in a slot of the control channel, and `shared` tells whether that is shared
-    memory.
+    `payload` is what fits in a slot of the control channel, which is memory of all ranks if `shared`.
+    `overlaps` is whether the link's movements may overlap.
     """
     if size == 1:
         return Algorithm.LOCAL
@@ -72,9 +82,16 @@ def choose(nbytes: int, size: int, payload: int, shared: bool) -> Algorithm:
         return Algorithm.HEADER
     if shared and nbytes <= MAX_STEPS * payload:
         return Algorithm.STEPS
+    if overlaps and size == 2 and nbytes <= EXCHANGE_BYTES:
+        return Algorithm.EXCHANGE
     if nbytes * size <= GATHER_BYTES:
         return Algorithm.GATHER
     return Algorithm.SLICES
+
+
+def overlapping_chunk(nbytes: int) -> int:
+    """Return the bytes of a chunk of a reduction whose movements overlap."""
+    return min(max(nbytes // _OVERLAPPING, _LEAST_CHUNK), CHUNK_BYTES)
 
 
 def _by_function(op: Op, algorithm: Algorithm) -> Algorithm:

@@ -15,7 +15,7 @@ from arraycomm._arrays.buffer import BufferView, check_dtype
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.out import check_out
 from arraycomm._arrays.views import NOTHING
-from arraycomm._cuda.frameworks import ANY, Framework, framework_named, framework_of
+from arraycomm._cuda.frameworks import ANY, PER_THREAD, Framework, framework_named, framework_of
 from arraycomm._cuda.layouts import DeviceExport, Layout
 from arraycomm._cuda.streams import LEASES, order
 from arraycomm._dtypes import DType
@@ -108,6 +108,29 @@ def stream_of(x: Any) -> int | None:
     framework, device = framework_of(x), device_of(x)
     streams = framework.streams(device) if framework is not None and device is not None else ()
     return streams[0] if streams else None
+
+
+def number_of(x: Any) -> int | None:
+    """Return the number of the device that an array is on; None if any device can reach it."""
+    device = device_of(x)
+    return None if device == ANY else device
+
+
+def check_stream(x: Any) -> None:
+    """Raise if calls of a device array cannot take their place in the framework's current stream."""
+    framework, device = framework_of(x), device_of(x)
+    if framework is None or device is None:
+        return
+    if framework.captures(device):
+        raise ValueError(
+            f"the current stream of {framework.name} is captured into a CUDA graph, which cannot "
+            "hold the other ranks' part of a call; make the call outside of the capture"
+        )
+    if PER_THREAD in framework.streams(device):
+        raise ValueError(
+            f"the current stream of {framework.name} is CUDA's default stream of each thread, in "
+            "which no other thread can put work; make the call in a stream of its own"
+        )
 
 
 def device_view(x: Any, name: str, memory: DeviceMemory) -> DeviceView:

@@ -6,11 +6,11 @@ import ctypes
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
+from arraycomm._arrays.current_device import driver, working_on
 from arraycomm._arrays.device_memory import Array, DeviceBuffer, DeviceMemory, Event, Piece
 from arraycomm._cuda.kernels import Kernels
 from arraycomm._dtypes import DType
@@ -22,8 +22,9 @@ _INSUFFICIENT_DRIVER: Final = 35
 _NOT_READY: Final = 600
 # cudaMemcpyDefault: CUDA finds out from the addresses whether they are the host's.
 _DEFAULT: Final = 4
-# cudaMemoryTypeUnregistered: ordinary host memory.
-_UNREGISTERED: Final = 0
+# CU_POINTER_ATTRIBUTE_MEMORY_TYPE, and CU_MEMORYTYPE_HOST, which is pinned memory's.
+_MEMORY_TYPE: Final = 2
+_HOST: Final = 1
 
 _BYTE: Final = np.dtype(np.uint8)
 
@@ -88,12 +89,14 @@ def choose_device(local_rank: int, wanted: str | None) -> int:
 def uuid(device: int) -> str:
     """Return the UUID of a device, or of a part of one (MIG), in hexadecimal digits."""
     # Not by CuPy, which cuts it off at the first byte that is zero.
-    driver = ctypes.CDLL("libcuda.so.1")
+    library = driver()
+    if library is None:
+        raise TransportError("CUDA's driver library, libcuda.so.1, cannot be loaded")
     number, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     status = (
-        driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(number), device)
-        or driver.cuDeviceGetUuid_v2(found, number)
+        library.cuInit(0)
+        or library.cuDeviceGet(ctypes.byref(number), device)
+        or library.cuDeviceGetUuid_v2(found, number)
     )
     if status:
         raise TransportError(f"CUDA reported error {status} when asked for the UUID of a device")
@@ -111,11 +114,11 @@ def shared_devices(uuids: Sequence[str]) -> str:
 
 @contextmanager
 def current(device: int) -> Iterator[None]:
-    """Make a device the thread's current one; turn CUDA's errors into `TransportError`."""
+    """Work on a device, as `working_on` does; turn CUDA's errors into `TransportError`."""
     import cupy
 
     try:
-        with cupy.cuda.Device(device):
+        with working_on(device):
             yield
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
         raise TransportError(f"CUDA reported: {error}") from error
@@ -135,9 +138,11 @@ class _Event:
         self._done = False
 
     def done(self) -> bool:
-        # Not by CuPy's `Event.done`, which treats an error as work that is still under way.
+        # Not by CuPy: its `Event.done` treats an error as work that is still under way, and its
+        # `eventQuery` holds the GIL, even while CUDA has it wait for another thread's call.
         if not self._done:
-            status = self._runtime.eventQuery(self._event.ptr)
+            with current(self._device):
+                status = driver().cuEventQuery(ctypes.c_void_p(self._event.ptr))
             if status not in (_SUCCESS, _NOT_READY):
                 error = self._runtime.CUDARuntimeError(status)
                 raise TransportError(f"CUDA reported: {error}") from error
@@ -193,8 +198,8 @@ class CudaMemory(DeviceMemory):
             self._own = cupy.cuda.Stream(non_blocking=True)
         self.own_stream = self._own.ptr
 
-    def __copy__(self) -> CudaMemory:
-        return CudaMemory(self.device)
+    def separate(self) -> Self:
+        return type(self)(self.device)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         with current(self.device), _cupy_stream(self.stream, self.device):
@@ -253,8 +258,9 @@ class CudaMemory(DeviceMemory):
     def record(self) -> Event:
         return _Event(self.device, self.stream)
 
-    @cached_property
+    @property
     def _kernels(self) -> Kernels:
+        # Not kept: it allocates in the order of this object's stream.
         return Kernels(self.device, self.allocate)
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
@@ -262,4 +268,9 @@ class CudaMemory(DeviceMemory):
             self._runtime.memcpyAsync(target, source, nbytes, _DEFAULT, self.stream)
 
     def _is_pinned(self, array: Array) -> bool:
-        return bool(self._runtime.pointerGetAttributes(array.ctypes.data).type != _UNREGISTERED)
+        # Not by CuPy, which holds the GIL meanwhile, as in `_Event.done`. An address of ordinary memory
+        # is an error for CUDA.
+        kind, address = ctypes.c_uint(), ctypes.c_uint64(array.ctypes.data)
+        with current(self.device):
+            status = driver().cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, address)
+        return status == _SUCCESS and kind.value == _HOST

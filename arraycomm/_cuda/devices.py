@@ -9,34 +9,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
-from arraycomm._arrays.device_memory import Event
+from arraycomm._arrays.current_device import spare_captures
+from arraycomm._arrays.device_memory import DeviceMemory, Event
 from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.placement import (
-    HostPlacement,
-    Placements,
-    StagedTreePlacement,
-)
+from arraycomm._collectives.placement import HostPlacement, Placements
 from arraycomm._cuda import arrays
+from arraycomm._cuda.callers import follow
 from arraycomm._cuda.link import DeviceLink
-from arraycomm._cuda.placement import DevicePlacement, TreePlacement, UploadedTreePlacement
+from arraycomm._cuda.placement import (
+    CopiedPlacement,
+    CopiedTreePlacement,
+    DevicePlacement,
+    TreePlacement,
+    UploadedTreePlacement,
+)
+from arraycomm._cuda.streams import LEASES
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._protocol import clock
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import exchange_details
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import ALL_ON_DEVICE, digest
+from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST, digest
 from arraycomm._transports.base import Steps
 
-# Seconds between two checks of the work under way on devices.
+# Seconds between two looks at the work under way on devices.
 _LOOK: Final = 0.02
-# cudaStreamPerThread is another stream in each of the threads that NCCL works in.
-_PER_THREAD: Final = 2
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,11 @@ class Devices(Placements):
         self.reason = "no array on a device has been communicated so far"
         self._stream: int | None = None
         self._last: Event | None = None
-        self._pending: list[_Pending] = []
+        # The memory of a call that has just finished.
+        self._left: DeviceMemory | None = None
+        self._pending: deque[_Pending] = deque()
         self._looking = threading.Lock()
+        self._sweeping = threading.Lock()
         group.on_failure.append(self.abort)
         group.on_exit.append(self.finish)
         group.on_free.append(self.close)
@@ -114,34 +122,38 @@ class Devices(Placements):
         return arrays.on_cuda(x)
 
     def of(self, *given: Any) -> HostPlacement:
-        if self.negotiated and self.link is None:
-            return self.host
         x = next((x for x in given if arrays.may_be_on_cuda(type(x)) and arrays.on_cuda(x)), None)
-        if x is None or any(isinstance(argument, Op) for argument in given):
+        if x is None:
             return self.host
-        if self.link is not None:
+        arrays.check_stream(x)
+        custom = any(isinstance(argument, Op) for argument in given)
+        if self.link is not None and not custom:
             return DevicePlacement(self._group, self.link, self, self._stream_for(x))
         # Ranks negotiate when a header shows an array on a device; check=False sends no headers.
-        check = self._group.options.check
-        return HostPlacement(self._group, ALL_ON_DEVICE) if check else self.host
+        undecided = not self.negotiated and self._group.options.check and not custom
+        return CopiedPlacement(
+            self._group, ALL_ON_DEVICE if undecided else ON_HOST, arrays.number_of(x)
+        )
 
     def of_tree(self, leaves: Sequence[Any]) -> HostPlacement:
-        host = self.host_tree
-        if (self.negotiated and self.link is None) or not self._group.options.check:
-            return host
         if not any(map(arrays.may_be_on_cuda, set(map(type, leaves)))):
-            return host
+            return self.host_tree
         on_device = [arrays.on_cuda(leaf) for leaf in leaves]
         if not any(on_device):
-            return host
+            return self.host_tree
+        first = leaves[on_device.index(True)]
+        one_of_each = {type(x): x for x, there in zip(leaves, on_device, strict=True) if there}
+        for leaf in one_of_each.values():
+            arrays.check_stream(leaf)
+        if (self.negotiated and self.link is None) or not self._group.options.check:
+            return CopiedTreePlacement(self._group, ON_HOST, arrays.number_of(first))
         # The ranks compare the flag, which differs if a leaf is on a device on some ranks only.
         flag = digest(on_device) >> 1 & (1 << 62) - 1 | 2
         if all(there or leaf is None for there, leaf in zip(on_device, leaves, strict=True)):
             flag = ALL_ON_DEVICE
         if self.link is None:
-            return StagedTreePlacement(self._group, flag)
-        stream = self._stream_for(leaves[on_device.index(True)])
-        return TreePlacement(self._group, self.link, self, stream, flag)
+            return CopiedTreePlacement(self._group, flag, arrays.number_of(first))
+        return TreePlacement(self._group, self.link, self, self._stream_for(first), flag)
 
     def of_mixed_tree(self, agreement: Agreement) -> HostPlacement:
         """Return the placement of a tree whose leaves are on the host on some ranks only.
@@ -159,9 +171,9 @@ class Devices(Placements):
         return DevicePlacement(self._group, self.link, self, self._own_stream)
 
     def _stream_for(self, x: Any) -> int:
-        """Return the stream of a call: the framework's current one, if the link can use that."""
+        """Return the stream of a call: the framework's current one, if it shows that."""
         stream = arrays.stream_of(x)
-        return self._own_stream if stream is None or stream == _PER_THREAD else stream
+        return self._own_stream if stream is None else stream
 
     @property
     def _own_stream(self) -> int:
@@ -206,47 +218,79 @@ class Devices(Placements):
 
     def enter(self, stream: int) -> None:
         """Continue in a stream, after this communicator's work in other streams."""
-        assert self.link is not None
-        self.link.memory.at(stream)
         if self._last is not None and self._stream != stream:
             self._last.wait_on(stream)
         self._stream = stream
+        # This thread may have to wait in CUDA for a rank that does not come.
+        _watch.add(self)
 
-    def leave(self) -> None:
+    def leave(self, memory: DeviceMemory) -> None:
         """Record that a call has put its work on the device."""
         if self.link is None:
             return
-        self._last = self.link.memory.record()
+        self._last = memory.record()
+        self._left = memory
         self._pending.append(_Pending(self._last, clock.now()))
         _watch.add(self)
+        _sweep.add(self)
+
+    def after(self) -> Callable[[], None] | None:
+        memory, self._left = self._left, None
+        return None if memory is None or self._last is None else partial(follow, memory, self._last)
 
     def look(self) -> bool:
-        """Check deferred headers and the device's work; tell whether anything is under way."""
+        """Check deferred headers and NCCL's errors; tell whether anything is under way.
+
+        It asks CUDA nothing. A call to CUDA may wait for another thread's, such as an allocation, that
+        waits for a movement which only an abort from here ends.
+        """
         with self._looking:
             group = self._group
             if self.link is None or group.closed is not None:
                 self._pending.clear()
                 return False
-            try:
+            with self._closing_on_error():
                 self._look(self.link)
-            except Exception as error:
-                group.deferred_error = group.deferred_error or error
-                group.close(error)
             return bool(self._pending) or not group.engine.idle
 
     def _look(self, link: DeviceLink) -> None:
         group = self._group
-        # First, since an aborted operation looks finished to the device.
+        # Only the calling thread may use MPI if MPI is not threaded.
+        if group.transport.threaded:
+            group.engine.advance()
+            if group.closed is not None:
+                return
         error = link.error()
         if error is not None:
             raise error
-        self._pending = [pending for pending in self._pending if not pending.event.done()]
-        if not group.transport.threaded:
-            # Only the calling thread may use MPI.
-            return
-        group.engine.advance()
-        if self._pending and group.closed is None:
-            group.watchdog.check(clock.now() - self._pending[0].since)
+        oldest = self._oldest()
+        if oldest is not None and group.transport.threaded:
+            group.watchdog.check(clock.now() - oldest.since)
+
+    def sweep(self) -> bool:
+        """Forget the work that the device has done, and what was kept for it; tell if there is more."""
+        with self._sweeping, self._closing_on_error():
+            while (oldest := self._oldest()) is not None and oldest.event.done():
+                with suppress(IndexError):  # it may be cleared just now
+                    self._pending.popleft()
+            LEASES.sweep()
+        return bool(self._pending) or bool(len(LEASES))
+
+    def _oldest(self) -> _Pending | None:
+        try:
+            return self._pending[0]
+        except IndexError:
+            return None
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        group = self._group
+        try:
+            yield
+        except Exception as error:
+            group.deferred_error = group.deferred_error or error
+            group.close(error)
+            self._pending.clear()
 
     @property
     def pending(self) -> bool:
@@ -284,13 +328,19 @@ class Devices(Placements):
 
 
 class _Watch:
-    """A thread that checks the work on devices, as long as there is any.
+    """A thread that looks at the work on devices, as long as there is any.
 
-    The caller may wait for its device outside Python. This thread then finds out that another rank
-    has failed, or that the time is up, and ends the wait.
+    Parameters
+    ----------
+    name : str
+        The thread's.
+    look : callable
+        Looks at the devices of a communicator; tells whether there is anything left to look at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, look: Callable[[Devices], bool]) -> None:
+        self._name = name
+        self._look = look
         self._devices: WeakSet[Devices] = WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -300,18 +350,19 @@ class _Watch:
         with self._lock:
             self._devices.add(devices)
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="arraycomm-devices", daemon=True)
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 # If the system has no thread for it, the next call checks.
                 with suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
 
     def _run(self) -> None:
+        spare_captures()
         while True:
             time.sleep(_LOOK)
             with self._lock:
                 watched = list(self._devices)
-            idle = [devices for devices in watched if not devices.look()]
+            idle = [devices for devices in watched if not self._look(devices)]
             with self._lock:
                 for devices in idle:
                     # Work that began meanwhile is pending, or its call adds these devices again.
@@ -322,4 +373,8 @@ class _Watch:
                     return
 
 
-_watch = _Watch()
+# The caller may wait for its device outside Python. One thread then finds out that another rank has
+# failed, or that the time is up, and ends the wait. Another looks at events, and may have to wait for
+# CUDA meanwhile.
+_watch = _Watch("arraycomm-devices", Devices.look)
+_sweep = _Watch("arraycomm-events", Devices.sweep)

@@ -6,12 +6,14 @@ import abc
 import math
 import sys
 from contextlib import suppress
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
 
 from arraycomm._arrays import dlpack
 from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.current_device import working_on
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.frameworks.base import no_such_dtype
 from arraycomm._arrays.frameworks.cupy import read_cupy
@@ -41,13 +43,15 @@ from arraycomm._cuda.layouts import (
     packed,
     relabel,
 )
-from arraycomm._cuda.streams import order
+from arraycomm._cuda.streams import LEASES, order
 from arraycomm._dtypes import BY_NAME, DType, name_of
 
 Shape = tuple[int, ...]
 
 # The device of managed memory, and of replicas on several devices: any device can reach these.
 ANY: Final = -1
+# cudaStreamPerThread; smaller handles are the legacy default stream's.
+PER_THREAD: Final = 2
 
 
 class Framework(abc.ABC):
@@ -62,6 +66,10 @@ class Framework(abc.ABC):
     @abc.abstractmethod
     def streams(self, device: int) -> tuple[int, ...]:
         """Return the streams in which arrays are used now."""
+
+    def captures(self, device: int) -> bool:
+        """Tell whether a CUDA graph is captured from what is put on the current stream."""
+        return False
 
     @abc.abstractmethod
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
@@ -109,6 +117,11 @@ class _Torch(Framework):
     def streams(self, device: int) -> tuple[int, ...]:
         return (int(sys.modules["torch"].cuda.current_stream(device).cuda_stream),)
 
+    def captures(self, device: int) -> bool:
+        cuda = sys.modules["torch"].cuda
+        with cuda.device(device):
+            return bool(cuda.is_current_stream_capturing())
+
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
         _check_tensor(x, name)
         tensor = x.detach().resolve_conj().resolve_neg()
@@ -131,13 +144,12 @@ class _Torch(Framework):
         return device_buffer
 
     def put_back(self, device_buffer: DeviceBuffer, layout: Layout, out: Any) -> None:
-        order(
-            device_buffer.memory,
-            (device_buffer.memory.stream,),
-            self.streams(device_buffer.memory.device),
-        )
+        memory = device_buffer.memory
+        current = self.streams(memory.device)
+        order(memory, (memory.stream,), current)
         with sys.modules["torch"].no_grad():
             out.copy_(device_buffer.owner)
+        order(memory, current, (memory.stream,))
 
     def changed(self, out: Any) -> None:
         sys.modules["torch"].autograd.graph.increment_version(out)
@@ -170,6 +182,13 @@ class _CuPy(Framework):
 
         return (int(cupy.cuda.get_current_stream(device).ptr),)
 
+    def captures(self, device: int) -> bool:
+        import cupy
+
+        stream = cupy.cuda.get_current_stream(device)
+        # The default streams cannot be captured, and must not be asked while another stream is.
+        return stream.ptr > PER_THREAD and bool(stream.is_capturing())
+
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
         return DeviceExport(Layout(int(x.data.ptr), x.shape, x.strides, x.dtype), False, x)
 
@@ -177,7 +196,7 @@ class _CuPy(Framework):
         import cupy
 
         count = math.prod(shape)
-        with cupy.cuda.Device(memory.device):
+        with working_on(memory.device):
             space = cupy.cuda.alloc(count * dtype.itemsize)
         # Over existing memory, CuPy also makes arrays of dtypes that it has no kernels for.
         return DeviceBuffer(int(space.ptr), count, dtype, cupy.ndarray(shape, dtype, space), memory)
@@ -218,8 +237,6 @@ def _device_at(address: int) -> int | None:
 
 def _copy_elements(target: Layout, source: Layout, memory: DeviceMemory) -> None:
     """Copy elements of any dtype with CuPy, in the order of the memory's stream."""
-    import cupy
-
     if not source.size:
         return
     current = _BY_NAME["cupy"].streams(memory.device)
@@ -227,7 +244,7 @@ def _copy_elements(target: Layout, source: Layout, memory: DeviceMemory) -> None
     offsets = (source.address, target.address, *source.strides, *target.strides)
     unit = math.gcd(8, source.dtype.itemsize, *offsets)
     order(memory, (memory.stream,), current)
-    with cupy.cuda.Device(memory.device):
+    with working_on(memory.device):
         _units(target, unit, memory)[...] = _units(source, unit, memory)
     order(memory, current, (memory.stream,))
 
@@ -285,9 +302,34 @@ class _JAX(Framework):
         if not device_buffer.size:
             return to_framework(allocate(shape, device_buffer.dtype), like)
         with keeping_bits(device_buffer.dtype, like.source):
-            array = jax.dlpack.from_dlpack(_Handover(device_buffer, shape))
+            shared = jax.dlpack.from_dlpack(_Handover(device_buffer, shape))
+            # JAX may donate only memory of its own; and when its reads of other memory have ended, it
+            # does not tell, but for those of this copy.
+            array, copied = _copy_in_jax()(shared)
+        LEASES.add(_Copied(copied), (shared, device_buffer))
         place = jax_placement(like.source)
         return array if place is None else jax.device_put(array, place)
+
+
+@cache
+def _copy_in_jax() -> Any:
+    """Return what copies an array in JAX's stream; a second result is there once the copy is."""
+    import jax
+
+    return jax.jit(lambda x: (jax.numpy.copy(x), jax.numpy.zeros((), bool)))
+
+
+class _Copied:
+    """The end of a copy in JAX's stream, as an event."""
+
+    def __init__(self, copied: Any) -> None:
+        self._copied = copied
+
+    def done(self) -> bool:
+        return bool(self._copied.is_ready())
+
+    def wait_on(self, stream: int) -> None:
+        self._copied.block_until_ready()
 
 
 def _local_id(device: Any) -> int:
@@ -296,7 +338,7 @@ def _local_id(device: Any) -> int:
 
 
 class _Handover:
-    """A device buffer that JAX takes over; JAX's stream waits for the memory's first."""
+    """A device buffer that JAX reads; JAX's stream waits for the memory's first."""
 
     def __init__(self, device_buffer: DeviceBuffer, shape: Shape) -> None:
         self._device_buffer = device_buffer

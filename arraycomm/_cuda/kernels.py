@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from arraycomm._arrays.current_device import working_on
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._dtypes import DType, Kind, kind_of, name_of
 from arraycomm._errors import BackendUnavailableError
@@ -143,9 +144,7 @@ class Kernels:
         self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: Array, stream: int
     ) -> None:
         """Put a kernel on the stream; the launch copies its argument."""
-        import cupy
-
-        with cupy.cuda.Device(self._device):
+        with working_on(self._device):
             function = _function(self._device, kernel, definitions)
             # CuPy reads nothing but a stream's `ptr`.
             function((blocks,), (THREADS,), (argument,), stream=SimpleNamespace(ptr=stream))

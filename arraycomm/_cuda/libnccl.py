@@ -150,6 +150,16 @@ class Library:
             return
         raise TransportError(f"NCCL reported: {self._text(code)}")
 
+    def error(self, comm: ctypes.c_void_p) -> TransportError | None:
+        """Return the error of a communicator's operations, if there is one; asks CUDA nothing."""
+        state = ctypes.c_int()
+        try:
+            self.check(self.functions.ncclCommGetAsyncError(comm, ctypes.byref(state)))
+            self.check(state.value)
+        except TransportError as error:
+            return error
+        return None
+
     def _text(self, code: int) -> str:
         """Return the meaning of an ncclResult_t, and NCCL's last warning in this process."""
         meaning = self.functions.ncclGetErrorString(code) or b""
@@ -249,6 +259,17 @@ class Comm:
                 self._kept = ()
         return state.value == _IN_PROGRESS
 
+    def error(self) -> TransportError | None:
+        """Return the error of any operation so far; None also while another thread is in NCCL."""
+        if not self._using.acquire(blocking=False):
+            return None
+        try:
+            if self._end:
+                return TransportError(f"the NCCL communicator {self._end}")
+            return self._library.error(self._handle)
+        finally:
+            self._using.release()
+
     def abort(self) -> None:
         """End the communicator and its work on the device at once.
 
@@ -261,7 +282,7 @@ class Comm:
         held = self._using.acquire(timeout=_GRACE)
         try:
             if self._handle.value is not None:
-                _call_in_thread(self._abort_on_device)
+                _call_in_thread(self._abort_now)
         finally:
             if held:
                 self._using.release()
@@ -305,9 +326,10 @@ class Comm:
             first, self._end = not self._end, self._end or end
         return first
 
-    def _abort_on_device(self) -> None:
-        with self._library.current(self._device):
-            self._library.functions.ncclCommAbort(self._handle)
+    def _abort_now(self) -> None:
+        # Without a current device: to set one may wait, with the GIL, for a thread that waits for the
+        # aborted work. NCCL ends that first, and then sets the device in its own threads.
+        self._library.functions.ncclCommAbort(self._handle)
         self._kept = ()
 
 

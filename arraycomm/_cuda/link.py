@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._dtypes import DType
@@ -43,6 +45,12 @@ class DeviceLink(Link):
 
     def recv(self, buffer: DeviceBuffer, source: int, tag: int) -> Handle:
         raise NotImplementedError
+
+    def at(self, stream: int) -> Self:
+        """Return the same link for movements in another stream; this object keeps its own."""
+        other = copy.copy(self)
+        other.memory = self.memory.at(stream)
+        return other
 
     def split(self, color: int | None, key: int) -> Steps:
         """Return the link of the ranks of one color, or None if it has to be opened anew."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Sequence
-from copy import copy
 from typing import Final
 
 import numpy as np
@@ -118,7 +117,7 @@ class NcclLink(DeviceLink):
                 return None
             yield _Operation(child)
             # With a memory of its own, since its calls use other streams.
-            memory = copy(self.memory)
+            memory = self.memory.separate()
             return type(self)(child, memory, *child.place(), reproducible=self._reproducible)
         except BaseException:
             # The split is an operation of the old communicator.
@@ -198,11 +197,7 @@ class NcclLink(DeviceLink):
 
     def error(self) -> TransportError | None:
         """Return NCCL's error, if any, also one between devices after a call has returned."""
-        try:
-            self._comm.in_progress()
-        except TransportError as error:
-            return error
-        return None
+        return self._comm.error()
 
     def abort(self) -> None:
         """End the link and its work at once; may be called again, by any thread.
@@ -216,14 +211,22 @@ class NcclLink(DeviceLink):
         self._comm.close()
 
 
-def refuse_sharing(uuids: Sequence[str], version: tuple[int, ...]) -> str | None:
-    """Say why NCCL cannot join these devices, if some ranks share one; `uuids` are in rank order.
+def lets_share() -> bool:
+    """Tell whether this rank's NCCL is set to let ranks share a device."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
-    None if each rank has its own device, or if NCCL is set to let ranks share one.
+
+def refuse_sharing(
+    uuids: Sequence[str], version: tuple[int, ...], shares: Sequence[bool]
+) -> str | None:
+    """Say why NCCL cannot join these devices, if some ranks share one.
+
+    None if each rank has its own device, or if every rank's NCCL is set to let ranks share one.
+    `uuids` and `shares`, what `lets_share` said on each rank, are in rank order.
     """
     shared = shared_devices(uuids)
     able = version >= _FIRST_TO_SHARE
-    if not shared or (able and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"):
+    if not shared or (able and all(shares)):
         return None
     so = "" if able else f" with NCCL 2.30 or newer (this is {'.'.join(map(str, version))})"
     return (

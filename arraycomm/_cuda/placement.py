@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -11,8 +13,9 @@ from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import allocate, commit_out, to_framework
 from arraycomm._arrays.views import view
-from arraycomm._collectives.placement import HostPlacement
+from arraycomm._collectives.placement import HostPlacement, StagedTreePlacement
 from arraycomm._cuda import arrays
+from arraycomm._cuda.callers import Caller
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import DType
 from arraycomm._protocol.group import Group
@@ -26,11 +29,42 @@ class Streams(Protocol):
     def enter(self, stream: int) -> None:
         """Continue in a stream, after this communicator's work in other streams."""
 
-    def leave(self) -> None:
+    def leave(self, memory: DeviceMemory) -> None:
         """Record that a call has put its work on the device."""
 
     def check(self) -> None:
         """Raise if the work under way has been aborted, so that there is no result."""
+
+
+def run_within(here: Callable[[], AbstractContextManager[None]], steps: Steps) -> Steps:
+    """Run steps that may run in any thread, each within `here`."""
+    while True:
+        with here():
+            try:
+                waiting = next(steps)
+            except StopIteration as stop:
+                return stop.value
+        try:
+            yield waiting
+        except BaseException as error:
+            # Nothing more may be put on a stream with an unfinished movement.
+            steps.throw(error)
+            raise
+
+
+class CopiedPlacement(HostPlacement):
+    """Arrays on a device that their framework copies to the host, and results back."""
+
+    def __init__(self, group: Group, device_flag: int, device: int | None) -> None:
+        super().__init__(group, device_flag)
+        self.here = Caller(device).here
+
+    def run(self, steps: Steps) -> Steps:
+        return run_within(self.here, steps)
+
+
+class CopiedTreePlacement(CopiedPlacement, StagedTreePlacement):
+    """A tree with leaves on a device, as host memory."""
 
 
 class _Download(NamedTuple):
@@ -51,9 +85,11 @@ class DevicePlacement(HostPlacement):
     def __init__(self, group: Group, link: DeviceLink, streams: Streams, stream: int) -> None:
         super().__init__(group, ALL_ON_DEVICE)
         self.inline_bytes = -1
-        self.link = link
+        # No other call uses these objects, so no other thread changes their stream.
+        self.link = link.at(stream)
         self.async_check = link.async_check
-        self.memory = link.memory.at(stream)
+        self.memory = self.link.memory
+        self.here = Caller(self.memory.device).here
         self._streams = streams
         self._stream = stream
         self._views: list[BufferView] = []
@@ -112,25 +148,21 @@ class DevicePlacement(HostPlacement):
 
     def run(self, steps: Steps) -> Steps:
         """Run the steps in the caller's stream, each after the link's work in other streams."""
-        while True:
-            self._streams.enter(self._stream)
-            try:
-                waiting = next(steps)
-            except StopIteration as stop:
-                self._leave()
-                return stop.value
-            try:
-                yield waiting
-            except BaseException as error:
-                # Nothing more may be put on a stream with an unfinished movement.
-                steps.throw(error)
-                raise
+        return run_within(self._in_order, self._leaving(steps))
 
-    def _leave(self) -> None:
-        """Let the caller's frameworks continue after the work on the device."""
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        with self.here():
+            self._streams.enter(self._stream)
+            yield
+
+    def _leaving(self, steps: Steps) -> Steps:
+        """Run the steps; let the caller's frameworks continue after the work on the device."""
+        result = yield from steps
         for found in self._views:
             arrays.release(found)
-        self._streams.leave()
+        self._streams.leave(self.memory)
+        return result
 
 
 class TreePlacement(DevicePlacement):

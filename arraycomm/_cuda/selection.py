@@ -11,7 +11,7 @@ from arraycomm._arrays.device_memory import DeviceMemory
 from arraycomm._cuda import device, kernels, libnccl
 from arraycomm._cuda.gpu_aware import gpu_aware
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
-from arraycomm._cuda.nccl_link import NcclLink, refuse_sharing
+from arraycomm._cuda.nccl_link import NcclLink, lets_share, refuse_sharing
 from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.group import Group
@@ -32,13 +32,17 @@ class Request(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceCapabilities(Detail):
-    """What one rank can use: why not a device or NCCL, its device's UUID, its NCCL's version."""
+    """What one rank can use: why not a device or NCCL, its device's UUID, its NCCL's version.
+
+    All that the choice depends on, so that every rank makes the same one.
+    """
 
     device: str = ""
     nccl: str = ""
     uuid: str = ""
     version: Sequence[int] = ()
     gpu_aware: bool = False
+    lets_share: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ def _capabilities(group: Group, request: Request) -> DeviceCapabilities:
         return replace(local, nccl='backend="mpi" was asked for')
     lacking = reason or libnccl.missing() or ""
     version = () if lacking else tuple(libnccl.load().version())
-    return replace(local, nccl=lacking, version=version)
+    return replace(local, nccl=lacking, version=version, lets_share=lets_share())
 
 
 def _number(group: Group, request: Request) -> int:
@@ -105,7 +109,8 @@ def why_not_nccl(found: Sequence[DeviceCapabilities]) -> str:
     if len(versions) > 1:
         listed = ", ".join(".".join(map(str, version)) for version in sorted(versions))
         return f"ranks have different versions of NCCL: {listed}; install one on all"
-    return refuse_sharing([local.uuid for local in found], *versions) or ""
+    uuids, shares = [local.uuid for local in found], [local.lets_share for local in found]
+    return refuse_sharing(uuids, versions.pop(), shares) or ""
 
 
 def memory_of(group: Group, request: Request) -> DeviceMemory:

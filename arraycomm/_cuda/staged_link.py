@@ -51,7 +51,7 @@ class HostStagedLink(DeviceLink):
         self._transport = transport
         self.memory = memory
         self.rank, self.size = transport.rank, transport.size
-        self._staging = pinned() if staging is None else staging
+        self._staging = pinned(memory.device) if staging is None else staging
         self._chunk = chunk
 
     # Chunk by chunk

@@ -12,20 +12,16 @@ from arraycomm._arrays.device_memory import DeviceMemory, Event
 
 def order(memory: DeviceMemory, first: Iterable[int], then: Iterable[int]) -> None:
     """Make the streams `then` wait for the work that is on the streams `first` now."""
-    here = memory.stream
     for before in first:
-        later = [stream for stream in then if not _same(stream, before)]
+        later = [stream for stream in then if not is_same(stream, before)]
         if not later:
             continue
-        try:
-            event = memory.at(before).record()
-        finally:
-            memory.at(here)
+        event = memory.at(before).record()
         for stream in later:
             event.wait_on(stream)
 
 
-def _same(stream: int, other: int) -> bool:
+def is_same(stream: int, other: int) -> bool:
     """Tell whether two handles name one stream; 0 and 1 both name the legacy default stream."""
     return stream == other or {stream, other} == {0, 1}
 
@@ -41,6 +37,9 @@ class Leases:
         self.sweep()
         self._kept.append((event, thing))
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def sweep(self) -> None:
         """Release the objects that the device has finished with."""
         with suppress(IndexError):  # another thread may sweep as well
@@ -50,5 +49,6 @@ class Leases:
                     self._kept.append((event, thing))
 
 
-# Arrays whose framework has no stream that could wait.
+# Arrays whose framework has no stream that could wait. Swept by every call of such arrays, and between
+# calls by the thread that looks at events: JAX refuses to donate an array that is held here.
 LEASES: Final = Leases()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -31,6 +32,9 @@ def check_size(rank: int, shape: Sequence[int], itemsize: int = 1) -> None:
     nbytes = math.prod(shape) * itemsize
     if nbytes > _memory():
         raise malformed(rank, f"{nbytes} bytes, more than the memory of this machine")
+    # NumPy multiplies the other lengths also if one is 0.
+    if math.prod(filter(None, shape)) * itemsize > sys.maxsize:
+        raise malformed(rank, f"the shape {tuple(shape)}")
 
 
 def check_payload(rank: int, length: int, expected: int) -> None:

@@ -23,12 +23,11 @@ class WaitClock:
     """
 
     def __init__(self) -> None:
-        self._missed = 0.0
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Start at the present; in a forked child too, where the lock may be held by nobody."""
-        self._last = time.monotonic()
+        """Start at the present, with nothing missed; in a forked child too, where the lock may be held by nobody."""
+        self._missed, self._last = 0.0, time.monotonic()
         self._lock = threading.Lock()
 
     def now(self) -> float:

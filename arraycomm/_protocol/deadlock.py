@@ -216,6 +216,11 @@ class DeadlockWatch:
         """This rank in the family."""
         return self._group.family_ranks[self._group.control.rank]
 
+    @property
+    def blocked(self) -> bool:
+        """Whether a thread waits in the group for as long as it takes."""
+        return self._group.blocked is not None
+
     def begin(self, doing: str) -> None:
         """Tell the other ranks of a wait that has just become long."""
         self._looked, self._ask_after, self._found = 0.0, _ASK_FIRST, None
@@ -293,9 +298,13 @@ class DeadlockWatch:
         """Tell whether this rank takes part in a call only after its own wait."""
         name, _, step = call.rpartition(":")
         group = next((group for group in self.reports.groups if group.name == name), None)
-        if group is None or group is self._group or not group.idle:
+        if group is None or not group.idle:
             return False
-        return group.control.step < int(step) if step.isdigit() else not message
+        collective = step.isdigit()
+        if group is self._group and collective is not message:
+            # Two collectives, whose steps all ranks take in one order, or two messages.
+            return False
+        return group.control.step < int(step) if collective else not message
 
     def _others_may_call(self) -> bool:
         """Tell whether another thread could make the calls of this rank that others wait for."""

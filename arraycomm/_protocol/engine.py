@@ -45,6 +45,8 @@ class Task:
         # Called while waiting, in place of the engine's own.
         self.watch = watch
         self.waiting: Handle | None = None
+        # Held by the thread that pushes it on.
+        self.pushing = threading.Lock()
         self.since = 0.0
         self.finished = False
         self.result: Any = None
@@ -110,6 +112,8 @@ class Engine:
         push_others: Callable[[], None],
     ) -> None:
         self._spins = spins
+        # How often a wait for a task polls before it looks at the peers, and gives up the core.
+        self._polls = max(spins // 4, 1)
         self.threaded = threaded
         self._watch = watch
         self._after_wait = after_wait
@@ -124,6 +128,7 @@ class Engine:
         self.queue: deque[Task] = deque()
         self.outcomes = Outcomes()
         self._messages: list[Task] = []
+        self.follower: Task | None = None
         self._driving = threading.Lock()
         self.progress = ProgressThread(self.advance, self._active)
         # The thread that waits for as long as it takes, if it looks after the wait just now.
@@ -166,16 +171,20 @@ class Engine:
                 "give each thread a communicator of its own with dup()"
             )
 
-    def run(self, program: Steps) -> Any:
-        """Drive a program to its end in this thread, behind what is outstanding."""
+    def run(self, program: Steps, watch: Watch | None = None) -> Any:
+        """Drive a program to its end in this thread, behind what is outstanding.
+
+        `watch` is called while waiting, in place of the engine's own.
+        """
         if self.queue:
             return self.finish(self.submit(program))
+        watch_here = self._watch_call if watch is None else partial(self._watch_call, watch=watch)
         try:
             while True:
                 waiting = next(program)
                 try:
                     if not waiting.done():
-                        self.wait_for(waiting.done)
+                        self.wait_for(waiting.done, watch_here)
                 except BaseException as error:
                     self.interrupted = waiting
                     # The program raises it, after what it has to tidy up.
@@ -190,8 +199,12 @@ class Engine:
         return self._begin(task)
 
     def follow(self, program: Steps) -> None:
-        """Put a program right behind the one that is running: what comes next waits for it."""
-        self.queue.insert(1 if self.queue else 0, Task(program))
+        """Put a program right behind the one that is running: what comes next waits for it.
+
+        It may be pushed on beside that one, whose thread may wait outside Python for what fails here.
+        """
+        self.follower = Task(program)
+        self.queue.insert(1 if self.queue else 0, self.follower)
 
     def submit_message(
         self, program: Steps, site: str, watch: Watch, *, awaited: bool = False
@@ -208,7 +221,7 @@ class Engine:
 
     def give_up(self, task: Task, error: BaseException) -> None:
         """End a program whose caller was interrupted: nobody is left who could wait for it."""
-        with self._driving:
+        with self._driving, task.pushing:
             task.outcome.claim()
             if not task.finished:
                 self.interrupted = task.waiting
@@ -230,6 +243,8 @@ class Engine:
         if self._refusal:
             raise CommunicatorClosedError(self._refusal)
         if self._driving.locked():
+            if (follower := self.follower) is not None and not follower.pushing.locked():
+                self._advance(follower, polls)
             return
         # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
         with self._driving:
@@ -257,15 +272,15 @@ class Engine:
         wait_for(done_here, self._spins, watch or self._watch_call, self._moved)
         self._after_wait()
 
-    def _watch_call(self, waited: float) -> None:
+    def _watch_call(self, waited: float, watch: Watch | None = None) -> None:
         self.blocked = threading.get_ident()
         try:
-            self._watch(waited)
+            (watch or self._watch)(waited)
         finally:
             self.blocked = None
 
-    def _pushed(self, task: Task) -> bool:
-        self.advance()
+    def _pushed(self, task: Task, polls: int = 1) -> bool:
+        self.advance(polls)
         return task.finished
 
     def finish(self, task: Task, timeout: float | None = None) -> Any:
@@ -279,7 +294,7 @@ class Engine:
         self.blocked = threading.get_ident() if timeout is None else None
         self.progress.aside = True
         try:
-            self.wait_for(partial(self._pushed, task), watch)
+            self.wait_for(partial(self._pushed, task, self._polls), watch)
         finally:
             self.blocked, self.progress.aside = None, False
         task.outcome.claim()
@@ -287,6 +302,10 @@ class Engine:
 
     def _advance(self, task: Task, polls: int) -> bool:
         """Push one task on; tell whether it is finished."""
+        with task.pushing:
+            return self._push(task, polls)
+
+    def _push(self, task: Task, polls: int) -> bool:
         while not task.finished:
             try:
                 waiting, watch = task.waiting, task.watch or self._watch

@@ -55,9 +55,11 @@ class _Process:
     forked : bool
         Whether this process is a forked child of one that communicates over MPI.
     status : object
-        What a forked child passed to `sys.exit` last.
+        What was passed to `sys.exit` last.
     on_fork : list of callable
         Called in a forked child.
+    on_left : list of callable
+        Called when every rank has ended well.
     """
 
     def __init__(self) -> None:
@@ -69,6 +71,7 @@ class _Process:
         self.forked = False
         self.status: object = None
         self.on_fork: list[Callable[[], None]] = []
+        self.on_left: list[Callable[[], None]] = []
 
     def groups(self) -> list[Group]:
         """Return all groups that have not been freed."""
@@ -119,6 +122,11 @@ def forget_on_fork(forget: Callable[[], None]) -> None:
     _process.on_fork.append(forget)
 
 
+def when_all_left(hook: Callable[[], None]) -> None:
+    """Call `hook` at the end of a program over MPI once every rank has ended well."""
+    _process.on_left.append(hook)
+
+
 def refuse_forked_child(operation: str) -> None:
     """Raise in a forked child of a process that communicates over MPI."""
     if _process.forked:
@@ -131,6 +139,7 @@ def watch_exit() -> None:
         return
     _process.watching = True
     _watch_exceptions()
+    _note_status()
     atexit.register(_at_exit)
     _watch_mpi()
     _launch.claim(os.environ, os.getpid())
@@ -172,15 +181,20 @@ def _printed_elsewhere(error: BaseException) -> str:
         return ""
     deadline = time.monotonic() + min(_TURN * group.rank, _PRINTING)
     while time.monotonic() < deadline:
-        left = group.control.exit_notices()
-        for rank in range(group.rank):
-            if rank in left and left[rank].state == GONE:
-                return (
-                    f"rank {group.rank} of {group.name}: arraycomm.{type(error).__name__}, "
-                    f"as printed by rank {rank}\n"
-                )
+        if _gone_below(group):
+            # Read once more: whoever left before a rank that was seen is seen now.
+            return (
+                f"rank {group.rank} of {group.name}: arraycomm.{type(error).__name__}, "
+                f"as printed by rank {_gone_below(group)[0]}\n"
+            )
         time.sleep(_NAP)
     return ""
+
+
+def _gone_below(group: Group) -> list[int]:
+    """Return the lower ranks that have ended by an exception, or by leaving."""
+    left = group.control.exit_notices()
+    return [rank for rank in range(group.rank) if rank in left and left[rank].state == GONE]
 
 
 def _ignore_interrupts() -> None:
@@ -256,13 +270,16 @@ def _announce_exit(state: int, text: str = "") -> None:
 
 def _leave_as_child() -> None:
     """End a forked child without MPI, which would wait for other ranks there, or end their job."""
-    status = _process.status
-    if _process.failure:
-        status = 1
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    os._exit(status & 0xFF if isinstance(status, int) else int(status is not None))
+    os._exit(_status_of_program())
+
+
+def _status_of_program() -> int:
+    """Return the status with which Python would end."""
+    status = 1 if _process.failure else _process.status
+    return status & 0xFF if isinstance(status, int) else int(status is not None)
 
 
 def _at_exit() -> None:
@@ -270,9 +287,11 @@ def _at_exit() -> None:
     if _process.forked:
         _leave_as_child()
     watched = [group for root in _process.roots for group in _representatives(root)]
-    status = 1
+    status = _status_of_program() or 1
     try:
         if _all_left(watched):
+            for hook in _process.on_left:
+                hook()
             if not _process.peer_died:
                 return
             status = 0
@@ -385,11 +404,14 @@ def _left_in_step(groups: list[Group], watched: list[Group], clean: bool) -> boo
         if clock.now() > deadline:
             raise TimeoutError
 
+    def done() -> bool:
+        # Each is looked at, since ranks pass on what others tell in one group while they wait for another.
+        return not [group for group in groups if not group.control.done()]
+
     try:
         for group in stepping:
             next(leave_in_step(group.control, text))
-        for group in groups:
-            wait_for(group.control.done, 0, watch)
+        wait_for(done, 0, watch)
     except (TimeoutError, TransportError):
         return False
     return clean and all(all_left_well(group.control) for group in stepping if group in watched)

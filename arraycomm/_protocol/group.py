@@ -18,6 +18,7 @@ from arraycomm._errors import (
 )
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitReports
 from arraycomm._protocol.engine import Engine
+from arraycomm._protocol.tracer import Tracer
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog, checked_timeout
 from arraycomm._transports.base import Steps, Transport
@@ -77,6 +78,10 @@ class Group:
         Messages that this rank has sent, less those that it has received.
     open_together : list of int
         For each open block of `raise_together`, the step at which it began.
+    tracer : Tracer or None
+        Records the calls of this group and its family while a trace is on.
+    on_watch : list of callable
+        Called when a guard or a tracer is to see every call, also those that do not come to the runner.
     on_end : list of callable
         Called when the group ends on this rank, however it does.
     on_failure : list of callable
@@ -114,6 +119,8 @@ class Group:
         self.unfinished = False
         self.unmatched = 0
         self.open_together: list[int] = []
+        self.tracer: Tracer | None = None
+        self.on_watch: list[Callable[[], None]] = []
         self.on_end: list[Callable[[], None]] = []
         self.on_failure: list[Callable[[], None]] = []
         self.on_exit: list[Callable[[], None]] = []
@@ -131,7 +138,7 @@ class Group:
     ) -> Group:
         """Return the state of a group that was made from these ranks of this one."""
         made = Group(transport, options, name)
-        made.backend = self.backend
+        made.backend, made.tracer = self.backend, self.tracer
         made.related = self.related
         made.family_ranks = [self.family_ranks[rank] for rank in members]
         made.watchdog.deadlocks.reports = self.watchdog.deadlocks.reports
@@ -228,7 +235,7 @@ class Group:
     def _exit_text(self, error: BaseException) -> str:
         """Return this rank's traceback, unless it only followed another rank."""
         followed = isinstance(error, PeerError) or (
-            isinstance(error, TransportError) and self.transport.outlives
+            isinstance(error, TransportError) and self.transport.shrinks
         )
         return "" if followed else describe_raise(error)
 

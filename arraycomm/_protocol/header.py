@@ -258,7 +258,8 @@ def show(
     parity = (control.step + 1) & 1
     slot = control.mine[parity]
     slot[PREFIX] = control.shown[parity] = prefix
-    if payload is not None and len(payload):
-        slot[PAYLOAD : PAYLOAD + len(payload)] = payload.data
-    control.post()
+    length = 0 if payload is None else len(payload)
+    if payload is not None and length:
+        slot[PAYLOAD : PAYLOAD + length] = payload.data
+    control.post(length)
     yield control

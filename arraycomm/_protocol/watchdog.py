@@ -7,7 +7,7 @@ long, the watchdog reports to the others what it waits in, so that their errors 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from arraycomm._callsite import call_site
@@ -16,6 +16,7 @@ from arraycomm._protocol import clock
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus
 from arraycomm._protocol.header import Headers
 from arraycomm._protocol.mismatch import how_left
+from arraycomm._protocol.still_waiting import StillWaiting
 from arraycomm._transports.base import Transport
 from arraycomm._transports.control import WELL
 from arraycomm._transports.notes import ExitNotice
@@ -29,8 +30,9 @@ _LONG_WAIT: Final = 0.1
 _ASK_AT: Final = (0.5, 0.9)
 # Seconds in which a message of a rank that has left still arrives.
 LAST_MESSAGE: Final = 0.5
-# Seconds in which MPI learns of the death of a process after others saw that something is wrong.
-_DEATH: Final = 5.0
+# The longest timeout, in seconds, with which a wait counts as one that ends by itself: other ranks learn
+# late that it has ended, and would take it for part of a deadlock.
+_SOON: Final = 5.0
 
 
 def checked_timeout(timeout: Any) -> float | None:
@@ -76,6 +78,7 @@ class Watchdog:
         self._limited_at = 0.0
         self.current: tuple[str, str | None] = ("", None)
         self.deadlocks = deadlocks
+        self._still_waiting = StillWaiting(transport.control)
         # How often the ranks that are missing were asked where they are.
         self._asked = 0
         # When a rank was first seen to have left because another had.
@@ -118,16 +121,23 @@ class Watchdog:
 
     def _needed(self) -> Sequence[int] | None:
         # A call with a timeout of its own ends by itself: it needs nobody.
-        return None if self._limit is None else ()
+        return None if self._limit is None and not self._ends_soon else ()
+
+    @property
+    def _ends_soon(self) -> bool:
+        return self._timeout is not None and self._timeout <= _SOON
 
     def _check_left(self, gone: list[int], left: dict[int, ExitNotice]) -> None:
+        # Those that have left may have followed one that has died.
+        self.check_for_deaths(besides=left)
         # A rank that has a traceback of its own, or none because it finished, is the cause; the
         # others followed it. Their notices may come before the step that tells of it.
         causes = [rank for rank in gone if left[rank].text or left[rank].state in WELL]
         self._alone_since = self._alone_since or clock.now()
         if not causes:
             self.check_for_deaths()
-        patience = _DEATH if self._transport.outlives else LAST_MESSAGE
+        outlives = self._transport.outlives
+        patience = max(self._transport.death_delay if outlives else 0.0, LAST_MESSAGE)
         if causes or clock.now() > self._alone_since + patience:
             cause = (causes or gone)[0]
             raise self.peer_error(cause, left[cause])
@@ -145,7 +155,8 @@ class Watchdog:
         """Raise if all have left to or from one of which a message is to go."""
         peers = wait.peers
         # Of several ranks any one would do.
-        needed = peers if len(peers) == 1 and wait.timeout is None else ()
+        certain = len(peers) == 1 and wait.timeout is None and not self._ends_soon
+        needed = peers if certain else ()
         left = self._control.exit_notices()
         gone = [peer for peer in peers if peer in left]
         if len(gone) == len(peers) and waited > LAST_MESSAGE:
@@ -170,27 +181,31 @@ class Watchdog:
     # Deaths
 
     def explain_failure(self, error: TransportError) -> None:
-        """Raise `PeerError` if MPI's error means that a rank has died, which it may learn late."""
+        """Raise `PeerError` if the transport's error means that a rank has died, which it may learn late."""
         _raise_revoked(error)
-        self.check_for_deaths(_DEATH)
+        self.check_for_deaths(self._transport.death_delay)
 
-    def check_for_deaths(self, patience: float = 0.0) -> None:
-        """Raise if the process of another rank has died, and this one was let live."""
+    def check_for_deaths(self, patience: float = 0.0, besides: Container[int] = ()) -> None:
+        """Raise if the process of another rank has died, besides these, and this one was let live."""
         if not self._transport.outlives:
             return
         deadline = clock.now() + patience
         try:
-            while not (dead := self._transport.failed()) and clock.now() < deadline:
+            while not (dead := self._dead(besides)) and clock.now() < deadline:
                 time.sleep(LAST_MESSAGE / 50)
         except TransportError as error:
             _raise_revoked(error)
             raise
         if dead:
+            shrinks = self._transport.shrinks
             raise PeerError(
-                f"rank {dead[0]} has died without a word; it {self.last_seen(dead[0])}. "
-                "shrink() makes a communicator of the ranks that live",
+                f"rank {dead[0]} has died without a word; it {self.last_seen(dead[0])}"
+                + (". shrink() makes a communicator of the ranks that live" if shrinks else ""),
                 rank=dead[0],
             )
+
+    def _dead(self, besides: Container[int]) -> list[int]:
+        return [rank for rank in self._transport.failed() if rank not in besides]
 
     def peer_error(self, rank: int, notice: ExitNotice) -> PeerError:
         """Return the error that tells how a rank left."""
@@ -220,9 +235,12 @@ class Watchdog:
         if deadlocks.status is None:
             where = site or call_site()
             deadlocks.begin(f"in {operation} at {where}, step {self._control.step} of {self._name}")
+            self._still_waiting.begin(operation, where)
         for group in deadlocks.reports.groups:
             group.control.answer_requests()
         deadlocks.look(waited, missing, needed)
+        if deadlocks.blocked:
+            self._still_waiting.look(waited, missing)
         if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
             self._asked += 1
             if self._asked <= len(_ASK_AT):

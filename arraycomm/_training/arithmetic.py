@@ -138,6 +138,9 @@ def _own_namespace(x: Any, name: str) -> Any:
     """
     if isinstance(x, np.ndarray) or not (is_array_api_obj(x) and hasattr(x, "__dlpack__")):
         return None
+    if type(x).__module__.partition(".")[0] == "mlx":
+        # Its namespace is not that of the array API yet: `astype` has no `copy`.
+        return None
     if is_torch_array(x):
         if x.requires_grad:
             without_history(x, name)

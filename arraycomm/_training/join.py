@@ -211,8 +211,13 @@ class PrivateGuard:
 
     def check(self, name: str) -> None:
         """Raise inside the block, on this rank alone."""
-        if self._registry.join is not None and name != EXCHANGE:
+        if self.refuses and name != EXCHANGE:
             refuse(name)
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the shared communicator is inside the block."""
+        return self._registry.join is not None
 
     def substitute(self, operation: Any) -> Any:
         """Return the operation as it is."""

@@ -24,6 +24,8 @@ _ADAPTERS: Final = {
     "jax": "arraycomm.adapters.jax",
     "optax": "arraycomm.adapters.jax",
     "thinc": "arraycomm.adapters.thinc",
+    "keras": "arraycomm.adapters.keras",
+    "mlx": "arraycomm.adapters.mlx",
 }
 _DEFAULT_ADAPTER: Final = "arraycomm.adapters.numpy"
 
@@ -43,10 +45,11 @@ def DistributedOptimizer(  # noqa: N802
 
     Parameters
     ----------
-    optimizer : torch.optim.Optimizer, optax.GradientTransformation, thinc.api.Optimizer, or object
+    optimizer : optimizer of torch, optax, Keras, MLX or thinc, or object
         A torch optimizer is changed in place and returned. An optax transformation gives a new
         one, which works eagerly and under `jax.jit`. An optimizer of thinc gives one that reduces
-        all gradients of a model in `model.finish_update(optimizer)`. Any other object with a method
+        all gradients of a model in `model.finish_update(optimizer)`. One of Keras is changed in
+        place, and reduces in `fit` as well; one of MLX is wrapped. Any other object with a method
         `update(params, grads)`, `update(params, grads, state)` or `step(params, grads)`, and any
         function of these, is wrapped.
     comm : Communicator, optional

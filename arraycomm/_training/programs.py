@@ -13,11 +13,17 @@ from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from arraycomm._collectives.messages import Messenger
+from arraycomm._collectives.native_path import fast_paths_of
+from arraycomm._collectives.selection import MAX_STEPS
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.numbered import NumberedGradients, Numbering
+from arraycomm._transports.base import Bytes
+from arraycomm._trees.fusion import Fusion
+from arraycomm._trees.in_segment import AllreduceInSegment
 
 
 class _PlaceGuard(PrivateGuard):
@@ -48,8 +54,17 @@ class _PlaceGuard(PrivateGuard):
 
 
 def _with_place(signature: Signature, place: int) -> Signature:
-    text = f"call {place} of a program"
-    return replace(signature, op=text if signature.op is None else f"{signature.op}, {text}")
+    op = (signature.op or "") + _note(place)
+    return replace(signature, op=op if signature.op else op.removeprefix(", "))
+
+
+def _note(place: int) -> str:
+    """Return what ranks compare of a place, behind the op."""
+    return f", call {place} of a program"
+
+
+# Layouts of large arrays that are kept, without their memory.
+_MAX_FUSIONS: Final = 64
 
 
 class ProgramCalls:
@@ -65,11 +80,48 @@ class ProgramCalls:
         self.comm = shared.dup()
         self._guard = _PlaceGuard(shared)
         runner_of(self.comm).set_guard(self._guard)
+        self._fast = fast_paths_of(runner_of(self.comm))
+        self._fusions: dict[tuple[Any, ...], Fusion] = {}
+        self._messenger = Messenger(group_of(self.comm), runner_of(self.comm).statistics)
+        self._large = MAX_STEPS * group_of(self.comm).inline_bytes
 
     @property
     def place(self) -> int:
         """The place of this thread's call; 0 outside of programs."""
         return self._guard.place
+
+    def swap(self, data: Bytes, room: Bytes, dest: int, source: int, tag: int) -> None:
+        """Send bytes to one rank, and receive as many as `room` has, or fewer, from another."""
+        self._messenger.swap(data, room, dest, source, tag)
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Make the other ranks' next call raise, in step, because of an error that is raised here."""
+        runner_of(self.comm).fail(name, error)
+
+    def allreduce(self, x: Any, op: Any, out: Any) -> Any:
+        """Reduce an array at this thread's place, by the fast path of the place if there is one."""
+        place = self.place
+        if not place:
+            return self.comm.allreduce(x, op, out=out)
+        if x.nbytes > self._large:
+            return self._allreduce_large(x, op, out)
+        key = (place, op, x.dtype, x.shape)
+        fast = None if self._guard.refuses else self._fast.paths.get(key)
+        if fast is not None and (result := fast(x, out)) is not None:
+            return result
+        result = self.comm.allreduce(x, op, out=out)
+        if fast is None:
+            self._fast.keep(key, x, op, _note(place))
+        return result
+
+    def _allreduce_large(self, x: Any, op: str, out: Any) -> Any:
+        spec = (x.dtype, x.shape)
+        if spec not in self._fusions:
+            if len(self._fusions) == _MAX_FUSIONS:
+                self._fusions.clear()
+            self._fusions[spec] = Fusion((spec,), x.nbytes)
+        fusion, memory = self._fusions[spec], trees_of(self.comm)
+        return runner_of(self.comm).call(AllreduceInSegment, memory, fusion, x, op, out)
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:

@@ -162,17 +162,31 @@ class Rounds:
         made.place = self.place
         return made
 
-    def start(self, bucket: Bucket, make: Callable[[], Leaves], place: Place) -> Request:
+    def start(
+        self,
+        bucket: Bucket,
+        make: Callable[[], Leaves],
+        place: Place,
+        *,
+        may_overwrite: bool = False,
+    ) -> Request:
         """Start to reduce a bucket; the request's result is `Reduced`.
 
         `make` returns the gradients. It is called inside the call, so that the others hear of its
-        errors.
+        errors. If the gradients may be overwritten, some of the results are those very objects.
         """
-        return self._runner.start(ReduceBucket, self, bucket, make, place)
+        return self._runner.start(ReduceBucket, self, bucket, make, place, may_overwrite)
 
-    def reduce(self, bucket: Bucket, make: Callable[[], Leaves], place: Place) -> Reduced:
+    def reduce(
+        self,
+        bucket: Bucket,
+        make: Callable[[], Leaves],
+        place: Place,
+        *,
+        may_overwrite: bool = False,
+    ) -> Reduced:
         """Reduce a bucket; see `start`."""
-        reduced: Reduced = self._runner.call(ReduceBucket, self, bucket, make, place)
+        reduced: Reduced = self._runner.call(ReduceBucket, self, bucket, make, place, may_overwrite)
         return reduced
 
     def finish_round(self, place: Place) -> None:
@@ -207,8 +221,10 @@ class ReduceBucket(AllreduceGradients):
         bucket: Bucket,
         make: Callable[[], Leaves],
         place: Place,
+        may_overwrite: bool,
     ) -> None:
         self._bucket, self._place, self._site = bucket, place, call_site()
+        self.may_overwrite = may_overwrite
         memory, op, options = rounds._arguments()
         super().__init__(context, memory, make(), op, **options)
         made, index = self.signature, ("bucket", bucket.index)

@@ -2,7 +2,7 @@
 
 A movement returns a `Handle` at once and is finished when `done()` says so; the caller leaves the
 buffers alone until then. All ranks of a group issue the same movements in the same order, each
-after the one before has finished.
+after the one before has finished, unless the link lets movements overlap.
 Buffers are one-dimensional, contiguous arrays of bytes; no single movement exceeds `MAX_BYTES`.
 
 A `Link` has the movements and the folding of what they move, without a control channel; a
@@ -29,6 +29,8 @@ Steps: TypeAlias = Generator["Handle", None, Any]
 
 # MPI before version 4 has 32-bit counts and offsets.
 MAX_BYTES: Final = 2**31 - 4096
+# Up to this many ranks of several nodes send each other messages of their own.
+DIRECT_RANKS: Final = 16
 
 
 class Handle(Protocol):
@@ -58,11 +60,14 @@ class Link(abc.ABC):
     ----------
     chunk_bytes : int
         Larger reductions go in chunks of about this many bytes; 0 if the host's caches decide.
+    overlaps : bool
+        Whether a movement may begin before those before it have finished.
     """
 
     rank: int
     size: int
     chunk_bytes: int = 0
+    overlaps: bool = False
 
     @property
     def slot(self) -> tuple[int, bool]:
@@ -138,8 +143,11 @@ class Transport(Link):
     spins: int = 0
     # Whether a background thread may make progress with movements while the caller computes.
     threaded: bool = True
-    # Whether the other ranks survive the death of a process.
+    # Whether the other ranks survive the death of a process, whether they can then make a group of their
+    # own, and the seconds in which they know of the death.
     outlives: bool = False
+    shrinks: bool = False
+    death_delay: float = 5.0
     _scratch: Bytes = np.empty(0, np.uint8)
 
     @property

@@ -21,7 +21,9 @@ from arraycomm._transports.notes import NOTES_BYTES, ExitNotice, Notes
 
 PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)
-MESSAGE_SLOT: Final = 256
+# The least bytes of a slot between nodes, and the most that all slots of a step have as payload there.
+_MESSAGE_SLOT: Final = 256
+_MESSAGES: Final = 256 << 10
 
 # How a rank left a group; 0 if it has not. FAILED: it will make no further call here. GONE: its
 # error has been printed, and its process ends. Without an error: what it ran came to its end
@@ -33,6 +35,12 @@ WELL: Final = (FINISHED, ENDED, FINALIZED)
 def shared_slot(size: int) -> int:
     """Return the bytes of a slot in shared memory, for a group of `size` ranks."""
     return PAYLOAD + min(max((128 << 10) // size, 4 << 10), 32 << 10) // 8 * 8
+
+
+def message_slot(size: int) -> int:
+    """Return the bytes of a slot between nodes, for a group of `size` ranks."""
+    least = _MESSAGE_SLOT - PAYLOAD
+    return PAYLOAD + min(max(_MESSAGES // size, least), 64 << 10) // 8 * 8
 
 
 class ControlChannel:
@@ -74,8 +82,11 @@ class ControlChannel:
         self.ended = False
         self.peers = [r for r in range(size) if r != rank]
 
-    def post(self) -> None:
-        """Publish this rank's slot as its next step."""
+    def post(self, nbytes: int | None = None) -> None:
+        """Publish this rank's slot as its next step: so many bytes of the payload, or all of them.
+
+        What other ranks find behind these bytes is undefined.
+        """
         raise NotImplementedError
 
     def done(self) -> bool:
@@ -125,9 +136,9 @@ class SharedControl(ControlChannel):
 
     def __init__(self, rank: int, size: int, memory: np.ndarray[Any, Any]) -> None:
         slot = shared_slot(size)
-        slots = memory[: 2 * size * slot].reshape(2, size, slot)
+        self._memory, self.slots = memory, memory[: 2 * size * slot]
+        slots = self.slots.reshape(2, size, slot)
         super().__init__(rank, size, [slots[0], slots[1]], [slots[0, rank], slots[1, rank]])
-        self._memory = memory
         notes = memory[2 * size * slot :][: size * NOTES_BYTES]
         self._notes = Notes(rank, notes.reshape(size, NOTES_BYTES))
         self.stamps = [peer * self.stride for peer in self.peers]
@@ -137,7 +148,7 @@ class SharedControl(ControlChannel):
         """Return the bytes of zeroed memory that a group of `size` ranks shares."""
         return size * (2 * shared_slot(size) + NOTES_BYTES)
 
-    def post(self) -> None:
+    def post(self, nbytes: int | None = None) -> None:
         fence()
         self.step = step = self.step + 1
         self.my_words[step & 1][0] = step
@@ -171,5 +182,5 @@ class SharedControl(ControlChannel):
     def close(self) -> None:
         """Release the memory now: Python collects the channel late, since it is in a cycle."""
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
-        self._memory = np.empty(0, np.uint8)
+        self._memory = self.slots = np.empty(0, np.uint8)
         self._notes = Notes(self.rank, np.empty((0, NOTES_BYTES), np.uint8))

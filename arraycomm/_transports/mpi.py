@@ -1,7 +1,6 @@
 """Ranks as MPI processes, through mpi4py.
 
-On one node the control channel is a file that all ranks map; between nodes it is a persistent
-allgather. Large movements are nonblocking collectives of bytes: MPI sees no dtype, and reduces
+On one node the control channel is a file that all ranks map; between nodes it sends messages. Large movements are nonblocking collectives of bytes: MPI sees no dtype, and reduces
 nothing.
 """
 
@@ -16,13 +15,14 @@ from typing import Any, ClassVar, cast
 from mpi4py import MPI
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
+from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.mpi_control import MpiControl, translated
+from arraycomm._transports.mpi_direct import DirectMessages
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_probe import MessageProbe
-from arraycomm._transports.shared_files import close_file, make_file, open_file
+from arraycomm._transports.shared_files import SharesFiles
 
 _SPINS = 64
 
@@ -61,7 +61,7 @@ class _Finished:
         return True
 
 
-class MPITransport(Transport):
+class MPITransport(SharesFiles, Transport):
     """One rank of an MPI communicator that belongs to this transport alone."""
 
     name = "mpi"
@@ -73,7 +73,7 @@ class MPITransport(Transport):
         self.mpi_comm: MPI.Intracomm = comm
         self.rank, self.size = comm.rank, comm.size
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self.outlives = survives_failures()
+        self.outlives = self.shrinks = survives_failures()
         self._share = share
         # Messages of this rank to itself: MPI may finish a send only when it is received.
         self._own = Mailbox()
@@ -85,15 +85,28 @@ class MPITransport(Transport):
         memory = None
         if share and self.local_size == self.size:
             memory = shared_memory(comm, SharedControl.nbytes(self.size))
-        self.control: ControlChannel = (
-            MpiControl(comm) if memory is None else SharedControl(self.rank, self.size, memory)
-        )
+        # Between nodes, messages that nobody finds who looks for a user's.
+        self._between: MPI.Intracomm | None = None
+        self._direct: DirectMessages | None = None
+        self.control: ControlChannel
+        if memory is None:
+            self._between, self.overlaps = _duplicate(comm), True
+            units = self._nodes if share else range(self.size)
+            self.control = MpiControl(comm, self._between, units)
+            if 1 < self.size <= DIRECT_RANKS:
+                self._direct = DirectMessages(self._between, self._nodes)
+        else:
+            self.control = SharedControl(self.rank, self.size, memory)
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
+        if self._direct is not None:
+            return self._direct.alltoall(send, recv)
         parts, into = _vector(send), _vector(recv)
         return self._start(lambda: self.mpi_comm.Ialltoallv(parts, into), send.buffer, recv.buffer)
 
     def allgather(self, recv: Blocks) -> Handle:
+        if self._direct is not None:
+            return self._direct.allgather(recv)
         into = _vector(recv)
         return self._start(lambda: self.mpi_comm.Iallgatherv(MPI.IN_PLACE, into), recv.buffer)
 
@@ -155,24 +168,15 @@ class MPITransport(Transport):
 
     def _make_comm(self, color: int | None, members: Sequence[int]) -> MPI.Intracomm | None:
         if list(members) == list(range(self.size)):
-            comm, request = self.mpi_comm.Idup()
-            finish(request)
-            return comm
+            return _duplicate(self.mpi_comm)
         key = 0 if color is None else members.index(self.rank)
         made = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
         return None if color is None else cast(MPI.Intracomm, made)
 
-    def offer_memory(self, nbytes: int) -> str:
-        return make_file(nbytes)
-
-    def open_memory(self, name: str, nbytes: int) -> Bytes | None:
-        return open_file(name, nbytes)
-
-    def close_memory(self, name: str) -> None:
-        close_file(name)
-
     def free(self) -> None:
         self.control.close()
+        if self._between is not None:
+            self._between.Free()
         self.mpi_comm.Free()
 
     def nodes(self) -> Sequence[int]:
@@ -202,8 +206,9 @@ class MPITransport(Transport):
         if not self.outlives:
             return None
         try:
-            with suppress(MPI.Exception):
-                self.mpi_comm.Revoke()
+            for revoked in filter(None, (self.mpi_comm, self._between)):
+                with suppress(MPI.Exception):
+                    revoked.Revoke()
             comm = self.mpi_comm.Shrink()
             assert isinstance(comm, MPI.Intracomm)
             return MPITransport(comm, share=self._share)
@@ -212,6 +217,12 @@ class MPITransport(Transport):
 
     def abort(self, code: int) -> None:
         self.mpi_comm.Abort(code)
+
+
+def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
+    made, request = comm.Idup()
+    finish(request)
+    return made
 
 
 def _vector(blocks: Blocks) -> Any:

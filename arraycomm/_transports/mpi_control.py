@@ -1,4 +1,8 @@
-"""The control channel between nodes: each step is one allgather.
+"""The control channel between nodes: shared memory on each node, and messages between nodes.
+
+A step has three parts. The ranks of a node write their slots to memory that they share. The first of them
+exchanges the slots of all with the first ranks of the other nodes, and then says so to its node. If the ranks of
+a node cannot share memory, each counts as a node.
 
 Between steps, a rank may send short control messages: that it has left, or a request for the wait
 status of others. Ranks look for such messages while they wait.
@@ -10,13 +14,16 @@ import os
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from mpi4py import MPI
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.control import MESSAGE_SLOT, WELL, ControlChannel
+from arraycomm._transports.control import WELL, ControlChannel, message_slot
+from arraycomm._transports.memory_order import fence
+from arraycomm._transports.mpi_memory import finish, shared_memory
+from arraycomm._transports.mpi_nodes import NodeExchange, Pair, Rounds
 from arraycomm._transports.notes import ExitNotice
 
 # Larger than the tags of users' messages and of their further pieces.
@@ -37,20 +44,42 @@ def translated(error: MPI.Exception) -> TransportError:
 
 
 class MpiControl(ControlChannel):
-    """A control channel over MPI: each step is an allgather, prepared once for each parity."""
+    """A control channel over MPI.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The group's communicator.
+    between : MPI.Intracomm
+        A duplicate, in which nobody else sends messages of tag 0.
+    nodes : sequence of int
+        For each rank, a number that only the ranks on its node have too.
+    """
 
     # Keeps channels alive: MPI may still write the rows of a step that this rank has given up.
     not_closed: ClassVar[set[MpiControl]] = set()
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        size = comm.size
-        rows = [np.zeros((size, MESSAGE_SLOT), np.uint8) for _ in range(2)]
-        mine = [np.zeros(MESSAGE_SLOT, np.uint8) for _ in range(2)]
-        super().__init__(comm.rank, size, rows, mine)
-        self._requests = [
-            comm.Allgather_init([mine[p], MPI.BYTE], [rows[p], MPI.BYTE]) for p in range(2)
-        ]
-        self._pending = False
+    def __init__(self, comm: MPI.Intracomm, between: MPI.Intracomm, nodes: Sequence[int]) -> None:
+        rank, size = comm.rank, comm.size
+        memory, members = _node_memory(comm, nodes)
+        slot = message_slot(size)
+        slots = memory[: 2 * size * slot].reshape(2, size, slot)
+        super().__init__(rank, size, [*slots], [*slots[:, rank]])
+        words = memory[2 * size * slot :].data.cast("q")
+        # For each parity, how many bytes of its payload a rank of this node shows; and the last step
+        # that is complete on this node.
+        self._lengths = [words[:size], words[size : 2 * size]]
+        self._complete = words[2 * size :]
+        own = next(number for number, ranks in enumerate(members) if rank in ranks)
+        self._neighbours = [peer for peer in members[own] if peer != rank]
+        self._stamps = [peer * self.stride for peer in self._neighbours]
+        self._leads = rank == members[own][0]
+        self._exchange: NodeExchange | None = None
+        if self._leads and size == 2 and len(members) == 2:
+            self._exchange = Pair(between, self.rows, self._lengths)
+        elif self._leads and len(members) > 1:
+            self._exchange = Rounds(between, members, own, self.rows, self._lengths)
+        self._pending = self._started = self._received = False
         self.not_closed.add(self)
         self._comm = comm
         # MPI may deliver an unread message to a later communicator that has reused this one's id.
@@ -62,27 +91,68 @@ class MpiControl(ControlChannel):
         # The other ranks' replies: the step that they had posted, and their wait status.
         self._replies: dict[int, tuple[int, str]] = {}
 
-    def post(self) -> None:
+    def post(self, nbytes: int | None = None) -> None:
         self.step = step = self.step + 1
-        self.my_words[step & 1][0] = step
-        try:
-            self._requests[step & 1].Start()
-        except MPI.Exception as error:
-            raise translated(error) from error
-        self._pending = True
+        parity = step & 1
+        self._lengths[parity][self.rank] = self.payload if nbytes is None else nbytes
+        if self._stamps:
+            fence()
+        self.my_words[parity][0] = step
+        self._pending, self._started, self._received = True, False, False
+        if not self._stamps:
+            self._start()
 
     def done(self) -> bool:
         if self._pending:
+            self._pending = not (self._lead() if self._leads else self._follow())
+        return not self._pending
+
+    def _follow(self) -> bool:
+        """Tell whether the first rank of this node has all slots."""
+        if self._complete[0] < self.step:
+            return False
+        fence()
+        return True
+
+    def _lead(self) -> bool:
+        """Take the step further; tell whether it is complete, and nothing of it is to be sent any more."""
+        if not self._started:
+            if self._missing_here():
+                return False
+            fence()
+            self._start()
+        exchange = self._exchange
+        try:
+            if not self._received:
+                if exchange is not None and not exchange.received():
+                    return False
+                self._received = True
+                if self._stamps:
+                    fence()
+                    self._complete[0] = self.step
+            return exchange is None or exchange.sent()
+        except MPI.Exception as error:
+            raise translated(error) from error
+
+    def _start(self) -> None:
+        self._started = True
+        if self._exchange is not None:
             try:
-                self._pending = not self._requests[self.step & 1].Test()
+                self._exchange.start(self.step & 1)
             except MPI.Exception as error:
                 raise translated(error) from error
-        return not self._pending
+
+    def _missing_here(self) -> bool:
+        words, step = self.words[self.step & 1], self.step
+        return any(words[stamp] < step for stamp in self._stamps)
 
     def missing(self) -> list[int]:
         if not self._pending:
             return []
-        return [r for r in self.peers if self._replies.get(r, (0, ""))[0] < self.step]
+        words, step = self.words[self.step & 1], self.step
+        here = [r for r in self._neighbours if words[r * self.stride] < step]
+        elsewhere = [r for r in self.peers if r not in self._neighbours]
+        return sorted(here + [r for r in elsewhere if self._replies.get(r, (0, ""))[0] < step])
 
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         first = self._own or ExitNotice(state, completed, text)
@@ -143,6 +213,33 @@ class MpiControl(ControlChannel):
             raise translated(error) from error
 
     def close(self) -> None:
-        for request in self._requests:
-            request.Free()
+        if self._exchange is not None:
+            self._exchange.free()
         self.not_closed.discard(self)
+        self.rows, self.words, self.mine, self.my_words = [], [], [], []
+
+
+def _node_memory(comm: MPI.Intracomm, nodes: Sequence[int]) -> tuple[Any, list[list[int]]]:
+    """Return the memory of this node's slots, and the ranks of each node; collective.
+
+    Each rank is a node of its own if some cannot share memory.
+    """
+    nbytes = _nbytes(comm.size)
+    members: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    if len(members) < comm.size:
+        here = comm.Split(nodes[comm.rank], comm.rank)
+        assert isinstance(here, MPI.Intracomm)
+        memory = shared_memory(here, nbytes) if here.size > 1 else np.zeros(nbytes, np.uint8)
+        here.Free()
+        shared = np.array([memory is not None], np.int32)
+        finish(comm.Iallreduce(MPI.IN_PLACE, shared, MPI.MIN))
+        if shared[0]:
+            return memory, list(members.values())
+    return np.zeros(nbytes, np.uint8), [[rank] for rank in range(comm.size)]
+
+
+def _nbytes(size: int) -> int:
+    """Return the bytes that the ranks of a node share: the slots, their lengths, and the last complete step."""
+    return 2 * size * message_slot(size) + (2 * size + 1) * 8

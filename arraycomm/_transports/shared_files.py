@@ -39,17 +39,38 @@ def close_file(path: str) -> None:
 
 
 def open_file(path: str, nbytes: int) -> np.ndarray[Any, Any] | None:
-    """Map a file that this process or another has made; return None if that is not possible."""
+    """Map a file that this process or another has made; return None if that is not possible.
+
+    One of another user is not taken: what ranks read from it they trust.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
         return None
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            return None
         return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
     except (OSError, ValueError):
         return None
     finally:
         os.close(descriptor)
+
+
+class SharesFiles:
+    """The part of a transport that gives its ranks, which are processes, memory in files."""
+
+    def offer_memory(self, nbytes: int) -> str:
+        """Make memory of zeros; return the name by which the ranks open it, or an empty one."""
+        return make_file(nbytes)
+
+    def open_memory(self, name: str, nbytes: int) -> np.ndarray[Any, Any] | None:
+        """Return memory that a rank offers; None if that is not possible."""
+        return open_file(name, nbytes)
+
+    def close_memory(self, name: str) -> None:
+        """Let nobody open memory any more that this rank has offered."""
+        close_file(name)
 
 
 def _make_unnamed(nbytes: int) -> str:

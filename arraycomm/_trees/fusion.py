@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Final
 from weakref import WeakValueDictionary
 
-from arraycomm._arrays.buffer import Array
+import numpy as np
+
+from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._collectives import algorithms
+from arraycomm._collectives.segment import ROWS, SharedSegment, segment_of
 from arraycomm._collectives.selection import MAX_STEPS
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
@@ -13,7 +20,11 @@ from arraycomm._protocol.group import Group
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import BYTE, BufferPool, Packed, Sources, copy_into
 from arraycomm._trees.layout import Spec, cut, lay_out, slots_of
-from arraycomm._trees.shared_memory import ROWS, ChunkLayout, SharedSegment, open_segment
+from arraycomm._trees.shared_memory import ChunkLayout
+
+# To write results over smaller leaves takes longer than to write them elsewhere.
+_LARGE: Final = 64 << 10
+_NONE: Final[frozenset[int]] = frozenset()
 
 
 class Fusion:
@@ -37,6 +48,8 @@ class Fusion:
         # Made when the leaves first go through the shared segment.
         self._layouts: tuple[ChunkLayout, ...] | None = None
         self._are_cut: set[int] = set()
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in specs]
+        self._large = [leaf for leaf, nbytes in enumerate(sizes) if nbytes >= _LARGE]
 
     def acquire(self) -> Packed:
         """Return memory for the results of one call."""
@@ -51,25 +64,41 @@ class Fusion:
         group = memory.group
         if group.size == 1 or self.nbytes <= MAX_STEPS * group.inline_bytes:
             return None
-        return (yield from memory.segment())
+        return (yield from segment_of(group.transport))
 
-    def reduce(self, memory: TreeMemory, packed: Packed, sources: Sources, op: str) -> Steps:
-        """Reduce the ranks' leaves into `packed`.
+    def reduce(
+        self,
+        memory: TreeMemory,
+        packed: Packed,
+        sources: Sources,
+        op: str,
+        *,
+        may_overwrite: bool = False,
+    ) -> Steps:
+        """Reduce the ranks' leaves into `packed`; return those whose results are in their own place.
 
-        Through shared memory every byte is copied in once, and folded straight into its slot.
+        Through shared memory every byte is copied in once, and folded straight into its slot. If leaves
+        may be overwritten, results of large ones are written there instead.
         """
         if memory.group.size == 1:
             # The fold of one rank's leaves is these leaves.
             packed.pack(sources)
-            return
+            return _NONE
         segment = yield from self.prepare(memory)
         if segment is not None:
-            yield from self._reduce_chunks(segment, packed, sources, op)
-            return
+            over = self._overwritable(sources) if may_overwrite else _NONE
+            yield from self._reduce_chunks(segment, packed, sources, op, over)
+            return over
         packed.pack(sources)
         for bucket, part in zip(self.buckets, packed.memory, strict=True):
             flat = part.view(bucket.dtype)
             yield from algorithms.allreduce(memory.group.transport, flat, flat, op)
+        return _NONE
+
+    def reduce_into(self, segment: SharedSegment, into: Bytes, sources: Sources, op: str) -> Steps:
+        """Reduce the ranks' leaves into memory of the caller, without gaps between leaves."""
+        packed = Packed(self.buckets, self._slots, into)
+        yield from self._reduce_chunks(segment, packed, sources, op)
 
     def fold_payloads(self, group: Group, packed: Packed, agreement: Agreement, op: str) -> None:
         """Fold the payloads of the ranks' headers into `packed`."""
@@ -78,13 +107,30 @@ class Fusion:
             parts = [row[number].view(bucket.dtype) for row in rows]
             fold(op, bucket.dtype, parts, packed.memory[number].view(bucket.dtype))
 
+    def _overwritable(self, sources: Sources) -> frozenset[int]:
+        """Return the large leaves over which results can be written: no other leaf has their memory."""
+        views = {leaf: view for leaf in self._large if (view := sources[leaf]) is not None}
+        found = [
+            leaf
+            for leaf, view in views.items()
+            if view.array.flags.carray
+            and view.array.dtype == self.specs[leaf][0]
+            and not (view.copied or view.readonly)
+        ]
+        return frozenset(found) if found and _are_apart(sources) else _NONE
+
     def _reduce_chunks(
-        self, segment: SharedSegment, packed: Packed, sources: Sources, op: str
+        self,
+        segment: SharedSegment,
+        packed: Packed,
+        sources: Sources,
+        op: str,
+        over: frozenset[int] = _NONE,
     ) -> Steps:
         layouts = self._layouts_in(segment)
         arrays = self._arrays(packed, sources)
-        flats = {leaf: _flat(arrays[leaf]) for leaf in self._are_cut}
-        tasks = (layout.chunk_task(arrays, flats, packed.buffer) for layout in layouts)
+        flats = {leaf: _flat(arrays[leaf]) for leaf in self._are_cut | over}
+        tasks = (layout.chunk_task(arrays, flats, packed.buffer, over) for layout in layouts)
         yield from segment.reduce(tasks, op)
 
     def _layouts_in(self, segment: SharedSegment) -> tuple[ChunkLayout, ...]:
@@ -128,15 +174,6 @@ class TreeMemory:
         self.group = group
         self.plans: WeakValueDictionary[tuple[Spec, ...], Fusion] = WeakValueDictionary()
         self._gradients: Fusion | None = None
-        self._segment: SharedSegment | None = None
-        self._asked_for_segment = False
-
-    def segment(self) -> Steps:
-        """Return the shared segment, or None without one; the first call opens it; collective."""
-        if not self._asked_for_segment:
-            self._segment = yield from open_segment(self.group)
-            self._asked_for_segment = True
-        return self._segment
 
     def fusion_of_gradients(self, specs: tuple[Spec, ...], bucket_bytes: int) -> Fusion:
         """Return the fusion of gradients of these specs; it is kept until a call has others."""
@@ -144,6 +181,13 @@ class TreeMemory:
         if kept is None or kept.specs != specs or kept.bucket_bytes != bucket_bytes:
             kept = self._gradients = Fusion(specs, bucket_bytes)
         return kept
+
+
+def _are_apart(views: Iterable[BufferView | None]) -> bool:
+    """Tell whether no two arrays have a byte in common, as far as the ends of their memory say."""
+    arrays = [view.array for view in views if view is not None and view.array.size]
+    ends = sorted(np.lib.array_utils.byte_bounds(array) for array in arrays)
+    return all(one[1] <= other[0] for one, other in pairwise(ends))
 
 
 def _flat(array: Array | None) -> Bytes | None:

@@ -44,6 +44,8 @@ class AllreduceTree(Operation):
 
     name, code = "allreduce_tree", 14
     independent_on_devices = True
+    # Whether results may be written over leaves, which are then the results themselves.
+    may_overwrite = False
 
     def __init__(
         self,
@@ -84,13 +86,22 @@ class AllreduceTree(Operation):
         if agreement.calls is not None:
             yield from self._reduce_missing(agreement.calls)
             return
+        overwritten: frozenset[int] = frozenset()
         if self.payload is None:
-            yield from self.fusion.reduce(self._memory, self.packed, self.parts.sources, self.op)
+            overwritten = yield from self.fusion.reduce(
+                self._memory,
+                self.packed,
+                self.parts.sources,
+                self.op,
+                may_overwrite=self.may_overwrite,
+            )
         elif self.fusion.nbytes:
             self.fusion.fold_payloads(self.group, self.packed, agreement, self.op)
         self._reduced = yield from reduce_on_device(
             self.placement, self.parts, self.op, self._bucket_bytes
         )
+        for leaf in overwritten:
+            self._reduced[self.parts.present[leaf]] = self.parts.sources[leaf].source
 
     def result(self, agreement: Agreement) -> Any:
         if agreement.calls is not None:
@@ -218,6 +229,8 @@ def results(
     for number, slot in packed.leaves():
         like = views[present[number]]
         assert like is not None
+        if made[present[number]] is not None:
+            continue
         wanted = like.array.dtype if dtypes is None else dtypes[number]
         array = slot if slot.dtype == wanted else slot.astype(wanted)
         made[present[number]] = to_framework(array, like)

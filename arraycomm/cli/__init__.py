@@ -1,29 +1,75 @@
-"""The command line: `arraycomm demo`, `arraycomm bench`, `arraycomm overlap`."""
+"""The command line: `arraycomm run`, `doctor`, `demo`, `bench`, `overlap`, `trace`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
+
+from arraycomm._launch import launched
+
+_INTERRUPTED: Final = 130
+_UNREAD: Final = 141
+_USAGE_ERROR: Final = 2
 
 
 class _Command(NamedTuple):
-    """A module with `add_arguments(parser)` and `run(arguments) -> int`, and what it does."""
+    """A module with `add_arguments(parser)` and `run(arguments) -> int`, what it does, and how to use it."""
 
     module: str
     summary: str
+    example: str
 
 
 _COMMANDS: Final = {
+    "run": _Command(
+        "arraycomm.cli.run",
+        "run a program on several ranks, and end all of them once one fails",
+        "arraycomm run -n 3 --prefix train.py --epochs 10",
+    ),
+    "doctor": _Command(
+        "arraycomm.cli.doctor.command",
+        "say what there is on this machine, and what is wrong with it",
+        "arraycomm doctor --ranks 2",
+    ),
     "demo": _Command(
         "arraycomm.cli.demo.command",
         "train one model with NumPy, PyTorch and JAX on several ranks, and check the result",
+        "arraycomm demo --frameworks numpy,torch --ranks 2",
     ),
-    "bench": _Command("arraycomm.cli.bench.command", "time collectives"),
-    "overlap": _Command("arraycomm.cli.bench.overlap", "time a nonblocking call beside other work"),
+    "bench": _Command(
+        "arraycomm.cli.bench.command",
+        "time collectives",
+        "arraycomm bench latency --sizes 8,1K --dtypes float32",
+    ),
+    "overlap": _Command(
+        "arraycomm.cli.bench.overlap",
+        "time a nonblocking call beside other work",
+        "arraycomm overlap --ranks 2",
+    ),
+    "trace": _Command(
+        "arraycomm.cli.trace.command",
+        "show who waited for whom in a recorded trace",
+        "arraycomm trace run.json -o run.png",
+    ),
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help ends with an example, and which says in one line what is wrong."""
+
+    def __init__(self, *, example: str, **options: object) -> None:
+        super().__init__(
+            **options,  # type: ignore[arg-type]
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE_ERROR, f"{self.prog}: {message}; see: {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,20 +78,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        The arguments after the program's name; those of this process by default.
+        The arguments after the program's name; those of this process by default. Without any,
+        the help is printed.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="arraycomm", description="Collectives on any array, over MPI."
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        if launched(os.environ) is not None:
+            raise  # a rank: the others, and the launcher, have to know
+        print(f"\n{argv[0]}: ended by Ctrl-C", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        if launched(os.environ) is not None:
+            raise
+        # Nobody reads on, as behind `| head`; Python would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _UNREAD
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        parser, words = _parser(argv)
+        arguments = parser.parse_args(words or ["--help"])
+        status: int = arguments.run(arguments)
+        return status
+    finally:
+        sys.stdout.flush()
+
+
+def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
+    """Return the parser of all commands, with the arguments of the one that is asked for; and its words."""
+    words = list(argv)
+    parser = _Parser(
+        prog="arraycomm",
+        description="Collectives on any array, over MPI.",
+        example=_COMMANDS["run"].example,
     )
+    parser.add_argument("--version", action=_Version, help="print the version, and end")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for name, (module_name, summary) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
+    for name, (module_name, summary, example) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, example=example)
         # Import only the requested command: another one may need packages that are not installed.
         if name in argv[:1]:
             module = importlib.import_module(module_name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
-    return status
+            if hasattr(module, "arrange"):
+                words[1:] = module.arrange(words[1:])
+    return parser, words
+
+
+class _Version(argparse.Action):
+    """Prints the version, which takes long to look up, only if it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from arraycomm import __version__
+
+        print(f"arraycomm {__version__}")
+        parser.exit()

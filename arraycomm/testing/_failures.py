@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+import sys
 import traceback
+import unittest
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from arraycomm._callsite import describe_exception, is_ours
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerError
+
+# The `priority` of an error that another rank's failure caused.
+CAUSED: Final = 3
+# Attributes of errors, for reports: the rank that raised it, and whether rank 0's report is the one to see.
+ON_RANK: Final = "on_rank"
+FOUND_BY_RANK_0: Final = "found_by_rank_0"
 
 
 class Ended(Protocol):
@@ -28,15 +37,16 @@ def first_failure(ranks: Sequence[Ended]) -> BaseException | None:
     """Return the error that caused the others, or None; its notes say how each rank ended.
 
     Time does not count, so that the same program shows the same error in every run. An error of the
-    rank itself comes first, then a timeout, then an error that another rank's failure caused. Among
-    these the earlier step counts, then the lower rank.
+    rank itself comes first, then a timeout, then a skipped test, then an error that another rank's
+    failure caused. Among these the earlier step counts, then the lower rank.
     """
     failed = [rank for rank in ranks if rank.error is not None]
     if not failed:
         return None
-    first = min(failed, key=lambda rank: (_follows(rank.error), rank.step, rank.rank))
+    first = min(failed, key=lambda rank: (priority(rank.error), rank.step, rank.rank))
     assert first.error is not None
     first.error.add_note(f"raised on rank {first.rank} of {len(ranks)}")
+    vars(first.error)[ON_RANK] = f"[rank {first.rank} of {len(ranks)}]"
     for other in ranks:
         if other is not first:
             first.error.add_note(state_of(other.rank, other.error))
@@ -49,18 +59,30 @@ def state_of(rank: int, error: BaseException | None) -> str:
         return f"rank {rank} returned"
     text = traceback.format_exception_only(error)[0].rstrip()
     if not isinstance(error, CommTimeoutError):
-        return f"rank {rank} raised {text.splitlines()[0]}"
+        return f"rank {rank} raised {in_a_line(text)}"
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not is_ours(frame.filename)
     ]
     return f"rank {rank} raised {text}\n{''.join(traceback.format_list(frames))}".rstrip()
 
 
-def _follows(error: BaseException | None) -> int:
-    """Return 0 for an error of the rank itself, 1 for a timeout, 2 if another rank caused it."""
+def in_a_line(text: str) -> str:
+    """Return the first line of an error's text, without the traceback of another rank that begins there."""
+    return re.split(": Traceback|; its traceback", (text.splitlines() or [""])[0])[0]
+
+
+def priority(error: BaseException | None) -> int:
+    """Return the place of an error among those of several ranks: 0 for one of the rank itself."""
     if any(isinstance(link, (PeerError, CommunicatorClosedError)) for link in _chain(error)):
-        return 2
-    return int(isinstance(error, CommTimeoutError))
+        return CAUSED
+    return 2 if is_skip(error) else int(isinstance(error, CommTimeoutError))
+
+
+def is_skip(error: BaseException | None) -> bool:
+    """Tell whether an exception skips a test."""
+    outcomes = sys.modules.get("_pytest.outcomes")
+    kinds = (unittest.SkipTest,) if outcomes is None else (unittest.SkipTest, outcomes.Skipped)
+    return isinstance(error, kinds)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -138,7 +138,7 @@ FRAMEWORKS: Final = {
     "array_api_strict": _Framework(
         ("array_api_strict",), _build_strict, _named(*_NARROW, "float16"), _SIGNED
     ),
-    "cupy": _Framework(("cupy",), _build_cupy, _named(*_NARROW), _SIGNED),
+    "cupy": _Framework(("cupy",), _build_cupy, _named(), _SIGNED),
 }
 
 
@@ -204,6 +204,17 @@ def _read_torch(tensor: Any) -> Array:
     return found
 
 
+def _read_cupy(array: Any) -> Array:
+    import cupy
+
+    if name_of(array.dtype) not in _NARROW:
+        return np.asarray(array.get())
+    # CuPy has no kernels for these, and copies what is not contiguous by kernels.
+    carrier = f"u{array.dtype.itemsize}"
+    there = cupy.ndarray(array.shape, carrier, array.data, array.strides)
+    return np.asarray(there.get().view(array.dtype))
+
+
 def _read_mlx(array: Any) -> Array:
     import mlx.core as mx
 
@@ -216,7 +227,7 @@ def _read_mlx(array: Any) -> Array:
 _READERS: Final[dict[str, Callable[[Any], Array]]] = {
     "torch": _read_torch,
     "mlx": _read_mlx,
-    "cupy": lambda array: array.get(),
+    "cupy": _read_cupy,
     "array_api_strict": np.from_dlpack,
     "arraycomm": np.from_dlpack,
 }

@@ -42,7 +42,11 @@ Ranks = int | Sequence[int] | st.SearchStrategy[int] | None
 
 
 def given(
-    ranks: Ranks = None, *, timeout: float = 20.0, **strategies: st.SearchStrategy[Any]
+    ranks: Ranks = None,
+    *,
+    world: Any = None,
+    timeout: float = 20.0,
+    **strategies: st.SearchStrategy[Any],
 ) -> Callable[[F], Any]:
     """Make a Hypothesis test of a function that every rank runs in step.
 
@@ -57,6 +61,10 @@ def given(
         that a failure shrinks to few ranks. None draws from 1 up to the ranks of the job, or to 4
         threads. A number of ranks that the job does not have is left out; if none is left, the test
         is skipped.
+    world : mpi4py.MPI.Intracomm, callable, or None
+        For code that does not use arraycomm: an mpi4py communicator, or a function that returns one.
+        `comm` is then a plain mpi4py communicator of the first ranks of this one. The ranks are
+        processes, whether there is a launcher or not.
     timeout : float
         Seconds that a rank waits for another in an example. A rank that takes twice that long in
         Python is interrupted.
@@ -81,6 +89,9 @@ def given(
 
     Notes
     -----
+    With `world`, arraycomm cannot end what a rank waits for in MPI. If the failure of one rank leaves
+    another one waiting there, the ranks show the error, the example and where they wait, and the job
+    ends; nothing shrinks. An example that leaves a message unreceived fails.
     `hypothesis.note`, `event`, `target` and `assume` may be called on any rank: notes are shown
     with their rank if ranks differ, a target is the largest of all ranks', and an assumption that
     fails on one rank fails.
@@ -98,7 +109,7 @@ def given(
     """
 
     def decorate(test: F) -> Any:
-        return _Given(test, ranks, timeout, strategies).wrapped()
+        return _Given(test, ranks, world, timeout, strategies).wrapped()
 
     return decorate
 
@@ -110,11 +121,13 @@ class _Given:
         self,
         test: Callable[..., Any],
         ranks: Ranks,
+        world: Any,
         timeout: float,
         strategies: dict[str, st.SearchStrategy[Any]],
     ) -> None:
         self.test = test
         self.ranks = ranks
+        self.world = world
         self.timeout = timeout
         self.strategies = strategies
         # The current run of each thread that runs the test.
@@ -136,6 +149,8 @@ class _Given:
         hypothesis_test.__dict__["__wrapped__"] = self.test
         # They share their attributes: settings that a decorator sets on one apply to both.
         run.__dict__ = hypothesis_test.__dict__
+        # Each example has one; read by the pytest plugin.
+        run.__dict__["has_own_limits"] = True
         return run
 
     def _driver(self) -> Callable[..., Any]:
@@ -164,7 +179,7 @@ class _Given:
     def run(self, hypothesis_test: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the whole test if this process is rank 0; otherwise follow rank 0."""
         __tracebackhide__ = True
-        group = group_of(args)
+        group = self._group(args)
         name = f"{self.test.__module__}.{self.test.__qualname__}"
         group.meet(os.environ.get("PYTEST_CURRENT_TEST", name))
         self._current.run = _Run(group, self.timeout)
@@ -183,6 +198,13 @@ class _Given:
             raise
         finally:
             group.finish(error)
+
+    def _group(self, args: tuple[Any, ...]) -> RankGroup:
+        if self.world is None:
+            return group_of(args)
+        from arraycomm.testing._plain_worlds import plain_group
+
+        return plain_group(self.world)
 
     def counts(self) -> st.SearchStrategy[int] | list[int]:
         """Return the possible numbers of ranks, or a strategy for them."""

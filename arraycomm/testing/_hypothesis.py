@@ -39,10 +39,14 @@ _USUAL_DEADLINE: Final = timedelta(milliseconds=200)
 
 
 def adapt_settings(test: Any) -> None:
-    """Let a test print how to reproduce a failure, and drop a deadline that nobody has chosen."""
+    """Let a test print how to reproduce a failure; drop a deadline that nobody has chosen.
+
+    What Hypothesis explains are lines that differ in this thread, which are the library's: left out.
+    """
     settings: hypothesis.settings = vars(test)[_SETTINGS]
     deadline = None if settings.deadline == _USUAL_DEADLINE else settings.deadline
-    adapted = hypothesis.settings(settings, print_blob=True, deadline=deadline)
+    phases = [phase for phase in settings.phases if phase is not hypothesis.Phase.explain]
+    adapted = hypothesis.settings(settings, print_blob=True, deadline=deadline, phases=phases)
     vars(test)[_SETTINGS] = adapted
 
 

@@ -7,16 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from arraycomm import _session
 from arraycomm._collectives.objects import BcastObject
-from arraycomm._collectives.operation import Context
+from arraycomm._collectives.operation import Barrier, Context
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import CommunicatorClosedError
+from arraycomm._protocol.exit import remove_root
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.leaving import all_left_well, leave_in_step
 from arraycomm._protocol.waiting import give_up_core
 from arraycomm._transports.base import Steps, Transport
+
+
+class EndOfTest(Barrier):
+    """The end of a test, which the ranks reach in step; it does not match what one has left out."""
+
+    name, code = "the end of the test", 39
 
 
 class Draw(BcastObject):
@@ -49,6 +57,41 @@ def bcast_from_root(comm: Communicator, produce: Callable[[], Any], label: str |
     `MismatchError` is raised if labels differ.
     """
     return runner_of(comm).call(Draw, produce, label)
+
+
+def end_test(comm: Communicator) -> None:
+    """Wait until every rank has ended the test; an error if one calls something else. Collective."""
+    runner_of(comm).call(EndOfTest)
+
+
+def is_open(comm: Communicator) -> bool:
+    """Tell whether a communicator can be used on this rank."""
+    return group_of(comm).closed is None
+
+
+def world_is_closed() -> bool:
+    """Tell whether this process has a world that an error has closed."""
+    return _session.is_initialized() and not is_open(_session.world())
+
+
+def leave_world(text: str) -> LastStep | None:
+    """Begin the last step of the world and of what was made from it; None if there is no world."""
+    return LastStep(_session.world(), text) if _session.is_initialized() else None
+
+
+def renew_world(*, free: bool) -> None:
+    """Make a new world in place of one that the ranks have left; collective.
+
+    With `free`, the old one is freed: nothing is outstanding on any rank.
+    """
+    if not _session.is_initialized():
+        return
+    old = _session.world()
+    _session.renew()
+    if free:
+        free_transports(old, keep_own=False)
+        group_of(old).related.clear()
+        remove_root(group_of(old))
 
 
 def completed_step(comm: Communicator) -> int:
@@ -101,22 +144,37 @@ def end_in_step(comm: Communicator, text: str, seconds: float) -> tuple[bool, bo
     clean : bool
         Whether nothing is outstanding.
     """
-    related = group_of(comm).related
-    tasks = []
-    for group in related:
-        group.engine.threaded = False
-        if group.closed is None:
-            tasks.append(group.engine.submit(group.guarded(_last_step(group, text))))
-    deadline = time.monotonic() + seconds
-    while not all(group.engine.idle for group in related):
-        for group in related:
+    return LastStep(comm, text).complete(seconds)
+
+
+class LastStep:
+    """The last step of a communicator and its groups; its beginning tells the others to wait no more."""
+
+    def __init__(self, comm: Communicator, text: str) -> None:
+        self._related = list(group_of(comm).related)
+        self._tasks = []
+        for group in self._related:
+            group.engine.threaded = False
+            if group.closed is None:
+                self._tasks.append(group.engine.submit(group.guarded(_last_step(group, text))))
+        self._advance()
+
+    def _advance(self) -> None:
+        for group in self._related:
             group.engine.advance()
-        if time.monotonic() > deadline:
-            break
-        give_up_core()
-    in_step = len(tasks) == len(related) and all(task.result is True for task in tasks)
-    clean = all(group.at_rest() for group in related)
-    return in_step and clean, clean
+
+    def complete(self, seconds: float) -> tuple[bool, bool]:
+        """Wait for the other ranks; see `end_in_step`."""
+        deadline = time.monotonic() + seconds
+        while not all(group.engine.idle for group in self._related):
+            self._advance()
+            if time.monotonic() > deadline:
+                break
+            give_up_core()
+        in_step = len(self._tasks) == len(self._related)
+        in_step = in_step and all(task.result is True for task in self._tasks)
+        clean = all(group.at_rest() for group in self._related)
+        return in_step and clean, clean
 
 
 def _last_step(group: Group, text: str) -> Steps:

@@ -11,6 +11,8 @@ from sys import _current_frames
 from arraycomm._errors import CommTimeoutError
 
 _HERE = os.path.dirname(__file__) + os.sep
+# From where pytest calls tests and fixtures.
+_PYTEST = tuple(os.path.join("_pytest", name) for name in ("python.py", "fixtures.py"))
 
 
 class Interruption(BaseException):
@@ -60,5 +62,9 @@ def stack_of(ident: int) -> str:
     """Return the stack of a thread as text, from the first frame of the user's code."""
     frame = _current_frames().get(ident)
     frames = traceback.extract_stack(frame) if frame else []
-    ours = [number for number, entry in enumerate(frames) if entry.filename.startswith(_HERE)]
+    ours = [number for number, entry in enumerate(frames) if _calls_user(entry.filename)]
     return "".join(traceback.format_list(frames[ours[-1] + 1 if ours else 0 :]))
+
+
+def _calls_user(filename: str) -> bool:
+    return filename.startswith(_HERE) or filename.endswith(_PYTEST)

@@ -20,17 +20,16 @@ from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError, MismatchError
 from arraycomm._transports.base import Transport
 from arraycomm.testing._example import Draw, Example, Part, Test, play
-from arraycomm.testing._failures import pack, unpack
+from arraycomm.testing._failures import FOUND_BY_RANK_0, pack, unpack
 from arraycomm.testing._hypothesis import Record, deterministic_PRNG, uncaptured
 from arraycomm.testing._internals import (
     communicator_over,
     completed_step,
     end_in_step,
-    free_transports,
-    split_transport,
     unmatched_messages,
 )
 from arraycomm.testing._interrupt import Interruptible, Interruption
+from arraycomm.testing._rank_links import Left, RankLinks
 from arraycomm.testing._threads import HOPELESS, RETRY, SLACK
 
 # Seconds in which the ranks come to the last step of an example once one of them has ended it.
@@ -42,17 +41,13 @@ _FORWARDING: Final = 0.2
 
 
 @dataclass
-class _Ended:
+class Ended:
     """What a rank sends to the others at the end of an example."""
 
     record: Record = field(default_factory=Record)
     error: bytes | None = None
     step: int = 0
-    # Whether every rank ended well, in the same step, and whether nothing is outstanding.
-    in_step: bool = True
-    clean: bool = True
-    # Messages sent minus messages received: unmatched ones would be received in later examples.
-    unmatched: int = 0
+    left: Left = field(default_factory=Left)
 
 
 @dataclass
@@ -71,7 +66,7 @@ class Lockstep:
         self.usual = comm.size
         self.name = f"the processes of mpiexec -n {comm.size}"
         self._control = comm.dup(timeout=None, check=True)
-        self._links: dict[int, Transport | None] = {}
+        self._links = RankLinks(self._control)
         self._met: set[str] = set()
 
     def meet(self, test: str) -> None:
@@ -127,6 +122,7 @@ class Lockstep:
         if message.error is not None:
             error = unpack(message.error).with_traceback(None)
             error.__cause__ = error.__context__ = None
+            vars(error)[FOUND_BY_RANK_0] = True
             error.__notes__ = ["found by rank 0, whose report shows the example"]
             raise error
 
@@ -134,10 +130,10 @@ class Lockstep:
 
     def _take_part(
         self, example: Example, test: Test, draw: Draw | None
-    ) -> tuple[Part | None, list[_Ended]]:
+    ) -> tuple[Part | None, list[Ended]]:
         link = self._link(example.size)
         if link is None:
-            ended = self._control.allgather_object(_Ended())
+            ended = self._control.allgather_object(Ended())
             self._let_go(None, example.size, ended)
             return None, ended
         comm = communicator_over(link, example.timeout)
@@ -148,27 +144,23 @@ class Lockstep:
         text = "" if part.error is None else describe_exception(part.error)
         in_step, clean = end_in_step(comm, text, _ENDING)
         error = None if part.error is None else pack(part.error)
-        unmatched = unmatched_messages(comm)
-        local = _Ended(part.record, error, part.step, in_step, clean, unmatched)
+        left = Left(in_step, clean, unmatched_messages(comm))
+        local = Ended(part.record, error, part.step, left)
         ended = self._control.allgather_object(local)
+        self._ended()
         self._let_go(comm, example.size, ended)
         return part, ended
 
+    def _ended(self) -> None:
+        """Take note that all ranks have ended the example."""
+
     def _link(self, size: int) -> Transport | None:
         """Return the transport of the first `size` ranks, or None on the others."""
-        if size not in self._links:
-            color = 0 if self.rank < size else None
-            self._links[size] = split_transport(self._control, color, range(size))
-        return self._links[size]
+        return self._links.of(size)
 
-    def _let_go(self, comm: Communicator | None, size: int, ended: list[_Ended]) -> None:
+    def _let_go(self, comm: Communicator | None, size: int, ended: list[Ended]) -> None:
         """Keep the transport for the next example if all ranks ended in step, or else free it."""
-        matched = sum(other.unmatched for other in ended) == 0
-        in_step = matched and all(other.in_step for other in ended)
-        if not in_step:
-            del self._links[size]
-        if comm is not None and matched and all(other.clean for other in ended):
-            free_transports(comm, keep_own=in_step)
+        self._links.let_go(comm, size, [other.left for other in ended])
 
     def _play(self, comm: Communicator, example: Example, test: Test, draw: Draw | None) -> Part:
         __tracebackhide__ = True

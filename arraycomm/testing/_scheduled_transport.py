@@ -76,10 +76,10 @@ class _ScheduledControl(ControlChannel):
     def step(self, step: int) -> None:
         self._control.step = step
 
-    def post(self) -> None:
+    def post(self, nbytes: int | None = None) -> None:
         self._baton.switch(self._player, "post")
         self._baton.fail_by_chance(self._player, "post")
-        self._control.post()
+        self._control.post(nbytes)
 
     def done(self) -> bool:
         return self._step.done()

@@ -1,6 +1,6 @@
 """A library of k-means for arrays of any framework, whose samples may be spread over ranks.
 
-Run as a program, it clusters the digits: `mpiexec -n 2 python embedded_kmeans.py`.
+Run as a program, it clusters the digits: `arraycomm run -n 2 embedded_kmeans.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A library with a classifier made of a thinc model, whose samples may be spread over ranks.
 
-Run as a program, it learns the digits: `mpiexec -n 2 python embedded_thinc.py`.
+Run as a program, it learns the digits: `arraycomm run -n 2 embedded_thinc.py`.
 """
 
 from __future__ import annotations

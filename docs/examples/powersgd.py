@@ -1,6 +1,6 @@
 """Compress gradients to low rank with PowerSGD, and train on handwritten digits with PyTorch.
 
-    mpiexec -n 2 python powersgd.py
+    arraycomm run -n 2 powersgd.py
 
 `PowerSGD` works on arrays of any framework. It is that of Vogels, Karimireddy and Jaggi, "PowerSGD:
 practical low-rank gradient compression for distributed optimization" (NeurIPS 2019): one step of power

@@ -1,8 +1,8 @@
 """Learn x → x² on several ranks with JAX and optax.
 
-    mpiexec -n 3 python quickstart_jax.py
+    arraycomm run -n 3 quickstart_jax.py
 
-Without mpiexec it is the same program on one rank.
+Run with `python`, it is the same program on one rank.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Learn x → x² on several ranks with PyTorch.
 
-    mpiexec -n 3 python quickstart_torch.py
+    arraycomm run -n 3 quickstart_torch.py
 
-Without mpiexec it is the same program on one rank.
+Run with `python`, it is the same program on one rank.
 """
 
 import hashlib

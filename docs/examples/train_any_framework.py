@@ -1,4 +1,4 @@
-"""Fit a line with one code for every framework: `mpiexec -n 2 python train_any_framework.py torch`.
+"""Fit a line with one code for every framework: `arraycomm run -n 2 train_any_framework.py torch`.
 
 The argument is numpy (the default), torch, jax, cupy, array_api_strict, or another framework with the
 array API. Ranks may even have different ones.

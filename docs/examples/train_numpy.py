@@ -1,7 +1,7 @@
 """Train a network to read handwritten digits: a complete program with NumPy alone, for any number of ranks.
 
-    python train_numpy.py                 # one process; needs no MPI
-    mpiexec -n 3 python train_numpy.py    # three, which share the work
+    python train_numpy.py                # one process; needs no MPI
+    arraycomm run -n 3 train_numpy.py    # three, which share the work
 
 Both print the same numbers, but for rounding: the batches are the same, and so are the gradients. You may stop the program at
 any time. Started again, it goes on with the epoch after that of its checkpoint, on any number of ranks. The digits come with
@@ -136,7 +136,7 @@ def save(path: Path, state: Any) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
 
-    # Every rank runs this whole program. Under mpiexec it is one of several, otherwise the only one.
+    # Every rank runs this whole program. It is one of several under `arraycomm run`, and otherwise the only one.
     comm = ac.init()
     if options.batch % comm.size:
         raise SystemExit(f"--batch must be a multiple of the {comm.size} ranks")

@@ -16,6 +16,7 @@ from arraycomm.adapters import jax as collectives
 Function = Callable[..., Any]
 # With these steps and factors, differences are exact for polynomials of degree 4, up to rounding.
 DIFFERENCES = ((1, 8 / 12), (-1, -8 / 12), (2, -1 / 12), (-2, 1 / 12))
+CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-8}
 
 
 class Case(NamedTuple):
@@ -48,37 +49,54 @@ def draw(seed: int, shape: tuple[int, ...]) -> Any:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
-def derivatives(case: Case, comm: ac.Communicator, compiled: Function) -> None:
-    """Compare the derivatives of a loss of this rank, none like another rank's, with differences."""
+class Derivatives(NamedTuple):
+    """The derivatives of a loss of this rank, none like another rank's."""
+
+    loss: Function
+    along: Any
+
+    def slope(self, x: Any) -> Any:
+        return (self.along * jax.grad(self.loss)(x)).sum()
+
+    def all_of(self, x: Any) -> dict[str, Any]:
+        """Return those that a program may ask for, in the order in which each rank asks."""
+        tangents = {
+            f"tangent of {name}": jax.jvp(function, (x,), (self.along,))[1]
+            for name, function in (("loss", self.loss), ("gradient", jax.grad(self.loss)))
+        }
+        return {"gradient": jax.grad(self.loss)(x), "second": jax.grad(self.slope)(x), **tangents}
+
+
+def derivatives_of(case: Case, comm: ac.Communicator) -> tuple[Derivatives, Any]:
+    """Return the derivatives of a loss of this rank, and where to take them."""
     x, along = (draw(seed + comm.rank, case.shape(comm.size)) for seed in (100, 200))
 
     def loss(x: Any) -> Any:
         y = case.call(x, comm=comm)
         return (draw(comm.rank, y.shape) * (y + y**2 + y**3 / 3)).sum()
 
-    def slope(x: Any) -> Any:
-        return (along * jax.grad(loss)(x)).sum()
+    return Derivatives(loss, along), x
 
-    for function in (loss, slope):
-        found = compiled(jax.grad(function))(x)
+
+def assert_derivatives(case: Case, comm: ac.Communicator) -> None:
+    """Compare derivatives with differences."""
+    of, x = derivatives_of(case, comm)
+    found = of.all_of(x)
+    for name, function in (("gradient", of.loss), ("second", of.slope)):
         np.testing.assert_allclose(
-            found, _differences(comm, compiled(function), x), rtol=1e-8, atol=1e-8
+            np.vdot(found[name], of.along), _total_change(comm, function, x, of.along), **CLOSE
         )
-    for function in (loss, jax.grad(loss)):
-        change = sum(factor * function(x + step * along) for step, factor in DIFFERENCES)
-        _, tangent = compiled(lambda x, f=function: jax.jvp(f, (x,), (along,)))(x)
-        np.testing.assert_allclose(tangent, change, rtol=1e-8, atol=1e-8)
+    for name, function in (("loss", of.loss), ("gradient", jax.grad(of.loss))):
+        change = sum(factor * function(x + step * of.along) for step, factor in DIFFERENCES)
+        np.testing.assert_allclose(found[f"tangent of {name}"], change, **CLOSE)
 
 
-def _differences(comm: ac.Communicator, loss: Function, x: Any) -> Any:
-    """Return the derivatives of the sum of all ranks' losses by the elements of this rank."""
-    found = np.zeros(x.shape)
+def _total_change(comm: ac.Communicator, loss: Function, x: Any, along: Any) -> float:
+    """Return by how much the sum of all ranks' losses changes when this rank alone moves."""
+    found = 0.0
     for rank in range(comm.size):
-        for index in np.ndindex(*x.shape):
-            moved = np.zeros(x.shape)
-            moved[index] = comm.rank == rank
-            total = sum(factor * loss(x + step * moved) for step, factor in DIFFERENCES)
-            whole = float(comm.allreduce(np.asarray(total)))
-            if comm.rank == rank:
-                found[index] = whole
+        moved = along * (comm.rank == rank)
+        change = sum(factor * loss(x + step * moved) for step, factor in DIFFERENCES)
+        total = float(comm.allreduce(np.asarray(change)))
+        found = total if comm.rank == rank else found
     return found

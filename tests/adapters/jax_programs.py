@@ -12,8 +12,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax._src import dispatch
 
 import arraycomm as ac
+from arraycomm._training.programs import calls_of
 from arraycomm.adapters.jax import (
     all_reduce,
     allgather,
@@ -22,7 +24,7 @@ from arraycomm.adapters.jax import (
     make_token,
     sendrecv,
 )
-from tests.adapters.jax_cases import CASES, Case, derivatives, draw
+from tests.adapters.jax_cases import CASES, Case, derivatives_of, draw
 from tests.support.launched import Check, perform
 
 RUNS = 30
@@ -47,9 +49,14 @@ def raised(call: Callable[[], Any]) -> BaseException:
 # Transformations
 
 
-def derivatives_are_those_of_the_sum_of_all_losses() -> None:
-    for case in CASES.values():
-        derivatives(case, ac.world(), jax.jit)
+def compiled_derivatives_are_the_eager_ones() -> None:
+    for name, case in CASES.items():
+        of, x = derivatives_of(case, ac.world())
+        found, wanted = jax.jit(of.all_of)(x), of.all_of(x)
+        for kind in wanted:
+            np.testing.assert_allclose(
+                found[kind], wanted[kind], rtol=1e-12, atol=1e-12, err_msg=f"{kind} of {name}"
+            )
 
 
 def control_flow_makes_the_calls_of_each_turn() -> None:
@@ -66,8 +73,8 @@ def control_flow_makes_the_calls_of_each_turn() -> None:
         def loss(x: Any, turn: Any = turn) -> Any:
             return (lax.scan(turn, x, None, length=3)[1] ** 2).sum()
 
-        assert_close(jax.jit(jax.grad(loss))(x), jax.grad(loss)(x))
-        assert_close(jax.jit(jax.grad(jax.checkpoint(loss)))(x), jax.grad(loss)(x))
+        slope = jax.grad(loss)(x)
+        assert_close(jax.jit(jax.grad(jax.checkpoint(loss)))(x), slope)
         chosen = jax.jit(
             lambda p, x, case=case: lax.cond(
                 p, lambda x: case.call(x, comm=comm), lambda x: 0 * case.call(2 * x, comm=comm), x
@@ -122,6 +129,52 @@ def donated_argument_is_reduced_in_place() -> None:
         assert y.unsafe_buffer_pointer() == there
 
 
+def large_results_have_the_bits_of_eager_ones() -> None:
+    comm = ac.world()
+    own = np.random.default_rng(comm.rank)
+    # The last one has a part of a cache line left, for which the shared segment has no place.
+    for shape in ((600, 512), (1, 1 << 20), (300_001,)):
+        for dtype in (np.float32, np.float16):
+            x = own.standard_normal(shape).astype(dtype)
+            expected = comm.allreduce(x, "mean")
+            for donated in ((), (0,)):
+                program = jax.jit(lambda x: allreduce(x, "mean"), donate_argnums=donated)
+                for _ in range(2):
+                    assert_same(program(jnp.array(x)), expected)
+    other = comm.dup()
+    short = jax.jit(lambda x: allreduce(x, comm=other))
+    error = raised(lambda: short(jnp.ones(400_000 - (comm.rank == 0))))
+    assert isinstance(error, ac.MismatchError)
+    assert "(399999,)" in str(error)
+
+
+def argument_that_stays_the_callers_is_not_copied() -> None:
+    x = jnp.arange(3.0)
+    for call, shares in ((allreduce, False), (lambda x: allreduce(x + 1), True)):
+        program = jax.jit(call)
+        assert ("output_operand_alias" in program.lower(x).as_text()) == shares
+        program(x)
+        assert x.tolist() == [0, 1, 2]
+
+
+def repeated_calls_are_as_the_first() -> None:
+    comm = ac.world().dup()
+    program = jax.jit(lambda x: [allreduce(x, comm=comm), allreduce(x, "max", comm=comm)])
+    for turn in range(3):
+        total, largest = program(jnp.full(3, float(turn + comm.rank)))
+        assert largest.tolist() == [turn + comm.size - 1] * 3
+        assert total.tolist() == [sum(turn + rank for rank in range(comm.size))] * 3
+    # The full call for arrays of other shapes, the fast path for those seen before.
+    assert len(calls_of(comm)._fast.paths) == 2
+    tokens = dispatch.runtime_tokens
+    [(effect, token)] = tokens.current_tokens.items()
+    assert tokens.get_token_input(effect, jax.devices()[:1]) is token
+    with ac.join(comm):
+        error = raised(lambda: program(jnp.ones(3)))
+    assert "allreduce: inside join only" in str(error)
+    assert_same(program(jnp.ones(3))[0], jnp.full(3, float(comm.size)))
+
+
 def tokens_go_through() -> None:
     def calls(x: Any) -> Any:
         y, token = allreduce(x, token=make_token())
@@ -152,7 +205,7 @@ def independent_calls_keep_their_order() -> None:
     own, x = np.random.default_rng(comm.rank), jnp.arange(60.0) + comm.rank
     total = comm.allreduce(np.asarray(x))
     programs = []
-    for count in range(2, 6):
+    for count in (2, 5):
         amounts = own.integers(0, 7, count)
 
         def plain(x: Any, amounts: Any = amounts) -> list[Any]:
@@ -205,6 +258,42 @@ def another_place_in_the_program_is_a_mismatch() -> None:
 
     calls = jax.jit(lambda x: ring(ring(x)))(jnp.full(2, float(rank)))
     assert (calls == (rank - 2) % size).all()
+    once, twice = jax.jit(ring), jax.jit(lambda x: ring(ring(x)))
+    x = jnp.ones(2)
+    if rank > 1:
+        once(once(x))
+    else:
+        error = raised(lambda: once(once(x)) if rank else twice(x))
+        assert "receives in call" in str(error)
+        assert isinstance(error, ac.MismatchError)
+
+
+def messages_are_large_or_small_and_alike() -> None:
+    comm = ac.world().dup()
+    size, rank = comm.size, comm.rank
+
+    def ring(x: Any) -> Any:
+        return sendrecv(x, (rank + 1) % size, (rank - 1) % size, comm=comm)
+
+    for like in (jnp.ones((), bool), jnp.zeros((3, 0)), jnp.ones((2, 3), jnp.bfloat16)):
+        for each in (ring, jax.jit(ring)):
+            assert_same(each(like), like)
+    large = jnp.full((200, 200), float(rank))
+    for each in (ring, jax.jit(ring)):
+        assert_same(each(large), jnp.full((200, 200), float((rank - 1) % size)))
+    itself = jax.jit(lambda x: sendrecv(x, rank, rank, comm=comm))
+    assert_same(itself(large), large)
+    for mine, theirs in (((2,), (3,)), ((200, 200), (3,)), ((200, 200), (200, 199))):
+        x = jnp.ones(mine if rank == 0 else theirs)
+        error = ring(x) if size > 2 and rank > 1 else raised(lambda x=x: ring(x))
+        if rank < 2:
+            assert isinstance(error, ac.MismatchError)
+            assert "must send arrays of the shape and dtype that they receive; got float" in str(
+                error
+            )
+            there = mine if rank == 1 else theirs
+            assert f"{there} from rank {(rank - 1) % size}" in str(error)
+    assert_same(ring(jnp.full(2, float(rank))), jnp.full(2, float((rank - 1) % size)))
 
 
 # Errors
@@ -256,6 +345,30 @@ def what_cannot_be_compiled_is_refused_by_name() -> None:
     assert_same(allreduce(x, own), allreduce(x))
 
 
+def sendrecv_says_what_is_wrong_with_ranks_and_shapes() -> None:
+    size, rank = ac.world().size, ac.world().rank
+
+    def ring(x: Any, by: Any = 1) -> Any:
+        return sendrecv(x, (rank + by) % size, (rank - by) % size)
+
+    x = jnp.arange(2.0) + rank
+    error = raised(lambda: jax.jit(ring)(x, 1))
+    assert "sendrecv: dest must be an int that is known when a program is traced" in str(error)
+    assert isinstance(error, TypeError)
+    assert_same(ring(x, jnp.int32(1)), ring(x))
+    error = raised(lambda: jax.jit(lambda x: sendrecv(x, rank, size))(x))
+    assert isinstance(error, ValueError)
+    assert f"sendrecv: source must be a rank of the communicator, 0 to {size - 1}" in str(error)
+    error = raised(lambda: jax.jit(lambda x: bcast(x, x[0]))(x))
+    assert "bcast: root must be an int" in str(error)
+    for call in (ring, jax.jit(ring, static_argnums=1)):
+        for wrong in (jnp.ones(2 + rank), x.astype((jnp.float32, jnp.int32)[rank])):
+            error = raised(lambda call=call, wrong=wrong: call(wrong, 1))
+            assert isinstance(error, ac.MismatchError)
+            assert "sendrecv: ranks must send arrays of the shape and dtype that they" in str(error)
+        assert_same(call(x, 1), jnp.arange(2.0) + (rank - 1) % size)
+
+
 # Optimizers
 
 
@@ -264,7 +377,7 @@ def least_squares(seed: int) -> tuple[Any, Any]:
     return jnp.asarray(rng.normal(size=(12, 4))), jnp.asarray(rng.normal(size=12))
 
 
-def trained(optimizer: Any, data: Any, compiled: bool, steps: int = 3) -> Any:
+def trained(optimizer: Any, data: Any, steps: int = 3) -> Any:
     x, y = data
     params = {"w": jnp.zeros(4), "b": jnp.zeros(())}
     state = optimizer.init(params)
@@ -272,6 +385,7 @@ def trained(optimizer: Any, data: Any, compiled: bool, steps: int = 3) -> Any:
     def value_fn(params: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"] - y) ** 2)
 
+    @jax.jit
     def step(params: Any, state: Any) -> Any:
         value, grad = jax.value_and_grad(value_fn)(params)
         updates, state = optimizer.update(
@@ -279,9 +393,8 @@ def trained(optimizer: Any, data: Any, compiled: bool, steps: int = 3) -> Any:
         )
         return optax.apply_updates(params, updates), state
 
-    advance = jax.jit(step) if compiled else step
     for _ in range(steps):
-        params, state = advance(params, state)
+        params, state = step(params, state)
     return params
 
 
@@ -310,25 +423,20 @@ WRAPPED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
 }
 
 
-# Line searches and branches are compiled anew in each eager step.
-EAGERLY_TOO = ("plateau", "multi outside")
-
-
 def updates_are_those_of_one_process_with_all_data() -> None:
     comm = ac.world()
     x, y = least_squares(0)
     part = 12 // comm.size
     own = slice(comm.rank * part, (comm.rank + 1) * part)
     for name, make in WRAPPED.items():
-        for compiled in (True, False) if name in EAGERLY_TOO else (True,):
-            got = trained(make(ac.DistributedOptimizer), (x[own], y[own]), compiled)
-            rows = comm.allgather(np.append(got["w"], got["b"]))
-            assert {row.tobytes() for row in rows} == {rows[0].tobytes()}, name
-            if comm.rank == 0:
-                # Compiled once: the others have the same bits.
-                expected = trained(make(lambda plain: plain), (x, y), compiled)
-                for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-                    np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8, err_msg=name)
+        got = trained(make(ac.DistributedOptimizer), (x[own], y[own]))
+        rows = comm.allgather(np.append(got["w"], got["b"]))
+        assert {row.tobytes() for row in rows} == {rows[0].tobytes()}, name
+        if comm.rank == 0:
+            # Compiled once: the others have the same bits.
+            expected = trained(make(lambda plain: plain), (x, y))
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
 def skipping_alone_is_a_mismatch() -> None:
@@ -422,17 +530,22 @@ def further_arguments_are_reduced_or_refused() -> None:
 
 
 CHECKS: list[Check] = [
-    derivatives_are_those_of_the_sum_of_all_losses,
+    compiled_derivatives_are_the_eager_ones,
     control_flow_makes_the_calls_of_each_turn,
     rank_and_size_are_ints_inside,
     compiled_results_have_the_bits_of_eager_ones,
     donated_argument_is_reduced_in_place,
+    large_results_have_the_bits_of_eager_ones,
+    argument_that_stays_the_callers_is_not_copied,
+    repeated_calls_are_as_the_first,
     tokens_go_through,
     independent_calls_keep_their_order,
     one_rank_may_compile_again,
     another_place_in_the_program_is_a_mismatch,
+    messages_are_large_or_small_and_alike,
     errors_of_programs_are_of_their_own_classes,
     what_cannot_be_compiled_is_refused_by_name,
+    sendrecv_says_what_is_wrong_with_ranks_and_shapes,
     updates_are_those_of_one_process_with_all_data,
     skipping_alone_is_a_mismatch,
     branches_may_live_longer_than_programs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,6 +100,8 @@ def estimators_learn_from_all_ranks() -> None:
 
 
 def models_of_thinc_learn_together() -> None:
+    # Thinc imports torch if it is there, which takes seconds, and which nothing here uses.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     comm = ac.world()
     x = np.random.default_rng(0).standard_normal((30, 4)).astype(np.float32)
     y = (x[:, 0] > 0).astype(int)

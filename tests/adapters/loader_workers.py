@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader as PlainLoader
+from torch.utils.data import Dataset
 
 import arraycomm as ac
 from arraycomm.adapters.torch import DataLoader
@@ -16,7 +18,7 @@ from tests.support.launched import perform
 BATCH = 32
 
 
-def trains_like_one_process(method: str, **options: Any) -> None:
+def trains_like_one_process(method: str | None, **options: Any) -> None:
     comm = ac.world()
     mine = uneven_recipe.train(comm, "exact", BATCH, multiprocessing_context=method, **options)
     ranks = comm.allgather_object(mine)
@@ -28,7 +30,11 @@ def forked_workers_train_like_one_process() -> None:
 
 
 def spawned_workers_train_like_one_process() -> None:
-    trains_like_one_process("spawn", num_workers=1, persistent_workers=True)
+    """Rank 0 loads without workers: a spawned one takes seconds to import torch."""
+    if ac.world().rank:
+        trains_like_one_process("spawn", num_workers=1, persistent_workers=True)
+    else:
+        trains_like_one_process(None)
 
 
 def kept_workers_follow_a_loop_that_is_left() -> None:
@@ -58,6 +64,57 @@ def items_of(batches: Iterable[Any]) -> list[int]:
     return [item for batch in batches for item in batch.items.tolist()]
 
 
+class Squares(Dataset[Any]):
+    """A map-style data set."""
+
+    def __len__(self) -> int:
+        return 61
+
+    def __getitem__(self, item: int) -> torch.Tensor:
+        return torch.tensor([item, item * item])
+
+
+def plain_batches(comm: ac.Communicator, state: Any, epochs: int) -> Iterator[tuple[int, Any, Any]]:
+    """Yield the epoch, each batch that two workers of torch's own loader have loaded, and the state."""
+    share = ac.DistributedDataContainer(Squares(), comm=comm, shuffle=True, seed=3)
+    share.load_state_dict({**share.state_dict(), **state})
+    loader: PlainLoader[Any] = PlainLoader(
+        share,
+        batch_size=3,
+        num_workers=2,
+        prefetch_factor=4,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    for epoch in range(share.epoch, epochs):
+        share.set_epoch(epoch)
+        expected = [int(share[i][0]) for i in range(len(share))]
+        # Every rank makes as many steps; a step has no batch where a rank has run out of items.
+        batches = iter(loader)
+        for _ in range(comm.allreduce(-(-len(share) // 3), "max")):
+            batch = next(batches, torch.empty(0, 2, dtype=torch.int64))
+            items, squares = batch.T.tolist()
+            assert squares == [item**2 for item in items]
+            assert items == expected[: len(items)], (epoch, items, expected)
+            del expected[: len(items)]
+            share.advance(len(batch))
+            yield epoch, items, share.state_dict()
+
+
+def other_numbers_of_ranks_go_on_from_what_a_plain_loop_has_got() -> None:
+    """One rank leaves an epoch, and both go on with it. The workers have loaded more than its loop has got."""
+    world, epochs, left = ac.world(), 3, None
+    alone = world.split(0 if world.rank == 0 else None)
+    if alone is not None:
+        left = list(islice(plain_batches(alone, {}, epochs), 4))
+    before = world.bcast_object(left)
+    state = before[-1][-1]
+    assert state["consumed"] == 4 * 3
+    after = world.allgather_object(list(plain_batches(world, state, epochs)))
+    seen = [(epoch, item) for epoch, items, _ in chain(before, *after) for item in items]
+    assert sorted(seen) == [(epoch, item) for epoch in range(epochs) for item in range(61)]
+
+
 def uncut(samples: list[Any]) -> Any:
     return torch.tensor(len(samples))
 
@@ -83,6 +140,7 @@ if __name__ == "__main__":
             forked_workers_train_like_one_process,
             spawned_workers_train_like_one_process,
             kept_workers_follow_a_loop_that_is_left,
+            other_numbers_of_ranks_go_on_from_what_a_plain_loop_has_got,
             what_a_collate_fn_cannot_make_is_named_by_the_worker,
         ]
     )

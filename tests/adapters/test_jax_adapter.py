@@ -10,7 +10,6 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._training.programs import GradientCalls
-from arraycomm.adapters.jax import all_reduce
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
 from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, gradient_of
@@ -20,6 +19,7 @@ jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 jnp = jax.numpy
 adapter = pytest.importorskip("arraycomm.adapters.jax")
+all_reduce = adapter.all_reduce
 
 Make = Callable[[], Any]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ ON_EACH_MPI = {
     "another_place_in_the_program_is_a_mismatch",
     "errors_of_programs_are_of_their_own_classes",
 }
+RINGS = ("sendrecv", "reduce_scatter-mean")
 # Flax need not be there.
 FLAX_CHECKS = [
     "nnx_trains_as_one_process",
@@ -36,17 +37,32 @@ FLAX_CHECKS = [
     "equinox_trains_as_one_process",
     "modules_and_states_of_nnx_get_the_values_of_the_root",
     "what_rank_0_saves_is_loaded_everywhere",
+    "what_orbax_restores_on_rank_0_is_everywhere",
 ]
 
 
-@pytest.mark.parametrize("case", cases.CASES.values(), ids=cases.CASES)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_eager_derivatives_are_those_of_the_sum_of_all_losses(size: int, case: Any) -> None:
+# Fewer ranks need no other code but for messages, whose ring closes with this rank or with one other.
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [*((3, name) for name in cases.CASES), *((n, name) for n in (1, 2) for name in RINGS)],
+)
+def test_eager_derivatives_are_those_of_the_sum_of_all_losses(size: int, name: str) -> None:
     def on_rank(comm: ac.Communicator) -> None:
         with jax.enable_x64(True):
-            cases.derivatives(case, comm, lambda function: function)
+            cases.assert_derivatives(cases.CASES[name], comm)
 
     run(size, on_rank)
+
+
+@pytest.mark.parametrize("case", cases.CASES.values(), ids=cases.CASES)
+def test_eager_calls_under_vmap_are_those_of_each_row(case: Any) -> None:
+    def on_rank(comm: ac.Communicator) -> None:
+        batch = cases.draw(comm.rank, (3, *case.shape(comm.size)))
+        found = jax.vmap(lambda x: case.call(x, comm=comm))(batch)
+        wanted = jax.numpy.stack([case.call(x, comm=comm) for x in batch])
+        np.testing.assert_array_equal(found, wanted)
+
+    run(2, on_rank)
 
 
 def test_compiled_collective_on_threads_is_refused() -> None:
@@ -59,6 +75,33 @@ def test_compiled_collective_on_threads_is_refused() -> None:
         np.testing.assert_array_equal(rows[:, 0], range(comm.size))
 
     run(2, on_rank)
+
+
+@pytest.mark.parametrize("wrong", [{"x": "text"}, {"token": "text"}], ids=["x", "token"])
+@pytest.mark.parametrize(
+    ("name", "length"), [("allreduce", 2), ("alltoall", 2), ("sendrecv", 2), ("sendrecv", 10_000)]
+)
+def test_wrong_argument_on_one_rank_raises_on_all(
+    name: str, length: int, wrong: dict[str, Any]
+) -> None:
+    def on_rank(comm: ac.Communicator) -> None:
+        ahead, behind = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+        around = {"dest": ahead, "source": behind} if name == "sendrecv" else {}
+        collective = partial(getattr(collectives, name), comm=comm, **around)
+        rows = jax.numpy.full((3, length), comm.rank)
+        if comm.rank == 2:
+            with pytest.raises(TypeError, match=f"{name}: {next(iter(wrong))} must be"):
+                collective(**{"x": rows} | wrong)
+        elif comm.rank == 1 and around:
+            # It receives from rank 0, and hears nothing of rank 2.
+            assert collective(rows)[0, 0] == 0
+        else:
+            with pytest.raises(ac.PeerError, match=f"{name}: rank 2 raised instead of"):
+                collective(rows)
+        np.testing.assert_array_equal(collectives.alltoall(rows, comm=comm)[:, 0], range(3))
+        assert collectives.sendrecv(rows, ahead, behind, comm=comm)[0, 0] == behind
+
+    run(3, on_rank, timeout=10)
 
 
 @lru_cache

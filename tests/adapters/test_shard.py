@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,10 @@ def train_torch(torch: Any, comm: Any, kind: Any, steps: Any = range(STEPS), **o
 
 
 def torch_classes() -> list[str]:
-    torch: Any = pytest.importorskip("torch")
+    if find_spec("torch") is None:
+        return []
+    import torch
+
     return [
         name
         for name, kind in vars(torch.optim).items()
@@ -642,7 +646,7 @@ def leaves_of(results: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*(("adam", n) for n in (1, 3, 7)), ("masked", 2), ("noise", 3), ("multi", 3)]
+    ("name", "size"), [*(("adam", n) for n in (3, 7)), ("masked", 2), ("noise", 3), ("multi", 3)]
 )
 def test_optax_is_the_same_sharded(name: str, size: int) -> None:
     make = transformations()[name]
@@ -780,7 +784,7 @@ def world() -> Iterator[ac.Communicator]:
 
 
 class TestOnProcesses:
-    """On as many ranks as there are processes; `test_processes.py` runs them on three."""
+    """On as many ranks as there are processes; `test_processes.py` runs them on more."""
 
     def test_torch(self, torch: Any, world: ac.Communicator) -> None:
         kind = torch.optim.Adam
@@ -803,13 +807,11 @@ class TestOnProcesses:
     def test_objects_with_update(self, world: ac.Communicator) -> None:
         assert bits(train_plain(world, True)[:2]) == bits(train_plain(world, False)[:2])
 
-    @pytest.mark.parametrize("is_compiled", [False, True])
     @pytest.mark.parametrize("accumulate", [1, 2])
-    def test_optax(self, is_compiled: bool, accumulate: int, world: ac.Communicator) -> None:
+    def test_compiled_optax(self, accumulate: int, world: ac.Communicator) -> None:
         jax: Any = pytest.importorskip("jax")
         make = transformations()["adam"]
-        wrap = jax.jit if is_compiled else lambda update: update
-        options = {"wrap": wrap, "accumulate": accumulate}
+        options = {"wrap": jax.jit, "accumulate": accumulate}
         unsharded = train_optax(world, make, False, **options)
         sharded = train_optax(world, make, True, **options)
         assert_same_on_all(leaves_of([sharded]), leaves_of([unsharded]))

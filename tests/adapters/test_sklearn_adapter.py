@@ -114,6 +114,18 @@ EXACT: dict[str, tuple[Any, dict[str, float]]] = {
 }
 
 
+def test_large_arrays_that_differ_anywhere_have_other_digests() -> None:
+    array = np.random.default_rng(0).standard_normal((123, 321))
+    found = {digest(array), digest(array[:-1]), digest(array.T.copy()), digest(array.reshape(-1))}
+    for place in (0, 5_000, 39_482):
+        other = array.copy()
+        other.reshape(-1).view(np.uint64)[place] ^= np.uint64(1)
+        found.add(digest(other))
+        found.add(digest(np.roll(other, place + 2)))
+    assert len(found) == 10
+    assert digest(array.copy()) == digest(array) in found
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", EXACT)
 def test_merged_estimators_learn_what_one_process_learns(kind: str, size: int) -> None:

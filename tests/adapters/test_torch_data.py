@@ -258,12 +258,12 @@ WORKERS = [
     "forked_workers_train_like_one_process",
     "spawned_workers_train_like_one_process",
     "kept_workers_follow_a_loop_that_is_left",
+    "other_numbers_of_ranks_go_on_from_what_a_plain_loop_has_got",
     "what_a_collate_fn_cannot_make_is_named_by_the_worker",
 ]
 
 
 @needs_mpiexec
-@pytest.mark.each_mpi
 @pytest.mark.parametrize("check", WORKERS)
 def test_workers(workers, check) -> None:
     workers.assert_passed(check)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from arraycomm.testing import run
 
 torch = pytest.importorskip("torch")
 
+from arraycomm.adapters import _torch_hooks  # noqa: E402
 from arraycomm.adapters.torch import no_sync  # noqa: E402
 
 STEPS, SAMPLES, INPUTS = 4, 6, 5
@@ -535,28 +538,71 @@ class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
         raise KeyError("broken")
 
 
+@pytest.mark.parametrize("count", [300, 150_000], ids=["small", "large"])
 @pytest.mark.parametrize("zero", [True, False])
-def test_after_an_exception_in_backward_training_goes_on(zero: bool) -> None:
+def test_after_an_exception_in_backward_training_goes_on(zero: bool, count: int) -> None:
     def train(comm: ac.Communicator) -> list[float]:
-        first, last = (torch.nn.Parameter(torch.ones(300)) for _ in range(2))
-        optimizer = torch.optim.SGD([first, last], lr=1.0)
-        ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=100)
+        weights = [torch.nn.Parameter(torch.ones(count)) for _ in range(3)]
+        first, middle, last = weights
+        optimizer = torch.optim.SGD(weights, lr=1.0)
+        ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=100)
+
+        def loss(through: Callable[[Any], Any]) -> Any:
+            """Let the gradient of `last` come first, and that of `first` last."""
+            return (through(first) * middle.clone() * last * (comm.rank + 1)).sum()
+
         for step in range(2):
             optimizer.zero_grad()
             with torch.no_grad():
-                first.fill_(1)
-                last.fill_(1)
+                for weight in weights:
+                    weight.fill_(1)
             if step == 1:
-                # The bucket of `last` is under way.
                 with pytest.raises(KeyError, match="broken"):
-                    (Broken.apply(first) * last * (comm.rank + 1)).sum().backward()
+                    loss(Broken.apply).backward()
+                # That of `last` was under way. Nothing is written to it any more.
+                assert last.grad.unique().tolist() == [6.0]
+                assert middle.grad.unique().tolist() == [comm.rank + 1]
                 if zero:
-                    optimizer.zero_grad()
-            (first * last * (comm.rank + 1)).sum().backward()
+                    last.grad.data.zero_()
+                    middle.grad.data.zero_()
+            loss(torch.clone).backward()
             optimizer.step()
-        return [first[0].item(), last[0].item()]
+        return [weight[0].item() for weight in weights]
 
-    assert run(3, train) == [[-1.0, -1.0 if zero else -3.0]] * 3
+    assert run(3, train) == [[-5.0, -5.0, -5.0] if zero else [-5.0, -11.0, -11.0]] * 3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_large_gradients_are_reduced_where_they_are(size: int) -> None:
+    def train(comm: ac.Communicator) -> list[bytes]:
+        weights = [torch.nn.Parameter(torch.zeros(n)) for n in (200_000, 7, 130_000, 300_001)]
+        optimizer = torch.optim.SGD(weights, lr=1.0)
+        ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=1 << 20)
+        seen: list[Any] = []
+        parts: set[float] = set()
+
+        def look(weight: Any) -> None:
+            seen.append(weight.grad)
+            parts.update(weight.grad.unique().tolist())
+
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(look)
+        for step in range(3):
+            sum((w * (comm.rank + 1 + step)).sum() for w in weights).backward()
+            for grad in seen:
+                assert grad.unique().tolist() == [sum(range(size + 1)) + step * size]
+                # Autograd is told that it has changed.
+                assert grad._version > 0
+            assert {id(weight.grad) for weight in weights} == set(map(id, seen))
+            assert parts == {comm.rank + 1 + step}
+            seen.clear()
+            parts.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [w.detach().numpy().tobytes() for w in weights]
+
+    one, *others = run(size, train)
+    assert all(other == one for other in others)
 
 
 def test_a_dropped_optimizer_reduces_no_more() -> None:
@@ -849,6 +895,36 @@ def world() -> Iterator[ac.Communicator]:
     ac.finalize()
 
 
+@pytest.mark.parametrize(
+    ("cores", "bound", "nodes", "threads", "expected"),
+    [
+        (8, False, 1, 1, True),
+        (8, False, 1, 2, False),
+        (3, False, 1, 1, False),
+        (3, False, 2, 1, True),
+        (2, True, 1, 1, True),
+        (2, True, 1, 2, False),
+    ],
+)
+def test_reductions_start_in_backward_if_a_core_is_free(
+    cores: int,
+    bound: bool,
+    nodes: int,
+    threads: int,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_torch_hooks, "cores", lambda: cores)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64 if bound else cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    transport = SimpleNamespace(local_size=4, size=4 * nodes)
+    monkeypatch.setattr(_torch_hooks, "group_of", lambda _: SimpleNamespace(transport=transport))
+    comm: Any = SimpleNamespace(backend="mpi")
+    assert _torch_hooks.saves_time(comm, [torch.ones(1)]) == expected
+    comm.backend = "threads"
+    assert _torch_hooks.saves_time(comm, [torch.ones(1)])
+
+
 class TestProcesses:
     """On as many ranks as there are processes; `test_processes` runs them on more."""
 
@@ -860,7 +936,11 @@ class TestProcesses:
             assert world.allgather(got).tobytes() == got.tobytes() * world.size
             np.testing.assert_allclose(got, want, rtol=SLACK, atol=SLACK)
 
-    def test_large_buckets_are_under_way_together(self, world: ac.Communicator) -> None:
+    @pytest.mark.parametrize("free", [1, 1000])
+    def test_large_buckets_are_under_way_together(
+        self, world: ac.Communicator, free: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_torch_hooks, "cores", lambda: free)
         # Each is larger than the chunks in which ranks of one node share memory.
         weights = [torch.nn.Parameter(torch.eye(500)) for _ in range(6)]
         optimizer = ac.DistributedOptimizer(

@@ -268,12 +268,10 @@ def test_a_caller_that_stops_leaves_no_buffer_to_the_device(chunks: Any) -> None
 
 
 @pytest.mark.parametrize("chunks", [lifted, filled])
-def test_copies_stay_in_the_stream_of_the_first_step(chunks: Any) -> None:
-    memory = LateMemory()
-    memory.stream = 5
+def test_copies_stay_in_the_stream_of_their_memory(chunks: Any) -> None:
+    memory = LateMemory().at(5)
     device_buffer = on_device(np.zeros(50, np.uint8), memory)
     for _ in chunks(device_buffer, 10, Staging(Pins())):
-        memory.at(9)
+        assert memory.at(9).stream == 9
     assert set(memory.streams) == {5}
     assert len(memory.streams) == 5
-    assert memory.stream == 9

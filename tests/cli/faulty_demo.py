@@ -6,6 +6,7 @@ rank. The last fault ends the job.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -84,7 +85,9 @@ def show(name: str, fault: Fault, epochs: str) -> None:
         print(f"<{name}>", flush=True)
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        status = main(["demo", "--frameworks", "numpy", "--epochs", epochs])
+        status = main(
+            ["demo", "--frameworks", "numpy", "--epochs", epochs, "--picture", os.devnull]
+        )
     everyone = world.allgather_object(status)
     if world.rank == 0:
         print(f"<status {everyone}>", flush=True)

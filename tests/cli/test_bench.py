@@ -6,12 +6,15 @@ import argparse
 import gc
 import importlib
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from arraycomm.cli.bench import arguments as bench
 from arraycomm.cli.bench import device as bench_device
 from arraycomm.cli.bench.contenders import REFERENCES, TITLES, Case, Contender, parse_dtype, pattern
 from arraycomm.cli.bench.lines import Entry, measured, verify
+from arraycomm.cli.bench.picture import draw, panels
 from arraycomm.cli.bench.report import complaints, tables
 from arraycomm.cli.bench.results import FORMAT
 from arraycomm.cli.bench.tables import (
@@ -337,6 +341,7 @@ def test_sizes_are_read_with_their_suffixes() -> None:
         ("--ranks", "0"),
         ("--device", "tpu"),
         ("speed",),
+        ("--compare", "nowhere.json", "nowhere.json"),
     ],
 )
 def test_wrong_arguments_are_refused(words: tuple[str, ...]) -> None:
@@ -368,6 +373,55 @@ def test_the_command_line_survives_the_launcher() -> None:
     assert parse(*again[1:]) == arguments
 
 
+# Two runs
+
+
+def _stored(path: Path, **seconds: float) -> Path:
+    """Write results in which these contenders took so long, and mpi4py a second."""
+    contenders = [
+        {"key": key, "name": key, "framework": "numpy", "status": "ok", "samples": [9.0, took, 0.0]}
+        for key, took in {**seconds, "mpi4py": 1.0}.items()
+    ]
+    lines = [
+        {"mode": "latency", "dtype": "float32", "nbytes": 8, "contenders": contenders},
+        {
+            "mode": "trees",
+            "dtype": "float32",
+            "nbytes": 8,
+            "tree": "GPT-2",
+            "contenders": contenders,
+        },
+    ]
+    path.write_text(json.dumps({"lines": lines}), "utf-8")
+    return path
+
+
+def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = _stored(tmp_path / "a.json", out=2e-6, new=1e-6)
+    # The median of three runs counts.
+    after = [_stored(tmp_path / f"{took}.json", out=took * 1e-6) for took in (1, 3, 50)]
+    files = [str(before), ",".join(map(str, after))]
+    assert main(["bench", "--compare", *files]) == 0
+    rows = [line.rsplit(maxsplit=3) for line in capsys.readouterr().out.splitlines()[3:]]
+    assert rows == [
+        ["latency 8 B of float32, numpy, out", "2.00", "3.00", "1.50"],
+        ["latency 8 B of float32, numpy, new", "1.00", "–", "–"],
+        ["trees GPT-2 of float32, numpy, out", "2.00", "3.00", "1.50"],
+        ["trees GPT-2 of float32, numpy, new", "1.00", "–", "–"],
+    ]
+    assert main(["bench", "--compare", *files, "--at-most", "1.6"]) == 0
+    assert main(["bench", "--compare", *files, "--at-most", "1.4"]) == 1
+    assert "latency 8 B of float32, numpy, out takes 1.50 times as long" in capsys.readouterr().err
+
+
+def test_runs_with_nothing_in_common_are_no_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = _stored(tmp_path / "a.json", out=1.0), _stored(tmp_path / "b.json", new=1.0)
+    assert main(["bench", "--compare", str(one), str(other), "--at-most", "2"]) == 1
+    assert "nothing in common" in capsys.readouterr().err
+
+
 # Devices
 
 
@@ -395,6 +449,8 @@ def test_without_a_device_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) ->
         (("cupy", "jax"), None, "got jax"),
         ((), "trees", "on the host only"),
         ((), "train", "on the host only"),
+        ((), "jax", "on the host only"),
+        ((), "adapters", "on the host only"),
     ],
 )
 def test_what_devices_do_not_have_is_refused(
@@ -483,10 +539,80 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("mpi4py")
     directory = tmp_path_factory.mktemp("bench")
     command = ["-m", "arraycomm", "bench", *TINY, "--dtypes", "float32,bfloat16"]
-    done = run_python(*command, "--json", "results.json", cwd=directory)
+    drawn = ["--picture", "bench.svg"] if find_spec("matplotlib") else []
+    done = run_python(*command, "--json", "results.json", *drawn, cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     loaded: dict[str, Any] = json.loads((directory / "results.json").read_text("utf-8"))
-    return {**loaded, "printed": done.stdout}
+    return {**loaded, "printed": done.stdout, "reported": done.stderr, "directory": directory}
+
+
+@needs_mpiexec
+def test_each_line_is_reported_when_it_has_been_measured(results: dict[str, Any]) -> None:
+    found = re.findall(
+        r"^bench: (\d) of 4: (\d+ \S+ of \w+), \d+ s$", results["reported"], re.MULTILINE
+    )
+    assert found == [
+        ("1", "8 B of float32"),
+        ("2", "8 B of bfloat16"),
+        ("3", "64 KB of float32"),
+        ("4", "64 KB of bfloat16"),
+    ]
+
+
+@needs_mpiexec
+def test_the_picture_shows_every_contender_on_light_and_dark_pages(results: dict[str, Any]) -> None:
+    pytest.importorskip("matplotlib")
+    assert "Drawn in bench.svg, and for dark pages in bench-dark.svg." in results["printed"]
+    grounds = []
+    for name in ("bench.svg", "bench-dark.svg"):
+        text = (results["directory"] / name).read_text("utf-8")
+        grounds.append(re.search(r"fill: (#\w{6})", text)[1])  # type: ignore[index]
+        for said in (
+            "float32, NumPy arrays",
+            "8 B",
+            "64 KB",
+            "GB/s",
+            "arraycomm, out=",
+            "mpi4py Allreduce",
+        ):
+            assert f"<!-- {said} -->" in text, said
+    assert grounds == ["#ffffff", "#1e2129"]
+
+
+def test_a_picture_has_a_panel_for_each_dtype_framework_and_kind() -> None:
+    tree = {**line_of(), "mode": "trees", "tree": "T"}
+    small, large = (
+        {**line_of(), "mode": "latency"},
+        {**line_of(), "mode": "bandwidth", "nbytes": 1 << 20},
+    )
+    found = panels([tree, small, large])
+    assert [(p.title, p.by_size, len(p.lines)) for p in found] == [
+        ("float32, NumPy arrays", True, 2),
+        ("Trees of float32, NumPy arrays", False, 1),
+    ]
+    assert found[0].contenders() == ["out", "mpi4py"]
+    nothing = {**line_of(), "contenders": []}
+    with pytest.raises(ValueError, match="nothing was timed"):
+        draw({"lines": [nothing]}, Path("x.png"))
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("bench.gif", "--picture must end in one of .png, .svg, .pdf; got 'bench.gif'"),
+        ("none/bench.png", "--picture must be in a directory that is there; got 'none/bench.png'"),
+        (None, "--picture needs matplotlib; got no such module; install it with: pip install"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    path: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if path is None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    else:
+        pytest.importorskip("matplotlib")
+    assert main(["bench", "--picture", path or "bench.png"]) == 1
+    assert capsys.readouterr().err.startswith(f"bench: {said}")
 
 
 @needs_mpiexec
@@ -608,8 +734,21 @@ def page() -> Any:
     return importlib.import_module("docs.studies.benchmarks.page")
 
 
-def test_the_page_is_what_the_figures_give(page: Any) -> None:
-    assert page.PAGE.read_text("utf-8") == page.written(page.stored())
+def test_pages_and_charts_are_what_the_figures_give(page: Any) -> None:
+    figures = page.stored()
+    assert page.PAGE.read_text("utf-8") == page.written(figures)
+    assert page.TABLES.read_text("utf-8") == page.tabled(figures)
+    for name, chart in page.drawn(figures).items():
+        assert (page.CHARTS / name).read_text("utf-8") == chart
+
+
+def test_the_chart_has_a_bar_for_each_goal_and_the_ratio_of_the_table(page: Any) -> None:
+    results = page.stored()["mpich-2"]
+    bars = ET.fromstring(page.drawn(page.stored())["benchmarks.svg"])
+    texts = [element.text or "" for element in bars.iter() if element.tag.endswith("text")]
+    shown = [text for text in texts if re.fullmatch(r"\d+\.\d\d", text)]
+    ratios = [page.compared(results, claim).strip("*") for claim in page.CLAIMS]
+    assert [float(text) for text in shown] == [float(text) for text in ratios]
 
 
 def test_the_page_shows_a_ratio_that_is_lost(page: Any) -> None:
@@ -617,7 +756,7 @@ def test_the_page_shows_a_ratio_that_is_lost(page: Any) -> None:
     line["contenders"][0].update(median=9e-6, samples=[9e-6])
     line["contenders"][1].update(median=3e-6, samples=[3e-6])
     said = page.compared({"lines": [line]}, page.CLAIMS[0])
-    assert said == "9.00 µs against 3.00 µs: **3.00**"
+    assert said == "**3.00**"
 
 
 def test_the_page_says_where_nothing_was_measured(page: Any) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import subprocess
+import sys
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -14,13 +20,14 @@ import pytest
 import arraycomm as ac
 from arraycomm.cli import launch as demo_launch
 from arraycomm.cli import main
+from arraycomm.cli.bench import command as bench
 from arraycomm.cli.demo import command as demo
 from arraycomm.cli.demo import data as demo_data
 from arraycomm.cli.demo import runs as demo_runs
 from arraycomm.cli.demo import verdict as demo_verdict
 from arraycomm.testing import run
 from tests.cli.faulty_demo import FAULTS, NONE, RAISES
-from tests.support.launcher import needs_mpiexec, run_python
+from tests.support.launcher import SETTINGS, needs_mpiexec, run_python
 
 MODULES = {"numpy": ["numpy"], "torch": ["torch"], "jax": ["jax", "optax"]}
 INSTALLED = [name for name, needs in MODULES.items() if all(map(find_spec, needs))]
@@ -30,18 +37,19 @@ EPOCHS = "20"
 needs_digits = pytest.mark.skipif(find_spec("sklearn") is None, reason="no scikit-learn")
 
 
-def run_demo(*options: str) -> tuple[int, str, str]:
-    job = run_python("-m", "arraycomm", "demo", *options)
+def run_demo(picture: Path, *options: str) -> tuple[int, str, str]:
+    job = run_python("-m", "arraycomm", "demo", "--picture", str(picture), *options)
     return job.returncode, job.stdout, job.stderr
 
 
 @needs_digits
 @needs_mpiexec
 @pytest.mark.skipif(len(INSTALLED) < 2, reason="fewer than two frameworks")
-def test_each_framework_and_different_ones_in_lock_step() -> None:
+def test_each_framework_and_different_ones_in_lock_step(tmp_path: Path) -> None:
     frameworks = INSTALLED[-2:]
+    picture = tmp_path / "losses.svg"
     status, out, err = run_demo(
-        *("--frameworks", ",".join(frameworks), "--ranks", "2", "--epochs", EPOCHS)
+        *(picture, "--frameworks", ",".join(frameworks), "--ranks", "2", "--epochs", EPOCHS)
     )
     assert (status, err) == (0, ""), out + err
     for number, framework in enumerate(frameworks, 1):
@@ -51,13 +59,85 @@ def test_each_framework_and_different_ones_in_lock_step() -> None:
         assert f"{framework} on rank {rank}" in together
     assert "the same bits on every rank" in together
     assert "Passed: 3 runs " in out
+    assert f"over that of one process: {picture}\n" in out
+    texts = [e.text for e in ET.parse(picture).iter() if e.tag.endswith("text")]
+    assert texts[-4:] == [
+        "one process, without arraycomm",
+        *(f"{framework} on every rank" for framework in frameworks),
+        f"{' + '.join(frameworks)}, one on each rank",
+    ]
 
 
 @needs_digits
-def test_one_rank_needs_no_launcher() -> None:
-    status, out, err = run_demo("--frameworks", "numpy", "--ranks", "1", "--epochs", EPOCHS)
+def test_one_rank_needs_no_launcher_and_ends_well_if_no_picture_can_be_written(
+    tmp_path: Path,
+) -> None:
+    status, out, err = run_demo(
+        tmp_path / "no" / "directory.svg",
+        "--frameworks",
+        "numpy",
+        "--ranks",
+        "1",
+        "--epochs",
+        EPOCHS,
+    )
     assert (status, err) == (0, ""), out + err
     assert "0.0e+00 from the run in one process" in out
+    assert "could not be written: [Errno 2] No such file" in out
+
+
+@needs_digits
+@needs_mpiexec
+def test_ctrl_c_ends_the_ranks_and_says_so_in_one_line(tmp_path: Path) -> None:
+    options = ["--frameworks", "numpy", "--epochs", "100000"]
+    command = [sys.executable, "-m", "arraycomm", "demo", *options]
+    environment = os.environ | SETTINGS
+    with subprocess.Popen(
+        command, stdout=PIPE, stderr=PIPE, text=True, env=environment, cwd=tmp_path
+    ) as demonstration:
+        assert demonstration.stdout is not None
+        for line in demonstration.stdout:
+            if line.startswith("[1/1]"):
+                break
+        demonstration.send_signal(signal.SIGINT)
+        rest, said = demonstration.communicate(timeout=60)
+    assert (demonstration.returncode, rest, said) == (130, "", "\ndemo: ended by Ctrl-C\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        (demo, "take_part", ["demo", "--frameworks", "numpy", "--ranks", "1"]),
+        (bench, "launch", ["bench"]),
+    ],
+    ids=["demo", "bench"],
+)
+def test_ctrl_c_ends_a_single_process_with_one_line(
+    module: Any,
+    name: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, name, interrupted)
+    assert main(words) == 130
+    assert capsys.readouterr().err == f"\n{words[0]}: ended by Ctrl-C\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "said"),
+    [(2, 2, ""), (3, 2, "3 ranks share 2 cores"), (2, 1, "2 ranks share one core")],
+)
+def test_the_heading_says_if_ranks_share_cores(
+    ranks: int, cores: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    texts = run(ranks, demo_runs._crowded)
+    assert all(text.startswith(f"\n{said}" if said else "") for text in texts)
+    assert all(bool(text) == bool(said) for text in texts)
 
 
 @lru_cache
@@ -111,6 +191,8 @@ GOOD = demo_verdict.Outcome(
     tolerance=1e-5,
     seconds=1.0,
     communicating=0.1,
+    losses=[2.0, 1.0],
+    losses_alone=[2.0, 1.0],
 )
 
 
@@ -249,14 +331,18 @@ def test_wrong_options_are_refused(options: list[str], capsys: pytest.CaptureFix
 def test_without_a_launcher_it_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo_launch, "find_launcher", lambda: None)
-    assert demo_launch.launch(3, ["demo"]) == 127
-    assert "pip install 'arraycomm[mpich]'" in capsys.readouterr().err
+    def missing(_: Any) -> Any:
+        raise ac.BackendUnavailableError("there is none")
+
+    monkeypatch.setattr(demo_launch, "find_launcher", missing)
+    assert demo_launch.launch(3, ["demo"], ", or sit down") == 127
+    assert "there is none; install one with: pip install 'arraycomm[mpich]', or sit" in (
+        capsys.readouterr().err
+    )
 
 
 @needs_mpiexec
 def test_only_open_mpis_launcher_is_told_to_oversubscribe() -> None:
     said = run_python("-c", "from mpi4py import MPI; print(MPI.get_vendor()[0])").stdout.strip()
-    launcher = demo_launch.find_launcher()
-    assert launcher is not None
-    assert launcher[1:] == (["--oversubscribe"] if said == "Open MPI" else [])
+    words = demo_launch.find_launcher(os.environ).command(2)[1:]
+    assert words == [*(["--oversubscribe"] if said == "Open MPI" else []), "-n", "2"]

@@ -208,7 +208,7 @@ def _numpy(array: Any) -> Array:
 @pytest.mark.parametrize("framework", ARITHMETIC)
 def test_elementwise_function_gets_slices_of_the_callers_framework(on_ranks, framework) -> None:
     def check(comm: Communicator) -> None:
-        cases = [_case((90, 130), framework, rank) for rank in range(comm.size)]
+        cases = [_case((180, 130), framework, rank) for rank in range(comm.size)]
         mine = cases[comm.rank].build()
         seen: list[tuple[type, tuple[int, ...]]] = []
 
@@ -218,7 +218,7 @@ def test_elementwise_function_gets_slices_of_the_callers_framework(on_ranks, fra
 
         got = comm.allreduce(mine, ac.op(fn, elementwise=True))
         assert same_bits(_numpy(got), reduce(minus, [case.numpy() for case in cases]))
-        assert set(seen) == {(type(mine), (90 * 130 // comm.size,))}
+        assert set(seen) == {(type(mine), (180 * 130 // comm.size,))}
 
     on_ranks(3, check)
 

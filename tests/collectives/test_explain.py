@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import selection
+from arraycomm._collectives import algorithms
+from arraycomm._collectives.selection import Decision
 from arraycomm._communicator import Communicator
+from arraycomm._native import compiled
 from tests.support import internals
 from tests.support.device_standin import DeviceArray, devices
 
@@ -13,11 +15,14 @@ from tests.support.device_standin import DeviceArray, devices
 @pytest.mark.parametrize("count", [0, 1, 16, 17, 100, 4096, 4097, 65_536, 65_537, 200_000])
 def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> None:
     taken: set[str] = set()
-    choose = selection.choose
+    select = algorithms.select
 
-    def spy(*args) -> str:
-        taken.add(choose(*args).value)
-        return choose(*args)
+    def spy(*args) -> Decision:
+        decision = select(*args)
+        # Known only once the ranks have told one another whether they all have the native part.
+        without = decision.algorithm == "segment" and compiled is None
+        taken.add("slices" if without else decision.algorithm.value)
+        return decision
 
     def check(comm: Communicator) -> None:
         x = np.ones(count)
@@ -32,7 +37,7 @@ def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> Non
         assert way == ("local" if comm.size == 1 else way)
         assert (way == "header") == (inline and comm.size > 1)
 
-    monkeypatch.setattr(selection, "choose", spy)
+    monkeypatch.setattr(algorithms, "select", spy)
     on_ranks(size, check)
 
 
@@ -56,8 +61,14 @@ def test_words(on_ranks, several) -> None:
         assert "no copy" in said
         assert "12 bytes sent by this rank" in said
         unchecked = comm.dup(check=False, reproducible=False)
-        said = str(ac.explain(np.ones(10**6), comm=unchecked))
-        assert "each rank folds a slice" in said
+        explained = ac.explain(np.ones(10**6), comm=unchecked)
+        said = str(explained)
+        words = {
+            "slices": "each rank folds a slice",
+            "segment": "memory that the ranks share",
+            "exchange": "takes the other's elements",
+        }
+        assert words[explained.algorithm] in said
         assert "what the ranks call is not compared" in said
         assert "reproducible=False" in said
         by_function = ac.op(np.minimum)
@@ -93,8 +104,8 @@ def test_world_is_needed() -> None:
 def test_arrays_on_devices(on_ranks, several, name, backend, copies, note) -> None:
     def check(comm: Communicator) -> None:
         x = np.ones(200_000)
-        before = ac.explain(DeviceArray(x), comm=comm)
-        assert (before.backend, before.algorithm) == (comm.backend, "slices")
+        before, host = ac.explain(DeviceArray(x), comm=comm), ac.explain(x, comm=comm).algorithm
+        assert (before.backend, before.algorithm) == (comm.backend, host)
         (note_before,) = before.notes
         assert note_before == (
             "by way of host memory, with a copy each way: "
@@ -102,7 +113,8 @@ def test_arrays_on_devices(on_ranks, several, name, backend, copies, note) -> No
         )
         comm.allreduce(DeviceArray(x))
         said = ac.explain(DeviceArray(x), comm=comm)
-        assert (said.backend, said.algorithm, said.copies) == (backend, "slices", copies)
+        algorithm = host if name == "staged" else "slices"
+        assert (said.backend, said.algorithm, said.copies) == (backend, algorithm, copies)
         assert said.notes == ((note,) if note else ())
         assert ac.explain(DeviceArray(x[::2]), comm=comm).copies == copies + 1
         by_function = ac.explain(DeviceArray(x), ac.op(np.multiply), comm=comm)

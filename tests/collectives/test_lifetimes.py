@@ -181,7 +181,7 @@ def _together(comm: Communicator, x: Any) -> None:
         raise ValueError(comm.rank if len(np.shape(x)) else 0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def _without_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()

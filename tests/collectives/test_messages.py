@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -972,6 +973,22 @@ def test_interrupted_receive_takes_no_later_message() -> None:
     assert internals.waits_for_no_message(comm)
     with pytest.raises(ac.CommunicatorClosedError, match="KeyboardInterrupt"):
         comm.recv(0)
+
+
+class _Full(SelfTransport):
+    """Has no room for messages."""
+
+    def send(self, buffer: Any, dest: int, tag: int) -> Any:
+        return SimpleNamespace(done=lambda: False)
+
+
+@alone
+def test_timeout_of_a_short_message_closes_the_communicator_as_that_of_a_long_one() -> None:
+    comm = internals.communicator(_Full())
+    with pytest.raises(ac.CommTimeoutError, match="send to rank 0 with tag 0 at test_mes"):
+        comm.send(np.ones(SHORT), 0, timeout=0.1)
+    with pytest.raises(ac.CommunicatorClosedError, match="CommTimeoutError"):
+        comm.send(np.ones(SHORT), 0, timeout=0.1)
 
 
 # The end of a program

@@ -149,8 +149,9 @@ def test_array_that_can_be_looked_at_once_only_is_reduced(on_ranks, size) -> Non
             return self._array.__dlpack_device__()
 
         def __dlpack__(self, **keywords: object) -> object:
-            array, self._array = self._array, None
-            return array.__dlpack__(**keywords)
+            capsule = self._array.__dlpack__(**keywords)
+            self._array = None
+            return capsule
 
     def check(comm: Communicator) -> None:
         for _ in range(2):

@@ -15,7 +15,7 @@ from arraycomm._collectives import blocks, selection
 from arraycomm._communicator import Communicator
 from tests.support import internals
 from tests.support.layouts import LAYOUTS, OUTS
-from tests.support.oracle import DTYPES, OPS, expected, family, same_bits, same_result, sample
+from tests.support.oracle import OPS, USUAL, expected, family, same_bits, same_result, sample
 
 Array = np.ndarray[Any, Any]
 
@@ -60,7 +60,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", USUAL, ids=str)
 def test_each_part_is_the_fold_in_rank_order(on_ranks, size, name, dtype, monkeypatch) -> None:
     """With the check and without, whether it fits in the header or takes several chunks."""
     monkeypatch.setattr(selection, "CHUNK_BYTES", 2_000)

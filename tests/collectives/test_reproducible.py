@@ -58,9 +58,9 @@ def _oracle(size: int) -> str:
     return _digest([expected([x for x, _ in xs], xs[0][1]) for xs in zip(*everyone, strict=True)])
 
 
-# In chunks of which there are many, or one; that their size does not matter is a law.
+# In chunks of which there are several, or one; that their size does not matter is a law.
 @pytest.mark.parametrize(
-    ("size", "chunk"), [(size, 1 << 22 if size % 2 else 1 << 12) for size in ALL_SIZES]
+    ("size", "chunk"), [(size, 1 << 22 if size % 2 else 1 << 14) for size in ALL_SIZES]
 )
 def test_same_bits_on_every_transport_and_by_every_way(on_ranks, size, chunk, monkeypatch) -> None:
     monkeypatch.setattr(selection, "CHUNK_BYTES", chunk)

@@ -7,8 +7,10 @@ nothing about CuPy. What the device itself does is for tests/cuda/on_device.
 from __future__ import annotations
 
 import ctypes
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -21,10 +23,13 @@ from arraycomm._arrays import dlpack, views
 from arraycomm._arrays import out as host_out
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Piece
+from arraycomm._arrays.frameworks import cupy as cupy_on_host
 from arraycomm._arrays.frameworks.cupy import read_cupy
 from arraycomm._arrays.frameworks.jax import WIDE
+from arraycomm._arrays.pinned import Staging
 from arraycomm._cuda import arrays, frameworks, layouts, streams
 from arraycomm._dtypes import TABLE, DType
+from arraycomm.testing import _frameworks
 
 Array = np.ndarray[Any, Any]
 DTYPES = [row.dtype for row in TABLE]
@@ -124,7 +129,9 @@ def memory() -> HostMemory:
 
 @pytest.fixture(autouse=True)
 def no_loans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "LEASES", streams.Leases())
+    leases = streams.Leases()
+    monkeypatch.setattr(arrays, "LEASES", leases)
+    monkeypatch.setattr(frameworks, "LEASES", leases)
 
 
 # A CuPy of NumPy's memory ------------------------------------------------------------------------
@@ -145,6 +152,34 @@ class _NumPyAsCuPy(np.ndarray[Any, Any]):
         assert stream == -1
         return self.view(np.ndarray).__dlpack__()
 
+    def get(self, out: Array | None = None) -> Array:
+        """Copy to the host; by a kernel first if the elements are not contiguous."""
+        if not self.flags.c_contiguous:
+            _check_kernels(self.dtype)
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        assert (out.dtype, out.flags.c_contiguous) == (self.dtype, True)
+        out[...] = self.view(np.ndarray)
+        return out
+
+    def copy(self, order: Any = "C") -> Any:
+        _check_kernels(self.dtype)
+        return super().copy()
+
+    def __setitem__(self, part: Any, value: Any) -> None:
+        _check_kernels(self.dtype)
+        super().__setitem__(part, value)
+
+
+def _check_kernels(dtype: DType) -> None:
+    """Refuse, as CuPy does, dtypes that it has no kernels for: those of ml_dtypes in CuPy 13."""
+    if dtype.kind == "V":
+        raise ValueError(f"Unsupported dtype {dtype}")
+
+
+def _asarray(array: Array) -> Any:
+    _check_kernels(array.dtype)
+    return np.array(array).view(_NumPyAsCuPy)
+
 
 def _array_at(shape: Any, dtype: Any, pointer: Any, steps: Any = None) -> Any:
     found = dlpack.array_at(pointer.ptr, shape, steps, np.dtype(dtype), False, pointer, "fake")
@@ -160,8 +195,10 @@ def _alloc(nbytes: int) -> Any:
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     module: Any = ModuleType("cupy")
     module.ndarray = _array_at
+    module.asarray = _asarray
     module.cuda = SimpleNamespace(
-        Device=lambda _: nullcontext(),
+        Device=lambda _: SimpleNamespace(use=lambda: None),
+        runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda _: None),
         UnownedMemory=lambda ptr, _size, owner, _device: SimpleNamespace(ptr=ptr, owner=owner),
         MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
         alloc=_alloc,
@@ -220,6 +257,32 @@ def test_cupy_out_is_written_in_place(
     assert not whole[untouched].any()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cupy_goes_by_the_host_in_every_dtype(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, dtype: DType, layout: str
+) -> None:
+    monkeypatch.setattr(cupy_on_host, "as_cupy", lambda x: x)
+    monkeypatch.setattr(cupy_on_host, "pinned", lambda _: Staging(lambda n: np.empty(n, np.uint8)))
+    x = as_cupy(np.asarray(LAYOUTS[layout](some(dtype)), dtype))
+    found = views.view(x)
+    assert (found.dtype, found.array.tobytes()) == (dtype, np.asarray(x).tobytes())
+    got = cupy_on_host.CUPY.to_framework(found.array, found)
+    assert (type(got), got.dtype) == (_NumPyAsCuPy, dtype)
+    assert np.asarray(got).tobytes() == np.asarray(x).tobytes()
+    on_device = cupy_on_host.CUPY.on_device
+    assert on_device is not None
+    assert np.asarray(on_device.copy(x)).tobytes() == np.asarray(x).tobytes()
+    found.array[...] = np.ones(found.shape, dtype)
+    cupy_on_host.CUPY.commit_out(found)
+    assert np.asarray(x).tobytes() == np.ones(x.shape, dtype).tobytes()
+    assert _frameworks._read_cupy(x).tobytes() == np.asarray(x).tobytes()
+
+
+def test_laws_have_all_dtypes_of_cupy() -> None:
+    assert all(_frameworks.layouts_in_principle("cupy", dtype) for dtype in DTYPES)
+
+
 def test_a_result_elsewhere_is_copied_into_out(cupy: Any, memory: HostMemory) -> None:
     out = as_cupy(np.zeros(4))
     found = arrays.view_out(out, (4,), np.dtype(float), memory)
@@ -259,6 +322,24 @@ def test_a_framework_may_go_on_in_another_stream(cupy: Any, memory: HostMemory) 
         assert memory.log == wanted
 
 
+@pytest.mark.parametrize(
+    ("stream", "captures", "words"),
+    [(CUPY, True, "CUDA graph"), (2, False, "default stream of each thread")],
+)
+def test_streams_in_which_no_call_can_take_its_place_are_refused(
+    cupy: Any, stream: int, captures: bool, words: str
+) -> None:
+    x = as_cupy(some(float))
+    current = SimpleNamespace(ptr=stream, is_capturing=lambda: captures)
+    cupy.cuda.get_current_stream = lambda _: current
+    with pytest.raises(ValueError, match=rf"^the current stream of cupy is .*{words}.*; make the"):
+        arrays.check_stream(x)
+    current.ptr, current.is_capturing = CUPY, lambda: False
+    arrays.check_stream(x)
+    current.ptr, current.is_capturing = 1, lambda: pytest.fail("CUDA refuses to say")
+    arrays.check_stream(x)
+
+
 def test_what_is_only_like_the_result_orders_it(cupy: Any, memory: HostMemory) -> None:
     like = BufferView(views.NOTHING, "cupy", None, True, True, ("cuda", 0))
     made, _ = arrays.empty_like(like, (3,), np.dtype(float), memory)
@@ -269,7 +350,7 @@ def test_what_is_only_like_the_result_orders_it(cupy: Any, memory: HostMemory) -
 
 def test_one_stream_needs_no_events(cupy: Any, memory: HostMemory) -> None:
     x = as_cupy(some(float).T)
-    memory.at(CUPY)
+    memory = memory.at(CUPY)
     found = arrays.device_view(x, "x", memory)
     arrays.finish(arrays.empty_like(found, (3,), found.dtype, memory)[0], found)
     out = arrays.view_out(x, x.shape, x.dtype, memory)
@@ -484,6 +565,8 @@ def placed(cupy: Any) -> Any:
     """CuPy knows of addresses what is set here."""
     found = SimpleNamespace(type=2, device=0)
     cupy.cuda.runtime = SimpleNamespace(
+        getDevice=lambda: 0,
+        setDevice=lambda _: None,
         pointerGetAttributes=lambda _: found,
         memoryTypeUnregistered=0,
         memoryTypeHost=1,
@@ -625,7 +708,7 @@ def test_torchs_copies_are_between_the_memorys_work(torch: Any, memory: HostMemo
     out = arrays.view_out(x, (4, 3), np.dtype("float32"), memory)
     memory.log.clear()
     arrays.commit_out(out, out.device_buffer)
-    assert memory.log == [(TORCH, "after", OWN)] * 2  # before torch copies, and when all is done
+    assert memory.log == [(TORCH, "after", OWN), (OWN, "after", TORCH), (TORCH, "after", OWN)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -666,6 +749,13 @@ def test_torch_out_is_written_in_place(
     assert memory.log[0] == (TORCH, "after", OWN)
     assert bits(out) == values.tobytes()
     assert whole._version > version
+
+
+def test_a_capture_of_torch_is_refused(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="current stream of torch is captured into a CUDA graph"):
+        arrays.check_stream(torch.ones(3))
 
 
 def test_autograd_notices_a_write(torch: Any, memory: HostMemory) -> None:
@@ -790,8 +880,13 @@ def test_results_of_jax_are_handed_over(jax: Any, memory: HostMemory, dtype: DTy
     assert memory.log == [(0, "after", OWN)]  # the stream that JAX named; none on the host
     assert isinstance(result, jax.module.Array)
     assert (result.shape, result.dtype) == ((2, 3), dtype)
-    assert result.unsafe_buffer_pointer() == device_buffer.address
+    assert result.unsafe_buffer_pointer() != device_buffer.address
     assert np.asarray(result).tobytes() == np.arange(6).astype(dtype).tobytes()
+    # JAX may do with it what it likes.
+    elements(device_buffer)[...] = np.zeros(6, dtype)
+    donated = jax.module.jit(lambda x: x, donate_argnums=0)(result)
+    assert result.is_deleted()
+    assert np.asarray(donated).tobytes() == np.arange(6).astype(dtype).tobytes()
 
 
 @pytest.mark.parametrize("shape", [(0, 3), ()])
@@ -805,13 +900,39 @@ def test_results_of_jax_have_any_shape(jax: Any, memory: HostMemory, shape: Any)
     assert bool(memory.log) == bool(result.size)  # memory of no bytes is not handed over
 
 
-def test_jax_keeps_the_memory_of_its_results(jax: Any, memory: HostMemory) -> None:
+def test_memory_that_jax_reads_is_kept_until_it_has(
+    jax: Any, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX's stream may come to it long after; the memory's pool knows nothing of that stream."""
+    copy, copied = frameworks._copy_in_jax(), []
+
+    class Copied:
+        def __init__(self) -> None:
+            self.ready = False
+
+        def is_ready(self) -> bool:
+            return self.ready
+
+    def noted(shared: Any) -> Any:
+        copied.append(Copied())
+        return copy(shared)[0], copied[-1]
+
+    monkeypatch.setattr(frameworks, "_copy_in_jax", lambda: noted)
     like = arrays.device_view(jax.numpy.ones(3), "x", memory)
     made, device_buffer = arrays.empty_like(like, (3,), np.dtype("float32"), memory)
     elements(device_buffer)[...] = 2
-    before = sys.getrefcount(device_buffer)
+    kept = weakref.ref(device_buffer.owner)
     result = arrays.finish(made, like)
-    assert sys.getrefcount(device_buffer) > before
+    del made, device_buffer
+    for mark in memory.marks:
+        mark.passed = True
+    frameworks.LEASES.sweep()
+    gc.collect()
+    assert kept() is not None
+    copied[0].ready = True
+    frameworks.LEASES.sweep()
+    gc.collect()
+    assert kept() is None
     assert result.tolist() == [2, 2, 2]
 
 

@@ -5,20 +5,25 @@ What CuPy and CUDA do, no test here knows.
 
 from __future__ import annotations
 
-import copy
 import ctypes
+import shutil
+import subprocess
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from arraycomm._arrays import current_device, pinned
 from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._cuda import device
+from arraycomm._cuda import device, devices
 from arraycomm._cuda.device import CudaMemory
 from arraycomm._errors import TransportError
 
@@ -37,6 +42,9 @@ class FakeCuda:
     def __init__(self) -> None:
         self.devices: int | FakeError = 2
         self.device, self.current = 0, 0
+        self.modes: list[int] = []
+        # The devices on which this process has a context.
+        self.contexts = {0}
         # Work, and events by their numbers.
         self.queues: dict[int, list[Callable[[], Any] | int]] = defaultdict(list)
         self.pinned: set[int] = set()
@@ -52,10 +60,11 @@ class FakeCuda:
             CUDARuntimeError=FakeError,
             is_hip=False,
             getDeviceCount=self.count,
+            getDevice=lambda: self.device,
+            setDevice=self.use,
+            hostAllocPortable=1,
             memcpyAsync=self.memcpy,
-            pointerGetAttributes=lambda at: SimpleNamespace(type=int(at in self.pinned)),
             eventRecord=self.record,
-            eventQuery=self.query,
             eventSynchronize=self.synchronize,
             streamWaitEvent=lambda stream, event: self.waits.append((stream, event)),
         )
@@ -63,11 +72,39 @@ class FakeCuda:
             cuda=SimpleNamespace(
                 runtime=runtime,
                 driver=SimpleNamespace(CUDADriverError=FakeError),
-                Device=lambda number: self.entered("device", number),
+                Device=lambda number: FakeDevice(self, number),
+                PinnedMemory=lambda nbytes, flags: self.use(self.device) or np.empty(nbytes, "u1"),
+                PinnedMemoryPointer=lambda space, offset: space,
                 Stream=FakeStreams(self),
                 Event=self.event,
                 alloc=self.alloc,
             )
+        )
+
+    def use(self, device: int) -> None:
+        """As `cudaSetDevice` does since CUDA 12."""
+        self.device = device
+        self.contexts.add(device)
+
+    def driver(self) -> Any:
+        def get(number: Any, device: int) -> int:
+            number._obj.value = device
+            return 0
+
+        def state(number: Any, _flags: Any, active: Any) -> int:
+            active._obj.value = number.value in self.contexts
+            return 0
+
+        def attribute(found: Any, _attribute: int, address: Any) -> int:
+            found._obj.value = 1
+            return 0 if address.value in self.pinned else 1
+
+        return SimpleNamespace(
+            cuPointerGetAttribute=attribute,
+            cuDeviceGet=get,
+            cuDevicePrimaryCtxGetState=state,
+            cuThreadExchangeStreamCaptureMode=lambda mode: self.modes.append(mode._obj.value),
+            cuEventQuery=lambda event: self.query(event.value),
         )
 
     @contextmanager
@@ -122,6 +159,23 @@ class FakeCuda:
                 step()
 
 
+class FakeDevice:
+    """CuPy's: its context sets the device before, whether it was used or not."""
+
+    def __init__(self, cuda: FakeCuda, number: int) -> None:
+        self.cuda, self.number = cuda, number
+
+    def use(self) -> None:
+        self.cuda.use(self.number)
+
+    def __enter__(self) -> None:
+        self.before = self.cuda.device
+        self.use()
+
+    def __exit__(self, *_: object) -> None:
+        self.cuda.use(self.before)
+
+
 class FakeStreams:
     """CuPy's class of streams."""
 
@@ -143,14 +197,14 @@ class FakeStreams:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     found = FakeCuda()
     monkeypatch.setitem(sys.modules, "cupy", found.cupy())
+    monkeypatch.setattr(current_device, "driver", found.driver)
+    monkeypatch.setattr(device, "driver", found.driver)
     return found
 
 
 @pytest.fixture
 def memory(cuda: FakeCuda) -> CudaMemory:
-    found = CudaMemory(1)
-    found.stream = 50
-    return found
+    return CudaMemory(1).at(50)
 
 
 def values(device_buffer: DeviceBuffer) -> list[int]:
@@ -191,9 +245,9 @@ def test_a_copy_takes_its_place_on_the_stream(cuda: FakeCuda, memory: CudaMemory
 
 
 def test_upload_is_done_with_the_array(cuda: FakeCuda, memory: CudaMemory) -> None:
-    for pinned in (False, True):
+    for is_pinned in (False, True):
         array = np.arange(5, dtype=np.int32)
-        if pinned:
+        if is_pinned:
             cuda.pinned.add(array.ctypes.data)
         device_buffer = memory.upload(array)
         array[...] = -1
@@ -235,6 +289,38 @@ def test_an_error_of_the_device_is_not_taken_for_work_that_never_ends(
         mark.done()
 
 
+_BUSY_DRIVER = """
+static volatile int freed;
+void free_it(void) { freed = 1; }
+/* As CUDA, while another thread is in it: a second at most, so that the test ends in every case. */
+int cuEventQuery(void *event) {
+    for (long turn = 0; turn < 400000000 && !freed; turn++) {}
+    return freed ? 0 : 999;
+}
+"""
+
+
+def test_a_look_at_an_event_holds_up_no_other_thread(
+    cuda: FakeCuda, memory: CudaMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CUDA waits for may be an abort, which another thread of Python calls."""
+    compiler = shutil.which("cc") or pytest.skip("needs a C compiler")
+    library = tmp_path / "driver.so"
+    source = tmp_path / "driver.c"
+    source.write_text(_BUSY_DRIVER)
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
+    driver = ctypes.CDLL(str(library))
+    monkeypatch.setattr(device, "driver", lambda: driver)
+    sys.modules["cupy"].cuda.runtime.eventQuery = ctypes.PyDLL(str(library)).cuEventQuery
+    mark, seen = memory.record(), []
+    thread = threading.Thread(target=lambda: seen.append(mark.done()))
+    thread.start()
+    time.sleep(0.05)
+    driver.free_it()
+    thread.join()
+    assert seen == [True]
+
+
 def test_errors_of_calls_are_raised_as_ours(cuda: FakeCuda, memory: CudaMemory) -> None:
     a, b = memory.allocate(1), memory.allocate(1)
     cuda.error = ILLEGAL_ADDRESS
@@ -250,12 +336,14 @@ def test_another_stream_waits_and_not_the_host(cuda: FakeCuda, memory: CudaMemor
     assert not mark.done()
 
 
-def test_kernels_get_addresses_and_the_stream(cuda: FakeCuda, memory: CudaMemory) -> None:
+def test_kernels_get_addresses_and_the_stream(
+    cuda: FakeCuda, memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Kernels:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *arguments: cuda.launched.append((name, *arguments, cuda.device))
 
-    memory.__dict__["_kernels"] = Kernels()
+    monkeypatch.setattr(CudaMemory, "_kernels", Kernels())
     a, b = (memory.allocate(8).view(np.float32) for _ in range(2))
     memory.fold("max", a.dtype, [a, b], b)
     memory.prefixes("sum", a.dtype, [a, b], [b, a])
@@ -267,11 +355,52 @@ def test_kernels_get_addresses_and_the_stream(cuda: FakeCuda, memory: CudaMemory
     ]
 
 
-def test_a_copy_of_the_memory_has_a_stream_of_its_own(cuda: FakeCuda, memory: CudaMemory) -> None:
+def test_separate_memory_has_a_stream_of_its_own(cuda: FakeCuda, memory: CudaMemory) -> None:
     cuda.queues[1] = []
-    other = copy.copy(memory)
+    other = memory.separate()
     assert (other.device, other.own_stream != memory.own_stream) == (1, True)
     assert (memory.stream, other.stream) == (50, 0)
+
+
+def test_memory_of_another_stream_is_another_object(cuda: FakeCuda, memory: CudaMemory) -> None:
+    other = memory.at(60)
+    buffer = memory.allocate(3)
+    assert (memory.stream, other.stream, buffer.memory.stream) == (50, 60, 50)
+    assert other.own_stream == memory.own_stream
+
+
+def test_no_context_is_made_on_a_device_that_is_not_used(cuda: FakeCuda) -> None:
+    """As on a rank with device 1 whose framework sets no device, and in threads of arraycomm's own."""
+    cuda.contexts.clear()
+    memory = CudaMemory(1).at(50)
+    a, b = memory.upload(np.arange(3)), memory.allocate(24)
+    b[...] = a
+    memory.record().done()
+    memory.download(b.view(a.dtype), np.empty(3, int))
+    pinned.pinned(1).empty(100)
+    assert cuda.contexts == {1}
+
+
+def test_threads_of_arraycomm_spare_the_captures_of_others(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Over:
+        pending = False
+
+    monkeypatch.setattr(devices, "_LOOK", 0)
+    watch = devices._Watch("watch", lambda _: False)
+    over: Any = Over()
+    watch.add(over)
+    deadline = time.monotonic() + 10
+    while watch._thread is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert cuda.modes == [2]  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def test_the_device_in_use_is_current_afterwards(cuda: FakeCuda) -> None:
+    CudaMemory(1).at(50).upload(np.arange(3))
+    pinned.pinned(1).empty(100)
+    assert (cuda.device, cuda.contexts) == (0, {0, 1})
 
 
 # What there is -------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +13,17 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
+from arraycomm._cuda import arrays, streams
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
-from tests.support.device_standin import DeviceArray, Never, Standin, devices
+from tests.support.device_standin import (
+    MADE_IN,
+    DeviceArray,
+    Never,
+    Standin,
+    devices,
+    working_in,
+)
 from tests.support.on_ranks import LAUNCH, SIZES
 
 Array = np.ndarray[Any, Any]
@@ -491,3 +501,161 @@ def test_gradient_that_a_rank_does_not_have_counts_as_zeros(on_ranks, several, a
             assert _same(got, ac.allreduce_tree(part, "sum", comm=comm))
 
     on_ranks(several, check)
+
+
+# Threads and streams ----------------------------------------------------------------------------
+
+
+def _calls_of(comm: Communicator, x: DeviceArray) -> list[Any]:
+    """Start calls whose results are made before their headers are read, and after."""
+    return [
+        comm.iallreduce(x),
+        comm.iallgatherv(x),
+        comm.ialltoallv(x, [1] * comm.size),
+        comm.iscan(x, out=DeviceArray(np.zeros_like(x.array))),
+    ]
+
+
+def test_steps_keep_to_the_callers_stream_in_whichever_thread(on_ranks, several, any_link) -> None:
+    """The first calls choose the link, in the progress thread too."""
+
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(_values(comm, 900))
+        stream = 40 + comm.rank
+        with working_in(stream):
+            requests = [request for _ in range(2) for request in _calls_of(comm, x)]
+        # Nobody waits: the progress thread has to do it all.
+        deadline = time.monotonic() + 20
+        while not internals.engine(comm).idle and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with working_in(stream):
+            blocking = [comm.allgatherv(x), comm.allreduce(x)]
+        results = [request.wait() for request in requests] + blocking
+        assert [type(got) for got in results] == [DeviceArray] * len(results)
+        queue = internals.device_link(comm).memory.queue
+        assert set(queue.streams) == {stream}
+        for got in results:
+            _host(got)
+        took_part.append(comm.rank)
+
+    # Under mpiexec there may be more ranks than the test has.
+    took_part: list[int] = []
+    MADE_IN.clear()
+    on_ranks(several, check)
+    made_in = [(thread, stream) for thread, stream in MADE_IN if stream < 40]
+    threads = {thread for thread, _ in MADE_IN}
+    assert not made_in
+    if took_part:
+        assert any(thread.name == "arraycomm-progress" for thread in threads)
+
+
+def test_who_waits_in_another_stream_finds_its_result_there(on_ranks, several, any_link) -> None:
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(np.ones(900, "float32"))
+        comm.allreduce(x)
+        waits = internals.device_link(comm).memory.queue.waits
+        with working_in(40):
+            request = comm.iallreduce(x)
+        with working_in(41):
+            request.wait()
+        assert (41, 40) in waits
+        waits.clear()
+        with working_in(40):
+            comm.iallreduce(x).wait()
+        assert not [wait for wait in waits if wait[0] == 40]
+
+    on_ranks(several, check)
+
+
+def test_capture_on_one_rank_is_an_error_on_all(
+    on_ranks, several, standin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = DeviceArray(np.ones(5, "float32"))
+    check_stream = arrays.check_stream
+
+    def refuse(x: Any) -> None:
+        check_stream(x)
+        if x is refused:
+            raise ValueError("the current stream of torch is captured into a CUDA graph")
+
+    monkeypatch.setattr(arrays, "check_stream", refuse)
+
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(np.ones(5, "float32"))
+        with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
+            comm.allreduce(x if comm.rank else refused)
+        with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
+            ac.allreduce_tree({"a": x if comm.rank else refused}, "sum", comm=comm)
+        assert _host(comm.allreduce(x))[0] == comm.size
+
+    on_ranks(several, check)
+
+
+# What waits outside Python ----------------------------------------------------------------------
+
+
+class _Held:
+    """A call to CUDA that returns once what is under way on the device has been aborted."""
+
+    def __init__(self, link: Any) -> None:
+        self.aborted = threading.Event()
+        self.in_time = True
+        link.alltoall = link.allgather = lambda *_: _Done()
+        link.abort = self.aborted.set
+
+    def __call__(self, *_: Any) -> bool:
+        self.in_time = self.aborted.wait(10) and self.in_time
+        return True
+
+    done = __call__
+
+    def wait_on(self, stream: int) -> None:
+        """Nothing comes after it."""
+
+
+@pytest.mark.parametrize("held", ["work", "event"])
+@pytest.mark.parametrize("call", ["allreduce", "iallreduce"])
+def test_header_is_checked_while_a_thread_waits_for_cuda(
+    on_ranks, transport, standin, call, held
+) -> None:
+    """As one does that takes memory, or loads a kernel, behind a movement whose peers do not come."""
+    if transport != "threads":
+        pytest.skip("the ranks would wait for one another's data over MPI")
+
+    def check(comm: Communicator) -> None:
+        comm.allreduce(DeviceArray(np.ones(5, "float32")))
+        link: Any = internals.device_link(comm)
+        waits = _Held(link)
+        if held == "work":
+            link.memory.fold = waits
+        else:
+            link.memory.record = lambda: waits
+        # Nothing is under way any more, and the other rank is late.
+        time.sleep(0.15 * (1 + comm.rank))
+        getattr(comm, call)(DeviceArray(np.ones(5 + comm.rank, "float32")))
+        assert waits.aborted.wait(5)
+        assert waits.in_time
+        with pytest.raises(ac.MismatchError, match=r"float32 \(6,\)"):
+            comm.barrier()
+
+    on_ranks(2, check)
+
+
+def test_what_the_device_has_finished_with_is_let_go_between_calls(on_ranks, standin) -> None:
+    class Kept:
+        """As an array of JAX, which cannot be donated meanwhile."""
+
+    def check(comm: Communicator) -> None:
+        x = DeviceArray(np.ones(5, "float32"))
+        comm.allreduce(x)
+        kept = Kept()
+        streams.LEASES.add(internals.device_link(comm).memory.record(), kept)
+        there = weakref.ref(kept)
+        del kept
+        comm.allreduce(x)
+        deadline = time.monotonic() + 10
+        while there() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert there() is None
+
+    on_ranks(2, check)

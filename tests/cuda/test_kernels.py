@@ -23,6 +23,7 @@ from arraycomm import _folds
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda import kernels
 from arraycomm._cuda.kernels import CHUNK_BYTES, MAX_PIECES, MAX_ROWS, Kernels
+from tests.support import nvrtc
 from tests.support.oracle import CASES, COMPLEX, FLOAT, IDS, INTEGER, NARROW, same_result
 
 Array = np.ndarray[Any, Any]
@@ -369,6 +370,30 @@ def test_devices_round_every_operation_and_keep_subnormals(nvcc, tmp_path) -> No
     # Sixteen bytes of floats of any size are loaded at once.
     assert "ld.global.v4" in ptx
     # Tables of addresses that were copied to a thread's own memory would be slow.
+    assert ".local" not in ptx
+
+
+def _all_kernels() -> str:
+    """The source with a fold and a scan of every dtype and op, under names of their own."""
+    reductions = [
+        f"KERNEL void {kernel}_{op}_{dtype.name}(const Rows call) "
+        f"{{ reduce_rows<dtype_{dtype.name}, op_{op}<dtype_{dtype.name}>, {scan}>(call); }}"
+        for dtype, op in CASES
+        for kernel, scan in (("fold", "false"), ("prefixes", "true"))
+    ]
+    return "\n".join([kernels.SOURCE.read_text(encoding="utf-8"), *reductions])
+
+
+@pytest.mark.skipif(nvrtc.library() is None, reason="needs nvidia-cuda-nvrtc-cu12, for NVRTC")
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_nvrtc_fuses_flushes_and_spills_nothing(architecture: int) -> None:
+    """On every architecture that arraycomm's users have, without a device or its driver."""
+    options = (*kernels.OPTIONS, f"--gpu-architecture=sm_{architecture}")
+    ptx = nvrtc.compile_to_ptx(_all_kernels(), options)
+    assert f".target sm_{architecture}" in ptx
+    assert ptx.count(".entry") == 2 * len(CASES) + 1
+    assert _operations(ptx) == _IEEE
+    assert ".ftz" not in ptx
     assert ".local" not in ptx
 
 

@@ -12,9 +12,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -858,6 +858,32 @@ def test_an_abort_does_not_wait_for_a_thread_that_hangs_in_nccl(
     thread.join()
 
 
+def test_an_abort_does_not_wait_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be in CUDA, and wait for the movement that is to be aborted."""
+    monkeypatch.setattr(libnccl, "_GRACE", 0.05)
+    link, fake, _ = stuck()
+    leave = threading.Event()
+
+    @contextmanager
+    def hanging(number: int) -> Iterator[None]:
+        leave.wait(20)
+        yield
+
+    monkeypatch.setattr(link._comm._library, "current", hanging)
+    assert link.error() is None
+    link.abort()
+    assert fake.only.gone == "aborted"
+    leave.set()
+
+
+def test_an_error_is_not_waited_for_while_a_thread_is_in_nccl() -> None:
+    link, _, _ = stuck()
+    with link._comm._using:
+        began = time.monotonic()
+        assert link.error() is None
+        assert time.monotonic() - began < 1
+
+
 def test_close_finalizes_and_then_destroys() -> None:
     def check(link: NcclLink, fake: FakeNccl) -> None:
         fake.calls.clear()
@@ -893,20 +919,20 @@ def test_close_aborts_what_is_still_under_way(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("version", "enabled", "refused"),
-    [((2, 30, 3), "1", False), ((2, 30, 3), "0", True), ((2, 27, 5), "1", True)],
+    ("version", "last", "refused"),
+    [((2, 30, 3), True, False), ((2, 30, 3), False, True), ((2, 27, 5), True, True)],
 )
 def test_nccl_shares_a_device_only_where_it_was_told_to(
-    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], enabled: str, refused: bool
+    version: tuple[int, ...], last: bool, refused: bool
 ) -> None:
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
-    text = refuse_sharing(["a", "b", "a"], version)
+    shares = [True, True, last]
+    text = refuse_sharing(["a", "b", "a"], version, shares)
     assert (text is not None) == refused
     if text is not None:
         assert "ranks 0, 2 share" in text
         assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in text
         assert ("2.27.5" in text) == (version < (2, 30))
-    assert refuse_sharing(["a", "b", "c"], version) is None
+    assert refuse_sharing(["a", "b", "c"], version, shares) is None
 
 
 # The library itself --------------------------------------------------------------------------------

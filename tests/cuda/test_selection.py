@@ -16,6 +16,7 @@ from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
 from arraycomm._cuda.staged_link import HostStagedLink
 
 AUTO = DeviceRequest()
+MEMORY = SimpleNamespace(device=0)
 
 
 def _group(rank: int = 0, backend: str = "mpi") -> Any:
@@ -36,7 +37,7 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (libnccl, "load", lambda: library),
         (selection, "gpu_aware", lambda: True),
         (selection, "_open_nccl", lambda group, request: _returning("the link of NCCL")),
-        (selection, "memory_of", lambda group, request: "memory"),
+        (selection, "memory_of", lambda group, request: MEMORY),
     ):
         monkeypatch.setattr(module, name, value)
     return monkeypatch
@@ -140,12 +141,31 @@ class TestChoice:
             rank == 0
         )
 
+    @pytest.mark.parametrize("local", ["0", "1"])
+    @pytest.mark.parametrize("shares", [(True, True), (True, False), (False, True)])
+    def test_ranks_with_one_device_go_by_what_all_have_said(
+        self, capable: pytest.MonkeyPatch, local: str, shares: tuple[bool, bool]
+    ) -> None:
+        """Whatever this rank's own environment says, which another rank's may not."""
+        offers = _offers(uuid="device 0")
+        both = [
+            replace(offer, version=(2, 30, 1), lets_share=share)
+            for offer, share in zip(offers, shares, strict=True)
+        ]
+        capable.setenv("NCCL_MULTI_RANK_GPU_ENABLE", local)
+        assert selection.capabilities(_group(), AUTO).lets_share == (local == "1")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            link, reason = _choose(both)
+        assert (link == "the link of NCCL") == all(shares)
+        assert ("on every rank" in reason) != all(shares)
+
     def test_copies_where_the_mpi_of_one_rank_reads_no_device_memory(
         self, capable: pytest.MonkeyPatch
     ) -> None:
         link, reason = _choose(_offers(nccl="no libnccl.so.2", gpu_aware=False))
         assert isinstance(link, HostStagedLink)
-        assert (link.memory, reason) == ("memory", "rank 1: no libnccl.so.2")
+        assert (link.memory, reason) == (MEMORY, "rank 1: no libnccl.so.2")
 
     def test_host_memory_where_a_rank_has_no_device(self, capable: pytest.MonkeyPatch) -> None:
         """Without a word of devices that are shared: they are not used."""

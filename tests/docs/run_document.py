@@ -4,6 +4,9 @@ A document is a file of Markdown, or a program. They are run one after the other
 its own, forked from one that has loaded the frameworks; below each stands how it ended. Under an MPI
 launcher, whose processes cannot be forked, all run in the same process of each rank.
 
+Under the comment `<!-- rows -->` stands a table of calls of another library and of arraycomm: each row
+runs. Under a launcher both sides run, if the other library is here, and what both name has to be the same.
+
 A block that needs a framework which is not installed is left out, and so is a later block that uses
 a name of a block left out. A block after the comment `<!-- skip: next "reason" -->` is not run.
 """
@@ -11,18 +14,23 @@ a name of a block left out. A block after the comment `<!-- skip: next "reason" 
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
+import copy
 import gc
 import importlib
 import importlib.util
 import os
+import re
 import runpy
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import SkipTest
 
-from sybil import Sybil
+from sybil import Document, Example, Region, Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 RANK = next((os.environ[n] for n in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if n in os.environ), "")
@@ -31,9 +39,12 @@ FRAMEWORKS = {
     "equinox",
     "flax",
     "jax",
+    "keras",
     "mlx",
     "mpi4py",
     "optax",
+    "orbax",
+    "scipy",
     "sklearn",
     "thinc",
     "torch",
@@ -96,12 +107,90 @@ class Names:
         return True
 
 
+# Rows of calls. The first line of a table names the library whose calls stand on the left.
+TABLE = re.compile(
+    r"<!-- rows -->\n\| (?P<library>\S+) \| arraycomm .*\n\|.*\n(?P<rows>(?:\|.*\n)+)"
+)
+# The libraries whose side runs, and what their rows need beside the page's names.
+BOTH_SIDES = {
+    "mpi4py": "from mpi4py import MPI\nmpi = MPI.COMM_WORLD",
+    "torch.distributed": """\
+import os
+import torch.distributed as dist
+if not dist.is_initialized():
+    dist.init_process_group("gloo", f"file://{os.getcwd()}/group", rank=rank, world_size=size)
+""",
+}
+COMPARED = (int, float, list, dict)
+
+
+class Row(NamedTuple):
+    """The code of a row, and what the other library's needs first; None if that does not run."""
+
+    setup: str | None
+    theirs: str
+    ours: str
+
+
+def parse_rows(document: Document) -> Iterator[Region]:
+    """Find the rows of a document's tables of calls."""
+    for table in TABLE.finditer(document.text):
+        for row in re.finditer(r"\|(.*?)\|(.*?)\|.*\n", table["rows"]):
+            start = table.start("rows") + row.start()
+            theirs, ours = ("\n".join(re.findall(r"`(.+?)`", cell)) for cell in row.groups())
+            assert ours, row[0]
+            setup = BOTH_SIDES.get(table["library"]) if RANK else None
+            parsed = Row(setup, theirs, ours)
+            yield Region(start, start + len(row[0]) - 1, parsed, run_row)
+
+
+def run_row(example: Example) -> None:
+    """Run a row; compare what both sides name, if both run."""
+    setup, theirs, ours = example.parsed
+    got = _names_after(ours, example.namespace)
+    if setup is None:
+        return
+    expected = _names_after(f"{setup}\n{theirs}", example.namespace)
+    for name in names_in(ast.parse(theirs), ast.Load) | names_in(ast.parse(theirs), ast.Store):
+        mine, other = got.get(name), expected.get(name)
+        # Where it is not the root, arraycomm returns None, and MPI leaves the memory as it was.
+        if mine is not None and _is_compared(other):
+            assert _plain(mine) == _plain(other), f"{theirs} | {ours}: {name}: {mine} | {other}"
+
+
+def _names_after(source: str, namespace: dict[str, Any]) -> dict[str, Any]:
+    shared = {"comm": namespace["comm"]}
+    shared |= {name: value for name, value in namespace.items() if not _is_changed(value)}
+    copies = {name: value for name, value in namespace.items() if name not in shared}
+    names = {**shared, **copy.deepcopy(copies)}
+    exec(source, names)
+    return names
+
+
+def _is_changed(value: Any) -> bool:
+    marks = ("__array__", "parameters", "param_groups")  # an array, a module, an optimizer
+    return isinstance(value, list) or any(hasattr(value, mark) for mark in marks)
+
+
+def _is_compared(value: Any) -> bool:
+    return hasattr(value, "__array__") or isinstance(value, COMPARED)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def run_examples(path: Path) -> None:
     """Run the code of the document at `path` in this process."""
-    sybil = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()], path=str(path.parent))
+    sybil = Sybil(
+        parsers=[PythonCodeBlockParser(), SkipParser(), parse_rows], path=str(path.parent)
+    )
     names = Names()
     for example in sybil.parse(path).examples():
-        if not names.allow(str(example.parsed)):
+        source = example.parsed.ours if isinstance(example.parsed, Row) else str(example.parsed)
+        if not names.allow(source):
             continue
         with contextlib.suppress(SkipTest):
             example.evaluate()
@@ -143,10 +232,15 @@ def run_apart(paths: list[Path]) -> None:
             os.chdir(directory)
             os.dup2(1, 2)
             run(path)
-            return
+            # The exit handlers belong to the program; to tear the frameworks down takes longer than most of them.
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(0)
         _, status = os.waitpid(child, 0)
         print(f"<{path} ended with {os.waitstatus_to_exitcode(status)}>", flush=True)
 
 
 if __name__ == "__main__":
+    # Most of the time of such small programs goes into compiling them.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     (run_on_rank if RANK else run_apart)([Path(name) for name in sys.argv[1:]])

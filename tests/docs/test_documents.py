@@ -14,6 +14,8 @@ from tests.support.launcher import needs_mpiexec, run_python
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+# On two ranks as well, in one job.
+ON_RANKS = (README, ROOT / "docs" / "migration.md")
 DOCUMENTS = [
     path
     for path in (README, *sorted((ROOT / "docs").rglob("*.md")))
@@ -45,7 +47,7 @@ def _report(documents: tuple[Path, ...], ranks: int | None) -> str:
 
 def _output_of(document: Path, ranks: int | None = None) -> str:
     """Return what the code of a document has printed; fail unless it ended well."""
-    report = _report(tuple(DOCUMENTS) if ranks is None else (README,), ranks)
+    report = _report(tuple(DOCUMENTS) if ranks is None else ON_RANKS, ranks)
     before, found, _ = report.partition(f"<{document} ended with 0>")
     assert found, report
     return re.split(r"<\S+ ended with -?\d+>\n", before)[-1]
@@ -89,9 +91,10 @@ def test_one_process_learns(program: Path) -> None:
 
 
 @needs_mpiexec
-def test_the_code_of_the_readme_runs_on_two_ranks() -> None:
-    _output_of(README, ranks=2)
-    assert _report((README,), 2).endswith("<the job ended with 0>"), _report((README,), 2)
+@pytest.mark.parametrize("document", ON_RANKS, ids=name_of)
+def test_the_code_of_a_document_runs_on_two_ranks(document: Path) -> None:
+    _output_of(document, ranks=2)
+    assert _report(ON_RANKS, 2).endswith("<the job ended with 0>"), _report(ON_RANKS, 2)
 
 
 @needs_mpiexec

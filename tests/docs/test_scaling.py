@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
 from arraycomm._collectives import selection
-from arraycomm._transports.control import MESSAGE_SLOT, PAYLOAD, SharedControl
-from docs.studies.scaling import figure, fit, model, rounds
+from arraycomm._transports.control import PAYLOAD, SharedControl, message_slot
+from docs.studies import figure
+from docs.studies.scaling import fit, measure, model, rounds
 from docs.studies.scaling import page as scaling
 
 ALPHA, BETA, GAMMA = 2e-6, 1e-10, 3e-10
@@ -107,25 +109,57 @@ def test_headers(size) -> None:
     on = machine(slot=1e-8, call=3e-6, seen=5e-7)
     few = np.ceil(np.log2(size))
     assert model.header_in_shared_memory(size, on) == pytest.approx(3.5e-6 + size * 1e-8)
-    allgather = few * ALPHA + (size - 1) * 256 * BETA
+    allgather = few * ALPHA + (size - 1) * (128 if size == 2 else 136) * BETA
     assert model.header_of_messages(size, on) == pytest.approx(3e-6 + allgather + size * 1e-8)
     assert model.header_of_digests(size, on) == pytest.approx(3e-6 + few * (ALPHA + 64 * BETA))
 
 
-@pytest.mark.parametrize(("size", "ring"), [(1024, False), (2048, True), (319, False), (320, True)])
-def test_the_header_becomes_a_ring_where_mpich_does_so(size, ring) -> None:
-    moved = model.mpich_allgather(size, MESSAGE_SLOT * size)
-    assert moved == (model.ring if ring else model.bruck)(size, MESSAGE_SLOT * size)
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_what_is_sent_with_the_header_is_paid_by_the_byte(size) -> None:
+    on = machine(row=1e-7)
+    moved = (size - 1) * 1e4 * (BETA + GAMMA)
+    assert model.in_header(size, 1e4, on, shared=False) == pytest.approx(moved + size * 1e-7)
 
 
-def test_slices_are_paid_chunk_by_chunk() -> None:
+def test_two_ranks_exchange_everything_at_once() -> None:
+    on = machine(part=1e-6, begin=1e-5)
+    expected = ALPHA + 1e6 * (BETA + GAMMA) + 1e-5 + 2e-6
+    assert model.in_exchange(2, 1e6, on) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("size", [128, 1024])
+def test_only_the_first_rank_of_a_node_sends_its_header(size) -> None:
+    on = machine(per_node=64, slot=1e-8, seen=5e-7, seen_byte=1e-11)
+    few, nodes = np.ceil(np.log2(size / 64)), size // 64
+    shown = 1e-6 + size * 1e-8
+    allgather = few * ALPHA + (nodes - 1) * 64 * 136 * BETA
+    assert model.header_of_messages(size, on) == pytest.approx(allgather + shown)
+    brought = (nodes - 1) * 64 * 1000 * BETA + (size - 1) * 1000 * (1e-11 + GAMMA)
+    assert model.in_header(size, 1000, on, shared=False) == pytest.approx(brought)
+
+
+def test_slices_are_paid_chunk_by_chunk_in_shared_memory() -> None:
     chunk, on = selection.CHUNK_BYTES, machine(part=1e-6, begin=1e-5)
-    one = model.in_slices(16, chunk, on)
+    one = model.in_slices(16, chunk, on, shared=True)
     share = 15 / 16 * chunk
     local = 2e-5 + 16e-6 + share * GAMMA
     assert one == pytest.approx(2 * (15 * ALPHA + share * BETA) + local)
-    assert model.in_slices(16, 3 * chunk, on) == pytest.approx(3 * one)
-    assert model.in_slices(16, 3 * chunk + 16, on) > 3 * one + 15 * ALPHA
+    assert model.in_slices(16, 3 * chunk, on, shared=True) == pytest.approx(3 * one)
+    assert model.in_slices(16, 3 * chunk + 16, on, shared=True) > 3 * one + 15 * ALPHA
+
+
+def test_between_nodes_folds_hide_behind_messages_or_messages_behind_folds() -> None:
+    nbytes, share = 4 << 20, 15 / 16 * (1 << 20)
+    moved = 15 * ALPHA + share * BETA
+    for gamma, expected in (
+        (1e-12, 8 * moved),
+        (1e-8, 2 * moved + 4 * share * 1e-8),
+    ):
+        on = replace(machine(), fold_byte=gamma)
+        assert model.in_slices(16, nbytes, on) == pytest.approx(expected)
+    on = machine(part=1e-6, begin=1e-5)
+    python = model.in_slices(16, nbytes, on) - model.in_slices(16, nbytes, machine())
+    assert python == pytest.approx(4 * (2e-5 + 16e-6))
 
 
 def test_ranks_of_a_node_share_its_link() -> None:
@@ -196,15 +230,15 @@ def test_a_rank_that_waits_for_a_late_one_is_late() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 1024, 131072])
 def test_the_model_chooses_what_the_library_chooses(size, shared) -> None:
-    slot = (
-        SharedControl(0, size, np.zeros(SharedControl.nbytes(size), np.uint8)).slot
-        if (shared and size <= 1024)
-        else None
-    )
+    slot = message_slot(size)
+    if shared:
+        slot = 0
+        if size <= 1024:
+            slot = SharedControl(0, size, np.zeros(SharedControl.nbytes(size), np.uint8)).slot
     for nbytes in (8, 128, 129, 4096, 64 << 10, 1 << 20, 100_000_000):
         payload = model.payload(size, shared)
-        assert slot is None or payload == slot - PAYLOAD
-        chosen = selection.choose(nbytes, size, payload, shared)
+        assert not slot or payload == slot - PAYLOAD
+        chosen = selection.choose(nbytes, size, payload, shared, overlaps=not shared)
         assert model.chosen(size, nbytes, shared) == chosen
         assert chosen in model.ALGORITHMS
 
@@ -215,7 +249,7 @@ def test_a_reduction_takes_its_header_and_its_algorithm() -> None:
         (8, True, model.in_header),
         (8, False, model.in_header),
         (256 << 10, True, model.in_steps),
-        (1000, False, model.in_gather),
+        (1000, False, model.in_header),
         (1 << 20, False, model.in_slices),
     ):
         expected = model.header(8, on, shared) + algorithm(8, nbytes, on, shared)
@@ -223,6 +257,15 @@ def test_a_reduction_takes_its_header_and_its_algorithm() -> None:
 
 
 # The measurements
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_one_process_can_pretend_to_be_many_ranks(shared) -> None:
+    comm = measure.communicator(measure.Pretended(64, shared=shared))
+    comm.barrier()
+    assert comm.allreduce(np.ones(2, np.float32)).tolist() == [64, 64]
+    # All others have answered: nothing is waited for.
+    assert comm.allreduce(np.ones(1 << 15, np.float32)).shape == (1 << 15,)
 
 
 def test_what_was_fitted_is_met() -> None:

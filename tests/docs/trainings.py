@@ -7,13 +7,15 @@ number of ranks has left a checkpoint in the directory, from there on.
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import runpy
 import shutil
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,20 +39,46 @@ def digest_of_torch(checkpoint: Path) -> str:
     return _digest(tensor.numpy() for tensor in (*states["model"].values(), *moments))
 
 
+def digest_of_jax(checkpoint: Path) -> str:
+    with np.load(checkpoint) as arrays:
+        return _digest(arrays[name] for name in sorted(arrays) if arrays[name].dtype.kind == "f")
+
+
 def _digest(arrays: Any) -> str:
     return hashlib.sha256(b"".join(map(np.ndarray.tobytes, arrays))).hexdigest()
 
 
-def run_all(program: Path, full: str, digest: Any, directory: Path) -> None:
+class Program(NamedTuple):
+    """A program with its names of full and of mixed precision, and the digest of its checkpoint."""
+
+    path: Path
+    full: str
+    mixed: str
+    digest: Any
+
+
+PROGRAMS = {
+    "sklearn": Program(EXAMPLES / "train_numpy.py", "float64", "float16", digest_of_numpy),
+    "torch": Program(EXAMPLES / "train_torch.py", "float32", "float16", digest_of_torch),
+    "optax": Program(EXAMPLES / "train_jax.py", "float32", "bfloat16", digest_of_jax),
+}
+
+
+def run_all(program: Program, directory: Path) -> None:
+    path, full, mixed, digest = program
     comm = ac.init()
-    main = runpy.run_path(str(program))["main"]
+    main = runpy.run_path(str(path))["main"]
+    # What JAX compiles for an optimizer, it compiles for each anew.
+    names = main.__globals__
+    if "make_optimizer" in names:
+        names["make_optimizer"] = cache(names["make_optimizer"])
 
     def checkpoint_of(run: str) -> Path:
-        return directory / f"{program.stem}-{comm.size}-{run}"
+        return directory / f"{path.stem}-{comm.size}-{run}"
 
     def train(run: str, *arguments: str) -> None:
         checkpoint = checkpoint_of(run.removesuffix(" resumed"))
-        say(f"<{program.stem}: {run}>")
+        say(f"<{path.stem}: {run}>")
         main(["--epochs", str(EPOCHS), "--checkpoint", str(checkpoint), *arguments])
         comm.barrier()
         say(f"digest {digest(checkpoint)}")
@@ -61,17 +89,19 @@ def run_all(program: Path, full: str, digest: Any, directory: Path) -> None:
 
     train("whole", "--precision", full)
     train("broken", "--precision", full, "--stop-after", "2")
-    middle = directory / f"{program.stem}-middle"
+    middle = directory / f"{path.stem}-middle"
     if comm.rank == 0 and not middle.exists():
         shutil.copy(checkpoint_of("broken"), middle)
     train("broken resumed", "--precision", full)
-    train("mixed", "--precision", "float16")
+    train("mixed", "--precision", mixed)
     if comm.size == 1:
         shutil.copy(middle, checkpoint_of("other"))
         train("other resumed", "--precision", full)
 
 
 if __name__ == "__main__":
-    run_all(EXAMPLES / "train_numpy.py", "float64", digest_of_numpy, Path(sys.argv[1]))
-    if find_spec("torch"):
-        run_all(EXAMPLES / "train_torch.py", "float32", digest_of_torch, Path(sys.argv[1]))
+    # Most of the time of such small programs goes into compiling them.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    for module, program in PROGRAMS.items():
+        if find_spec(module):
+            run_all(program, Path(sys.argv[1]))

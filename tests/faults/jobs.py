@@ -153,14 +153,17 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _left_files(began: float, patience: float = 1.0) -> int:
-    """Return how many files of shared memory were made since, and still have a name."""
+def _left_files(began: float, patience: float = 5.0) -> int:
+    """Return how many files of shared memory were made since, and keep a name.
+
+    Other jobs that run meanwhile make files as well; theirs have a name for a moment only.
+    """
     deadline = time.monotonic() + patience
-    while (left := sum(_is_newer(path, began) for path in _shared_files())) and (
-        time.monotonic() < deadline
-    ):
+    left = {path for path in _shared_files() if _is_newer(path, began)}
+    while left and time.monotonic() < deadline:
         time.sleep(0.05)
-    return left
+        left.intersection_update(_shared_files())
+    return len(left)
 
 
 def _shared_files() -> list[Path]:

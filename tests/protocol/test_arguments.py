@@ -64,6 +64,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] = {
 }
 
 
+@pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_argument_on_one_rank_raises_on_all_and_the_ranks_go_on(on_ranks, case) -> None:
     kind, message, wrong = WRONG[case]
@@ -83,6 +84,7 @@ def test_wrong_argument_on_one_rank_raises_on_all_and_the_ranks_go_on(on_ranks, 
     on_ranks(3, check)
 
 
+@pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_argument_on_every_rank_raises_its_own(on_ranks, few, case) -> None:
     kind, message, wrong = WRONG[case]
@@ -263,6 +265,7 @@ WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], 
 }
 
 
+@pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", WRONG_MOVEMENTS)
 def test_wrong_argument_where_the_others_call_right_raises_on_all(on_ranks, case) -> None:
     kind, message, wrong = WRONG_MOVEMENTS[case]
@@ -316,6 +319,7 @@ WRONG_OUTS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", WRONG_OUTS)
 @pytest.mark.parametrize("name", ["allgatherv", "gatherv", "alltoallv"])
 def test_wrong_out_of_a_later_known_shape_concerns_its_rank_alone(on_ranks, name, case) -> None:

@@ -79,14 +79,15 @@ def _spoil(comm: Communicator, step: int, words: dict[int, int], payload: bytes)
     post, send = control.post, transport.send
     first = control.step + 1 + step
 
-    def spoiled_post() -> None:
+    def spoiled_post(nbytes: int | None = None) -> None:
         if control.step + 1 == first:
             parity = first & 1
             for place, word in words.items():
                 control.my_words[parity][place] = word
             control.mine[parity][128 : 128 + len(payload)] = payload
             control.shown[parity] = None
-        post()
+            nbytes = None
+        post(nbytes)
 
     def spoiled_send(buffer: Any, dest: int, tag: int) -> Any:
         transport.send = send
@@ -109,6 +110,10 @@ def _spoil(comm: Communicator, step: int, words: dict[int, int], payload: bytes)
 @example(name="bcast_object", step=0, words={14: 2**37}, payload=b"")
 @example(name="synchronize", step=0, words={14: 2**37}, payload=b"")
 @example(name="bcast", step=0, words={5: 2**34}, payload=b"")
+@example(name="bcast", step=0, words={5: -1}, payload=b"")
+@example(name="scatter", step=0, words={5: -1}, payload=b"")
+@example(name="scatterv", step=0, words={6: 0}, payload=b"")
+@example(name="scatterv", step=0, words={6: 0}, payload=b"\0\0\0\0\0\0\0\x10")
 @example(name="barrier", step=0, words={4: 99}, payload=b"")
 @example(name="mismatch", step=1, words={13: 10}, payload=b"\xff" * 10)
 @example(name="raising", step=1, words={13: 2}, payload=b"[]")

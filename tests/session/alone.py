@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._native import compiled
 from tests.support import internals
 from tests.support.launched import Check, perform
 
@@ -80,6 +81,11 @@ def environment_sets_the_defaults() -> None:
         pytest.raises(ValueError, match="ARRAYCOMM_TIMEOUT must be"),
     ):
         ac.init()
+    with (
+        environment(ARRAYCOMM_REPORT_AFTER="soon"),
+        pytest.raises(ValueError, match="init: ARRAYCOMM_REPORT_AFTER must be a number of seconds"),
+    ):
+        ac.init()
     for said, check in {"Off": False, "no": False, "TRUE": True, "on": True, "": True}.items():
         with environment(ARRAYCOMM_CHECK=said):
             assert found()[1] is check
@@ -98,7 +104,12 @@ def what_cannot_run_says_what_is_missing() -> None:
     ):
         with pytest.raises(error, match=said):
             ac.init(backend, device=device)
-    for options, error in (({"timeout": "soon"}, TypeError), ({"check": 3}, TypeError)):
+    for options, error in (
+        ({"timeout": "soon"}, TypeError),
+        ({"check": 3}, TypeError),
+        ({"report_after": True}, TypeError),
+        ({"report_after": 0}, ValueError),
+    ):
         with pytest.raises(error, match=f"{next(iter(options))} must be"):
             ac.init(**options)
     assert not ac.is_initialized()
@@ -116,6 +127,7 @@ def verbose_prints_a_line_for_each_fact() -> None:
         "arraycomm: check: off",
         "arraycomm: reproducible: on",
         "arraycomm: timeout: none",
+        f"arraycomm: native part: {'none' if compiled is None else compiled.levels()[-1]}",
     ]
     ac.finalize()
     with pytest.raises(TypeError, match="init: verbose must be True or False; got 1"):
@@ -130,13 +142,23 @@ def list_of_devices_is_taken_by_local_rank() -> None:
     assert not ac.is_initialized()
 
 
-def torchrun_is_told_what_to_do() -> None:
-    with (
-        environment(TORCHELASTIC_RUN_ID="1", WORLD_SIZE="2", RANK="0"),
-        pytest.raises(ac.BackendUnavailableError, match="torchrun started 2 processes") as caught,
-    ):
-        ac.init()
-    assert "mpiexec -n 2 python" in str(caught.value)
+def numbers_of_processes_are_never_ignored() -> None:
+    """N processes would each compute alone, and nobody would see it."""
+    with environment(ARRAYCOMM_NUM_PROCESSES="2"):
+        for call in (ac.init, ac.borrow().__enter__):
+            with pytest.raises(
+                ac.BackendUnavailableError, match="ARRAYCOMM_NUM_PROCESSES is set, but"
+            ):
+                call()
+        assert ac.init("self").size == 1
+    numbers = {"ARRAYCOMM_PROCESS_ID": "0", "ARRAYCOMM_COORDINATOR_ADDRESS": "127.0.0.1:4321"}
+    with environment(ARRAYCOMM_NUM_PROCESSES="1", **numbers):
+        assert ac.init().backend == "self"
+    with environment(ARRAYCOMM_NUM_PROCESSES="2", **numbers):
+        with pytest.raises(ac.BackendUnavailableError, match="no MPI launcher has started these"):
+            ac.init("mpi")
+        with pytest.raises(ac.NotInitializedError, match="one of several"), ac.borrow():
+            pass
 
 
 def forked_child_is_refused() -> None:
@@ -160,7 +182,7 @@ CHECKS: tuple[Check, ...] = (
     what_cannot_run_says_what_is_missing,
     verbose_prints_a_line_for_each_fact,
     list_of_devices_is_taken_by_local_rank,
-    torchrun_is_told_what_to_do,
+    numbers_of_processes_are_never_ignored,
     forked_child_is_refused,
 )
 

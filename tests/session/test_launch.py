@@ -1,18 +1,146 @@
-from arraycomm._launch import Launch, detect, torchrun_size
+"""What the environment says about how a process was launched, and how it is to start."""
+
+from __future__ import annotations
+
+import pytest
+
+from arraycomm import BackendUnavailableError
+from arraycomm._launch import Launch, detect, launched
+from arraycomm._launch.numbering import Numbering, Place, numbering
+from arraycomm._start import choose_start
+
+OWN = {
+    "ARRAYCOMM_COORDINATOR_ADDRESS": "127.0.0.1:4321",
+    "ARRAYCOMM_NUM_PROCESSES": "4",
+    "ARRAYCOMM_PROCESS_ID": "3",
+}
+PLACE = Place("127.0.0.1", 4321)
+SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "x",
+}
+MPIEXEC = {"PMI_SIZE": "4", "PMI_RANK": "1"}
 
 
 def test_each_launcher_is_known_by_its_variables() -> None:
     assert detect({"PMI_SIZE": "3", "PMI_RANK": "0"}) == Launch(3, "an mpiexec of the MPICH family")
     assert detect({"OMPI_COMM_WORLD_SIZE": "4"}) == Launch(4, "Open MPI's mpiexec")
     assert detect({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}) == Launch(2, "srun")
+    assert launched(OWN) == Launch(4, "whoever set ARRAYCOMM_NUM_PROCESSES")
+    assert launched(TORCHRUN) == Launch(4, "torchrun")
+    assert launched(OWN | MPIEXEC) == detect(MPIEXEC)
 
 
 def test_nothing_else_is_taken_for_a_launcher() -> None:
     assert detect({}) is None
     assert detect({"SLURM_STEP_NUM_TASKS": "2"}) is None
     assert detect({"PMI_SIZE": "many"}) is None
+    assert launched({"WORLD_SIZE": "8"}) is None
+    assert numbering({"WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_NTASKS": "8"}) is None
 
 
-def test_torchrun_is_known_by_its_run() -> None:
-    assert torchrun_size({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8"}) == 8
-    assert torchrun_size({"WORLD_SIZE": "8"}) == 0
+def test_processes_are_numbered_by_what_started_them() -> None:
+    address = {"ARRAYCOMM_COORDINATOR_ADDRESS": "127.0.0.1:4321"}
+    own = ("ARRAYCOMM_NUM_PROCESSES", "ARRAYCOMM_PROCESS_ID")
+    assert numbering(OWN) == numbering(OWN | SRUN) == Numbering(3, 4, PLACE, own)
+    slurm = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    assert numbering(address | SRUN) == Numbering(2, 4, PLACE, slurm)
+    assert numbering(address | TORCHRUN) == Numbering(1, 4, PLACE, ("WORLD_SIZE", "RANK"))
+    assert numbering(OWN | {"ARRAYCOMM_COORDINATOR_ADDRESS": "[::1]:80"}) == Numbering(
+        3, 4, Place("::1", 80), own
+    )
+    found = numbering(TORCHRUN)
+    assert found is not None
+    assert found.place.host == ""
+    assert found.place == numbering(TORCHRUN | {"RANK": "0"}).place  # type: ignore[union-attr]
+    for other in ({"MASTER_PORT": "1"}, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+        assert found.place != numbering(TORCHRUN | other).place  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "said"),
+    [
+        ({"ARRAYCOMM_PROCESS_ID": ""}, BackendUnavailableError, "but not ARRAYCOMM_PROCESS_ID; set"),
+        (
+            {"ARRAYCOMM_COORDINATOR_ADDRESS": "", "ARRAYCOMM_NUM_PROCESSES": ""},
+            BackendUnavailableError,
+            "ARRAYCOMM_PROCESS_ID is set, but not ARRAYCOMM_COORDINATOR_ADDRESS and ARRAYCOMM_NUM",
+        ),
+        ({"ARRAYCOMM_PROCESS_ID": "4"}, ValueError, "ARRAYCOMM_PROCESS_ID must be from 0 to 3, since"),
+        ({"ARRAYCOMM_PROCESS_ID": "-1"}, ValueError, "ARRAYCOMM_PROCESS_ID must be from 0 to 3"),
+        ({"ARRAYCOMM_NUM_PROCESSES": "0"}, ValueError, "NUM_PROCESSES must be the number of processes"),
+        ({"ARRAYCOMM_NUM_PROCESSES": "four"}, ValueError, "NUM_PROCESSES must be .*; got 'four'"),
+        *(
+            ({"ARRAYCOMM_COORDINATOR_ADDRESS": said}, ValueError, "must be a host and a port, as in")
+            for said in ("4321", "host", ":4321", "host:", "host:0", "host:65536", "host:http")
+        ),
+    ],
+)  # fmt: skip
+def test_variables_that_do_not_fit_are_refused(
+    changed: dict[str, str], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=f"^init: .*{said}"):
+        numbering(OWN | changed)
+
+
+def test_torchrun_on_several_hosts_is_told_to_use_mpiexec() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"4 processes, of which 2 .*mpiexec -n 4"):
+        numbering(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"})
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch):
+    """Return a function: the backend that an environment leads to, with an argument of `init`."""
+    monkeypatch.setattr("arraycomm._start.mpi_has_peers", lambda: False)
+
+    def start(environment: dict[str, str], backend: str = "auto") -> str:
+        monkeypatch.setattr("os.environ", environment)
+        return choose_start(backend).backend
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("environment", "backend", "expected"),
+    [
+        ({}, "auto", "self"),
+        (OWN, "auto", "processes"),
+        (TORCHRUN, "auto", "processes"),
+        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, "auto", "self"),
+        (OWN, "self", "self"),
+        (OWN, "processes", "processes"),
+        # MPI goes before.
+        (MPIEXEC, "auto", "mpi"),
+        (OWN | MPIEXEC, "auto", "mpi"),
+        (OWN | MPIEXEC, "processes", "processes"),
+        ({"ARRAYCOMM_COORDINATOR_ADDRESS": "x:1"} | MPIEXEC, "auto", "mpi"),
+        # Slurm may have connected them.
+        (SRUN, "auto", "mpi"),
+        (SRUN | OWN, "auto", "processes"),
+        (SRUN | {"ARRAYCOMM_COORDINATOR_ADDRESS": "x:1"}, "auto", "processes"),
+        (SRUN | OWN | {"PMIX_RANK": "2"}, "auto", "mpi"),
+        # torchrun, started once on a node.
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"} | TORCHRUN, "auto", "processes"),
+    ],
+)  # fmt: skip
+def test_backend_follows_from_the_environment(starts, environment, backend, expected) -> None:
+    assert starts(environment, backend) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "backend", "said"),
+    [
+        (OWN | {"PMI_SIZE": "3"}, "auto", "started 3 processes, but ARRAYCOMM_NUM_PROCESSES is 4"),
+        (TORCHRUN | {"PMI_SIZE": "1"}, "auto", "started 1 process, but WORLD_SIZE is 4"),
+        ({}, "processes", "backend 'processes' needs ARRAYCOMM_COORDINATOR_ADDRESS, as in"),
+        (OWN, "mpi", "NUM_PROCESSES is 4, but no MPI launcher .*without backend='mpi'"),
+        (TORCHRUN, "nccl", "WORLD_SIZE is 4, but no MPI launcher"),
+    ],
+)
+def test_contradictions_are_refused(starts, environment, backend, said) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"^init: .*{said}"):
+        starts(environment, backend)

@@ -372,15 +372,15 @@ class TestEndingWell:
             from arraycomm import _mpi_start
 
             last = MPI.COMM_WORLD.rank == 2
-            own = _mpi_start._digest, _mpi_start._version
+            own = _mpi_start.code_digest, _mpi_start._version
             if last:
-                _mpi_start._digest, _mpi_start._version = lambda: "other", lambda: "9.9"
+                _mpi_start.code_digest, _mpi_start._version = lambda: "other", lambda: "9.9"
             for start in (ac.init, lambda: ac.Communicator.from_mpi(MPI.COMM_WORLD)):
                 try:
                     start()
                 except ac.MismatchError as error:
                     sys.stdout.write(f"{error}\\n")
-            _mpi_start._digest, _mpi_start._version = own
+            _mpi_start.code_digest, _mpi_start._version = own
             assert ac.init().allreduce(1) == 3
         """)
         assert done.returncode == 0, done.stderr

@@ -39,6 +39,22 @@ def finalize_completes_requests_of_duplicates_first() -> None:
     assert (out == RANKS).all()
 
 
+def finalize_ends_what_it_cannot_free() -> None:
+    comm = ac.init()
+    other = comm.dup()
+    out = np.empty(2)
+    for _ in range(3):
+        comm.allreduce(np.ones(2), out=out)
+    with pytest.raises(ac.MismatchError):
+        comm.dup().allreduce(np.ones(2 + comm.rank))
+    ac.finalize()
+    for ended in (comm, other):
+        with pytest.raises(ac.CommunicatorClosedError, match="arraycomm was finalized"):
+            ended.allreduce(np.ones(2), out=out)
+    assert ac.init().allreduce(1) == RANKS
+    ac.finalize()
+
+
 def from_mpi_leaves_the_world_and_the_given_communicator_alone() -> None:
     from mpi4py import MPI
 
@@ -208,6 +224,7 @@ def rank_that_closed_a_communicator_alone_goes_on_with_the_others() -> None:
 CHECKS: tuple[Check, ...] = (
     finalize_frees_and_init_begins_again,
     finalize_completes_requests_of_duplicates_first,
+    finalize_ends_what_it_cannot_free,
     from_mpi_leaves_the_world_and_the_given_communicator_alone,
     wrong_argument_to_from_mpi_on_one_rank_raises_on_all,
     from_mpi_has_the_backends_of_init,

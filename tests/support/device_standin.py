@@ -7,6 +7,7 @@ links and results fit together there, and that whoever reads too early reads wha
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event, Piece
 from arraycomm._arrays.pinned import Staging
 from arraycomm._arrays.views import NOTHING
-from arraycomm._cuda import arrays, selection
+from arraycomm._cuda import arrays, callers, selection
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._cuda.staged_link import HostStagedLink
@@ -37,20 +38,41 @@ def peek(device_buffer: DeviceBuffer) -> Array:
     return np.frombuffer(raw, np.uint8).view(device_buffer.dtype)
 
 
+class _CurrentStream(threading.local):
+    """The stream in which a thread's frameworks work; the default stream in a thread of its own."""
+
+    stream = 0
+
+
+CURRENT = _CurrentStream()
+
+
+@contextmanager
+def working_in(stream: int) -> Iterator[None]:
+    """Have this thread's frameworks work in a stream for a while."""
+    before, CURRENT.stream = CURRENT.stream, stream
+    try:
+        yield
+    finally:
+        CURRENT.stream = before
+
+
 class _Mark:
     """Comes when it has been looked for twice, and does the work up to it."""
 
     def __init__(self, memory: LateMemory, end: int) -> None:
         self._memory, self._end, self._looks = memory, end, 0
+        self._stream = memory.stream
 
     def done(self) -> bool:
         self._looks += 1
         if self._looks > 2:
-            self._memory.catch_up(self._end)
+            self._memory.catch_up(self._end, wait=False)
         return self._memory.finished >= self._end
 
     def wait_on(self, stream: int) -> None:
         """There is one order for all streams."""
+        self._memory.queue.waits.append((stream, self._stream))
 
 
 class Never:
@@ -63,25 +85,48 @@ class Never:
         """What is to come after it does not matter."""
 
 
+class _Queue:
+    """The work on a device, in one order for all streams; in which streams it is, and what waits."""
+
+    def __init__(self) -> None:
+        self.begun = self.finished = 0
+        self.work: deque[Callable[[], None]] = deque()
+        self.streams: list[int] = []
+        self.waits: list[tuple[int, int]] = []
+        # Held to put work at the end, and to do what is there: several threads look at marks.
+        self.putting, self.doing = threading.Lock(), threading.RLock()
+
+
 class LateMemory(DeviceMemory):
     """Does nothing before somebody waits for it."""
 
     def __init__(self) -> None:
         self.device, self.stream = 0, 0
-        self.finished = 0
-        self._begun = 0
-        self._work: deque[Callable[[], None]] = deque()
+        self.queue = _Queue()
+
+    @property
+    def finished(self) -> int:
+        return self.queue.finished
 
     def put(self, work: Callable[[], None]) -> None:
         """Put work at the end of the stream."""
-        self._begun += 1
-        self._work.append(work)
+        queue = self.queue
+        with queue.putting:
+            queue.streams.append(self.stream)
+            queue.work.append(work)
+            queue.begun += 1
 
-    def catch_up(self, end: int | None = None) -> None:
-        """Do what comes before `end`, or everything."""
-        while self.finished < (self._begun if end is None else end):
-            self._work.popleft()()
-            self.finished += 1
+    def catch_up(self, end: int | None = None, *, wait: bool = True) -> None:
+        """Do what comes before `end`, or everything; if another thread does that, perhaps wait for it."""
+        queue = self.queue
+        if not queue.doing.acquire(wait):
+            return
+        try:
+            while queue.finished < (queue.begun if end is None else end):
+                queue.work.popleft()()
+                queue.finished += 1
+        finally:
+            queue.doing.release()
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         made = np.full(nbytes + 256, 0xA5, np.uint8)
@@ -120,7 +165,7 @@ class LateMemory(DeviceMemory):
         self.put(gather)
 
     def record(self) -> Event:
-        return _Mark(self, self._begun)
+        return _Mark(self, self.queue.begun)
 
 
 class DeviceArray:
@@ -175,6 +220,15 @@ class _View(BufferView):
         return self.source.dtype
 
 
+def _seen() -> None:
+    """Note in which stream this thread's frameworks make or change an array."""
+    MADE_IN.append((threading.current_thread(), CURRENT.stream))
+
+
+# What frameworks have made or changed: the threads, and the streams that were current there.
+MADE_IN: list[tuple[threading.Thread, int]] = []
+
+
 def _on_device(x: Any) -> bool:
     return isinstance(x, DeviceArray)
 
@@ -193,6 +247,7 @@ def _view_out(out: Any, shape: Any, dtype: Any, memory: DeviceMemory) -> _View:
 
 
 def _written(out: _View, flat: DeviceBuffer) -> Any:
+    _seen()
     memory = out.device_buffer.memory
     assert isinstance(memory, LateMemory)
     memory.put(lambda: np.copyto(out.source.array, peek(flat).reshape(out.shape)))
@@ -200,9 +255,15 @@ def _written(out: _View, flat: DeviceBuffer) -> Any:
 
 
 def _empty_like(like: Any, shape: Any, dtype: Any, memory: LateMemory) -> tuple[Any, DeviceBuffer]:
+    _seen()
     array = np.full(int(np.prod(shape)) * dtype.itemsize, 0xA5, np.uint8).view(dtype)
     made = DeviceArray(array.reshape(shape), memory, like.source.framework)
     return made, DeviceBuffer(array.ctypes.data, array.size, dtype, array, memory)
+
+
+def _finish(made: Any, like: Any) -> Any:
+    _seen()
+    return made
 
 
 class AheadLink(GpuAwareMpiLink):
@@ -255,15 +316,18 @@ def devices(link: str = "ahead") -> Iterator[Standin]:
             (arrays, "on_cuda", _on_device),
             (_explain, "on_cuda", _on_device),
             (_explain, "device_view", _view),
-            (arrays, "stream_of", lambda x: 0),
+            (arrays, "stream_of", lambda x: CURRENT.stream),
+            (arrays, "check_stream", lambda x: None),
             (arrays, "device_view", _view),
             (arrays, "view_out", _view_out),
             (arrays, "commit_out", _written),
             (arrays, "empty_like", _empty_like),
-            (arrays, "finish", lambda made, like: made),
+            (arrays, "finish", _finish),
             (arrays, "release", lambda view: None),
             (selection, "capabilities", capabilities),
             (selection, "choose", choose),
         ):
             patches.enter_context(mock.patch.object(module, name, value))
+        state = callers.State(lambda _: CURRENT.stream, working_in, int)
+        patches.enter_context(mock.patch.dict(callers.STATES, standin=state))
         yield standin

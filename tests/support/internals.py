@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from arraycomm._collectives import groups
+from arraycomm._collectives import segment as segments
 from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
-from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._protocol import clock
 from arraycomm._protocol import exit as process_exit
@@ -30,18 +31,31 @@ def communicator(transport: Transport, **options: Any) -> Communicator:
     return Communicator(Runner(group, Devices(group, DeviceRequest())))
 
 
-def mpi_communicator(mpi_comm: Any, *, share: bool = True, **options: Any) -> Communicator:
-    """Make one over MPI, whose control channel is in shared memory or goes by messages."""
+def mpi_communicator(
+    mpi_comm: Any, *, share: bool = True, nodes: list[int] | None = None, **options: Any
+) -> Communicator:
+    """Make one over MPI, whose control channel is in shared memory or goes by messages.
+
+    By messages four ranks are on two pretended nodes in turn, and fewer ranks each on one of its own, if
+    `nodes` does not give the first rank on the pretended node of each.
+    """
     from arraycomm._transports.mpi import MPITransport
 
-    return communicator(MPITransport(mpi_comm, share=share), **options)
+    if nodes is None and mpi_comm.size == 4 and not share:
+        nodes = [0, 1, 0, 1]
+    return communicator(MPITransport(mpi_comm, share=share or bool(nodes), nodes=nodes), **options)
+
+
+def is_shared(comm: Communicator) -> bool:
+    """Tell whether the ranks share memory."""
+    return group_of(comm).control.shared
 
 
 def refuse_shared_memory() -> None:
     """Have this process's control channels go by messages from now on, as between nodes."""
-    from arraycomm._transports import mpi
+    from arraycomm._transports import mpi, mpi_control
 
-    mpi.shared_memory = lambda *_: None  # type: ignore[assignment]
+    mpi.shared_memory = mpi_control.shared_memory = lambda *_: None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -49,7 +63,7 @@ def unnamed_files_refused(*, here: bool) -> Iterator[None]:
     """Let this process open no file that has no name, if `here`, as between some containers."""
     from unittest import mock
 
-    from arraycomm._transports import mpi, mpi_memory, shared_files
+    from arraycomm._transports import mpi_memory, shared_files
 
     usual = shared_files.open_file
 
@@ -58,8 +72,8 @@ def unnamed_files_refused(*, here: bool) -> Iterator[None]:
 
     try:
         with (
-            mock.patch.object(mpi, "open_file", open_file),
             mock.patch.object(mpi_memory, "open_file", open_file),
+            mock.patch.object(shared_files, "open_file", open_file),
         ):
             yield
     finally:
@@ -77,6 +91,11 @@ def threads_refused(*, here: bool) -> Iterator[None]:
     with mock.patch.object(threading.Thread, "start", start) if here else contextlib.nullcontext():
         yield
     ProgressThread.refused = False
+
+
+def now() -> float:
+    """Return the time of the clock of waits."""
+    return clock.now()
 
 
 def restart_clock() -> None:
@@ -131,6 +150,25 @@ def steps(comm: Member) -> int:
     return int(group(comm).control.step)
 
 
+def finish_in_another_thread(comm: Member, task: Any) -> Any:
+    """Have another thread push a call on to its end; return its result, or raise its error."""
+
+    def push() -> None:
+        while not task.finished:
+            engine(comm).advance()
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    thread.join()
+    task.outcome.claim()
+    return task.take()
+
+
+def completed(comm: Member) -> int:
+    """Return the step of the last call that this rank has completed, which others learn if it leaves."""
+    return group(comm).completed
+
+
 def spans(comm: Member) -> list[int]:
     """Return a list that gets the bytes that each movement of the transport reaches over."""
     found: list[int] = []
@@ -164,7 +202,13 @@ def set_inline_bytes(comm: Communicator, nbytes: int) -> None:
 
 def segment(comm: Communicator) -> Any:
     """Return the shared segment of the trees, or None."""
-    return trees_of(comm)._segment
+    transport = group_of(comm).transport
+    return segments.opened(transport)
+
+
+def forbid_segment(comm: Communicator) -> None:
+    """Have trees and large arrays travel as messages, as between nodes."""
+    segments.forbid_segment(group_of(comm).transport)
 
 
 def fusion(plan: Any) -> Any:
@@ -260,6 +304,16 @@ def free(comm: Member) -> None:
     groups.free(Runner(group(comm), Placements(group(comm))))
 
 
+def remember_allreduce(comm: Communicator, x: Any, op: str) -> None:
+    """Take the fast path in the next `allreduce` like this, as if one had been made."""
+    comm._fast.remember(x, op)
+
+
+def remember_noted_allreduce(comm: Communicator, x: Any, op: str, note: str) -> None:
+    """Keep the fast path of a reduction that the ranks compare together with a note, as programs of JAX do."""
+    comm._fast.keep((note,), x, op, note)
+
+
 def is_closed(comm: Member) -> bool:
     return group(comm).closed is not None
 
@@ -301,3 +355,16 @@ def noted_waits() -> Iterator[Callable[[Communicator], list[str]]]:
 
     with mock.patch.object(WaitReports, "report", note):
         yield lambda comm: noted[id(group(comm))]
+
+
+# Traces ----------------------------------------------------------------------------------------
+
+
+def fast_paths(comm: Communicator) -> int:
+    """Return how many reductions have a fast path."""
+    return len(comm._fast.paths)
+
+
+def is_traced(comm: Communicator) -> bool:
+    """Tell whether the communicator's calls are recorded."""
+    return group_of(comm).tracer is not None

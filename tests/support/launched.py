@@ -6,10 +6,14 @@ get the program's `Report` and ask it for one check each.
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 from tests.support.launcher import run_python
@@ -66,3 +70,40 @@ def run_pytest(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
     # Open MPI gives its ranks a terminal.
     command = ("-m", "pytest", "-q", "--color=no", *left_out, *arguments)
     return run_python(*command, cwd=ROOT, **options)
+
+
+_LIMIT: Final = 60.0
+
+
+def start_numbered(
+    ranks: int, *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], list[int]]:
+    """Run a program as a shell's loop would; return what all have printed, and the status of each."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    numbers = {"ARRAYCOMM_COORDINATOR_ADDRESS": address, "ARRAYCOMM_NUM_PROCESSES": str(ranks)}
+    with TemporaryFile("w+") as out:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=os.environ
+                | numbers
+                | {"ARRAYCOMM_PROCESS_ID": str(rank), "OMP_NUM_THREADS": "1"},
+                stdout=out,
+                stderr=out,
+            )
+            for rank in range(ranks)
+        ]
+        deadline = time.monotonic() + _LIMIT
+        try:
+            statuses = [
+                process.wait(max(deadline - time.monotonic(), 0.1)) for process in processes
+            ]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        out.seek(0)
+        said = out.read()
+    return subprocess.CompletedProcess(arguments, max(statuses), said, ""), statuses

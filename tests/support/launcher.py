@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,15 +13,26 @@ from pathlib import Path
 
 import pytest
 
-# Only the launcher of this interpreter's environment fits the MPI that is loaded here.
-LAUNCHER = Path(sys.executable).with_name("mpiexec")
+
+def find_launcher() -> Path:
+    """Return the launcher of this interpreter's environment, or else the one on PATH."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = shutil.which("mpiexec")
+    return beside if beside.exists() or found is None else Path(found)
+
+
+# That of this interpreter's environment fits the MPI that is loaded here.
+LAUNCHER = find_launcher()
 # Open MPI's launcher refuses root, and more ranks than cores, unless told otherwise.
 SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMP_NUM_THREADS": "1",
+    "COLUMNS": "80",
 }
+# With these set pytest prints otherwise, and the output of programs is compared.
+UNSET = ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS")
 LAUNCHED = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
 
 
@@ -34,7 +46,8 @@ def is_open_mpi() -> bool:
 
 
 needs_mpiexec = pytest.mark.skipif(
-    not LAUNCHER.exists() or LAUNCHED, reason="no mpiexec beside the interpreter, or under one"
+    not LAUNCHER.exists() or LAUNCHED,
+    reason="no mpiexec beside the interpreter or on PATH, or under one",
 )
 
 
@@ -54,7 +67,7 @@ def run_python(
     with subprocess.Popen(
         command,
         cwd=cwd,
-        env=os.environ | SETTINGS,
+        env={name: value for name, value in os.environ.items() if name not in UNSET} | SETTINGS,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

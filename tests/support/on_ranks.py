@@ -3,7 +3,8 @@
 Tests that take it run over threads if pytest is alone, and over MPI if every rank of
 `mpiexec -n 4 python -m pytest tests/collectives` runs them in step: with the control channel in
 shared memory, as on one node, or with the one that goes by messages, as between nodes. A job of an
-even number of ranks tries even ones, and one of an odd number odd ones. EVERY=1 runs all of both.
+even number of ranks tries even ones, and one of an odd number odd ones. Threads try all of them with each
+test, and a job one with most. EVERY=1 runs all of both.
 """
 
 from __future__ import annotations
@@ -36,18 +37,36 @@ OnRanks = Callable[..., list[Any]]
 
 
 def is_spared(item: pytest.Item) -> bool:
-    """Tell whether a test goes over this control channel under the other MPI.
+    """Tell whether a test goes over this control channel under the other MPI, or on other ranks.
 
     Half of the tests go over shared memory under MPICH, and by messages under Open MPI; the others
-    the other way round.
+    the other way round. In a job of an even number of ranks half of them take all, and the others half of
+    them; in one of an odd number all take all, and a quarter of them one as well. A table of cases may be
+    shared out between the MPIs.
     """
     parameters = getattr(item, "callspec", None)
-    channel = "" if parameters is None else parameters.params.get("transport", "")
-    if EVERY or channel not in MPI or item.get_closest_marker("both_control_channels"):
+    given = {} if parameters is None else parameters.params
+    channel = given.get("transport", "")
+    if EVERY or channel not in MPI:
         return False
-    name = item.nodeid.partition("[")[0].rpartition("::")[2]
-    turn = (crc32(name.encode()) + ("OMPI_COMM_WORLD_RANK" in os.environ)) % 2
-    return MPI[turn] == channel
+    open_mpi = "OMPI_COMM_WORLD_RANK" in os.environ
+    if item.get_closest_marker("half_of_the_cases") and _half(str(given["case"])) != open_mpi:
+        return True
+    if item.get_closest_marker("both_control_channels"):
+        return False
+    number = crc32(item.nodeid.partition("[")[0].rpartition("::")[2].encode())
+    turn = (number + open_mpi) % 2
+    return MPI[turn] == channel or not _takes(number >> 1, given.get("size", given.get("several")))
+
+
+def _half(case: str) -> int:
+    """Tell which MPI a case belongs to, however many others there are."""
+    return crc32(case.encode()) % 2
+
+
+def _takes(number: int, size: int | None) -> bool:
+    """Tell whether the test of this number runs on so many ranks of an MPI job."""
+    return {None: True, 1: number % 4 == 0, 2: number % 2 == 0, 4: number % 2 == 1}.get(size, True)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -100,6 +119,7 @@ def _run_over_mpi(share: bool, size: int, fn: Callable[..., Any], *args: Any) ->
         comm = internals.mpi_communicator(group.Dup(), share=share, timeout=TIMEOUT)
         try:
             result = fn(comm, *args)
+            _close_devices(comm)
         except BaseException as raised:
             error = raised
         _announce_exit(comm, error)
@@ -120,10 +140,14 @@ def _run_over_mpi(share: bool, size: int, fn: Callable[..., Any], *args: Any) ->
     return list(results[:size])
 
 
+def _close_devices(comm: Communicator) -> None:
+    for member in internals.related(comm):
+        if not internals.is_closed(member):
+            internals.close_devices(member)
+
+
 def _announce_exit(comm: Communicator, error: BaseException | None) -> None:
     for member in internals.related(comm):
-        if error is None and not internals.is_closed(member):
-            internals.close_devices(member)
         if error is None:
             internals.announce_exit(member, FINISHED)
         else:

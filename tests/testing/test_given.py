@@ -28,7 +28,7 @@ FEW = hypothesis.settings(
 
 KINDS = [
     pytest.param(None, id="threads"),
-    pytest.param(3, id="mpiexec", marks=[needs_mpiexec, pytest.mark.each_mpi]),
+    pytest.param(3, id="mpiexec", marks=needs_mpiexec),
 ]
 # What each kind leaves out: a fixture that fails on one rank needs processes, and a rank that is stuck
 # outside Python ends a job of processes.

@@ -590,7 +590,8 @@ def test_dtypes_and_ops_that_do_not_exist_are_refused() -> None:
 
 
 def test_shapes_of_every_kind_are_drawn() -> None:
-    found = drawn(ranked.shapes())
+    # What is drawn depends on the numbers in the library's code, which hypothesis tries too.
+    found = drawn(ranked.shapes(), hypothesis.settings(LONG, max_examples=600))
     sizes = [math.prod(shape) for shape in found]
     assert {len(shape) for shape in found} == {0, 1, 2, 3, 4}
     assert any(size == 0 and shape[0] for size, shape in zip(sizes, found, strict=True))

@@ -5,10 +5,8 @@ import copy
 import dataclasses
 import json
 import pickle
-import subprocess
 import tracemalloc
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,6 @@ from arraycomm._training.order import order_of
 from arraycomm._transports.threads import make_group
 from arraycomm.testing import run
 from tests.support import internals
-from tests.support.launcher import needs_mpiexec, run_python
 
 
 def containers(size: int, data: Any, **options: Any) -> list[DistributedDataContainer]:
@@ -629,28 +626,3 @@ def test_interrupted_training_ends_with_the_same_bits(tmp_path) -> None:
     for stop in (2, 3, 8):
         assert run(3, train, path, stop, False)[0] == whole[:stop]
         assert run(3, train, path, None, True) == [whole[stop:]] * 3
-
-
-# Workers -----------------------------------------------------------------------------------------
-
-
-def work(ranks: int | None, method: str, steps: int, *state: Any) -> Any:
-    program = str(Path(__file__).with_name("data_workers.py"))
-    job: subprocess.CompletedProcess[str] = run_python(
-        program, method, str(steps), *map(json.dumps, state), ranks=ranks
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
-    return json.loads(job.stdout)
-
-
-@needs_mpiexec
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-def test_other_numbers_of_ranks_go_on_from_what_the_loop_has_got_from_two_workers() -> None:
-    steps = 4
-    before = work(None, "spawn", steps)
-    # The workers have been asked for eight batches more by then.
-    assert before["state"]["consumed"] == steps * 3
-    after = work(2, "fork", 1000, before["state"])
-    seen = [tuple(item) for part in before["seen"] + after["seen"] for item in part]
-    assert len(after["seen"]) == 2
-    assert sorted(seen) == [(epoch, item) for epoch in range(3) for item in range(61)]

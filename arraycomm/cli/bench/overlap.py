@@ -20,6 +20,7 @@ from arraycomm._launch import detect
 from arraycomm.cli.bench.machine import machine
 from arraycomm.cli.bench.tables import Table, as_text
 from arraycomm.cli.launch import launch
+from arraycomm.cli.numbers import positive
 
 _SIZES: Final = (1 << 20, 8 << 20, 64 << 20)
 _ORDER: Final = 256
@@ -29,8 +30,8 @@ Work = Callable[[int], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    add("--ranks", type=int, default=2, metavar="N", help="without mpiexec; default 2")
-    add("--repeats", type=int, default=15, metavar="N", help="samples of each; default 15")
+    add("--ranks", type=positive, default=2, metavar="N", help="without mpiexec; default 2")
+    add("--repeats", type=positive, default=15, metavar="N", help="samples of each; default 15")
     add("--json", type=Path, metavar="FILE", help="write the medians there")
 
 

@@ -16,13 +16,30 @@ ARRAYS: Final = {
     "torch": "torch tensors",
     "jax": "JAX arrays",
     "cupy": "CuPy arrays",
+    "any": "arrays of its framework",
 }
 _UNITS: Final = {
     "latency": ("µs per call", 1e6),
     "bandwidth": ("ms per call (GB/s)", 1e3),
     "trees": ("ms per tree (GB/s)", 1e3),
     "train": ("ms per step", 1e3),
+    "jax": ("µs per call", 1e6),
+    "adapters": ("ms per step", 1e3),
 }
+_SUBJECTS: Final = {
+    "trees": "Trees of {}",
+    "train": "Training in {}",
+    "jax": "Compiled programs of {}",
+    "adapters": "Each adapter in {}",
+}
+_FIRST_COLUMN: Final = {"trees": "tree", "train": "model", "jax": "program", "adapters": "adapter"}
+_WITH_BANDWIDTH: Final = frozenset(("bandwidth", "trees"))
+# Modes whose contenders differ in what they do, so that each is compared with the references.
+_ALL_COMPARED: Final = frozenset(("jax",))
+_OWN: Final = (
+    *("out", "fresh", "unchecked", "plan", "tree", "step"),
+    *("jit", "jit-donated", "optax", "adapter"),
+)
 _NOT_TIMED: Final = {"unsupported": "–", "wrong": "wrong", "error": "error"}
 
 
@@ -34,9 +51,13 @@ def tables(lines: Sequence[Line], ranks: int) -> Iterator[Table]:
             groups.setdefault((line["mode"], line["dtype"], framework), []).append(line)
     for (mode, dtype, framework), group in groups.items():
         unit, scale = _UNITS[mode]
-        what = {"trees": f"Trees of {dtype}", "train": f"Training in {dtype}"}.get(mode, dtype)
-        title = f"{what}, {ARRAYS[framework]}, {ranks} ranks: {unit}"
+        title = f"{subject(mode, dtype)}, {ARRAYS[framework]}, {ranks} ranks: {unit}"
         yield _table(title, group, framework, scale)
+
+
+def subject(mode: str, dtype: str) -> str:
+    """Say what the lines of a mode and a dtype are about."""
+    return _SUBJECTS.get(mode, "{}").format(dtype)
 
 
 def find(line: Line, framework: str, key: str) -> StoredEntry | None:
@@ -49,7 +70,7 @@ def complaints(lines: Sequence[Line]) -> list[str]:
     """Return a sentence for each contender that gave a wrong result, or none."""
     return [
         f"{entry['name']} with {ARRAYS[entry['framework']]}, {line['dtype']}, "
-        f"{_what(line)}: {entry['reason']}"
+        f"{name_of(line)}: {entry['reason']}"
         for line in lines
         for entry in line["contenders"]
         if entry["status"] in {"wrong", "error"}
@@ -61,16 +82,18 @@ def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> T
         e["key"] for line in lines for e in line["contenders"] if e["framework"] == framework
     }
     keys = [key for key in TITLES if key in present]
-    compared = [(own, other) for own, other in _comparisons(keys) if _any(lines, framework, other)]
+    mode = lines[0]["mode"]
+    pairs = comparisons(mode, keys)
+    compared = [(own, other) for own, other in pairs if _any(lines, framework, other)]
     header = [
-        {"trees": "tree", "train": "model"}.get(lines[0]["mode"], "size"),
+        _FIRST_COLUMN.get(mode, "size"),
         *(TITLES[key] for key in keys),
         *(f"{TITLES[own].removeprefix('arraycomm, ')} ÷ {other}" for own, other in compared),
-        *(["reduction hidden"] if lines[0]["mode"] == "train" else []),
+        *(["reduction hidden"] if mode == "train" else []),
     ]
     rows = [
         [
-            _what(line),
+            name_of(line),
             *(_time(line, find(line, framework, key), scale) for key in keys),
             *(_ratio(find(line, framework, own), other) for own, other in compared),
             *([_hidden(line)] if line["mode"] == "train" else []),
@@ -80,15 +103,14 @@ def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> T
     return Table(title, header, rows)
 
 
-def _comparisons(keys: Sequence[str]) -> list[tuple[str, str]]:
-    """Pair arraycomm's first contender among these keys with each of the references."""
-    own = next(
-        (key for key in ("out", "fresh", "unchecked", "plan", "tree", "step") if key in keys), None
-    )
-    return [] if own is None else [(own, other) for other in REFERENCES if other in keys]
+def comparisons(mode: str, keys: Sequence[str]) -> list[tuple[str, str]]:
+    """Pair arraycomm's first contender among these keys, or in some modes each, with each reference."""
+    own = [key for key in _OWN if key in keys]
+    first = own if mode in _ALL_COMPARED else own[:1]
+    return [(key, other) for key in first for other in REFERENCES if other in keys]
 
 
-def _what(line: Line) -> str:
+def name_of(line: Line) -> str:
     """Name the subject of a line: the model, the tree, or the size of the array."""
     return str(line.get("model") or line.get("tree") or size_text(line["nbytes"]))
 
@@ -105,9 +127,9 @@ def _time(line: Line, entry: StoredEntry | None, scale: float) -> str:
     if entry["status"] != "ok":
         return _NOT_TIMED[entry["status"]]
     text = number_text(entry["median"] * scale)
-    if line["mode"] in {"latency", "train"}:
-        return text
-    return f"{text} ({number_text(line['nbytes'] / entry['median'] / 1e9)})"
+    if line["mode"] in _WITH_BANDWIDTH:
+        return f"{text} ({number_text(line['nbytes'] / entry['median'] / 1e9)})"
+    return text
 
 
 def _hidden(line: Line) -> str:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from arraycomm.cli.bench import device
+from arraycomm.cli.bench import adapters, device, jitted, shallow_water
 from arraycomm.cli.bench.arguments import (
     command,
     host_frameworks,
+    requested_loops,
     requested_models,
+    requested_programs,
     requested_trees,
     requests,
 )
 from arraycomm.cli.bench.contenders import REFERENCES, Case, Field, keys_of, make
 from arraycomm.cli.bench.lines import Entry, Line, enter, measured
 from arraycomm.cli.bench.machine import machine, versions
-from arraycomm.cli.bench.report import complaints, tables
-from arraycomm.cli.bench.tables import as_text
+from arraycomm.cli.bench.picture import draw, pictures
+from arraycomm.cli.bench.report import complaints, name_of, tables
+from arraycomm.cli.bench.tables import as_text, size_text
 from arraycomm.cli.bench.train import KEYS, TrainCase, make_for_training
 from arraycomm.cli.bench.trees import TreeCase, keys_of_trees, make_for_tree
 
@@ -33,12 +39,38 @@ FORMAT: Final = 1
 def measure_all(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure what the arguments ask for, and return the results; collective."""
     results = _about(field, arguments)
-    results["lines"] = [
-        *_lines(field, arguments),
-        *_tree_lines(field, arguments),
-        *_train_lines(field, arguments),
-    ]
+    lines = chain(
+        _lines(field, arguments),
+        _tree_lines(field, arguments),
+        _train_lines(field, arguments),
+        _program_lines(field, arguments),
+        _loop_lines(field, arguments),
+    )
+    results["lines"] = list(_reported(lines, _how_many(arguments), field.rank == 0))
     return results
+
+
+def _how_many(arguments: argparse.Namespace) -> int:
+    """Return how many lines there are to measure."""
+    arrays = requests(arguments.mode, arguments.sizes, arguments.dtypes)
+    programs = requested_programs(arguments)
+    # A simulation in addition to the arrays.
+    in_programs = len(programs) + 1 if programs else 0
+    others = (requested_trees, requested_models, requested_loops)
+    return len(arrays) + in_programs + sum(len(lines(arguments)) for lines in others)
+
+
+def _reported(lines: Iterable[Line], total: int, reports: bool) -> Iterator[Line]:
+    """Say of each line that it is measured, at once, also into a pipe: the tables come at the end."""
+    begun = time.monotonic()
+    for number, line in enumerate(lines, 1):
+        if reports:
+            seconds = time.monotonic() - begun
+            about = f"{name_of(line)} of {line['dtype']}"
+            print(
+                f"bench: {number} of {total}: {about}, {seconds:.0f} s", file=sys.stderr, flush=True
+            )
+        yield line
 
 
 def _about(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -99,6 +131,32 @@ def _train_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
         yield {**measured(field, case, "train", entries, **_limits(arguments)), "model": name}
 
 
+def _program_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
+    sizes = requested_programs(arguments)
+    if not sizes:
+        return
+    jitted.use_host()
+    for nbytes in sizes:
+        case = Case("float32", nbytes, field.rank, field.size)
+        keys = [key for key in jitted.KEYS if key in arguments.only]
+        entries = [enter(field, case, key, "jax", jitted.make_jitted) for key in keys]
+        line = measured(field, case, "jax", entries, **_limits(arguments))
+        yield {**line, "model": f"allreduce of {size_text(case.nbytes)}"}
+    water = shallow_water.WaterCase(field)
+    keys = [key for key in shallow_water.KEYS if key in arguments.only]
+    entries = [enter(field, water, key, "jax", shallow_water.make_water) for key in keys]
+    line = measured(field, water, "jax", entries, **_limits(arguments))
+    yield {**line, "model": f"{shallow_water.STEPS} steps of shallow water"}
+
+
+def _loop_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
+    for name in requested_loops(arguments):
+        case = adapters.LoopCase(name, field)
+        keys = [key for key in adapters.KEYS if key in arguments.only]
+        entries = [enter(field, case, key, "any", adapters.make_loop) for key in keys]
+        yield {**measured(field, case, "adapters", entries, **_limits(arguments)), "model": name}
+
+
 def _limits(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"repetitions": arguments.repeats, "seconds": arguments.seconds}
 
@@ -121,6 +179,17 @@ def write(path: Path, results: dict[str, Any]) -> None:
     text = json.dumps(results, indent=1)
     text = re.sub(r"\[[\s\d.e,+-]*\]", lambda found: " ".join(found[0].split()), text)
     path.write_text(f"{text}\n", encoding="utf-8")
+
+
+def show_picture(path: Path, results: dict[str, Any]) -> None:
+    """Draw the results, and say where."""
+    try:
+        draw(results, path)
+    except (OSError, ValueError) as error:
+        print(f"bench: the picture could not be drawn: {error}", file=sys.stderr)
+        return
+    light, dark = pictures(path)
+    print(f"\nDrawn in {light}, and for dark pages in {dark}.")
 
 
 def failed(results: dict[str, Any]) -> bool:

@@ -61,7 +61,7 @@ class TrainCase:
     def __init__(self, name: str, field: Field) -> None:
         import torch
 
-        _share_cores(field)
+        share_cores(field)
         torch.manual_seed(0)
         self.workload, self._rank, self._size = MODELS[name], field.rank, field.size
         self.model = self.workload.model(torch.nn)
@@ -156,7 +156,7 @@ def parameters_of(model: Any) -> Array:
     return np.concatenate(rows)
 
 
-def _share_cores(field: Field) -> None:
+def share_cores(field: Field) -> None:
     """Give each rank of this node its part of the cores, as all contenders have them."""
     import torch
 

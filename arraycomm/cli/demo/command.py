@@ -6,11 +6,13 @@ import argparse
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 from arraycomm._launch import detect
 from arraycomm.cli.demo.runs import take_part
 from arraycomm.cli.launch import launch
+from arraycomm.cli.numbers import positive
 
 # The modules that each framework's part of the demonstration imports, and what installs them.
 _NEEDS: Final = {
@@ -31,8 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"any of {','.join(_NEEDS)}, separated by commas; all by default",
     )
-    parser.add_argument("--ranks", type=_positive, default=3, metavar="N", help="3 by default")
-    parser.add_argument("--epochs", type=_positive, default=40, metavar="N", help="40 by default")
+    parser.add_argument("--ranks", type=positive, default=3, metavar="N", help="3 by default")
+    parser.add_argument("--epochs", type=positive, default=40, metavar="N", help="40 by default")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("arraycomm-demo.svg"),
+        metavar="PATH",
+        help="where to draw the losses; arraycomm-demo.svg by default",
+    )
     # Set by the process that launches the job: how a rank shows progress.
     parser.add_argument("--worker", choices=("bar", "lines"), help=argparse.SUPPRESS)
 
@@ -45,9 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _USAGE_ERROR
     progress = "bar" if sys.stderr.isatty() else "lines"
     if arguments.worker is None and arguments.ranks > 1 and detect(os.environ) is None:
-        return launch(arguments.ranks, _worker_arguments(arguments, progress))
+        return launch(
+            arguments.ranks,
+            _worker_arguments(arguments, progress),
+            otherwise=", or run in one process: --ranks 1",
+        )
     ranks = None if arguments.worker is None else arguments.ranks
-    return take_part(arguments.frameworks, ranks, arguments.epochs, arguments.worker or progress)
+    how = arguments.worker or progress
+    return take_part(arguments.frameworks, ranks, arguments.epochs, how, arguments.picture)
 
 
 def _worker_arguments(arguments: argparse.Namespace, progress: str) -> list[str]:
@@ -55,6 +69,7 @@ def _worker_arguments(arguments: argparse.Namespace, progress: str) -> list[str]
         "--frameworks": ",".join(arguments.frameworks),
         "--ranks": str(arguments.ranks),
         "--epochs": str(arguments.epochs),
+        "--picture": str(arguments.picture),
         "--worker": progress,
     }
     return ["demo", *(word for option in options.items() for word in option)]
@@ -66,12 +81,6 @@ def _frameworks(text: str) -> tuple[str, ...]:
     if unknown or not names:
         raise argparse.ArgumentTypeError(f"must be of {', '.join(_NEEDS)}; got {text!r}")
     return names
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer; got {text!r}")
-    return int(text)
 
 
 def _missing(frameworks: tuple[str, ...]) -> str:

@@ -6,17 +6,19 @@ All runs share one job, since loading MPI, the frameworks and the data takes lon
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 import arraycomm as ac
-from arraycomm.cli.demo import data, verdict
+from arraycomm.cli.demo import data, picture, verdict
 from arraycomm.cli.demo.progress import Progress, make_progress
 
 _FAILED: Final = 1
@@ -52,7 +54,9 @@ def plan_runs(frameworks: tuple[str, ...], size: int) -> list[Run]:
     return runs
 
 
-def take_part(frameworks: tuple[str, ...], ranks: int | None, epochs: int, how: str) -> int:
+def take_part(
+    frameworks: tuple[str, ...], ranks: int | None, epochs: int, how: str, drawn: Path
+) -> int:
     """Make all runs with the other ranks; return the exit status, the same on every rank."""
     comm = ac.init()
     if ranks not in (None, comm.size):
@@ -69,12 +73,16 @@ def take_part(frameworks: tuple[str, ...], ranks: int | None, epochs: int, how: 
     )
     say(_heading(comm, samples, epochs))
     failures: list[str] = []
+    outcomes: list[verdict.Outcome] = []
     for number, run in enumerate(runs, 1):
         say(f"\n[{number}/{len(runs)}] {run.title}")
         progress = make_progress(how, epochs, visible=comm.rank == _ROOT)
         outcome = perform(run, samples, epochs, comm, progress)
         say(_described(outcome))
+        outcomes.append(outcome)
         failures += [f"{run.title}: {wrong}" for wrong in verdict.complaints(outcome)]
+    if comm.rank == _ROOT:
+        say(_picture(drawn, runs, outcomes, comm.size))
     say(_conclusion(len(runs), failures))
     return _FAILED if failures else 0
 
@@ -92,16 +100,28 @@ def perform(
     began, communicated = time.perf_counter(), _communicating(comm)
     # Ranks start from different parameters: only `synchronize` makes them start from the root's.
     trainer = _trainer(run.by_rank[comm.rank], comm.rank, comm)
-    fit(trainer, train, epochs, comm, progress)
+    losses = fit(trainer, train, epochs, comm, progress)
     seconds = time.perf_counter() - began
     communicated = _communicating(comm) - communicated
 
     parameters = trainer.parameters()
     rows = comm.allgather(verdict.flat(parameters))
     accuracy = _accuracy(parameters, test, comm)
-    difference, tolerance = _compare(run.reference, parameters, train, epochs, comm)
+    alone = _alone(run.reference, train, epochs, comm)
+    if alone is None:
+        difference = tolerance = float("nan")
+    else:
+        difference = verdict.difference(parameters, alone.parameters)
+        tolerance = _tolerance(alone.parameters, epochs, len(train))
     outcome = verdict.Outcome(
-        accuracy, verdict.same_bits(rows), difference, tolerance, seconds, communicated
+        accuracy,
+        verdict.same_bits(rows),
+        difference,
+        tolerance,
+        seconds,
+        communicated,
+        losses,
+        alone.losses if alone else [],
     )
     result: verdict.Outcome = comm.bcast_object(outcome, root=_ROOT)
     return result
@@ -113,14 +133,17 @@ def fit(
     epochs: int,
     comm: ac.Communicator,
     progress: Progress,
-) -> None:
-    """Train on this rank's part of each global batch."""
+) -> list[float]:
+    """Train on this rank's part of each global batch; return the mean loss in each epoch."""
+    means = []
     container = data.distribute(samples, comm)
     for epoch in range(epochs):
         container.set_epoch(epoch)
         losses = [trainer.step(batch) for batch in data.batches(container, len(samples), comm)]
-        progress.epoch(epoch + 1, comm.allreduce(sum(losses)) / len(losses))
+        means.append(comm.allreduce(sum(losses)) / len(losses))
+        progress.epoch(epoch + 1, means[-1])
     progress.close()
+    return means
 
 
 def _trainer(framework: str, seed: int, comm: ac.Communicator | None) -> Trainer:
@@ -133,30 +156,34 @@ def _module(framework: str) -> ModuleType:
     return importlib.import_module(f"arraycomm.cli.demo.{framework}")
 
 
-def _compare(
-    reference: str,
-    parameters: data.Linear,
-    samples: list[data.Sample],
-    epochs: int,
-    comm: ac.Communicator,
-) -> tuple[float, float]:
-    """Train again on the root alone; return the difference and the tolerance, NaN elsewhere.
+class Alone(NamedTuple):
+    """What the run in one process came to."""
+
+    parameters: data.Linear
+    losses: list[float]
+
+
+def _alone(
+    reference: str, samples: list[data.Sample], epochs: int, comm: ac.Communicator
+) -> Alone | None:
+    """Train again on the root alone; return None elsewhere.
 
     The same global batches, each in one piece, and the framework's own optimizer, not wrapped.
     """
     alone = comm.split(0 if comm.rank == _ROOT else None)
     if alone is None:
-        return float("nan"), float("nan")
+        return None
     trainer = _trainer(reference, _ROOT, None)
     with alone:
-        fit(trainer, samples, epochs, alone, make_progress("lines", epochs, visible=False))
-    expected = trainer.parameters()
-    steps = epochs * data.steps_per_epoch(len(samples))
-    scale = float(np.max(np.abs(verdict.flat(expected))))
-    return (
-        verdict.difference(parameters, expected),
-        verdict.tolerance(expected.weight.dtype, steps, scale),
-    )
+        hidden = make_progress("lines", epochs, visible=False)
+        losses = fit(trainer, samples, epochs, alone, hidden)
+    return Alone(trainer.parameters(), losses)
+
+
+def _tolerance(parameters: data.Linear, epochs: int, samples: int) -> float:
+    scale = float(np.max(np.abs(verdict.flat(parameters))))
+    steps = epochs * data.steps_per_epoch(samples)
+    return verdict.tolerance(parameters.weight.dtype, steps, scale)
 
 
 def _accuracy(parameters: data.Linear, samples: list[data.Sample], comm: ac.Communicator) -> float:
@@ -189,7 +216,19 @@ def _heading(
         f"{ranks} to read digits: {train} images{shared}, {test} more as a test.\n"
         f"Softmax regression, {epochs * steps} steps of SGD; a step takes {data.GLOBAL_BATCH} "
         f"images in all, an epoch's last {last}.\n"
-        "Each run is compared with one in a single process, without arraycomm."
+        f"Each run is compared with one in a single process, without arraycomm.{_crowded(comm)}"
+    )
+
+
+def _crowded(comm: ac.Communicator) -> str:
+    """Say where most of the time goes if ranks share cores; empty if each has one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if not cores or comm.local_size <= cores:
+        return ""
+    shared = "one core" if cores == 1 else f"{cores} cores"
+    return (
+        f"\n{comm.local_size} ranks share {shared}: a rank that waits for a core keeps the others waiting in "
+        f"communication.\nWith --ranks {cores} each rank has a core of its own."
     )
 
 
@@ -201,9 +240,31 @@ def _described(outcome: verdict.Outcome) -> str:
         ("test accuracy", f"{outcome.accuracy:.3f}"),
         ("parameters", agree),
         ("", f"{distance} (tolerance {outcome.tolerance:.1e})"),
-        ("seconds", f"{outcome.seconds:.2f} in all, {outcome.communicating:.2f} {waiting}"),
+        ("seconds", f"{outcome.seconds:.2f} in all, {outcome.communicating:.2f} of it {waiting}"),
     )
     return "\n".join(f"      {name:<13} {value}" for name, value in facts)
+
+
+def _picture(path: Path, runs: list[Run], outcomes: list[verdict.Outcome], size: int) -> str:
+    """Draw the losses; return where they are, or why they could not be written."""
+    drawn = picture.draw(
+        f"{size} {'rank' if size == 1 else 'ranks'} over one process",
+        picture.Losses("one process, without arraycomm", outcomes[0].losses_alone),
+        [
+            picture.Losses(_short(run), outcome.losses)
+            for run, outcome in zip(runs, outcomes, strict=True)
+        ],
+    )
+    try:
+        path.write_text(drawn, encoding="utf-8")
+    except OSError as error:
+        return f"\nThe picture of the losses could not be written: {error}"
+    return f"\nThe loss of each run, over that of one process: {path.resolve()}"
+
+
+def _short(run: Run) -> str:
+    frameworks = dict.fromkeys(run.by_rank)
+    return run.title if len(frameworks) == 1 else f"{' + '.join(frameworks)}, one on each rank"
 
 
 def _conclusion(runs: int, failures: list[str]) -> str:

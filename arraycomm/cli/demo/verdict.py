@@ -28,6 +28,8 @@ class Outcome(NamedTuple):
     tolerance: float
     seconds: float
     communicating: float
+    losses: list[float]
+    losses_alone: list[float]
 
 
 def tolerance(dtype: Any, steps: int, scale: float) -> float:

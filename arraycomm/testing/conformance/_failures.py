@@ -40,7 +40,7 @@ def _allreduce(comm: Communicator, x: Array) -> Any:
 
 
 # For each kind of disagreement: the call of most ranks, and the call of one rank.
-_DISAGREEMENTS: Final[dict[str, tuple[_Call, _Call]]] = {
+DISAGREEMENTS: Final[dict[str, tuple[_Call, _Call]]] = {
     "op": (_allreduce, lambda comm, x: comm.allreduce(x, "max")),
     "dtype": (_allreduce, lambda comm, x: comm.allreduce(x.astype(np.float64))),
     "shape": (_allreduce, lambda comm, x: comm.allreduce(x[:, None])),
@@ -79,8 +79,8 @@ _DISAGREEMENTS: Final[dict[str, tuple[_Call, _Call]]] = {
         lambda comm, x: synchronize({"a": x, "b": 1.0}, comm=comm),
     ),
     "ties": (
-        lambda comm, x: allreduce_tree([x, x], comm=comm),
-        lambda comm, x: allreduce_tree([x, x.copy()], comm=comm),
+        lambda comm, x: allreduce_tree([x, y := x.copy(), x, y], comm=comm),
+        lambda comm, x: allreduce_tree([x, y := x.copy(), y, x], comm=comm),
     ),
     "fusion": (
         lambda comm, x: allreduce_tree([x], comm=comm),
@@ -116,7 +116,7 @@ class FailureLaws:
 
     @law(
         ranks=SEVERAL,
-        kinds=st.lists(st.sampled_from(sorted(_DISAGREEMENTS)), min_size=1),
+        kinds=st.lists(st.sampled_from(sorted(DISAGREEMENTS)), min_size=1),
         culprit=ranked.roots(),
         count=st.sampled_from((2, 5_000, 40_000)),
         before=st.integers(0, 2),
@@ -131,7 +131,7 @@ class FailureLaws:
         """
         x = np.ones(count, np.float32)
         for kind in kinds:
-            usual, other = _DISAGREEMENTS[kind]
+            usual, other = DISAGREEMENTS[kind]
             part = comm.dup()
             for _ in range(before):
                 part.allreduce(x)

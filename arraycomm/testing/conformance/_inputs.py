@@ -132,6 +132,11 @@ def small_and_long() -> Strategy[Shape]:
     return ranked.shapes(large=False) | st.integers(1, 9_000).map(lambda count: (count,))
 
 
+def moved_shapes() -> Strategy[Shape]:
+    """Draw shapes of all kinds, and of too many elements for a header as often."""
+    return ranked.shapes() | st.sampled_from((5_000, 20_000)).map(lambda count: (count,))
+
+
 @st.composite
 def reductions_of_sizes(draw: st.DrawFn) -> Reduction:
     """Draw reductions of sizes around powers of two, at which one algorithm replaces another."""
@@ -142,6 +147,16 @@ def reductions_of_sizes(draw: st.DrawFn) -> Reduction:
     counts = [2**power // itemsize for power in range(6, 20)] + [2**power for power in range(4, 17)]
     count = draw(st.sampled_from(counts)) + draw(st.integers(-1, 1))
     return Reduction(op, draw(arrays(dtype, (count,))))
+
+
+@st.composite
+def successive_reductions(draw: st.DrawFn) -> list[Reduction]:
+    """Draw several reductions of plain arrays of one dtype and shape, whose ops and values differ."""
+    dtype, _ = draw(dtypes_and_ops())
+    known = st.sampled_from(OPS[family(dtype_of(dtype))])
+    ops = st.sampled_from(draw(st.lists(known, min_size=1, max_size=2)))
+    plain = arrays(dtype, draw(small_and_long()), layouts="contiguous", frameworks="numpy")
+    return draw(st.lists(st.builds(Reduction, ops, plain), min_size=3, max_size=8))
 
 
 @st.composite
@@ -162,9 +177,9 @@ def reductions_of_shares(draw: st.DrawFn) -> tuple[Reduction, list[int]]:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Arrays:
+def rows(draw: st.DrawFn, shapes: Strategy[Shape] | None = None) -> Arrays:
     """Draw arrays that have a row for each rank, of any dtype."""
-    shape = (rank_count(), *draw(small_and_long()))
+    shape = (rank_count(), *draw(small_and_long() if shapes is None else shapes))
     return draw(arrays(ranked.dtypes(movable=True), shape))
 
 
@@ -193,9 +208,10 @@ def ragged(draw: st.DrawFn) -> Ragged:
 
 
 @st.composite
-def messages(draw: st.DrawFn) -> Arrays:
+def messages(draw: st.DrawFn, shapes: Strategy[Shape] | None = None) -> Arrays:
     """Draw an array for each rank; dtypes and shapes differ between ranks."""
-    one = ranked.arrays(ranked.dtypes(movable=True), small_and_long())
+    drawn = small_and_long() if shapes is None else shapes
+    one = ranked.arrays(ranked.dtypes(movable=True), drawn)
     return Arrays(draw(ranked.per_rank(one)))
 
 

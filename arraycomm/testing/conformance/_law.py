@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import hypothesis
 from hypothesis import HealthCheck
 
+from arraycomm._communicator import Communicator
 from arraycomm.testing._given import Ranks, given
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,6 +27,18 @@ def law(ranks: Ranks = None, **strategies: Any) -> Callable[[F], Any]:
     """Make a law of a method, with the arguments of `given`."""
 
     def decorate(test: F) -> Any:
-        return _SETTINGS(given(ranks, **strategies)(test))
+        return _SETTINGS(given(ranks, **strategies)(_on_subject(test)))
 
     return decorate
+
+
+def _on_subject(test: F) -> F:
+    """Return the law with what the suite makes of a communicator in its place."""
+
+    @functools.wraps(test)
+    def on_subject(self: Any, comm: Communicator, **arguments: Any) -> Any:
+        __tracebackhide__ = True
+        subject = getattr(self, "subject", None)
+        return test(self, comm=comm if subject is None else subject(comm), **arguments)
+
+    return on_subject  # type: ignore[return-value]

@@ -22,6 +22,7 @@ from arraycomm.testing.conformance._checks import (
     check_like,
     native,
     neighbours_unchanged,
+    overwrite,
     scribble,
 )
 from arraycomm.testing.conformance._inputs import (
@@ -32,6 +33,7 @@ from arraycomm.testing.conformance._inputs import (
     arrays,
     messages,
     moved_into,
+    moved_shapes,
     objects,
     orders_of_ranks,
     ragged,
@@ -45,14 +47,14 @@ from arraycomm.testing.conformance._law import law
 class MovementLaws:
     """What collectives promise that move data, and all collectives of arguments and results."""
 
-    @law(given_arrays=arrays(ranked.dtypes(movable=True)))
+    @law(given_arrays=arrays(ranked.dtypes(movable=True), moved_shapes()))
     def test_allgather_stacks(self, comm: Communicator, given_arrays: Arrays) -> None:
         """Row r of the result is the array of rank r, in every bit."""
         x, want = given_arrays.build(comm.rank), np.stack(given_arrays.elements())
         for result in (comm.allgather(x), comm.iallgather(x).wait()):
             check_copy(check_like(result, x), want)
 
-    @law(given_arrays=arrays(ranked.dtypes(movable=True)), root=ranked.roots())
+    @law(given_arrays=arrays(ranked.dtypes(movable=True), moved_shapes()), root=ranked.roots())
     def test_bcast_copies(self, comm: Communicator, given_arrays: Arrays, root: int) -> None:
         """Every rank gets the root's array, in every bit, and as an array of its own kind."""
         x, want = given_arrays.build(comm.rank), given_arrays.elements()[root]
@@ -60,7 +62,7 @@ class MovementLaws:
             check_copy(check_like(result, x), want)
 
     @law(
-        given_arrays=arrays(ranked.dtypes(movable=True)),
+        given_arrays=arrays(ranked.dtypes(movable=True), moved_shapes()),
         root=ranked.roots(),
         how=ranked.per_rank(st.sampled_from(("nothing", "like", "x"))),
     )
@@ -93,7 +95,7 @@ class MovementLaws:
             assert comm.allgather(x, out=stack) is stack
             check_copy(native(elements_of(stack)), np.stack(elements))
 
-    @law(given_arrays=arrays(ranked.dtypes(movable=True)), root=ranked.roots())
+    @law(given_arrays=arrays(ranked.dtypes(movable=True), moved_shapes()), root=ranked.roots())
     def test_gather_is_allgather_on_the_root_alone(
         self, comm: Communicator, given_arrays: Arrays, root: int
     ) -> None:
@@ -153,10 +155,40 @@ class MovementLaws:
             check_copy(elements_of(comm.recv(source, tag)), want if tag == 1 else np.arange(3))
         for request in sent:
             request.wait()
+        sent = [comm.isend(np.array(tag), dest, tag) for tag in tags]
+        assert [int(comm.recv(source, ANY_TAG)) for _ in tags] == list(tags)
+        for request in sent:
+            request.wait()
         sending, status = comm.isend(x, dest, 3), Status()
         check_copy(elements_of(comm.recv(ANY_SOURCE, ANY_TAG, status=status)), want)
         assert status == Status(source, 3, want.dtype, want.shape, want.nbytes)
         sending.wait()
+
+    @law(given_arrays=messages(moved_shapes()), order=orders_of_ranks())
+    def test_finished_requests_are_finished(
+        self, comm: Communicator, given_arrays: Arrays, order: Sequence[int]
+    ) -> None:
+        """If `test` returns True, a sent array may be changed, and a received one is there at once."""
+        dest, source = order[comm.rank], order.index(comm.rank)
+        x, want = given_arrays.build(comm.rank), given_arrays.elements()[source]
+        sending = comm.isend(x, dest)
+        if sending.test():
+            overwrite(x)
+        receiving = comm.irecv(source)
+        finished = any(receiving.test() for _ in range(100))
+        check_copy(elements_of(receiving.wait(0 if finished else None)), want)
+        sending.wait()
+
+    @law(given_arrays=rows(moved_shapes()))
+    def test_arguments_may_change_after_a_call(
+        self, comm: Communicator, given_arrays: Arrays
+    ) -> None:
+        """What a rank writes into its argument, as soon as the call has returned, reaches no other rank."""
+        x, elements = given_arrays.build(comm.rank), given_arrays.elements()
+        result = comm.alltoall(x)
+        overwrite(x)
+        comm.barrier()
+        check_copy(elements_of(result), np.stack([own[comm.rank, ...] for own in elements]))
 
     @law(
         reduction=reductions_of_rows(),
@@ -232,9 +264,12 @@ class MovementLaws:
 
 
 def _arguments(comm: Communicator, x: Any, op: str, root: int) -> dict[str, tuple[Any, ...]]:
-    """Return the arguments of each collective that accepts an array with a row for each rank."""
+    """Return the arguments of each collective that accepts an array with a row for each rank.
+
+    The subject of a suite need not have all of them.
+    """
     one_each = [1] * comm.size
-    return {
+    known: dict[str, tuple[Any, ...]] = {
         "allreduce": (x, op),
         "reduce": (x, op, root),
         "reduce_scatter": (x, op),
@@ -250,23 +285,28 @@ def _arguments(comm: Communicator, x: Any, op: str, root: int) -> dict[str, tupl
         "alltoall": (x,),
         "alltoallv": (x, one_each),
     }
+    return {name: args for name, args in known.items() if hasattr(comm, name)}
 
 
-def _calls(comm: Communicator, x: Any, op: str, root: int) -> dict[str, Callable[[], list[Any]]]:
+def _calls(comm: Any, x: Any, op: str, root: int) -> dict[str, Callable[[], list[Any]]]:
     """Return functions that call a collective with `x`, and return its results."""
 
     def call(name: str, *args: Any) -> list[Any]:
         result = getattr(comm, name)(*args)
         return [] if result is None else [result]
 
-    collectives = {
+    collectives: dict[str, Callable[[], list[Any]]] = {
         name: functools.partial(call, name, *args)
         for name, args in _arguments(comm, x, op, root).items()
     }
+    if not isinstance(comm, Communicator):
+        return collectives
+    plan = comm.plan([x], op)
     return {
         **collectives,
         "iallreduce": lambda: [comm.iallreduce(x, op).wait()],
         "synchronize": lambda: list(synchronize([x], root=root, comm=comm)),
+        "plan": lambda: list(plan([x])),
         "allreduce_tree": lambda: list(allreduce_tree([x], op, comm=comm)),
     }
 

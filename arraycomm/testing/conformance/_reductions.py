@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 
 from arraycomm._collectives import custom_ops
 from arraycomm._communicator import Communicator
+from arraycomm._dtypes import OPS as ALL_OPS
+from arraycomm._dtypes import name_of
 from arraycomm.testing import strategies as ranked
+from arraycomm.testing._array_case import ArrayCase
 from arraycomm.testing._frameworks import elements_of
-from arraycomm.testing._oracle import expected
+from arraycomm.testing._oracle import CASES, expected
 from arraycomm.testing.conformance._checks import (
     check_elements,
     check_like,
     native,
     neighbours_unchanged,
+    overwrite,
 )
 from arraycomm.testing.conformance._inputs import (
     Arrays,
@@ -35,6 +39,7 @@ from arraycomm.testing.conformance._inputs import (
     reductions_of_rows,
     reductions_of_shares,
     reductions_of_sizes,
+    successive_reductions,
 )
 from arraycomm.testing.conformance._law import law
 from arraycomm.testing.conformance._tree_inputs import reductions_of_numbers
@@ -89,6 +94,24 @@ class ReductionLaws:
         if result is not None:
             check_elements(elements_of(result), want, op)
 
+    @law(op=st.sampled_from(ALL_OPS), seed=st.integers(1, 2**31))
+    def test_every_dtype_has_its_ops(self, comm: Communicator, op: str, seed: int) -> None:
+        """Each dtype that has a reduction gets its fold in rank order."""
+        for dtype in (dtype for dtype, known in CASES if known == op):
+            cases = [ArrayCase(name_of(dtype), (40,), seed=seed + r) for r in range(comm.size)]
+            want = expected([case.numpy() for case in cases], op)
+            check_elements(comm.allreduce(cases[comm.rank].build(), op), want, op)
+
+    @law(calls=successive_reductions())
+    def test_repeated_calls_reduce_what_they_are_given(
+        self, comm: Communicator, calls: Sequence[Reduction]
+    ) -> None:
+        """Calls with arrays of one dtype and shape are independent, also if the op is another."""
+        for op, given_arrays in calls:
+            x = given_arrays.build(comm.rank)
+            want = expected(given_arrays.elements(), op)
+            check_elements(check_like(comm.allreduce(x, op), x), want, op)
+
     @law(reduction=reductions_of_sizes())
     def test_check_does_not_matter(self, comm: Communicator, reduction: Reduction) -> None:
         """The result is the fold also with `check=False`."""
@@ -113,8 +136,22 @@ class ReductionLaws:
         (op, plain), arranged = drawn
         want = elements_of(comm.allreduce(plain.build(comm.rank), op))
         x = arranged.build(comm.rank)
-        for _ in range(2):
-            check_elements(check_like(comm.allreduce(x, op), x), want, op)
+        for result in (comm.allreduce(x, op), comm.iallreduce(x, op).wait()):
+            check_elements(check_like(result, x), want, op)
+
+    @law(
+        reduction=reductions(layouts="contiguous", frameworks="numpy"),
+        swapped=ranked.per_rank(st.booleans()),
+    )
+    def test_byte_order_does_not_matter(
+        self, comm: Communicator, reduction: Reduction, swapped: bool
+    ) -> None:
+        """Numbers of the other byte order are converted; results have that of the machine."""
+        (op, given_arrays), x = reduction, reduction.arrays.build(comm.rank)
+        if swapped and x.dtype.isbuiltin == 1:
+            x = x.astype(x.dtype.newbyteorder())
+        check_elements(comm.iallreduce(x, op).wait(), reduction.fold(), op)
+        check_elements(comm.allgather(x), np.stack(given_arrays.elements()))
 
     @law(reduction=reductions() | reductions_of_sizes())
     def test_scan_is_the_fold_of_the_ranks_so_far(
@@ -157,7 +194,9 @@ class ReductionLaws:
 
     @law(
         given_arrays=arrays(
-            ("int32", "int64"), st.integers(1, 9_000), frameworks=complete_frameworks
+            ("int32", "int64"),
+            st.integers(1, 9) | st.sampled_from((4_000, 9_000)),
+            frameworks=complete_frameworks,
         ),
         elementwise=st.booleans(),
         root=ranked.roots(),
@@ -170,6 +209,14 @@ class ReductionLaws:
         whole = functools.reduce(_lopsided, given_arrays.elements())
         for _ in range(2):
             check_elements(check_like(comm.allreduce(x, own), x), whole)
+        elements = given_arrays.elements()
+        so_far = functools.reduce(_lopsided, elements[: comm.rank + 1])
+        check_elements(check_like(comm.scan(x, own), x), so_far)
+        before = comm.exscan(x, own)
+        assert (before is None) == (comm.rank == 0)
+        if before is not None:
+            so_far = functools.reduce(_lopsided, elements[: comm.rank])
+            check_elements(check_like(before, x), so_far)
         result = comm.reduce(x, own, root)
         assert (result is None) == (comm.rank != root)
         if result is not None:
@@ -198,6 +245,7 @@ class ReductionLaws:
         reduction, out = drawn
         op, x, want = reduction.op, reduction.arrays.build(comm.rank), reduction.fold()
         for _ in range(2):
+            overwrite(out)
             with neighbours_unchanged(out):
                 assert comm.allreduce(x, op, out=out) is out
                 check_elements(native(elements_of(out)), want, op)

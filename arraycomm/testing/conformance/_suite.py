@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from arraycomm._communicator import Communicator
 from arraycomm._transports.base import Transport
@@ -18,7 +19,8 @@ from arraycomm.testing.conformance._trees import TreeLaws
 class Conformance(ReductionLaws, MovementLaws, TreeLaws, GroupLaws, FailureLaws):
     """All laws, over the communicator that a subclass chooses.
 
-    Override `world` if every rank is a process, or `links` if ranks are threads of this one.
+    Override `world` if every rank is a process, or `links` if ranks are threads of this one. Override
+    `subject` to see which laws another library keeps.
     By default, ranks are threads that communicate as those of `arraycomm.testing.run` do.
 
     Attributes
@@ -76,6 +78,25 @@ class Conformance(ReductionLaws, MovementLaws, TreeLaws, GroupLaws, FailureLaws)
             One for each rank, in rank order.
         """
         return make_group(size)
+
+    def subject(self, comm: Communicator) -> Any:
+        """Return what the laws are to hold for, on the ranks of one example.
+
+        Override it for another library: any object with the methods of `Communicator`, or some of
+        them. Laws fail that call a method it does not have.
+
+        Parameters
+        ----------
+        comm : Communicator
+            This rank's communicator of the example. `comm.mpi_comm` is that of mpi4py underneath;
+            take a duplicate of it for messages of your own.
+
+        Returns
+        -------
+        object
+            `comm` itself by default.
+        """
+        return comm
 
     def _group(self) -> RankGroup:
         """Return the ranks that `given` runs the laws on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,9 +132,15 @@ class TreeLaws:
     def test_metrics_are_means_by_weight(
         self, comm: Communicator, drawn: tuple[Sealed[Any], Sealed[Any]]
     ) -> None:
-        """The result is Σ w·x / Σ w without ranks of weight 0; NaN if all weights are 0."""
+        """The result is Σ w·x / Σ w without ranks of weight 0, whose values may be NaN.
+
+        It is NaN if all weights are 0.
+        """
         values, weights = drawn
-        got = mean_metrics(values.on(comm.rank), weights.on(comm.rank), comm=comm)
+        weight, local = weights.on(comm.rank), values.on(comm.rank)
+        if not weight:
+            local = (math.nan, local[1], local[2] * math.nan)
+        got = mean_metrics(local, weight, comm=comm)
         for number, mean in enumerate(got):
             check_mean(
                 mean,

@@ -1,12 +1,19 @@
-"""Write docs/benchmarks.md from the stored figures; with --run, take the figures first."""
+"""Write the pages and charts of the benchmark from the stored figures; with --run, take them first."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from docs.studies.benchmarks.page import PAGE, stored, written
-from docs.studies.benchmarks.runs import RUNS, take, take_overlap, take_training
+from docs.studies.benchmarks.page import write
+from docs.studies.benchmarks.runs import (
+    RUNS,
+    take,
+    take_adapters,
+    take_overlap,
+    take_programs,
+    take_training,
+)
 
 
 def main() -> int:
@@ -19,7 +26,9 @@ def main() -> int:
     if arguments.run:
         take_overlap()
         take_training("20")
-    PAGE.write_text(written(stored()), encoding="utf-8")
+        take_programs("5")
+        take_adapters("6")
+    write()
     for run in failed:
         print(f"{run.title}: the benchmark failed", file=sys.stderr)
     return int(bool(failed))

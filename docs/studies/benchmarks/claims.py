@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from arraycomm.cli.bench.lines import Line
 from arraycomm.cli.bench.trees import TREES
 
 Entry = tuple[str, str]  # framework and contender
@@ -21,6 +22,11 @@ class Claim:
     own: Entry
     other: Entry
     tree: str | None = None
+
+    def fits(self, line: Line) -> bool:
+        """Tell whether a line of figures is of this dtype, size and tree."""
+        about = (line["dtype"], line["nbytes"], line.get("tree"))
+        return about == (self.dtype, self.nbytes, self.tree)
 
 
 CLAIMS: Final = (

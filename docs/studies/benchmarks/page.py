@@ -1,4 +1,4 @@
-"""The text and the tables of docs/benchmarks.md, from the stored figures."""
+"""The texts, charts and tables of docs/benchmarks.md and docs/benchmark-tables.md, from the stored figures."""
 
 from __future__ import annotations
 
@@ -10,30 +10,80 @@ from typing import Any, Final
 from arraycomm.cli.bench.lines import Line
 from arraycomm.cli.bench.overlap import overlap_table
 from arraycomm.cli.bench.report import complaints, find, tables
-from arraycomm.cli.bench.tables import Table, as_markdown, number_text, ratio_text
+from arraycomm.cli.bench.tables import Table, as_markdown, ratio_text, size_text
 from arraycomm.cli.bench.timing import ratio
+from docs.studies.benchmarks import charts
 from docs.studies.benchmarks.claims import CLAIMS, Claim
-from docs.studies.benchmarks.runs import OVERLAP, RUNS, TRAINING, Run, figures_of
+from docs.studies.benchmarks.runs import (
+    ADAPTERS,
+    OVERLAP,
+    PROGRAMS,
+    RUNS,
+    TRAINING,
+    Run,
+    figures_of,
+)
 
-PAGE: Final = Path(__file__).resolve().parents[2] / "benchmarks.md"
+DOCS: Final = Path(__file__).resolve().parents[2]
+PAGE: Final = DOCS / "benchmarks.md"
+TABLES: Final = DOCS / "benchmark-tables.md"
+CHARTS: Final = DOCS / "figures"
 
+# From which ratio on the page calls a call slower.
+SLOWER: Final = 1.1
+BUSY: Final = "Other programs ran on it at the same time, so **take them as rough**. "
 INTRODUCTION: Final = """\
-# Benchmarks
+# Performance
 
-How long does `allreduce` with `op="sum"` take in arraycomm, in mpi4py's `Allreduce`, and in gloo, the
-CPU backend of `torch.distributed`? And how long do trees of arrays take, shaped like the gradients of two models? The figures come from one small machine. Other
-machines give other figures, so run the benchmark on yours:
+![Bars of arraycomm's time divided by another library's, for each goal in the table below](figures/benchmarks.svg){{ .figure }}
 
-```sh
-mpiexec -n 2 python -m arraycomm bench
-mpiexec -n 2 python -m arraycomm bench latency --sizes 8,1024 --dtypes float32 --frameworks torch
-python -m arraycomm bench --ranks 4 --json figures.json   # launches itself
+How long do calls take in arraycomm, in mpi4py, in gloo (the CPU backend of `torch.distributed`) and in mpi4jax? The table has the goals that arraycomm is measured by, reached and missed: its time divided by the
+other's. Ratios above 1 are in bold.
+
+{goals}
+
+The figures come from one machine with two cores. {caution}No GPU and no network has been measured. The goals are meant for two ranks on two
+cores. Four ranks on two cores show the effect of contention. [Benchmark tables](benchmark-tables.md) has all times.
+
+## On your machine
+
+```console
+$ arraycomm bench --picture bench.png      # on two ranks
+$ arraycomm bench latency --sizes 8,1024 --dtypes float32 --frameworks torch
+$ arraycomm bench --ranks 4 --json figures.json
+$ arraycomm bench --device cuda            # arrays on GPUs, beside NCCL called by CuPy and PyTorch
+$ arraycomm bench --compare old.json new.json --at-most 1.1   # fails if anything takes longer
 ```
 
-`python -m arraycomm bench --device cuda` times arrays that stay on GPUs, beside NCCL called by CuPy
-and by PyTorch, and beside a plain copy. No GPU has been measured so far.
+It starts its ranks by itself; under `mpiexec` it has those. While it runs, it prints on standard error what has been measured. `--picture` draws times and bandwidths by size and the ratios of all contenders, once for light pages and
+once for dark ones. It needs matplotlib: `pip install 'arraycomm[plot]'`.
 
-`python -m docs.studies.benchmarks --run` measures again and writes this page;
+`make bench-check BASE=commit` runs the whole benchmark of a checkout and of a commit in turns, and fails if anything takes more than 1.1 times as long as there.
+
+## Arrays of all sizes
+
+![Curves of the time of an allreduce from 8 bytes to 64 MB, for float32, float16 and bfloat16](figures/allreduce-by-size.svg){{ .figure }}
+
+Where arraycomm is slower than mpi4py by more than a tenth, with the ratio of the times:
+
+{slower}
+
+The ranks compare their calls and add in rank order, 16-bit floats with sums in float32. In return every rank gets the same bits, and 16-bit floats are rounded once instead of at every rank.
+
+## Training steps and compiled programs
+
+![Bars of arraycomm's time divided by another library's, for training steps and calls in jax.jit](figures/steps.svg){{ .figure }}
+
+A training step has the same model, data and threads as with `DistributedDataParallel` over gloo. The call inside `jax.jit` stands beside the same program with mpi4jax.
+"""
+
+TABLES_INTRODUCTION: Final = """\
+# Benchmark tables
+
+Every figure behind [Performance](benchmarks.md): `allreduce` with `op="sum"`, trees of arrays shaped like the gradients of two models, nonblocking calls beside other work, training
+steps, compiled programs, and a step with each adapter.
+
+`python -m docs.studies.benchmarks --run` measures again and writes both pages and their charts;
 `docs/studies/benchmarks/` holds every sample.
 
 The tables were measured with an earlier version of the code, whose plans are slower. On another machine with less memory bandwidth (Xeon, 2.5 GHz,
@@ -101,6 +151,49 @@ python -m arraycomm bench train --ranks 2
 """
 
 
+COMPILED_PROGRAMS: Final = """\
+## Programs that JAX has compiled
+
+How long does a call of a `jax.jit` program take that reduces one array, by arraycomm's `adapters.jax.allreduce`, by the optax
+transformation `adapters.jax.all_reduce`, and by mpi4jax's `allreduce`? A donated x is reduced in place. "10 steps of shallow
+water" is one program with a loop: each rank has 256 × 256 cells of three fields, and gets its halo from the ranks
+beside it by four calls of `sendrecv` a step. It is the same program for both libraries, which exchange the halos. The goals are at
+most 0.3 of mpi4jax's time for 8 B, 0.6 for 1 MB and 0.8 for 16 MB, and 1 for the steps.
+
+JAX dispatches every program whose calls have an order from Python, mpi4jax's and arraycomm's. On one rank, which communicates with nobody, a call of 8 B takes 80 to 150 µs on this
+machine, and a program without a collective 5 to 9 µs. This is most of the time of a small call, and what keeps the first goal out of reach.
+
+```sh
+python -m arraycomm bench jax --ranks 2
+```
+
+If mpi4jax is not installed, its columns are empty. It builds with a compiler and without CUDA on the PATH, in an environment of its own:
+
+```sh
+python -m venv .venv-mpi4jax
+.venv-mpi4jax/bin/pip install mpich 'mpi4py>=4.1' 'jax==0.10.2' optax optree array-api-compat
+PATH=$PWD/.venv-mpi4jax/bin:/usr/bin:/bin CUDA_ROOT=/nonexistent .venv-mpi4jax/bin/pip install mpi4jax==0.9.1
+.venv-mpi4jax/bin/pip install --no-deps --editable .
+```
+"""
+
+EACH_ADAPTER: Final = """\
+## A step with each adapter
+
+How long does a step of training take with each adapter, with the same loop without arraycomm, and with a loop that calls mpi4py's
+`Allreduce` for one gradient after the other? All train a network of 64, 1,024, 1,024 and 10 units (1.1 million parameters) on 64 samples a
+rank. The loop without arraycomm runs on every rank at the same time, each with its own 64 samples, and does not communicate: the difference is what
+communication costs. The "array API" row has the optimizer of `arraycomm.adapters.numpy` with torch's tensors. SciPy's row is in float64: rank 0 runs the
+method, so that parameters are sent to all ranks, while the loop by hand runs the method on every rank. scikit-learn's is one call of `partial_fit` of an `MLPClassifier`, whose parameters and velocities are averaged.
+
+Before the loops are timed, one step of each is compared with that of one process on all samples.
+
+```sh
+python -m arraycomm bench adapters --ranks 2
+```
+"""
+
+
 def stored() -> dict[str, dict[str, Any]]:
     """Return the figures there are, by the name of their run."""
     paths = {run.name: figures_of(run) for run in RUNS}
@@ -108,32 +201,72 @@ def stored() -> dict[str, dict[str, Any]]:
 
 
 def written(figures: dict[str, dict[str, Any]]) -> str:
-    """Return the page."""
+    """Return the page for readers: the charts, and the goals in a table."""
     runs = [run for run in RUNS if run.name in figures]
-    parts = [INTRODUCTION, _in_short(figures, runs), METHOD]
-    for run in runs:
-        parts += _of_one_run(run, figures[run.name])
+    busy = any(caution(figures[run.name]) for run in runs)
+    introduction = INTRODUCTION.format(
+        goals=_goals(figures, runs),
+        slower=_slower(figures, runs),
+        caution=BUSY if busy else "",
+    )
+    return f"{introduction}\n{METHOD}"
+
+
+def tabled(figures: dict[str, dict[str, Any]]) -> str:
+    """Return the page of all tables."""
+    parts = [TABLES_INTRODUCTION]
+    for run in RUNS:
+        if run.name in figures:
+            parts += _of_one_run(run, figures[run.name])
     if OVERLAP.exists():
         results = json.loads(OVERLAP.read_text("utf-8"))
         found = overlap_table(results["lines"], results["ranks"])
         parts += [OTHER_WORK, f"### {found.title}\n\n{as_markdown(found)}\n"]
-    if TRAINING.exists():
-        results = json.loads(TRAINING.read_text("utf-8"))
-        (found,) = tables(results["lines"], results["ranks"])
-        about = f"{_machine_of(results)}\n{caution(results)}"
-        parts += [TRAINING_STEPS, f"### {found.title}\n\n{about}\n{as_markdown(found)}\n"]
+    for text, path in (
+        (TRAINING_STEPS, TRAINING),
+        (COMPILED_PROGRAMS, PROGRAMS),
+        (EACH_ADAPTER, ADAPTERS),
+    ):
+        if path.exists():
+            parts += _of_one_mode(text, json.loads(path.read_text("utf-8")))
     return "\n".join(parts)
 
 
+def drawn(figures: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the charts, by the names of their files."""
+    modes = {"train": TRAINING, "jax": PROGRAMS}
+    return {
+        "benchmarks.svg": charts.ratios(figures["mpich-2"]),
+        "allreduce-by-size.svg": charts.by_size(figures["mpich-2"]),
+        "steps.svg": charts.steps({n: json.loads(p.read_text("utf-8")) for n, p in modes.items()}),
+    }
+
+
+def write() -> None:
+    """Write both pages and their charts."""
+    figures = stored()
+    PAGE.write_text(written(figures), encoding="utf-8")
+    TABLES.write_text(tabled(figures), encoding="utf-8")
+    for name, chart in drawn(figures).items():
+        (CHARTS / name).write_text(chart, encoding="utf-8")
+
+
+def _of_one_mode(text: str, results: dict[str, Any]) -> Iterator[str]:
+    (found,) = tables(results["lines"], results["ranks"])
+    about = f"{_machine_of(results)}\n{caution(results)}"
+    yield text
+    yield f"### {found.title}\n\n{about}\n{as_markdown(found)}\n"
+    for complaint in complaints(results["lines"]):
+        yield f"{complaint}\n"
+
+
 def compared(results: dict[str, Any], claim: Claim) -> str:
-    """Return both times and their ratio, as it was measured."""
+    """Return the ratio of both times, as it was measured."""
     pair = _pair(results["lines"], claim)
     if pair is None:
         return "–"
-    own, other = pair
-    unit, scale = ("µs", 1e6) if claim.nbytes < 1 << 16 else ("ms", 1e3)
-    times = (f"{number_text(entry['median'] * scale)} {unit}" for entry in (own, other))
-    return f"{' against '.join(times)}: **{ratio_text(ratio(own['samples'], other['samples']))}**"
+    found = ratio(*(entry["samples"] for entry in pair))
+    return f"**{ratio_text(found)}**" if found > 1 else ratio_text(found)
 
 
 def caution(results: dict[str, Any]) -> str:
@@ -146,28 +279,37 @@ def caution(results: dict[str, Any]) -> str:
 
 def _pair(lines: list[Line], claim: Claim) -> tuple[dict[str, Any], dict[str, Any]] | None:
     for line in lines:
-        about = (line["dtype"], line["nbytes"], line.get("tree"))
-        if about == (claim.dtype, claim.nbytes, claim.tree):
+        if claim.fits(line):
             own, other = find(line, *claim.own), find(line, *claim.other)
             if own and other and own["status"] == other["status"] == "ok":
                 return own, other
     return None
 
 
-def _in_short(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:
+def _goals(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:
     header = ["", "goal", *(run.title for run in runs)]
     rows = [
         [claim.text, claim.goal, *(compared(figures[run.name], claim) for run in runs)]
         for claim in CLAIMS
     ]
-    return f"""\
-## Summary
+    return as_markdown(Table("", header, rows))
 
-{as_markdown(Table("", header, rows))}
 
-The number in bold is arraycomm's time divided by the other's. The goals are meant for two ranks on two
-cores. Four ranks on two cores show the effect of contention.
-"""
+def _slower(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for run in runs:
+        for line in figures[run.name]["lines"]:
+            for framework in ("numpy", "torch"):
+                pair = find(line, framework, "out"), find(line, framework, "mpi4py")
+                if line.get("tree") or not all(e and e["status"] == "ok" for e in pair):
+                    continue
+                found = ratio(*(entry["samples"] for entry in pair if entry))
+                if found > SLOWER:
+                    about = (run.title, line["dtype"], charts.FRAMEWORKS[framework])
+                    size = f"{size_text(line['nbytes'])} ({ratio_text(found)})"
+                    rows.setdefault(about, []).append(size)
+    header = ("ranks", "dtype", "arrays", "sizes")
+    return as_markdown(Table("", header, [[*about, ", ".join(s)] for about, s in rows.items()]))
 
 
 def _machine_of(results: dict[str, Any]) -> str:

@@ -13,6 +13,10 @@ STUDY: Final = Path(__file__).resolve().parent
 ROOT: Final = STUDY.parents[2]
 OVERLAP: Final = STUDY / "overlap.json"
 TRAINING: Final = STUDY / "train.json"
+PROGRAMS: Final = STUDY / "jax.json"
+ADAPTERS: Final = STUDY / "adapters.json"
+# An environment with mpi4jax, which is built on its own; see docs/benchmarks.md.
+WITH_MPI4JAX: Final = ROOT / ".venv-mpi4jax"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +70,28 @@ def take(run: Run, seconds: str) -> bool:
 
 def take_training(seconds: str) -> None:
     """Take the figures of training steps."""
-    command = [str(ROOT / ".venv/bin/python"), "-m", "arraycomm", "bench", "train"]
-    command += ["--seconds", seconds, "--json", str(TRAINING)]
-    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    _take_mode("train", TRAINING, seconds)
+
+
+def take_programs(seconds: str) -> None:
+    """Take the figures of programs that JAX has compiled."""
+    environment = WITH_MPI4JAX if WITH_MPI4JAX.exists() else ROOT / ".venv"
+    _take_mode("jax", PROGRAMS, seconds, environment)
+
+
+def take_adapters(seconds: str) -> None:
+    """Take the figures of a step with each adapter."""
+    _take_mode("adapters", ADAPTERS, seconds)
+
+
+def _take_mode(mode: str, figures: Path, seconds: str, environment: Path = ROOT / ".venv") -> None:
+    command = [str(environment / "bin/python"), "-m", "arraycomm", "bench", mode]
+    command += ["--seconds", seconds, "--json", str(figures)]
+    # As many threads of linear algebra as a rank has cores; torch is told by the benchmark.
+    threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        command, cwd=ROOT, env=os.environ | threads, stdout=subprocess.DEVNULL, check=True
+    )
 
 
 def take_overlap() -> None:

@@ -86,7 +86,7 @@ TAIL = """\
   PyTorch, are converted when they are read.
 - **Devices.** Frameworks on one device share memory by DLPack, in the order of both
   frameworks' current streams. Between host and device there is one copy; a copy to the host goes through pinned
-  memory if CuPy makes it. [Arrays on devices](devices.md) says what collectives do with them.
+  memory if CuPy makes it. [Arrays on GPUs](devices.md) says what collectives do with them.
 - **MLX.** MLX arrays are read in place. MLX copies what it is given.
 - **Other frameworks.** Their arrays are read by `__dlpack__`, `__cuda_array_interface__`, `__array_interface__` or
   the buffer protocol, whichever works first, and in place if the memory is on the host. If an array

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from arraycomm._collectives.selection import CHUNK_BYTES
-from arraycomm._transports.control import MESSAGE_SLOT
+from arraycomm._collectives.selection import CHUNK_BYTES, overlapping_chunk
+from arraycomm._transports.base import DIRECT_RANKS
+from arraycomm._transports.control import message_slot
 from docs.studies.scaling import model
 from docs.studies.scaling.formats import count_text, time_text
 from docs.studies.scaling.large import (
@@ -52,24 +53,22 @@ def _section(title: str, lines: list[str]) -> str:
 
 
 def _header_in_short(one: Machine, many: Machine) -> Iterator[str]:
-    ring, digests = (model.header_of_messages(LARGEST, one), model.header_of_digests(LARGEST, one))
-    doubled = model.header_of_messages(LARGEST, one, model.bruck)
+    built, digests = (model.header_of_messages(LARGEST, one), model.header_of_digests(LARGEST, one))
     yield (
-        f"Today's header is an allgather. With one rank a node it takes {time_text(model.header_of_messages(1024, one))} on 1,024 ranks and "
-        f"**{time_text(ring)} on {LARGEST:,}**; with 64 ranks a node it takes "
+        f"Today's header gathers a record of each rank. With one rank a node it takes {time_text(model.header_of_messages(1024, one))} on 1,024 ranks and "
+        f"**{time_text(built)} on {LARGEST:,}**; with 64 ranks a node it takes "
         f"{time_text(header(1024, many))} and {time_text(header(LARGEST, many))}. "
         f"On {LARGEST:,} ranks, Python spends {time_text(LARGEST * one.slot)} of that reading slots."
     )
     yield (
-        f"A header of digests would take {time_text(digests)} on {LARGEST:,} ranks. The allgather takes more than twice as long from "
+        f"A header of digests would take {time_text(digests)} on {LARGEST:,} ranks. The header as it is built takes more than twice as long from "
         f"**{count_text(header_times(one, 2))} ranks** on ({count_text(header_times(many, 2))} with 64 a node), and more than ten times as long from "
-        f"{count_text(header_times(one, 10))} ({count_text(header_times(many, 10))}). An allgather that never switched to a ring would "
-        f"still take {time_text(doubled)} on {LARGEST:,} ranks."
+        f"{count_text(header_times(one, 10))} ({count_text(header_times(many, 10))})."
     )
     yield (
         f"In this model an `MPI_Allreduce` of 8 bytes takes {time_text(model.mpi_allreduce(1024, 8, one))} on 1,024 ranks. "
         f"The header takes more than twice as long from {count_text(dearer_than_mpi(one))} ranks on. With a slot of 256 bytes for each rank, "
-        f"each of {LARGEST:,} ranks needs {2 * MESSAGE_SLOT * LARGEST / 1e6:.0f} MB of memory."
+        f"each node of {LARGEST:,} ranks needs {2 * message_slot(LARGEST) * LARGEST / 1e6:.0f} MB of memory for them."
     )
 
 
@@ -90,7 +89,7 @@ def _limits_of_slices(one: Machine, many: Machine) -> Iterator[str]:
     for title in ("64 KiB", "100 MB"):
         n = SIZES[title]
         yield (
-            f'{title}: "slices" with its header takes more than twice as long as `MPI_Allreduce` from '
+            f"{title}: arraycomm with its header takes more than twice as long as `MPI_Allreduce` from "
             f"{_twice(n, model.mpi_allreduce, one, many)}, and more than twice as long as the fastest "
             f"algorithm in rank order from {_twice(n, better, one, many)}."
         )
@@ -104,6 +103,12 @@ def _limits_of_slices(one: Machine, many: Machine) -> Iterator[str]:
         "The chunk size of 4 MiB suits the cache of one node. For 100 MB, the latencies of the chunks are a tenth of the time from "
         f"{count_text(tenth)} ranks on, and half of it from {count_text(half)}. A single chunk would have 24 times fewer latencies: "
         f'"slices" would then take more than twice as long as `MPI_Allreduce` only from {count_text(twice)} ranks on.'
+    )
+    few, header = 8 << 20, model.header_of_messages(1024, one)
+    apart = header + model.in_slices(1024, few, one, shared=True)
+    yield (
+        "Between nodes, smaller chunks hide folds behind messages, and cost more latencies. On 1,024 ranks, 8 MiB take "
+        f"{time_text(own(1024, few, one))} in chunks of {overlapping_chunk(few) >> 20} MiB that overlap, and would take {time_text(apart)} in two of 4 MiB, one after the other."
     )
     gained = (LARGEST - 1) * (one.latency - GAP) * 24
     yield (
@@ -129,7 +134,9 @@ def _limits_of_steps(many: Machine) -> Iterator[str]:
         for algorithm in (model.in_steps, model.in_slices)
     )
     on_node = [p for p in POWERS if 2 <= p <= size]
-    dearer = [p for p in on_node if model.in_steps(p, n, many, True) > model.in_slices(p, n, many)]
+    dearer = [
+        p for p in on_node if model.in_steps(p, n, many, True) > model.in_slices(p, n, many, True)
+    ]
     yield (
         f'With "steps", every rank of a node folds the elements of all of them. 64 KiB on {size} ranks take {time_text(steps)} by "steps", which arraycomm '
         f'chooses, and {time_text(slices)} by "slices". Steps take longer from {count_text(min(dearer, default=None))} ranks on. The limit of '
@@ -156,18 +163,13 @@ def _limits_of_mpi(one: Machine) -> Iterator[str]:
     )
     yield (
         "In MPICH, `MPI_Ialltoall` takes few rounds if slices are equal and have at most 2 KiB. `MPI_Ialltoallv`, which "
-        f"arraycomm calls, never does. A chunk of 4 MiB has such slices from {CHUNK_BYTES // 2048:,} ranks on, an array of 64 KiB from 32."
+        f"arraycomm calls on more than {DIRECT_RANKS} ranks, never does. A chunk of 4 MiB has such slices from {CHUNK_BYTES // 2048:,} ranks on, an array of 64 KiB from 32."
     )
 
 
 def _limits_of_headers(one: Machine) -> Iterator[str]:
-    odd = model.header_of_messages(1000, one)
     yield (
-        f"Whether the header is a ring is the choice of the MPI: it takes {time_text(odd)} on 1,000 ranks, and "
-        f"{time_text(model.header_of_messages(1024, one))} on 1,024."
-    )
-    yield (
-        "Between nodes, arrays of up to 128 bytes are sent with the header. A header of digests has no room for them: "
+        "Between nodes, arrays of up to 64 KiB (256 KiB divided by the ranks, and 128 bytes at least) are sent with the header. A header of digests has no room for them: "
         "they would need a data exchange of their own, which the green curves include."
     )
     yield (

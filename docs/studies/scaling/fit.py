@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Final, NamedTuple
 
-from arraycomm._collectives.selection import CHUNK_BYTES
+from arraycomm._collectives.selection import CHUNK_BYTES, overlapping_chunk
 from docs.studies.scaling import model
 from docs.studies.scaling.measure import CASES, RANKS, SLICED, STEPPED
 from docs.studies.scaling.model import Machine
@@ -19,7 +19,7 @@ from docs.studies.scaling.model import Machine
 # The least of all repetitions: other programs on the machine only ever add to a time.
 BEST: Final = "min"
 LARGE: Final = 16 << 20
-GATHERED: Final = 4 << 10
+EXCHANGED: Final = 1 << 20
 MEDIUM: Final = 16 << 10
 _FOLDED: Final = 256 << 10
 _SMALL: Final = 8
@@ -90,16 +90,18 @@ def waits(kind: str, ranks: int, nbytes: int) -> int:
     """Return how often a rank waits for another: once a step of the control channel, once a round."""
     if kind == "mpi":
         return len(_mpi_rounds(ranks, nbytes))
-    header = 1 if kind == "shared" else _rounds(ranks, 256 * ranks)
+    header = 1 if kind == "shared" else model.exponent(ranks)
     match _algorithm(kind, ranks, nbytes):
         case "header":
             return header
         case "steps":
             return header + ceil(nbytes / model.payload(ranks, shared=True))
-        case "gather":
-            return header + _rounds(ranks, nbytes * ranks)
+        case "exchange":
+            return header + ceil(nbytes / overlapping_chunk(nbytes))
+        case _ if kind == "messages":
+            # The messages of a movement overlap.
+            return header + 2 * ceil(nbytes / overlapping_chunk(nbytes))
         case _:
-            # The messages of the all-to-all overlap.
             chunk = min(nbytes, CHUNK_BYTES)
             return header + ceil(nbytes / CHUNK_BYTES) * (1 + _rounds(ranks, chunk))
 
@@ -136,9 +138,20 @@ def _between_two(machine: Machine, two: dict[str, Any]) -> Machine:
     for _ in range(_PASSES):
         for name, kind, nbytes, times in _SHOWN:
             known = replace(machine, **{name: 0.0})
-            rest = _at(two, f"{kind} {nbytes}") - _work(Here(known, known, {}, 2), kind, 2, nbytes)
+            rest = _at(two, f"{kind} {nbytes}") - _as_measured(known, kind, nbytes)
             machine = replace(machine, **{name: max(0.0, rest / times)})
     return machine
+
+
+def _as_measured(machine: Machine, kind: str, nbytes: int) -> float:
+    """Return the seconds of a case on two ranks, as the library was when it was measured.
+
+    By messages, large arrays went in slices, one chunk after another as in shared memory.
+    """
+    if kind == "messages" and nbytes >= EXCHANGED:
+        slices = model.in_slices(2, nbytes, machine, shared=True)
+        return model.header_of_messages(2, machine) + slices
+    return _work(Here(machine, machine, {}, 2), kind, 2, nbytes)
 
 
 def _mpi(machine: Machine, two: dict[str, Any]) -> Machine:
@@ -149,12 +162,12 @@ def _mpi(machine: Machine, two: dict[str, Any]) -> Machine:
 
 
 # Which parameter is fitted to which case on two ranks, and how many times the case contains it. Each
-# byte of an array is sent once between two ranks, in two halves.
+# byte of an array is sent once between two ranks, whole or in two halves.
 _SHOWN: Final = (
     ("seen", "shared", _SMALL, 1),
     ("seen_byte", "shared", MEDIUM, MEDIUM),
     ("near_latency", "messages", _SMALL, 1),
-    ("begin", "messages", GATHERED, 1),
+    ("begin", "messages", EXCHANGED, 2),
     ("near_byte", "messages", LARGE, LARGE),
 )
 _PASSES: Final = 5

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from arraycomm._collectives.selection import CHUNK_BYTES
-from arraycomm._transports.control import MESSAGE_SLOT
+from arraycomm._collectives.selection import overlapping_chunk
 from docs.studies.scaling import fit, model
 from docs.studies.scaling.model import Machine
 
@@ -88,9 +87,4 @@ def dearer_than_mpi(machine: Machine) -> int | None:
 
 def latencies(size: int, nbytes: int, machine: Machine) -> float:
     """Return the seconds of "slices" that are latencies."""
-    return -(-nbytes // CHUNK_BYTES) * 2 * (size - 1) * machine.latency
-
-
-def ring_from(*, even: bool) -> int:
-    """Return from how many ranks on MPICH sends headers round a ring; even: powers of two."""
-    return (model.RING_FROM if even else model.RING_FROM_ODD) // MESSAGE_SLOT
+    return -(-nbytes // overlapping_chunk(nbytes)) * 2 * (size - 1) * machine.latency

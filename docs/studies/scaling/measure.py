@@ -24,12 +24,13 @@ from arraycomm import Communicator
 from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
 from arraycomm._folds import fold
+from arraycomm._launch.launchers import find_launcher
 from arraycomm._protocol.group import Group, Options
 from arraycomm._transports.base import Bytes, Handle, Transport
-from arraycomm._transports.control import MESSAGE_SLOT, ControlChannel, SharedControl
+from arraycomm._transports.control import ControlChannel, SharedControl, message_slot
+from arraycomm._transports.notes import ExitNotice
 from arraycomm.cli.bench.machine import machine, versions
 from arraycomm.cli.bench.timing import measure as timed
-from arraycomm.cli.launch import find_launcher
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 RANKS: Final = (2, 4, 8)
@@ -105,8 +106,8 @@ class _PretendedShared(SharedControl):
         self._seen: list[bytes | None] = [None, None]
         self._stamps = [rows.view(np.int64)[:, 0] for rows in self.rows]
 
-    def post(self) -> None:
-        super().post()
+    def post(self, nbytes: int | None = None) -> None:
+        super().post(nbytes)
         parity = self.step & 1
         _answer(self, self.rows[parity][0], self.rows[parity], self._seen)
         self._stamps[parity][...] = self.step
@@ -116,14 +117,14 @@ class _PretendedMessages(ControlChannel):
     """A control channel over messages that have always arrived."""
 
     def __init__(self, size: int) -> None:
-        rows = [np.zeros((size, MESSAGE_SLOT), np.uint8) for _ in range(2)]
-        mine = [np.zeros(MESSAGE_SLOT, np.uint8) for _ in range(2)]
+        rows = [np.zeros((size, message_slot(size)), np.uint8) for _ in range(2)]
+        mine = [np.zeros(message_slot(size), np.uint8) for _ in range(2)]
         super().__init__(0, size, rows, mine)
         self._sent = mine
         self._seen: list[bytes | None] = [None, None]
         self._pending = False
 
-    def post(self) -> None:
+    def post(self, nbytes: int | None = None) -> None:
         self.step += 1
         parity = self.step & 1
         _answer(self, self._sent[parity], self.rows[parity], self._seen)
@@ -134,11 +135,11 @@ class _PretendedMessages(ControlChannel):
     def missing(self) -> list[int]:
         return []
 
-    def leave(self, state: int, completed: int, text: str) -> None:
+    def announce_exit(self, state: int, completed: int, text: str) -> None:
         """Do nothing: there is nobody to notify."""
 
-    def exit_notice(self, rank: int) -> None:
-        return None
+    def exit_notices(self) -> dict[int, ExitNotice]:
+        return {}
 
 
 class Pretended(Transport):
@@ -156,6 +157,9 @@ class Pretended(Transport):
 
     alltoall = allgather = gather = scatter = bcast = send = recv = _nothing
 
+    def probe(self, source: int | None, tags: range) -> None:
+        return None
+
     def split(self, color: int | None, members: Sequence[int]) -> None:
         return None
 
@@ -169,8 +173,9 @@ class Pretended(Transport):
 Calls = dict[str, Callable[[], Any]]
 
 
-def _communicator(transport: Transport) -> Communicator:
-    group = Group(transport, Options())
+def communicator(transport: Transport, timeout: float | None = 1800.0) -> Communicator:
+    """Return a communicator over a transport."""
+    group = Group(transport, Options(timeout=timeout))
     return Communicator(Runner(group, Placements(group)))
 
 
@@ -179,7 +184,7 @@ def _alone() -> Calls:
     calls: Calls = {}
     for kind, sizes in PRETENDED.items():
         for size in sizes:
-            comm = _communicator(Pretended(size, shared=kind == "shared"))
+            comm = communicator(Pretended(size, shared=kind == "shared"))
             calls[f"{kind} header {size}"] = comm.barrier
             x, y = np.ones((2, 2), np.float32)
             calls[f"{kind} small {size}"] = partial(comm.allreduce, x, out=y)
@@ -220,7 +225,7 @@ def run_ranks() -> Times:
         kind: MPITransport(world.Dup(), share=kind == "shared") for kind in ("shared", "messages")
     }
     assert all(made.control.shared == (kind == "shared") for kind, made in transports.items())
-    comms = {kind: _communicator(made) for kind, made in transports.items()}
+    comms = {kind: communicator(made) for kind, made in transports.items()}
     calls: Calls = {}
     for kind, nbytes in CASES:
         x, y = np.ones((2, nbytes // 4), np.float32)
@@ -273,15 +278,13 @@ def disturbance(times: Times) -> float:
 
 def _job(count: int, what: str) -> Times:
     print(f"{count} ranks, {what} …", file=sys.stderr)
-    launcher = find_launcher()
-    if launcher is None:
-        sys.exit("scaling: no mpiexec beside this Python or on the PATH")
-    start = [] if count == 1 else [*launcher, "-n", str(count)]
+    launcher = find_launcher(os.environ)
+    start = [] if count == 1 else launcher.command(count)
     command = [*start, sys.executable, "-m", __name__, what]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={"OMP_NUM_THREADS": "1"} | os.environ,
+        env=launcher.environment(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

@@ -9,14 +9,17 @@ node send to other nodes and share the node's link. What Python does for each ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final, NamedTuple
 
-from arraycomm._collectives.selection import CHUNK_BYTES, choose
-from arraycomm._transports.control import MESSAGE_SLOT, PAYLOAD, shared_slot
+from arraycomm._collectives.selection import CHUNK_BYTES, choose, overlapping_chunk
+from arraycomm._transports.base import DIRECT_RANKS
+from arraycomm._transports.control import PAYLOAD, message_slot, shared_slot
 
 DIGEST_BYTES: Final = 64
+# What a rank shows between nodes in front of its payload, if more than two ranks do: a length before the rest.
+RECORD_BYTES: Final = 8 + PAYLOAD
 ELEMENT: Final = 4  # float32
 # Where MPICH 5.0.2 leaves recursive doubling (powers of two) and Bruck's algorithm (others) for a
 # ring in MPI_Iallgather and MPI_Iallgatherv, by the bytes that every rank has in the end.
@@ -153,11 +156,30 @@ def rabenseifner(size: int, nbytes: float, per_node: int = 1) -> Movement:
     return _with_odd_ranks([*halves, *reversed(halves)], size, nbytes, per_node)
 
 
+def spread(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """Allgather by messages of each rank: (p − 1) α + n β (p − 1) / p.
+
+    A rank sends its block once to each other node, and passes on in its node what it gets so.
+    """
+    here = min(per_node, size)
+    nodes = size // here
+    return [Rounds(nodes - 1, nbytes / size, here), Rounds(nodes * (here - 1), nbytes / size, 0)]
+
+
+def allgather_between(size: int, nbytes: float, per_node: int = 1) -> Movement:
+    """Allgather between nodes: by messages of their own if the ranks are few, or by the MPI."""
+    return (spread if size <= DIRECT_RANKS else mpich_allgather)(size, nbytes, per_node)
+
+
 def mpich_allgather(size: int, nbytes: float, per_node: int = 1) -> Movement:
     """Allgather as MPICH 5.0.2 chooses it; recursive doubling costs what Bruck's does."""
+    return (bruck if mpich_doubles(size, nbytes) else ring)(size, nbytes, per_node)
+
+
+def mpich_doubles(size: int, nbytes: float) -> bool:
+    """Tell whether MPICH 5.0.2 gathers so many bytes in few rounds, not round a ring."""
     even = size & (size - 1) == 0
-    short = nbytes < (RING_FROM if even else RING_FROM_ODD)
-    return (bruck if short else ring)(size, nbytes, per_node)
+    return nbytes < (RING_FROM if even else RING_FROM_ODD)
 
 
 def _distances(size: int) -> list[int]:
@@ -186,6 +208,90 @@ def _with_odd_ranks(movement: Movement, size: int, nbytes: float, per_node: int)
     return [aside, *movement, aside]
 
 
+# What the library's own calls move
+
+
+def messages(movement: Sequence[Rounds]) -> int:
+    """Return how many messages a rank sends."""
+    return sum(rounds.count for rounds in movement)
+
+
+def sent_bytes(movement: Sequence[Rounds]) -> float:
+    """Return how many bytes a rank sends."""
+    return sum(rounds.count * rounds.nbytes for rounds in movement)
+
+
+def header_movement(size: int, shared: bool, per_node: int = 1, payload_bytes: int = 0) -> Movement:
+    """Return the messages of a header, of the first rank of a node: none in shared memory.
+
+    Without shared memory, each rank of a single node counts as a node.
+    """
+    if shared:
+        return []
+    alone = size <= per_node
+    nodes = size if alone else -(-size // per_node)
+    # Two ranks know whose message it is, and how long.
+    record = PAYLOAD + payload_bytes if nodes == size == 2 else RECORD_BYTES + _words(payload_bytes)
+    return bruck(nodes, record * size, per_node if alone else 1)
+
+
+def _words(nbytes: float) -> int:
+    return 8 * ceil(nbytes / 8)
+
+
+def _chunks(size: int, nbytes: float, per_node: int) -> Movement:
+    if size <= per_node:
+        cut, allgather = _cut(nbytes, CHUNK_BYTES), mpich_allgather
+    else:
+        cut, allgather = _cut(nbytes, overlapping_chunk(int(nbytes))), allgather_between
+    return [
+        rounds
+        for chunk in cut
+        for rounds in pairwise(size, chunk, per_node) + allgather(size, chunk, per_node)
+    ]
+
+
+def _exchanged(size: int, nbytes: float, per_node: int) -> Movement:
+    return [
+        rounds
+        for chunk in _cut(nbytes, overlapping_chunk(int(nbytes)))
+        for rounds in pairwise(size, size * chunk, per_node)
+    ]
+
+
+def _cut(nbytes: float, chunk: int) -> list[int]:
+    whole, rest = divmod(int(nbytes), chunk)
+    return [chunk] * whole + [rest] * bool(rest)
+
+
+def _no_messages(size: int, nbytes: float, per_node: int) -> Movement:
+    return []
+
+
+# For each algorithm that the library may choose: its messages, without those of the header.
+MOVEMENTS: Final[dict[str, Callable[[int, float, int], Movement]]] = {
+    "header": _no_messages,
+    "steps": _no_messages,
+    "exchange": _exchanged,
+    "slices": _chunks,
+}
+
+
+# For each other collective: the messages of the rank that sends most, for `nbytes` a rank between nodes,
+# up to one chunk. In `scatter`, `alltoall` and `reduce_scatter` these are the slices of all ranks together.
+COLLECTIVES: Final[dict[str, Callable[[int, float], Movement]]] = {
+    "barrier": lambda p, n: [],
+    "bcast": lambda p, n: [Rounds(exponent(p), n, 1)],
+    "allgather": lambda p, n: allgather_between(p, n * p),
+    "gather": lambda p, n: [Rounds(1, n, 1)],
+    "scatter": lambda p, n: [Rounds(p - 1, n / p, 1)],
+    "alltoall": pairwise,
+    "reduce": lambda p, n: [*pairwise(p, n), Rounds(1, n / p, 1)],
+    "reduce_scatter": pairwise,
+    "scan": lambda p, n: 2 * pairwise(p, n),
+}
+
+
 # Headers
 
 
@@ -194,12 +300,25 @@ def header_in_shared_memory(size: int, machine: Machine) -> float:
     return machine.call + machine.seen + size * machine.slot
 
 
-def header_of_messages(
-    size: int, machine: Machine, allgather: Callable[..., Movement] = mpich_allgather
-) -> float:
-    """The header between nodes: an allgather of 256 bytes a rank, each of which is read; λ + … + p σ."""
-    moved = seconds(allgather(size, MESSAGE_SLOT * size, machine.per_node), machine)
-    return machine.call + moved + size * machine.slot
+def header_of_messages(size: int, machine: Machine) -> float:
+    """The header between nodes: records of 136 bytes in few rounds, each of which is read; λ + … + p σ.
+
+    The first rank of a node waits until it sees the slots of its node, and the others until they see all.
+    """
+    moved = _seconds_of_header(size, machine, 0)
+    seen = 2 * machine.seen if _are_shared(size, machine) else 0.0
+    return machine.call + moved + seen + size * machine.slot
+
+
+def _seconds_of_header(size: int, machine: Machine, payload_bytes: float) -> float:
+    """One rank of each node sends."""
+    movement = header_movement(size, False, machine.per_node, ceil(payload_bytes))
+    return seconds(movement, replace(machine, per_node=1))
+
+
+def _are_shared(size: int, machine: Machine) -> bool:
+    """Tell whether several ranks of a node share what the first of them gets from other nodes."""
+    return 1 < machine.per_node < size
 
 
 def header_of_digests(size: int, machine: Machine) -> float:
@@ -218,12 +337,12 @@ def header(size: int, machine: Machine, shared: bool) -> float:
 
 def payload(size: int, shared: bool) -> int:
     """What fits in a slot beside the header."""
-    return (shared_slot(size) if shared else MESSAGE_SLOT) - PAYLOAD
+    return (shared_slot if shared else message_slot)(size) - PAYLOAD
 
 
 def chosen(size: int, nbytes: int, shared: bool) -> str:
     """Return the algorithm that arraycomm chooses; see `arraycomm._collectives.selection.choose`."""
-    return choose(nbytes, size, payload(size, shared), shared)
+    return choose(nbytes, size, payload(size, shared), shared, overlaps=not shared)
 
 
 def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> float:
@@ -233,9 +352,14 @@ def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> floa
 
 
 def in_header(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
-    """What the header brought along is folded: p φ + (p − 1) n γ."""
-    read = (size - 1) * nbytes * machine.seen_byte if shared else 0.0
-    return size * machine.row + read + _fold_all(size, nbytes, machine)
+    """What the header brought along is folded: p φ + (p − 1) n γ, and (p − 1) n β between nodes."""
+    moved = 0.0
+    if shared or _are_shared(size, machine):
+        moved = (size - 1) * nbytes * machine.seen_byte
+    if not shared:
+        bare = _seconds_of_header(size, machine, 0)
+        moved += _seconds_of_header(size, machine, nbytes) - bare
+    return moved + _fold_rows(size, nbytes, machine)
 
 
 def in_steps(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
@@ -246,24 +370,57 @@ def in_steps(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
     return steps * each + read + _fold_all(size, nbytes, machine)
 
 
-def in_gather(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
-    """Everyone gathers everything and folds it."""
-    moved = seconds(mpich_allgather(size, nbytes * size, machine.per_node), machine)
+def in_exchange(size: int, nbytes: float, machine: Machine, shared: bool = False) -> float:
+    """Each of two ranks takes the other's elements and folds all, chunk by chunk: α + n β + n γ.
+
+    A chunk is folded while the next one is under way.
+    """
+    cut = _cut(nbytes, overlapping_chunk(int(nbytes)))
+    taken = [seconds(pairwise(size, size * n, machine.per_node), machine) for n in cut]
+    folded = [_fold_all(size, n, machine) for n in cut]
     local = machine.begin + size * machine.part
-    return moved + local + _fold_all(size, nbytes, machine)
+    return _overlapping(taken, folded, [0.0] * len(cut)) + len(cut) * local
 
 
 def in_slices(size: int, nbytes: float, machine: Machine, shared: bool = False) -> float:
-    """Chunk after chunk: pairwise all to all, fold of a slice, allgather of the slices."""
-    chunks, rest = divmod(nbytes, CHUNK_BYTES)
-    return chunks * one_chunk(size, CHUNK_BYTES, machine) + (
-        one_chunk(size, rest, machine) if rest else 0.0
-    )
+    """Chunk by chunk: pairwise all to all, fold of a slice, allgather of the slices.
+
+    In shared memory one chunk comes after another. Between nodes a slice is folded while others are under way.
+    """
+    if shared:
+        cut = _cut(nbytes, CHUNK_BYTES)
+        return sum(_slices(size, n, machine, pairwise, mpich_allgather) for n in cut)
+    cut, per_node = _cut(nbytes, overlapping_chunk(int(nbytes))), machine.per_node
+    scattered = [seconds(pairwise(size, n, per_node), machine) for n in cut]
+    folded = [_fold_slice(size, n, machine) for n in cut]
+    gathered = [seconds(allgather_between(size, n, per_node), machine) for n in cut]
+    local = 2 * machine.begin + size * machine.part
+    return _overlapping(scattered, folded, gathered) + len(cut) * local
+
+
+def _overlapping(
+    scattered: Sequence[float], folded: Sequence[float], gathered: Sequence[float]
+) -> float:
+    """Return when all chunks are done, if a rank begins what it can and messages go one by one.
+
+    The slices of the next chunk are on their way before those of a chunk are folded, as in the library.
+    """
+    network = came = scattered[0]
+    clock = done = 0.0
+    for number, fold in enumerate(folded):
+        after = came
+        if number + 1 < len(folded):
+            network = after = max(network, clock) + scattered[number + 1]
+        # Gatherings do not overlap with one another.
+        clock = max(max(clock, came) + fold, done)
+        network = done = max(network, clock) + gathered[number]
+        came = after
+    return done
 
 
 def one_chunk(size: int, nbytes: float, machine: Machine) -> float:
-    """One chunk of `in_slices`, of any length."""
-    return _slices(size, nbytes, machine, pairwise, mpich_allgather)
+    """One chunk of `in_slices` between nodes, of any length."""
+    return _slices(size, nbytes, machine, pairwise, allgather_between)
 
 
 def in_rank_order(size: int, nbytes: float, machine: Machine) -> float:
@@ -279,7 +436,7 @@ def in_rank_order(size: int, nbytes: float, machine: Machine) -> float:
         for allgather in (ring, bruck)
     )
     gathered = seconds(bruck(size, nbytes * size, machine.per_node), machine)
-    return min(sliced, gathered + in_header(size, nbytes, machine, shared=False))
+    return min(sliced, gathered + _fold_rows(size, nbytes, machine))
 
 
 def by_doubling(size: int, nbytes: float, machine: Machine) -> float:
@@ -314,6 +471,10 @@ def _slices(
     return seconds(moved, machine) + local + _fold_slice(size, nbytes, machine)
 
 
+def _fold_rows(size: int, nbytes: float, machine: Machine) -> float:
+    return size * machine.row + _fold_all(size, nbytes, machine)
+
+
 def _fold_all(size: int, nbytes: float, machine: Machine) -> float:
     return (size - 1) * nbytes * machine.fold_byte
 
@@ -325,6 +486,6 @@ def _fold_slice(size: int, nbytes: float, machine: Machine) -> float:
 ALGORITHMS: Final[dict[str, Callable[[int, float, Machine, bool], float]]] = {
     "header": in_header,
     "steps": in_steps,
-    "gather": in_gather,
+    "exchange": in_exchange,
     "slices": in_slices,
 }

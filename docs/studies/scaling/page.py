@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from arraycomm.cli.bench.tables import Table, as_markdown, ratio_text, size_text
+from docs.studies.figure import Axis, Curve, Panel, figure
 from docs.studies.scaling import fit, model, rounds
-from docs.studies.scaling.figure import Curve, Panel, figure
 from docs.studies.scaling.findings import in_short, limits
 from docs.studies.scaling.formats import listed, rate_text, time_text
 from docs.studies.scaling.large import (
@@ -24,14 +24,23 @@ from docs.studies.scaling.large import (
     header,
     on_one_node,
     own,
-    ring_from,
 )
 from docs.studies.scaling.measure import PRETENDED
 from docs.studies.scaling.model import Machine
-from docs.studies.scaling.texts import CHECK, INTRODUCTION, LARGE, MODEL, SIMULATION, SOURCES
+from docs.studies.scaling.real import COLLECTIVE_BYTES, Sent, Simulated
+from docs.studies.scaling.texts import (
+    CHECK,
+    INTRODUCTION,
+    LARGE,
+    MODEL,
+    REAL,
+    SIMULATION,
+    SOURCES,
+)
 
 STUDY: Final = Path(__file__).resolve().parent
 MEASURED: Final = STUDY / "measured.json"
+SIMULATED: Final = STUDY / "simulated.json"
 FIGURE: Final = STUDY / "figure.svg"
 PAGE: Final = STUDY.parents[1] / "scaling.md"
 
@@ -47,14 +56,22 @@ def stored() -> dict[str, Any]:
     return results
 
 
+def simulated() -> tuple[list[Simulated], list[Sent]]:
+    """Return what the library sent on simulated ranks: its allreduces, and other collectives."""
+    calls = json.loads(SIMULATED.read_text(encoding="utf-8"))
+    others = [Sent(**call) for call in calls["others"]]
+    return [Simulated(**call) for call in calls["allreduce"]], others
+
+
 def written(results: dict[str, Any]) -> str:
     """Return the page."""
     return "\n".join(
         [
             INTRODUCTION.format(largest=LARGEST),
             in_short(results),
-            MODEL.format(ring=ring_from(even=True), ring_odd=ring_from(even=False)),
+            MODEL,
             _rounds(cluster(results, 1), cluster(results, 64)),
+            _real(results),
             _check(results),
             _large(results),
             limits(results),
@@ -72,11 +89,13 @@ def drawn(results: dict[str, Any]) -> str:
         ("digests", "a header of digests alone (not built)"),
         ("mpi", "MPI_Allreduce: doubling or Rabenseifner"),
     ]
-    rows = [
-        [_panel(f"{size}, {nodes}", n, cluster(results, s)) for nodes, s in NODES.items()]
+    panels = [
+        _panel(f"{size}, {nodes}", n, cluster(results, s))
+        for nodes, s in NODES.items()
         for size, n in SIZES.items()
     ]
-    return figure("Time of an allreduce by ranks", legend, rows)
+    axis = Axis("ranks", lambda ranks: f"{ranks:,.0f}")
+    return figure("Time of an allreduce by ranks", legend, panels, axis)
 
 
 def _panel(title: str, nbytes: int, machine: Machine) -> Panel:
@@ -127,6 +146,50 @@ def closed(name: str, size: int, machine: Machine) -> float:
     if name in folding:
         return folding[name](size, PLAYED_BYTES, machine)
     return model.seconds(getattr(model, name)(size, PLAYED_BYTES, machine.per_node), machine)
+
+
+def _real(results: dict[str, Any]) -> str:
+    calls, others = simulated()
+    machines = {nodes: cluster(results, nodes) for nodes in {call.per_node for call in calls}}
+    rows = [
+        [
+            f"{call.algorithm}, {size_text(call.nbytes)}, {call.ranks:,} ranks"
+            + (f", {call.per_node} a node" if call.per_node > 1 else ""),
+            f"{call.messages:,}",
+            _quotient(model.messages(call.movement()), call.messages),
+            f"{call.leaving:,}",
+            f"{call.sent:,}",
+            _quotient(model.sent_bytes(call.movement()), call.sent),
+            time_text(call.seconds),
+            _quotient(call.predicted(machines[call.per_node]), call.seconds),
+        ]
+        for call in calls
+        # Not the headers in shared memory, that take nothing.
+        if call.messages or call.seconds
+    ]
+    titles = ["", "messages a rank", "÷", "between nodes", "bytes a rank", "÷", "time", "÷"]
+    return REAL.format(
+        largest=max(call.ranks for call in calls),
+        table=as_markdown(Table("", titles, rows)),
+        kibibytes=COLLECTIVE_BYTES >> 10,
+        others=as_markdown(_others(others)),
+    )
+
+
+def _others(calls: Sequence[Sent]) -> Table:
+    sizes = sorted({call.ranks for call in calls})
+    rows = []
+    for name in model.COLLECTIVES:
+        found = {call.ranks: call for call in calls if call.collective == name}
+        ratios = sorted({_quotient(call.formula(), call.messages) for call in found.values()})
+        counts = [f"{found[size].messages:,}" for size in sizes]
+        rows.append([f"`{name}`", *counts, "–".join(ratios)])
+    return Table("", ["messages", *(f"{size:,}" for size in sizes), "formula ÷"], rows)
+
+
+def _quotient(formula: float, found: float) -> str:
+    """Return what a formula says, divided by what was found; nothing, if both are nothing."""
+    return "–" if formula == found == 0 else f"{formula / found:.3f}"
 
 
 def _check(results: dict[str, Any]) -> str:
@@ -224,7 +287,9 @@ def _alone(results: dict[str, Any]) -> Table:
             measured = results["alone"][f"messages {what} {size}"][fit.BEST]
             if cost is None:
                 measured -= (size - 1) / size * (8 << 20) * machine.fold_byte
-                predicted = model.allreduce(size, 8 << 20, here, shared=False)
+                # One process that pretends does not let chunks overlap.
+                predicted = model.header_of_messages(size, here)
+                predicted += model.in_slices(size, 8 << 20, here, shared=True)
             else:
                 predicted = cost(size, here)
             rows.append(
@@ -257,10 +322,7 @@ def _large(results: dict[str, Any]) -> str:
 
 def _headers(one: Machine, many: Machine) -> Table:
     costs: dict[str, Callable[[int, Machine], float]] = {
-        "as built, with MPICH": header,
-        "an allgather that always doubles": lambda p, m: model.header_of_messages(
-            p, m, model.bruck
-        ),
+        "as built": header,
         "a reduction of digests (not built)": model.header_of_digests,
         "`MPI_Allreduce` of 8 B, for comparison": lambda p, m: model.mpi_allreduce(p, 8, m),
     }

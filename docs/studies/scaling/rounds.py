@@ -27,8 +27,17 @@ class Step(NamedTuple):
 
 def play(schedule: Iterable[Step], size: int, machine: Machine) -> float:
     """Return when the last rank is done."""
-    clock = np.zeros(size)
-    node = np.arange(size) // machine.per_node
+    return float(played(schedule, np.zeros(size), nodes_of(size, machine), machine).max())
+
+
+def nodes_of(size: int, machine: Machine) -> Ranks:
+    """Return the node of each rank."""
+    return np.arange(size) // machine.per_node
+
+
+def played(schedule: Iterable[Step], begun: Ranks, node: Ranks, machine: Machine) -> Ranks:
+    """Return when each rank is done that has begun at its own time, on its node."""
+    clock = begun.copy()
     for step in schedule:
         source = np.flatnonzero(step.to != NOBODY)
         target, nbytes = step.to[source], step.nbytes[source]
@@ -38,7 +47,7 @@ def play(schedule: Iterable[Step], size: int, machine: Machine) -> float:
         sent = clock[source] + took
         np.maximum.at(clock, source, sent)
         np.maximum.at(clock, target, folded)
-    return float(clock.max())
+    return clock
 
 
 def _took(source: Ranks, target: Ranks, nbytes: Ranks, machine: Machine) -> Ranks:

@@ -12,11 +12,11 @@ INTRODUCTION: Final = """\
 
 What do an `allreduce` and its header cost on up to {largest:,} ranks? Nobody has run arraycomm on so many:
 this page is arithmetic. It writes down a model of each algorithm. It simulates the algorithms message by message,
-to check that the formulas are right. It compares the model with measurements on 2, 4 and 8 ranks. Then it
+to check that the formulas are right. It runs the library's own code on simulated ranks, to check that the formulas are those of the code. It compares the model with measurements on 2, 4 and 8 ranks. Then it
 applies the model to large numbers of ranks.
 
 `python -m docs.studies.scaling` writes this page and its figure from `docs/studies/scaling/measured.json`.
-With `--measure` it takes the measurements first.
+With `--measure` it takes the measurements first, and with `--simulate` it repeats the simulation of the library's own code.
 """
 
 MODEL: Final = """\
@@ -31,23 +31,28 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 | step | time |
 | --- | --- |
 | header, control channel in shared memory | λ + p σ |
-| header, control channel over messages, while the MPI doubles | λ + log p α + (p − 1) 256 β + p σ |
-| header, control channel over messages, once the MPI uses a ring | λ + (p − 1) (α + 256 β) + p σ |
+| header, control channel over messages between N nodes | λ + log N α + (N − 1) p / N 136 β + p σ |
 | header as a reduction of digests (**not built**) | λ + log p (α + 64 β) |
-| "header": the array is sent with the header | p φ + (p − 1) n γ |
+| "header": the array is sent with the header | p φ + (p − 1) n γ, and (N − 1) p / N n β over messages |
 | "steps": one slot of shared memory after another | ⌈n / slot⌉ p (σ + φ) + (p − 1) n γ |
-| "gather" | log p α + (p − 1) n β + p ψ + (p − 1) n γ |
-| "slices", for each chunk of 4 MiB: all-to-all, fold | (p − 1) α + n β (p − 1) / p + p ψ + n γ (p − 1) / p |
-| … and allgather by a ring | (p − 1) α + n β (p − 1) / p |
+| "exchange", of two ranks, for each chunk | α + n β + 2 ψ + n γ |
+| "slices", for each chunk: all-to-all, fold | (p − 1) α + n β (p − 1) / p + p ψ + n γ (p − 1) / p |
+| … and allgather, by a ring or by a message to each | (p − 1) α + n β (p − 1) / p |
 | slices of the whole array, both exchanges in few rounds (**not built**) | 2 log p α + n β (log p / 2 + 1) + p ψ + n γ |
 | recursive doubling | log p (α + n β + n γ) |
 | Rabenseifner | 2 log p α + 2 n β (p − 1) / p + n γ (p − 1) / p |
 
-- The MPI chooses the algorithm of the allgather. MPICH 5.0.2 doubles (by Bruck's algorithm if p is no power of
-  two) while the bytes of all ranks together are below 512 KiB (80 KiB). From there on it uses a ring: its
-  header is a ring from {ring:,} ranks on, or from {ring_odd:,} if p is no power of two. Chunks of 4 MiB
-  always use the ring. Open MPI's nonblocking allgather sends to each rank separately, which
-  costs (p − 1) α on any number of ranks.
+- The header's records go by Bruck's algorithm, from the first rank of each node to those of other nodes. The ranks
+  of a node share one copy of all records. Two ranks send 128 bytes instead of 136.
+- In shared memory, chunks have 4 MiB and come one after another. Between nodes a chunk is a quarter of the array, but at least 1 MiB
+  and at most 4 MiB. There chunks overlap: the elements of the next chunk are on their way while a chunk is folded.
+  In the model, messages of a rank still go one by one; only folds hide behind them. What Python does is added in full.
+- Between nodes, up to 16 ranks send the slices of a chunk as a message to each rank. A folded slice goes once to each other
+  node, and is passed on there.
+- With more ranks, slices go by collectives of the MPI, which chooses the algorithm of the allgather.
+  MPICH 5.0.2 doubles (by Bruck's algorithm if p is no power of two) while the bytes of all ranks together are below
+  512 KiB (80 KiB), and then uses a ring, as for chunks of 4 MiB. Open MPI's nonblocking allgather sends to each rank
+  separately, which costs (p − 1) α on any number of ranks.
 - `MPI_Ialltoallv` sends to each rank separately in both. The term (p − 1) α assumes that one message ends before
   the next begins. MPICH overlaps several messages: in the terms of LogGP (Alexandrov et al. 1995)
   they then take (p − 1) g + α, with a gap g between messages that is smaller than α. A ring gains
@@ -75,6 +80,28 @@ simulated time, for {mebibytes} MiB on the machine assumed below:
 {table}
 """
 
+REAL: Final = """\
+## The real code, simulated
+
+Here the library's own code makes the calls: up to {largest:,} ranks have a communicator each, and call `iallreduce` as coroutines of one process. Only
+the transport is simulated (`docs/studies/scaling/network.py`): every rank has a clock, and each message takes α + n β of the machine assumed below. What is counted are the messages and
+the bytes that a rank sends, header included, from the rank that sends most; and the time until the last rank is done. ÷ is what the formula says, divided by that.
+
+{table}
+
+- The library decides how arrays move. What a movement (an all-to-all, an allgather, …) takes is the MPI's choice, and is a schedule here: an all-to-all goes from one partner to the next, an allgather doubles or
+  is a ring as in MPICH, `gather` and `scatter` go rank by rank, and `bcast` is a tree. Between nodes, the library itself sends the messages of an allgather on up to 16 ranks, and those of a step of the control channel: both are schedules here,
+  with the library's messages. A step takes no message in shared memory.
+- "Messages" are counted on the rank that sends most: of a header, this is the first rank of a node. Chunks overlap here as in the library: a rank begins the movements of the next chunk before it folds.
+- Folds take γ for each byte. What Python does takes no time, nor does the fold of what came with the header.
+- Where all ranks together have at most 64 MiB, the elements do move, and every rank's result is the sum in rank order, to the bit. Above, the ranks share one array that stays as it is.
+- Slices are whole elements, so that some ranks send a few bytes more than n (p − 1) / p. With several ranks a node, the time of a round is an average over them in the formula.
+
+The same for the other collectives, for {kibibytes} KiB a rank (`scatter`, `alltoall`, `reduce_scatter`: for all ranks together), with one rank a node. Again these are the messages of the rank that sends most, header included:
+
+{others}
+"""
+
 CHECK: Final = """\
 ## Comparison with 2, 4 and 8 ranks
 
@@ -89,6 +116,9 @@ These parameters are fitted to one process that pretends to have up to 1,024 ran
 
 The other rows are predicted. The jobs ran {runs} times, and the run with the lowest medians of each is kept. The times are
 the least of all repetitions, since other programs can only add to a time; the medians stand beside them.
+The rows "messages" were measured when headers, arrays of 4 KB and slices still went by collectives of the MPI, one after
+another; the algorithms named beside them, and the predictions, are today's. So these rows do not test today's formulas. The β and the time to start
+a collective are fitted by the formula of that time, of chunks one after another. The tables for many ranks below take neither α nor β from these rows.
 
 {comparison}
 
@@ -97,7 +127,7 @@ The model lets ranks take turns in a fixed order and knows no caches. With more 
 on the system's scheduler, and the slices of large arrays are smaller and stay in the cache more often.
 
 The work of a single rank does not have to be extrapolated: one process pretends that all others have
-answered, and runs the library's own code on {pretended:,} slots.
+answered, and runs the library's own code on {pretended:,} slots. Its chunks have 4 MiB and do not overlap.
 
 {alone}
 """
@@ -105,13 +135,13 @@ answered, and runs the library's own code on {pretended:,} slots.
 LARGE: Final = """\
 ## Up to {largest:,} ranks
 
-![Time of an allreduce by ranks, for three sizes, with one and with 64 ranks a node](studies/scaling/figure.svg)
+![Time of an allreduce by ranks, for three sizes, with one and with 64 ranks a node](studies/scaling/figure.svg){{ .figure }}
 
 Assumptions: α = {alpha} µs and 1/β = {bandwidth:.0f} GB/s between nodes, {near_alpha} µs and {near_bandwidth:.0f} GB/s within one, folds of {fold:.0f} GB/s, no
 contention in the network, and p a power of two. 200 Gb/s are 25 GB/s. For such a network a latency of 1.2 µs is published
 ([Azure HBv3](https://docs.azure.cn/en-us/virtual-machines/hbv3-performance)); the
 rest is for the distances in a large machine. λ, σ, φ and ψ are those measured above.
-The control channel uses messages between nodes, and shared memory if all ranks are on one node.
+The control channel uses messages between nodes, and shared memory within each.
 """
 
 SOURCES: Final = """\

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -48,6 +49,12 @@ extern "C" __global__ void spin(long long cycles) {
     while (clock64() - start < cycles) {}
 }
 """
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.rootpath == Path(__file__).parent:
+        # With settings of its own, this folder is the topmost one whose `conftest` pytest reads.
+        config.pluginmanager.register(import_module("tests.conftest"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

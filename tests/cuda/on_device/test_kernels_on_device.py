@@ -143,9 +143,8 @@ def test_there_may_be_more_than_two_to_the_31_elements(memory: Any) -> None:
     count = (1 << 31) + 5
     if cupy.cuda.runtime.memGetInfo()[0] < 10 * count:
         pytest.skip("too little memory is free on the device")
-    stream = memory.stream
+    memory = memory.at(0)
     try:
-        memory.at(0)
         x, y = cupy.full(count, 100, "int8"), cupy.empty(count, "int8")
         x[-1] = 27
         source, target = (
@@ -159,7 +158,6 @@ def test_there_may_be_more_than_two_to_the_31_elements(memory: Any) -> None:
         assert int(y[-1]) == 27
         assert bool((y[:-1] == 100).all())
     finally:
-        memory.at(stream)
         cupy.get_default_memory_pool().free_all_blocks()
 
 

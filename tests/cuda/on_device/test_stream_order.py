@@ -145,9 +145,11 @@ def test_the_host_does_not_wait_for_the_device(
 def test_calls_in_several_streams_come_in_their_order(nccl_job: Job, writable: Framework) -> None:
     def check(comm: Communicator) -> None:
         begun(comm, writable)
-        results = []
+        results, sides = [], []
         for turn in range(6):
-            with writable.side():
+            # Kept: CuPy destroys a stream that nobody refers to.
+            sides.append(writable.side())
+            with sides[-1]:
                 x = writable.make(np.full(length(comm), turn, np.float32))
                 if turn % 2 == comm.rank % 2:
                     spin(stream_of(writable))
@@ -230,5 +232,41 @@ def test_a_result_is_the_start_of_the_next_step(on_ranks: OnRanks, framework: Fr
             for _ in range(100):
                 x = comm.allreduce(x) / comm.size + 1
             assert (framework.back(x) == 101).all()
+
+    on_ranks(check)
+
+
+def test_calls_are_refused_while_a_graph_is_captured(on_ranks: OnRanks) -> None:
+    import cupy
+
+    def check(comm: Communicator) -> None:
+        x = cupy.ones(100, "float32")
+        comm.allreduce(x)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            try:
+                with pytest.raises(ValueError, match="captured into a CUDA graph"):
+                    comm.allreduce(x)
+            finally:
+                stream.end_capture()
+        assert (comm.allreduce(x) == comm.size).all()
+
+    on_ranks(check)
+
+
+def test_a_request_may_be_waited_for_in_another_stream(
+    on_ranks: OnRanks, writable: Framework
+) -> None:
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        with writable.side():
+            x = writable.make(np.zeros(length(comm), np.float32))
+            spin(stream_of(writable))
+            x += comm.rank + 1
+            request = comm.iallreduce(x)
+            with writable.side():
+                got = request.wait() * 2
+                assert (writable.back(got) == sum(range(comm.size + 1)) * 2).all()
 
     on_ranks(check)

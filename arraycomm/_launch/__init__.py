@@ -1,4 +1,4 @@
-"""What the environment says about how this process was launched."""
+"""What the environment says about how this process was launched; what launches others is in the modules."""
 
 from __future__ import annotations
 
@@ -33,11 +33,35 @@ def detect(environment: Mapping[str, str]) -> Launch | None:
     return None
 
 
-def torchrun_size(environment: Mapping[str, str]) -> int:
-    """Return the number of processes that torchrun started, or 0."""
-    if "TORCHELASTIC_RUN_ID" in environment and environment.get("WORLD_SIZE", "").isdigit():
-        return int(environment["WORLD_SIZE"])
-    return 0
+# Variables of processes that no MPI launcher has started: where they meet, how many there are, and which
+# one this is. Then the last two as torchrun sets them.
+ADDRESS: Final = "ARRAYCOMM_COORDINATOR_ADDRESS"
+NUMBER: Final = "ARRAYCOMM_NUM_PROCESSES"
+RANK: Final = "ARRAYCOMM_PROCESS_ID"
+TORCHRUN: Final = ("WORLD_SIZE", "RANK")
+
+
+def by_torchrun(environment: Mapping[str, str]) -> bool:
+    """Tell whether the environment is that which torchrun makes."""
+    return all(environment.get(name) for name in (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT"))
+
+
+def has_process_manager(environment: Mapping[str, str]) -> bool:
+    """Tell whether the launcher has set what an MPI needs to connect its processes."""
+    names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "PMI_FD")
+    return any(name in environment for name in names)
+
+
+def launched(environment: Mapping[str, str]) -> Launch | None:
+    """Return what has started this process as one of several, an MPI launcher or not."""
+    found = detect(environment)
+    pairs = {NUMBER: f"whoever set {NUMBER}", TORCHRUN[0]: "torchrun"}
+    if not by_torchrun(environment):
+        del pairs[TORCHRUN[0]]
+    for variable, starter in pairs.items():
+        if found is None and environment.get(variable, "").isdecimal():
+            found = Launch(int(environment[variable]), starter)
+    return found
 
 
 # Set by `init`, and inherited by every process that a rank starts: the rank's process, and what
@@ -57,7 +81,7 @@ def claimed_by(environment: Mapping[str, str], pid: int) -> int:
     a launcher of its own has set them.
     """
     owner, _, connection = environment.get(_CLAIM, "").partition(" ")
-    if not owner.isdigit() or int(owner) == pid or detect(environment) is None:
+    if not owner.isdigit() or int(owner) == pid or launched(environment) is None:
         return 0
     return int(owner) if _connection(environment) in ("", connection) else 0
 
@@ -69,5 +93,10 @@ def _connection(environment: Mapping[str, str]) -> str:
     try:
         found = os.fstat(int(environment.get("PMI_FD", "")))
     except (OSError, ValueError):
-        return ""
+        return _numbers(environment) if detect(environment) is None else ""
     return f"socket:{found.st_ino}" if stat.S_ISSOCK(found.st_mode) else ""
+
+
+def _numbers(environment: Mapping[str, str]) -> str:
+    names = (ADDRESS, RANK, "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", TORCHRUN[1])
+    return "/".join(environment.get(name, "") for name in names)

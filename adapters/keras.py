@@ -1,0 +1,120 @@
+"""Keras 3: optimizers whose gradients are reduced over all ranks before they are applied.
+
+Works in `fit` and in loops of one's own, with JAX, PyTorch and NumPy as Keras's backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import keras
+
+import arraycomm as ac
+
+__all__ = ["DistributedOptimizer", "synchronize"]
+
+DistributedOptimizer = ac.DistributedOptimizer
+synchronize = ac.synchronize
+
+_BACKENDS: Final = ("jax", "torch", "numpy")
+_REDUCE: Final = "_arraycomm_reduce"
+
+# Reduces the gradients of an optimizer's step; tells whether they are to be applied.
+_Reduce = Callable[[Any, list[Any]], tuple[bool, list[Any]]]
+
+
+def check(optimizer: Any) -> None:
+    """Raise unless this is an optimizer of Keras that can be distributed, and is not yet."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer; "
+            f"got {type(optimizer).__name__}"
+        )
+    if _REDUCE in vars(optimizer):
+        raise ValueError("DistributedOptimizer: this optimizer is distributed already")
+    backend = keras.backend.backend()
+    if backend not in _BACKENDS:
+        raise TypeError(
+            f"DistributedOptimizer: the backend of Keras must be one of {', '.join(_BACKENDS)}; got "
+            f"{backend}; set KERAS_BACKEND before Keras is imported"
+        )
+
+
+def distribute(optimizer: Any, gradients: Any) -> Any:
+    """Let an optimizer reduce the gradients that it is to apply; it is changed in place."""
+    if gradients.accumulate > 1:
+        raise ValueError(
+            "DistributedOptimizer: accumulate must be 1 with Keras, whose optimizers accumulate "
+            f"by themselves; got {gradients.accumulate}; pass gradient_accumulation_steps to the "
+            "optimizer instead"
+        )
+    if gradients.compressor.states is not None or gradients.compressor.hook is not None:
+        raise TypeError(
+            'DistributedOptimizer: compression must be "bfloat16", "float16" or None with Keras, '
+            "whose optimizers keep no state of a compression; got an object"
+        )
+    # Not a variable that Keras should find and save.
+    object.__setattr__(optimizer, _REDUCE, _reduction(gradients))
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _reducing(kind)
+    return optimizer
+
+
+def _reduction(gradients: Any) -> _Reduce:
+    if keras.backend.backend() == "jax":
+        return _reduction_in_jax(gradients)
+
+    def reduce(optimizer: Any, grads: list[Any]) -> tuple[bool, list[Any]]:
+        gradients.place = _place(optimizer)
+        reduced: tuple[bool, list[Any]] = gradients.add(grads)
+        return reduced
+
+    return reduce
+
+
+def _reduction_in_jax(gradients: Any) -> _Reduce:
+    """Return what reduces gradients also inside compiled programs, such as those of `fit`."""
+    import optax
+
+    from arraycomm.adapters import jax
+    from arraycomm.adapters._jax_tracing import is_traced
+
+    reducing = jax.distribute(optax.identity(), gradients)
+
+    def reduce(optimizer: Any, grads: list[Any]) -> tuple[bool, list[Any]]:
+        # A program is the same for all steps; there the reductions themselves are numbered.
+        gradients.place = () if is_traced(grads) else _place(optimizer)
+        reduced, _ = reducing.update(grads, optax.EmptyState())
+        return True, reduced
+
+    return reduce
+
+
+def _place(optimizer: Any) -> tuple[tuple[str, int], ...]:
+    """Return what ranks compare, so that one that has skipped a step is found by the next."""
+    iterations = keras.ops.convert_to_numpy(optimizer.iterations)
+    return (("iterations of the optimizer", int(iterations)),)
+
+
+@cache
+def _reducing(kind: Any) -> Any:
+    """Return a subclass of an optimizer's class that reduces gradients.
+
+    It has the same name, under which Keras saves it: a model that is loaded has a plain optimizer.
+    """
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        """Reduce the gradients over all ranks, and apply the result; collective."""
+        applies, reduced = vars(self)[_REDUCE](self, list(grads))
+        if applies:
+            kind.apply(self, reduced, trainable_variables)
+
+    namespace = {
+        "apply": apply,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), namespace)

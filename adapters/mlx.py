@@ -1,0 +1,71 @@
+"""MLX: optimizers whose gradients are reduced over all ranks before each update."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from mlx.optimizers import Optimizer
+
+import arraycomm as ac
+from arraycomm.adapters import numpy as plain
+
+__all__ = ["DistributedOptimizer", "synchronize"]
+
+DistributedOptimizer = ac.DistributedOptimizer
+synchronize = ac.synchronize
+
+
+def check(optimizer: Any) -> None:
+    """Raise unless this is an optimizer of MLX that is not distributed already."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "DistributedOptimizer: optimizer must be an mlx.optimizers.Optimizer; "
+            f"got {type(optimizer).__name__}"
+        )
+
+
+class Distributed(plain.Distributed):
+    """An optimizer of MLX whose gradients are reduced over all ranks before each update.
+
+    Everything but its updates is the wrapped optimizer's own: its attributes can be read and set.
+    """
+
+    def __init__(self, optimizer: Any, gradients: Any) -> None:
+        # Not looked for as on other objects: a MultiOptimizer raises if it is asked for `step`.
+        vars(self).update(
+            _optimizer=optimizer, _gradients=gradients, _refusals={"update": None}, _sharding=None
+        )
+
+    def update(self, model: Any, gradients: Any) -> None:
+        """Reduce the gradients, and update the model's parameters with the result; collective.
+
+        Parameters
+        ----------
+        model : mlx.nn.Module
+            The model whose parameters are updated in place.
+        gradients : pytree of mlx.core.array
+            This rank's gradients, as `mlx.nn.value_and_grad` returns them.
+        """
+        self._step("update", model, gradients)
+
+    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+        """Reduce the gradients, and return the parameters updated with the result; collective.
+
+        Parameters
+        ----------
+        gradients, parameters : pytree of mlx.core.array
+            This rank's gradients, and the parameters, which are the same on every rank.
+
+        Returns
+        -------
+        pytree of mlx.core.array
+            The new parameters; those passed, if the gradients were only accumulated.
+        """
+        complete, reduced = self._gradients.add(gradients)
+        if not complete:
+            return parameters
+        with self._gradients.taking_step():
+            return self._optimizer.apply_gradients(reduced, parameters)
+
+
+distribute: Final = Distributed

@@ -1,0 +1,97 @@
+"""The fast path of a small reduction in one call of the native part, if ranks share memory.
+
+It does the same as the one in Python, which it calls if a rank is late, or if ranks call different things.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, Final
+
+import numpy as np
+
+from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._collectives.fast_path import FastAllreduce, FastPaths
+from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.statistics import Count
+from arraycomm._dtypes import DType
+from arraycomm._folds import in_c
+from arraycomm._native import compiled
+from arraycomm._protocol.launcher import watch
+from arraycomm._transports.control import SharedControl
+
+_REPEATED: Final = np.ndarray
+
+
+def fast_paths_of(runner: Runner) -> FastPaths:
+    """Return the fast paths of a communicator: the native part's, if it is there and ranks share memory."""
+    # Another class of control channel does more in a step.
+    possible = compiled is not None and type(runner.group.control) is SharedControl
+    return NativePaths(runner) if possible else FastPaths(runner)
+
+
+class NativePaths(FastPaths):
+    """The fast paths of one communicator; the native part finds those of NumPy arrays by itself."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        self._repeats = compiled.Repeats(_REPEATED)
+        self.again = self._repeats.again
+
+    def make(self, x: Any, source: BufferView, op: str, note: str) -> FastAllreduce:
+        numpy = type(x) is _REPEATED
+        path = NativeAllreduce(self._runner, op, source.dtype, source.shape, note, numpy=numpy)
+        if numpy and not note:
+            self._repeats.remember(op, path.exchange)
+        return path
+
+    def forget(self) -> None:
+        super().forget()
+        self._repeats.forget()
+
+
+class NativeAllreduce(FastAllreduce):
+    """A fast path that the native part takes."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        op: str,
+        dtype: DType,
+        shape: tuple[int, ...],
+        note: str,
+        *,
+        numpy: bool,
+    ) -> None:
+        super().__init__(runner, op, dtype, shape, note, numpy=numpy)
+        group, control = runner.group, runner.group.control
+        assert isinstance(control, SharedControl)
+        self.exchange = compiled.Exchange(
+            memory=control.slots,
+            rank=control.rank,
+            size=control.size,
+            slot=control.slot,
+            header=self._prefix,
+            nbytes=self._nbytes,
+            fold=in_c.number_of(op, dtype),
+            dtype=dtype,
+            shape=shape,
+            control=control,
+            group=group,
+            queue=group.engine.queue,
+            turn=group.engine.turn,
+            path=self,
+            patient=group.transport.spins > 0,
+        )
+
+    def _reduce(self, x: Array, out: Array) -> bool:
+        reduced: bool = self.exchange.reduce(x if x.flags.c_contiguous else x.copy(), out)
+        return reduced
+
+    def look(self) -> None:
+        """See whether the launcher lives; called once a second at most."""
+        watch.look(perf_counter())
+
+    def count(self) -> Count:
+        calls, seconds = self.exchange.counts()
+        return Count("allreduce", calls, calls * self._nbytes, seconds)

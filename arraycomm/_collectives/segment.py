@@ -1,0 +1,243 @@
+"""The shared segment: memory that the ranks of a node share, in which large arrays are reduced by chunks.
+
+A chunk is small enough to stay in the caches from the copy in to the fold, so that only the ranks'
+own arrays go through main memory. The steps are those of the control channel. A rank publishes a
+chunk and then folds the one before, so that it seldom waits for ranks that are slightly slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from arraycomm._arrays.buffer import Array
+from arraycomm._dtypes import DType
+from arraycomm._folds import fold
+from arraycomm._native import compiled
+from arraycomm._protocol.details import Detail, exchange_details
+from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
+from arraycomm._transports.control import SharedControl
+from arraycomm._transports.memory_order import fence
+from arraycomm._transports.processes import ProcessesTransport
+
+# Up to this many ranks, each rank folds whole chunks, which saves a step and a copy. With more
+# ranks, folding all rows takes longer than the step and the copy.
+MAX_WHOLE_FOLDS: Final = 3
+_CHUNK_BYTES: Final = 512 << 10
+# Chunks that are under way at once. A rank that publishes chunk k has folded chunk k - 2, and so
+# every rank has published chunk k - 2. These ranks have folded chunk k - 4, whose row chunk k
+# reuses.
+ROWS: Final = 4
+
+
+# Where elements of a chunk go: which of them, and the memory for their results.
+Targets = Iterable[tuple[slice, Array]]
+_ALL: Final = slice(None)
+
+
+class ChunkTask(NamedTuple):
+    """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go."""
+
+    fill: Callable[[], None]
+    dtype: DType
+    rows: Sequence[Array]
+    targets: Callable[[], Targets]
+
+
+class _StepReached:
+    """A handle that is done when every rank has posted a step, if not a later one."""
+
+    def __init__(self, control: SharedControl) -> None:
+        self.control = control
+        self.step = 0
+
+    def done(self) -> bool:
+        """Tell whether every rank has posted the step, or the next but one in the same place."""
+        step, control = self.step, self.control
+        words = control.words[step & 1]
+        for stamp in control.stamps:
+            if words[stamp] < step:
+                return False
+        fence()
+        return True
+
+
+class SharedSegment:
+    """Rows of memory for the chunks of each rank that are under way, and one for folded chunks.
+
+    Attributes
+    ----------
+    control : SharedControl
+        Its steps say which chunks every rank has published.
+    streams : bool
+        Whether all ranks can copy past their caches. If they cannot, and the cores of two ranks have no
+        cache in common, a copy takes several times as long.
+    chunk_bytes : int
+        The largest size of a chunk.
+    rows : ndarray
+        Bytes, shape (ROWS, size, chunk_bytes); chunk k uses the rows k modulo ROWS.
+    """
+
+    def __init__(self, control: SharedControl, memory: Bytes, *, streams: bool) -> None:
+        self.control = control
+        self.streams = streams
+        self.chunk_bytes = _CHUNK_BYTES
+        rows = memory.reshape(-1, _CHUNK_BYTES)
+        self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, _CHUNK_BYTES)
+        self._folded = rows[ROWS * control.size]
+        self._reached = _StepReached(control)
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the bytes of memory that a group of `size` ranks shares."""
+        return (ROWS * size + 1) * _CHUNK_BYTES
+
+    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str) -> Steps:
+        """Reduce chunk after chunk; each task fills this rank's row and names the targets."""
+        if self.control.size > MAX_WHOLE_FOLDS:
+            for chunk_task in chunk_tasks:
+                yield from self._reduce_together(chunk_task, op)
+            return
+        control, reached, last = self.control, self._reached, None
+        for chunk_task in chunk_tasks:
+            chunk_task.fill()
+            control.post()
+            if last is not None:
+                reached.step = control.step - 1
+                yield reached
+                _fold(last, op)
+            last = chunk_task
+        if last is not None:
+            yield control
+            _fold(last, op)
+
+    def _reduce_together(self, chunk_task: ChunkTask, op: str) -> Steps:
+        """Fold a part of the chunk for all ranks, and take the parts that they fold."""
+        control, rows = self.control, chunk_task.rows
+        chunk_task.fill()
+        control.post()
+        yield control
+        count, folded = len(rows[0]), self._folded[: rows[0].nbytes].view(chunk_task.dtype)
+        own = slice(
+            count * control.rank // control.size, count * (control.rank + 1) // control.size
+        )
+        fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])
+        control.post()
+        yield control
+        for part, target in chunk_task.targets():
+            target[...] = folded[part]
+
+
+def _fold(chunk_task: ChunkTask, op: str) -> None:
+    for part, target in chunk_task.targets():
+        fold(op, chunk_task.dtype, [row[part] for row in chunk_task.rows], target)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOffer(Detail):
+    """The name of memory that rank 0 offers; empty if there is none."""
+
+    memory: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOpened(Detail):
+    """Whether a rank could open the memory, and whether it has the native part."""
+
+    opened: bool
+    streams: bool
+
+
+# The segments of links, or None for those that cannot have one.
+_opened: Final[WeakKeyDictionary[Link, SharedSegment | None]] = WeakKeyDictionary()
+
+
+def is_preferred(link: Link) -> bool:
+    """Tell whether large arrays are better reduced through a segment than by the link's movements.
+
+    With many ranks the movements have fewer steps. All ranks have to have the native part as well: see
+    `SharedSegment.streams`.
+    """
+    return link.slot[1] and link.size <= MAX_WHOLE_FOLDS and _copies_twice(link)
+
+
+def _copies_twice(link: Link) -> bool:
+    """Tell whether each byte is copied into shared memory and out of it again."""
+    over_mpi = isinstance(link, Transport) and link.mpi_comm is not None
+    return isinstance(link, ProcessesTransport) or (over_mpi and _is_mpich())
+
+
+@cache
+def _is_mpich() -> bool:
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().startswith("MPICH")
+
+
+def streaming_segment_of(link: Link) -> Steps:
+    """Return the segment of a link if all ranks can copy past their caches, else None; collective."""
+    segment = yield from segment_of(link)
+    return segment if segment is not None and segment.streams else None
+
+
+def segment_of(link: Link) -> Steps:
+    """Return the shared segment of a link, opened by the first call; collective.
+
+    None, on every rank, if the ranks do not share memory or one of them cannot open it.
+    """
+    if link not in _opened:
+        _opened[link] = (yield from _open(link)) if isinstance(link, Transport) else None
+    return _opened[link]
+
+
+def opened(transport: Transport) -> SharedSegment | None:
+    """Return the segment of a transport if it has been opened."""
+    return _opened.get(transport)
+
+
+def forbid_segment(transport: Transport) -> None:
+    """Have a transport do without a segment; every rank calls this."""
+    _opened[transport] = None
+
+
+def _open(transport: Transport) -> Steps:
+    control = transport.control
+    if not isinstance(control, SharedControl):
+        return None
+    nbytes = SharedSegment.nbytes(transport.size)
+    name = transport.offer_memory(nbytes) if transport.rank == 0 else ""
+    try:
+        offers = yield from exchange_details(control, MemoryOffer(name))
+        memory = transport.open_memory(offers[0].memory, nbytes)
+        replies = yield from exchange_details(
+            control, MemoryOpened(memory is not None, compiled is not None)
+        )
+    finally:
+        if name:
+            transport.close_memory(name)
+    if memory is None or not all(reply.opened for reply in replies):
+        return None
+    return SharedSegment(control, memory, streams=all(reply.streams for reply in replies))
+
+
+def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[ChunkTask]:
+    """Cut an array into chunks, whose folds go to `target`; the two may be the same memory."""
+    step, rank = segment.chunk_bytes // source.itemsize, segment.control.rank
+    apart = not np.may_share_memory(source, target)
+    for number, start in enumerate(range(0, len(source), step)):
+        part, into = source[start : start + step], target[start : start + step]
+        rows = list(segment.rows[number % ROWS, :, : part.nbytes].view(part.dtype))
+        fill = partial(compiled.copy, rows[rank], part)
+        if apart:
+            # Still in the cache, where the copy is not.
+            rows[rank] = part
+        yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
+
+
+def _whole(into: Flat) -> Targets:
+    return [(_ALL, into)]

@@ -1,0 +1,38 @@
+"""The reductions of rows by the native part, in the IEEE default mode of its own accord."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Final
+
+from arraycomm._dtypes import DType, name_of
+from arraycomm._folds.by_numpy import Array, Fold
+from arraycomm._native import compiled
+
+AVAILABLE: Final = compiled is not None
+
+
+@lru_cache(maxsize=1024)
+def number_of(op: str, dtype: DType) -> int:
+    """Return the number by which the native part knows a reduction."""
+    number: int = compiled.find_fold(op, name_of(dtype))
+    if number < 0:
+        raise ValueError(f"there is no fold {op!r} of {dtype}")
+    return number
+
+
+@lru_cache(maxsize=1024)
+def fold_function(op: str, dtype: DType) -> Fold:
+    """Return `fold(rows, out)`; see `by_numpy.fold_function`. Rows and `out` are contiguous."""
+    return partial(compiled.fold, number_of(op, dtype))
+
+
+def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
+    """Fold contiguous rows into `out`."""
+    fold_function(op, dtype)(rows, out)
+
+
+def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
+    """Write the fold of the rows up to and including k to `outs[k]`; no row overlaps any of `outs`."""
+    compiled.prefixes(number_of(op, dtype), rows, outs)

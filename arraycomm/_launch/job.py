@@ -1,0 +1,333 @@
+"""A program on several ranks: started, its output passed on, ended as a whole once one rank fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import IO, Final, NamedTuple
+
+from arraycomm._launch.launchers import Launcher, threads_for
+
+_RANK, _TIED = (Path(__file__).with_name(name) for name in ("rank.py", "tied.py"))
+# Without the site's packages it starts in a hundredth of a second.
+_BARE_PYTHON: Final = (sys.executable, "-I", "-S")
+_SIGNALLED: Final = 128
+# Signals by which the job is told to end, and those that are for the programs.
+_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
+# What a rank reports of its end stands between these, among what it writes to standard error.
+_OPENS, _CLOSES = b"\x02", b"\x03\n"
+# Seconds that the other ranks have to end by themselves once one has failed: those that waited for it
+# print that it has failed. Then those in which a launcher has forwarded what ranks have printed.
+_GRACE: Final = 1.0
+_FORWARDING: Final = 0.2
+# Seconds that a launcher has to end its ranks.
+_PATIENCE: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs on each rank, and how.
+
+    Attributes
+    ----------
+    command : sequence of str
+        The program and its arguments.
+    prefix : bool
+        Whether each line that it prints begins with its rank.
+    logs : str
+        A directory for a file of each rank with what it prints, or an empty string.
+    fault_tolerant : bool
+        Whether the other ranks live on if one fails.
+    stdin : bool
+        Whether rank 0 reads what this process would.
+    """
+
+    command: Sequence[str]
+    prefix: bool = False
+    logs: str = ""
+    fault_tolerant: bool = False
+    stdin: bool = False
+
+    def on_rank(self, mark: str) -> list[str]:
+        """Return the words that the launcher starts on each rank."""
+        if self.fault_tolerant and not self.prefix and not self.logs:
+            return list(self.command)
+        flags = ("1" if self.prefix else "", self.logs, "" if self.fault_tolerant else "1")
+        return [*_BARE_PYTHON, str(_RANK), mark, *flags, *self.command]
+
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+class Ended(NamedTuple):
+    """How a job ended: its status, and the statuses of ranks that failed, the first one first.
+
+    A status below zero is that of a rank that a signal has ended.
+    """
+
+    status: int
+    failed: dict[int, int]
+
+
+class _Report(NamedTuple):
+    rank: int
+    status: int
+
+
+class _LauncherEnded(NamedTuple):
+    status: int
+
+
+class _Told(NamedTuple):
+    number: int
+
+
+_Events = SimpleQueue[_Report | _LauncherEnded | _Told]
+
+
+def run_job(
+    launcher: Launcher, ranks: int, environment: Mapping[str, str], program: Program
+) -> Ended:
+    """Run a program on ranks in an environment, and return how it ended.
+
+    If a rank fails, the others are ended, unless the program is fault-tolerant. `KeyboardInterrupt`
+    ends all ranks and is raised again.
+    """
+    threads = threads_for(ranks, environment)
+    mark = secrets.token_hex(8)
+    started = launcher.command(ranks, threads=threads, fault_tolerant=program.fault_tolerant)
+    # A group of its own: Ctrl-C reaches this process alone, which ends the others. From there a terminal
+    # could not be read.
+    with subprocess.Popen(
+        _tied([*started, *program.on_rank(mark)]),
+        stdin=None if program.stdin and not _is_terminal() else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=launcher.environment(environment, threads),
+        process_group=0,
+    ) as process:
+        return _Job(process, ranks, mark, program).run()
+
+
+def ranks_here(mark: str) -> list[int]:
+    """Return the processes of this node that run a rank's program for the job with this mark."""
+    begin = "\0".join((*_BARE_PYTHON, str(_RANK), mark, "")).encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if path.read_bytes().startswith(begin):
+                found.append(int(path.parent.name))
+    # A child that is about to become the program still has the words of its parent.
+    parents = {pid: _parent(pid) for pid in found}
+    return [pid for pid in found if parents[pid] not in found]
+
+
+def _send(how: Callable[[int, int], None], target: int, number: int) -> None:
+    # It may have ended, or be in a group of others.
+    with suppress(ProcessLookupError):
+        how(target, number)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _tied(command: Sequence[str]) -> list[str]:
+    """Return the words of a command that ends with this process, even if that is killed."""
+    if sys.platform != "linux":
+        return list(command)
+    return [*_BARE_PYTHON, str(_TIED), str(os.getpid()), *command]
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is None or sys.stdin.isatty()
+
+
+class _Job:
+    def __init__(
+        self, process: subprocess.Popen[bytes], ranks: int, mark: str, program: Program
+    ) -> None:
+        self._process, self._ranks, self._mark = process, ranks, mark
+        self._ends_together = not program.fault_tolerant
+        self._events: _Events = SimpleQueue()
+        self._relays = [
+            _Relay(process.stdout, 1),
+            _ReportingRelay(process.stderr, 2, mark, self._events),
+        ]
+        self._failed: dict[int, int] = {}
+        self._ended = 0
+
+    def run(self) -> Ended:
+        threading.Thread(target=self._wait_for_launcher, daemon=True).start()
+        try:
+            with _handling(self._handlers()):
+                status = self._until_end()
+        except KeyboardInterrupt:
+            self._end_ranks()
+            raise
+        if not self._failed:
+            return Ended(status, {})
+        failed = dict(sorted(self._failed.items(), key=_is_follower))
+        return Ended(_shell_status(next(iter(failed.values()))), failed)
+
+    def _handlers(self) -> dict[int, Handler]:
+        """Return what this process does with signals; the launcher is in another group."""
+        return {
+            **dict.fromkeys(_ENDING, lambda number, _: self._events.put(_Told(number))),
+            **dict.fromkeys(_PASSED_ON, lambda number, _: self._pass_on(number)),
+            signal.SIGTSTP: lambda *_: self._stop(),
+        }
+
+    def _pass_on(self, number: int) -> None:
+        """Give a signal to the ranks of this node; their launcher might die of it."""
+        ranks = ranks_here(self._mark)
+        for rank in ranks:
+            _send(os.kill, rank, number)
+        if not ranks:
+            self._process.send_signal(number)
+
+    def _stop(self) -> None:
+        """Stop with the ranks of this node, as a shell asks by Ctrl-Z, until it lets this process go on."""
+        # With their programs, and what those have started.
+        ranks = ranks_here(self._mark)
+        for rank in ranks:
+            _send(os.killpg, rank, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for rank in ranks:
+            _send(os.killpg, rank, signal.SIGCONT)
+
+    def _wait_for_launcher(self) -> None:
+        self._events.put(_LauncherEnded(self._process.wait()))
+
+    def _until_end(self) -> int:
+        """Return the launcher's status, or 0 if a rank has failed."""
+        deadline: float | None = None
+        while True:
+            try:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0)
+                event = self._events.get(timeout=left)
+            except Empty:
+                self._end_ranks()
+                return 0
+            if isinstance(event, _LauncherEnded):
+                for relay in self._relays:
+                    relay.join()
+                self._count_reports()
+                return _shell_status(event.status)
+            if isinstance(event, _Told):
+                self._end_ranks()
+                return _SIGNALLED + event.number
+            self._count(event)
+            if self._failed and self._ends_together:
+                now = time.monotonic()
+                deadline = deadline or now + _GRACE
+                if self._ended == self._ranks:
+                    deadline = now + _FORWARDING
+
+    def _count_reports(self) -> None:
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, _Report):
+                self._count(event)
+
+    def _count(self, report: _Report) -> None:
+        self._ended += 1
+        if report.status and self._ends_together:
+            self._failed[report.rank] = report.status
+
+    def _end_ranks(self) -> None:
+        """End the launcher, which ends its ranks; a killed one would leave them behind."""
+        for relay in self._relays:
+            relay.quiet = True
+        self._process.terminate()
+        try:
+            self._process.wait(_PATIENCE)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._process.kill()
+
+
+def _is_follower(item: tuple[int, int]) -> bool:
+    # An uncaught error, such as that of a rank that only waited for the one that failed, is status 1.
+    return item[1] == 1
+
+
+def _shell_status(status: int) -> int:
+    return status if status >= 0 else _SIGNALLED - status
+
+
+class _Relay(threading.Thread):
+    """Writes what a job prints to a descriptor of this process, unless it has been made quiet."""
+
+    def __init__(self, source: IO[bytes] | None, target: int) -> None:
+        super().__init__(daemon=True)
+        self._source, self._target = source, target
+        self.quiet = False
+        self.start()
+
+    def run(self) -> None:
+        assert self._source is not None
+        with self._source as source:
+            while chunk := os.read(source.fileno(), 1 << 16):
+                self.pass_on(chunk)
+
+    def pass_on(self, data: bytes) -> None:
+        """Write what has come."""
+        while data and not self.quiet:
+            try:
+                data = data[os.write(self._target, data) :]
+            except BrokenPipeError:
+                # Nobody reads it any more; the ranks go on.
+                self.quiet = True
+
+
+class _ReportingRelay(_Relay):
+    """Takes the reports of ranks out of what a job prints."""
+
+    def __init__(self, source: IO[bytes] | None, target: int, mark: str, events: _Events) -> None:
+        self._begin = _OPENS + mark.encode()
+        self._report = re.compile(re.escape(self._begin) + rb" (\d+) (-?\d+)" + re.escape(_CLOSES))
+        self._events = events
+        self._rest = b""
+        super().__init__(source, target)
+
+    def run(self) -> None:
+        super().run()
+        super().pass_on(self._rest)
+
+    def pass_on(self, data: bytes) -> None:
+        text = self._rest + data
+        for found in self._report.finditer(text):
+            self._events.put(_Report(int(found[1]), int(found[2])))
+        text = self._report.sub(b"", text)
+        # The beginning of a report, of which the end is still to come.
+        at = text.rfind(_OPENS)
+        held = text[at:] if at >= 0 else b""
+        unfinished = bool(held) and (self._begin.startswith(held) or held.startswith(self._begin))
+        self._rest = held if unfinished else b""
+        super().pass_on(text[:at] if unfinished else text)
+
+
+@contextmanager
+def _handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,234 @@
+"""How one process joins the others at their coordinator, which is process 0."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from arraycomm._errors import BackendUnavailableError, CommTimeoutError, TransportError
+from arraycomm._launch.coordinator import (
+    GRACE,
+    LONGEST,
+    PROTOCOL,
+    Coordinator,
+    Message,
+    decode,
+    encode,
+    error_of,
+    is_own,
+    listen,
+    local_name,
+    proof,
+)
+from arraycomm._launch.numbering import Numbering, Place
+
+SECRET: Final = "ARRAYCOMM_COORDINATOR_SECRET"
+LIMIT: Final = "ARRAYCOMM_START_TIMEOUT"
+DEFAULT_LIMIT: Final = 60.0
+_NAP: Final = 0.05
+# Seconds that the coordinator has to say what is wrong after time was up for a process.
+_LATER: Final = 2.0
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def seconds_to_start(environment: Mapping[str, str]) -> float:
+    """Return the seconds in which all processes have to come."""
+    said = environment.get(LIMIT) or str(DEFAULT_LIMIT)
+    try:
+        limit = float(said)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < float("inf"):
+        raise ValueError(f"init: {LIMIT} must be a number of seconds; got {said!r}")
+    return limit
+
+
+class Meeting:
+    """The connection of this process to the coordinator; a store of texts for all of them."""
+
+    def __init__(
+        self, connection: socket.socket, place: Place, limit: float, served: Coordinator | None
+    ) -> None:
+        self._connection, self._place, self._limit = connection, place, limit
+        self._served = served
+        self._rest = b""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Let the other processes get a text."""
+        self.send({"set": key, "value": value})
+
+    def get(self, key: str, /) -> bytes:
+        """Return a text that a process has set, or will set."""
+        self.send({"get": key})
+        return str(self.receive(time.monotonic() + self._limit).get("value")).encode()
+
+    def leave(self, *, well: bool) -> None:
+        """Part from the others. If that is because of an error, let them read what they need to find it."""
+        with suppress(TransportError):
+            self.send({"bye": well})
+        self.close()
+        if not well and self._served is not None:
+            self._served.join(2 * GRACE)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        try:
+            self._connection.sendall(encode(message))
+        except OSError as error:
+            raise self._lost() from error
+
+    def receive(self, deadline: float) -> Message:
+        """Return the next message, or raise the error that has come in its place."""
+        while b"\n" not in self._rest:
+            self._connection.settimeout(max(deadline - time.monotonic(), _NAP))
+            try:
+                chunk = self._connection.recv(LONGEST)
+            except TimeoutError:
+                raise CommTimeoutError(
+                    f"init: process 0, the coordinator at {self._place}, has not answered in "
+                    f"{self._limit:g} s"
+                ) from None
+            except OSError as error:
+                raise self._lost() from error
+            self._rest += chunk
+            if not chunk:
+                raise self._lost()
+            if len(self._rest) > LONGEST:
+                raise self._foreign()
+        line, self._rest = self._rest.split(b"\n", 1)
+        message = decode(line)
+        if message is None:
+            raise self._foreign()
+        if "error" in message:
+            raise error_of(message)
+        return message
+
+    def introduce(self, found: Numbering, secret: str, deadline: float) -> None:
+        """Say who this process is, and wait until all others have done so."""
+        challenge = self.receive(deadline)
+        if challenge.get("arraycomm") != PROTOCOL:
+            raise self._foreign()
+        nonce = os.urandom(16).hex()
+        answer = {
+            "rank": found.rank,
+            "size": found.size,
+            "pid": os.getpid(),
+            "host": _host(),
+            "name": socket.gethostname(),
+            "nonce": nonce,
+            "proof": proof(secret, str(challenge.get("nonce")), "process"),
+        }
+        self.send(answer)
+        if self.receive(deadline).get("proof") != proof(secret, nonce, "coordinator"):
+            raise BackendUnavailableError(
+                f"init: the coordinator at {self._place} does not know the secret of this process; set "
+                f"{SECRET} to the same on every process, or on none"
+            )
+
+    def _lost(self) -> TransportError:
+        return TransportError(
+            f"init: process 0, the coordinator at {self._place}, has ended before all processes were "
+            "connected"
+        )
+
+    def _foreign(self) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"init: what answers at {self._place} is no arraycomm; choose another coordinator address"
+        )
+
+
+def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
+    """Return a connection to all others, once all have come; process 0 serves them.
+
+    Raises
+    ------
+    BackendUnavailableError
+        The address cannot be used, two processes have the same number, they do not agree on how many
+        there are, or they are on several hosts.
+    CommTimeoutError
+        Some did not come in time.
+    TransportError
+        One has ended.
+    """
+    limit, secret = seconds_to_start(environment), environment.get(SECRET, "")
+    deadline = time.monotonic() + limit
+    served = _serve(found, secret, limit) if found.rank == 0 else None
+    try:
+        meeting = Meeting(_connect(found.place, deadline, limit), found.place, limit, served)
+        try:
+            meeting.introduce(found, secret, deadline + _LATER)
+        except BaseException:
+            meeting.close()
+            raise
+    except Exception:
+        if served is not None:
+            # Those who come later hear of it.
+            served.join()
+        raise
+    return meeting
+
+
+def _serve(found: Numbering, secret: str, limit: float) -> Coordinator | None:
+    """Start the coordinator; None if its address is in use, where somebody will say why."""
+    try:
+        listener = listen(found.place)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise BackendUnavailableError(
+            f"init: process 0 cannot listen at {found.place}: {error.strerror or error}; the coordinator "
+            "address has to be one of the host of process 0"
+        ) from error
+    made = Coordinator(listener, found.place, found.size, secret, limit)
+    made.start()
+    return made
+
+
+def _connect(place: Place, deadline: float, limit: float) -> socket.socket:
+    while True:
+        try:
+            return _connected(place)
+        except socket.gaierror as error:
+            raise BackendUnavailableError(
+                f"init: the host of the coordinator address {place} is not known here: {error.strerror}"
+            ) from error
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"init: process 0, the coordinator, was not at {place} for {limit:g} s "
+                    f"({error.strerror or error}); start process 0 as well, or set {LIMIT} to more seconds"
+                ) from error
+            time.sleep(_NAP)
+
+
+def _connected(place: Place) -> socket.socket:
+    if place.host:
+        return socket.create_connection((place.host, place.port), timeout=DEFAULT_LIMIT)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(local_name(place))
+        if is_own(connection):
+            return connection
+    except OSError:
+        connection.close()
+        raise
+    connection.close()
+    raise BackendUnavailableError(f"init: a process of another user answers at {place}")
+
+
+def _host() -> str:
+    """Return what tells this host from others."""
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,123 @@
+"""The mpiexec that belongs to an MPI library, and what it needs to start ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from arraycomm._errors import BackendUnavailableError
+from arraycomm._launch.library import MPICH, OPEN_MPI, Library, find_library
+
+_NAMES: Final = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpiexec.mpich", "mpiexec.hydra")
+# What the launchers of each family say of themselves.
+_SAID: Final = {
+    OPEN_MPI: ("Open MPI", "OpenRTE", "PRRTE"),
+    MPICH: ("HYDRA", "MPICH", "Intel", "MVAPICH"),
+}
+# How far above the library the directory with its programs may lie: lib/, lib64/openmpi/lib/.
+_ABOVE: Final = 3
+
+
+class Launcher(NamedTuple):
+    """A program that starts ranks, and the family of MPI that it belongs to; empty if not known."""
+
+    path: str
+    family: str
+
+    def command(self, ranks: int, *, threads: int = 1, fault_tolerant: bool = False) -> list[str]:
+        """Return the words that start a command on so many ranks, each with so many threads."""
+        return [self.path, *self._options(threads, fault_tolerant), "-n", str(ranks)]
+
+    def _options(self, threads: int, fault_tolerant: bool) -> list[str]:
+        if self.family != OPEN_MPI:
+            return []
+        # Without the first, Open MPI starts no more ranks than there are cores; without the second it
+        # gives all threads of a rank one core.
+        return [
+            "--oversubscribe",
+            *(["--bind-to", "none"] if threads > 1 else []),
+            *(["--with-ft", "ulfm"] if fault_tolerant else []),
+        ]
+
+    def environment(self, base: Mapping[str, str], threads: int = 1) -> dict[str, str]:
+        """Return the variables with which it starts ranks; those that are set stay."""
+        needed = {"OMP_NUM_THREADS": str(threads)}
+        if self.family == OPEN_MPI and os.geteuid() == 0:
+            needed |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return needed | dict(base)
+
+
+def find_launcher(environment: Mapping[str, str]) -> Launcher:
+    """Return the launcher of the MPI that mpi4py loads in this interpreter.
+
+    Raises
+    ------
+    BackendUnavailableError
+        There is no MPI, or no mpiexec of it: one of another MPI would start ranks that do not find
+        one another, or fail.
+    """
+    return launcher_of(find_library(environment), environment.get("PATH", ""))
+
+
+def launcher_of(library: Library, path: str) -> Launcher:
+    """Return the first launcher of the library's family; see `find_launcher`."""
+    found = []
+    for program in _programs(library, path):
+        launcher = Launcher(program, family_of_program(program))
+        if launcher.family == library.family:
+            return launcher
+        found.append(launcher)
+    for launcher in found:
+        if not launcher.family:
+            return launcher
+    others = ", ".join(f"{launcher.path} of {launcher.family}" for launcher in found) or "none"
+    raise BackendUnavailableError(
+        f"ranks need the mpiexec of the MPI that this Python loads ({library.version}, "
+        f"{library.path}); found {others}; put the directory of the right one on the PATH"
+    )
+
+
+def _programs(library: Library, path: str) -> Iterator[str]:
+    """Yield each program that may start ranks: beside this Python, beside the library, on the PATH."""
+    beside = [Path(sys.executable).parent]
+    if library.path:
+        beside += [above / "bin" for above in Path(library.path).parents[:_ABOVE]]
+    places = dict.fromkeys([*map(str, beside), *filter(None, path.split(os.pathsep))])
+    for place in places:
+        for name in _NAMES:
+            if (program := shutil.which(name, path=place)) is not None:
+                yield program
+
+
+@cache
+def family_of_program(program: str) -> str:
+    """Return the family of MPI that a launcher says it belongs to; empty if it says nothing known."""
+    try:
+        asked = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, check=False, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    said = asked.stdout + asked.stderr
+    return next((f for f, words in _SAID.items() if any(word in said for word in words)), "")
+
+
+def threads_for(ranks: int, environment: Mapping[str, str]) -> int:
+    """Return how many threads a rank gets, if that many share this machine's cores."""
+    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if wanted.isdigit():
+        return int(wanted)
+    return max(cores() // ranks, 1)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

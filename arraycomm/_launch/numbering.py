@@ -1,0 +1,117 @@
+"""Processes that no MPI launcher has started: how many there are, which one this is, and where they meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from arraycomm._errors import BackendUnavailableError
+from arraycomm._launch import ADDRESS, NUMBER, RANK, TORCHRUN, by_torchrun
+
+_OWN: Final = (ADDRESS, NUMBER, RANK)
+# The number of processes and that of this one, as Slurm sets them.
+_SRUN: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+EXAMPLE: Final = "127.0.0.1:4321"
+_LAST_PORT: Final = 65535
+
+
+class Place(NamedTuple):
+    """Where processes meet: a host and a port, or without a host a name that is known on this host."""
+
+    host: str
+    port: int
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.host else f"the local socket of {self.name}"
+
+
+class Numbering(NamedTuple):
+    """The number of this process and of all, the variables that say so, and where they meet."""
+
+    rank: int
+    size: int
+    place: Place
+    variables: tuple[str, str]
+
+
+def numbering(environment: Mapping[str, str]) -> Numbering | None:
+    """Return what the environment says about processes without an MPI launcher, None if nothing.
+
+    Raises
+    ------
+    BackendUnavailableError
+        Some variables are missing, or the processes are on several hosts.
+    ValueError
+        A variable has a value that is none.
+    """
+    if any(environment.get(name) for name in _OWN):
+        return _by_own_variables(environment)
+    return _by_torchrun(environment) if by_torchrun(environment) else None
+
+
+def _by_own_variables(environment: Mapping[str, str]) -> Numbering:
+    variables = next(
+        (
+            pair
+            for pair in ((NUMBER, RANK), TORCHRUN, _SRUN)
+            if all(environment.get(name) for name in pair)
+        ),
+        (NUMBER, RANK),
+    )
+    missing = [name for name in (ADDRESS, *variables) if not environment.get(name)]
+    if missing:
+        present = [name for name in _OWN if environment.get(name)]
+        raise BackendUnavailableError(
+            f"init: {' and '.join(present)} {'is' if len(present) == 1 else 'are'} set, but not "
+            f"{' and '.join(missing)}; set {ADDRESS}, as in {EXAMPLE}, to the same on every process, "
+            f"{NUMBER} to how many there are, and {RANK} to 0, 1 and so on; or unset all of them"
+        )
+    return _numbered(environment, variables, _place(environment[ADDRESS]))
+
+
+def _place(said: str) -> Place:
+    host, colon, port = said.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        raise ValueError(
+            f"init: {ADDRESS} must be a host and a port, as in {EXAMPLE}; got {said!r}"
+        )
+    return Place(host, int(port))
+
+
+def _by_torchrun(environment: Mapping[str, str]) -> Numbering:
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    # Whoever listens at that port is torch's. So they meet under a name that is made of it.
+    said = "/".join(environment.get(name, "") for name in names)
+    found = _numbered(environment, TORCHRUN, Place("", 0, f"{os.getuid()}/{said}"))
+    local = environment.get("LOCAL_WORLD_SIZE", "")
+    if local.isdecimal() and int(local) < found.size:
+        raise BackendUnavailableError(
+            f"init: torchrun started {found.size} processes, of which {local} are on this host; "
+            f"{without_mpi(found.size)}"
+        )
+    return found
+
+
+def without_mpi(size: int) -> str:
+    """Say what to do with processes on several hosts, as the end of a sentence."""
+    return (
+        "without MPI all processes have to be on one host; start the program with: "
+        f"mpiexec -n {size} python …"
+    )
+
+
+def _numbered(
+    environment: Mapping[str, str], variables: tuple[str, str], place: Place
+) -> Numbering:
+    number, rank = (environment[name] for name in variables)
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"init: {variables[0]} must be the number of processes; got {number!r}")
+    if not rank.isdecimal() or int(rank) >= int(number):
+        raise ValueError(
+            f"init: {variables[1]} must be from 0 to {int(number) - 1}, since {variables[0]} is "
+            f"{number}; got {rank!r}"
+        )
+    return Numbering(int(rank), int(number), place, variables)

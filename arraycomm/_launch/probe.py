@@ -1,0 +1,41 @@
+"""Prints, as one line of JSON, which MPI mpi4py loads; a program of its own, which imports nothing else."""
+
+import json
+import os
+import sys
+
+
+def loaded() -> dict[str, str]:
+    """Return the vendor, the version and the file of the MPI that mpi4py loads, or the error."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        os.environ.pop("MPI4PY_RC_INITIALIZE", None)
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return {"error": str(error).partition("\n")[0]}
+    return {
+        "vendor": MPI.get_vendor()[0],
+        "version": in_short(MPI.Get_library_version()),
+        "path": _library_path(),
+    }
+
+
+def in_short(version: str) -> str:
+    """Return name and number of an MPI library, of all that it says of its version."""
+    return " ".join(version.splitlines()[0].partition(", package")[0].strip("\0").split())
+
+
+def _library_path() -> str:
+    """Return the file of the MPI library; empty where the system does not tell."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            found = [line.split()[-1] for line in maps]
+    except OSError:
+        return ""
+    return next((path for path in found if os.path.basename(path).startswith("libmpi")), "")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{json.dumps(loaded())}\n")

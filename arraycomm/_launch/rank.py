@@ -1,0 +1,209 @@
+"""Runs the program of one rank, marks or keeps what it prints, and tells the job how it ended.
+
+A program of its own, started once a rank: it imports nothing but the standard library, and little of that.
+Its arguments are the mark of its reports, whether lines get the rank as a prefix, a directory for
+what the rank prints, whether a failed rank waits to be ended, and the program with its arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+# The rank, by launcher.
+_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Seconds that a program has to act on a signal, and those after which a failed rank waits no longer.
+_PATIENCE = 3
+_LONGEST = 20.0
+_NOT_RUN = 127
+_SIGNALLED = 128
+_CHUNK = 1 << 16
+_PR_SET_PDEATHSIG = 1
+# Progress bars begin their lines by a carriage return.
+_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
+
+
+class Output:
+    """One stream of the rank's: what comes through a pipe goes on to a descriptor of this process."""
+
+    def __init__(self, target: int, prefix: bytes, log: int | None) -> None:
+        self.source, self.entrance = os.pipe()
+        os.set_blocking(self.source, False)
+        self._target, self._prefix, self._log = target, prefix, log
+        self._rest = b""
+        self.open = True
+
+    def relay(self) -> None:
+        """Pass on what has come so far."""
+        while self.open:
+            try:
+                chunk = os.read(self.source, _CHUNK)
+            except BlockingIOError:
+                return
+            self.open = bool(chunk)
+            self._pass_on(chunk)
+
+    def finish(self) -> None:
+        """Pass on what is left, also a line without an end."""
+        self.relay()
+        if self._rest:
+            self._write(self._prefix + self._rest.rstrip(b"\r") + b"\n")
+
+    def _pass_on(self, chunk: bytes) -> None:
+        if self._log is not None:
+            os.write(self._log, chunk)
+        if not self._prefix:
+            self._write(chunk)
+            return
+        text, self._rest = self._rest + chunk, b""
+        lines = _LINE.findall(text)
+        self._rest = text[sum(map(len, lines)) :]
+        whole = [line.rstrip(b"\r\n") for line in lines if line != b"\r"]
+        self._write(b"".join(self._prefix + line + b"\n" for line in whole))
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._target, data) :]
+
+
+class Program:
+    """The program of this rank, as a process of its own."""
+
+    def __init__(self, command: list[str], outputs: list[Output]) -> None:
+        self.told_to_end = False
+        self.status: int | None = None
+        parent, self._launcher = os.getpid(), os.getppid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _become(command, [output.entrance for output in outputs], parent)
+        for output in outputs:
+            os.close(output.entrance)
+        for number in _FORWARDED:
+            signal.signal(number, self._forward)
+        # Launchers may die, as of a pipe that nobody reads, and leave their ranks behind.
+        signal.signal(signal.SIGURG, self._end_with_launcher)
+        _signal_at_end_of_parent(signal.SIGURG)
+
+    def _forward(self, number: int, _: object) -> None:
+        if self.status is not None:
+            os._exit(1)
+        if number in _ENDS:
+            self.told_to_end = True
+            signal.signal(signal.SIGALRM, self._kill)
+            signal.alarm(_PATIENCE)
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, number)
+
+    def _end_with_launcher(self, *_: object) -> None:
+        # The kernel takes the end of the thread that has started this process for that of its parent.
+        if os.getppid() != self._launcher:
+            self._forward(signal.SIGTERM, None)
+
+    def _kill(self, *_: object) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self, outputs: list[Output]) -> int:
+        """Return how it ended: its status, or a signal's number below zero; pass its output on."""
+        if not outputs:
+            return self._ended(os.waitpid(self._pid, 0)[1])
+        ended, written = os.pipe()
+        for end in (ended, written):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        while True:
+            # Before the output is read: what it has written is there once it has ended.
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            for output in outputs:
+                output.relay()
+            if pid:
+                break
+            sources = [output.source for output in outputs if output.open]
+            select.select([ended, *sources], [], [], 1.0)
+            _empty(ended)
+        signal.set_wakeup_fd(-1)
+        for output in outputs:
+            output.finish()
+        return self._ended(status)
+
+    def _ended(self, status: int) -> int:
+        self.status = os.waitstatus_to_exitcode(status)
+        return self.status
+
+
+def _empty(pipe: int) -> None:
+    with suppress(BlockingIOError):
+        os.read(pipe, _CHUNK)
+
+
+def _become(command: list[str], entrances: list[int], parent: int) -> NoReturn:
+    """Replace this process by the program, which is to end with its parent."""
+    for target, entrance in enumerate(entrances, 1):
+        os.dup2(entrance, target)
+    _signal_at_end_of_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"arraycomm run: cannot run {command[0]}: {error.strerror}\n".encode())
+    os._exit(_NOT_RUN)
+
+
+def _signal_at_end_of_parent(number: int) -> None:
+    """Have the kernel send this process a signal once its parent has ended, where it can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def main(mark: str, prefix: str, logs: str, hold: str, *command: str) -> NoReturn:
+    """Run the program, and end as it has ended."""
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
+    program_outputs = _outputs(rank, prefix, logs)
+    program = Program(list(command), program_outputs)
+    status = program.wait(program_outputs)
+    if not program.told_to_end:
+        # Open MPI passes on whole lines.
+        os.write(2, f"\x02{mark} {rank} {status}\x03\n".encode())
+        if status and hold:
+            # Launchers end all ranks, or none, once one has failed: the job decides.
+            end = time.monotonic() + _LONGEST
+            while time.monotonic() < end:
+                time.sleep(1.0)
+    if status < 0 and not hold:
+        _die_by(-status)
+    os._exit(status if status >= 0 else _SIGNALLED - status)
+
+
+def _die_by(number: int) -> None:
+    """Let the launcher see this rank die; without a second core file."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _outputs(rank: str, prefix: str, logs: str) -> list[Output]:
+    if not prefix and not logs:
+        return []
+    log = None
+    if logs:
+        path = os.path.join(logs, f"rank-{rank}.log")
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+    mark = f"[{rank}] ".encode() if prefix else b""
+    return [Output(target, mark, log) for target in (1, 2)]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

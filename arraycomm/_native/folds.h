@@ -1,0 +1,39 @@
+/* The reductions of rows, in their order; arraycomm/_folds has the same in Python. */
+
+#ifndef ARRAYCOMM_FOLDS_H
+#define ARRAYCOMM_FOLDS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+enum { SUM, MEAN, PROD, MIN, MAX, AND, OR, XOR, OPS };
+enum { DTYPES = 17 };
+
+/* The reductions of one dtype, for one instruction set: what makes a total of a row, makes a result of a
+ * total, adds two rows, divides a total, and joins two. If the first three are NULL, totals are elements. */
+typedef struct {
+    const char *dtype;
+    unsigned char itemsize, total_size, parts;
+    void (*load)(void *restrict total, const void *restrict row, size_t count);
+    void (*store)(void *restrict out, const void *restrict total, size_t count);
+    void (*pair)(void *out, const void *left, const void *right, size_t count);
+    void (*divide)(void *out, const void *total, size_t count, int rows);
+    void (*join[OPS])(void *out, const void *left, const void *right, size_t count);
+} Arithmetic;
+
+/* Which reduction this is, for every instruction set; -1 if there is none. */
+int find_fold(const char *op, const char *dtype);
+
+size_t fold_itemsize(int fold);
+
+/* Fold `count` elements of each row into outs[0], or all rows up to row k into outs[k] if `every`.
+ * Runs in the IEEE default mode, whatever the thread's own is. */
+void run_fold(int fold, const void *const *rows, int row_count, void *const *outs, bool every, size_t count);
+
+/* The instruction sets that this machine has, the best one last; and which of them folds use. */
+extern const char *const level_names[];
+int level_count(void);
+int current_level(void);
+void use_level(int level);
+
+#endif

@@ -1,0 +1,230 @@
+/* What Python sees of the native part: folds here, and the exchange of slots in exchange.c.
+ *
+ * Only the limited API of Python 3.11 is used, so that one build serves every later version, and no
+ * header of NumPy: arrays come in by the buffer protocol. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#include "exchange.h"
+#include "folds.h"
+#include "slots.h"
+
+/* Up to so many rows need no memory of their own; with fewer bytes, letting other threads run takes
+ * longer than the fold. */
+enum { FEW_ROWS = 8, MANY_BYTES = 64 << 10 };
+
+typedef struct {
+    Py_buffer few[2 * FEW_ROWS], *all;
+    Py_ssize_t count;
+} Buffers;
+
+static void release(Buffers *buffers)
+{
+    while (buffers->count) PyBuffer_Release(&buffers->all[--buffers->count]);
+    if (buffers->all != buffers->few) PyMem_Free(buffers->all);
+}
+
+static int make_room(Buffers *buffers, Py_ssize_t count)
+{
+    buffers->count = 0;
+    buffers->all = buffers->few;
+    if (count <= 2 * FEW_ROWS) return 0;
+    buffers->all = PyMem_Calloc((size_t)count, sizeof(Py_buffer));
+    if (buffers->all) return 0;
+    PyErr_NoMemory();
+    buffers->all = buffers->few;
+    return -1;
+}
+
+/* Take the memory of one more array, which has to be contiguous. */
+static int take(Buffers *buffers, PyObject *array, int flags)
+{
+    if (PyObject_GetBuffer(array, &buffers->all[buffers->count], flags)) return -1;
+    ++buffers->count;
+    return 0;
+}
+
+static int take_all(Buffers *buffers, PyObject *arrays, Py_ssize_t count, int flags)
+{
+    for (Py_ssize_t place = 0; place < count; ++place) {
+        PyObject *array = PySequence_GetItem(arrays, place);
+        const int failed = array == NULL || take(buffers, array, flags);
+        Py_XDECREF(array);
+        if (failed) return -1;
+    }
+    return 0;
+}
+
+static bool overlap(const Py_buffer *one, const Py_buffer *other)
+{
+    const uintptr_t a = (uintptr_t)one->buf, b = (uintptr_t)other->buf;
+    return a < b + (uintptr_t)other->len && b < a + (uintptr_t)one->len;
+}
+
+/* Rows come first, and then what is written. */
+static int check_rows(const Buffers *buffers, Py_ssize_t rows, size_t itemsize)
+{
+    const Py_ssize_t length = buffers->all[0].len;
+    for (Py_ssize_t place = 0; place < buffers->count; ++place) {
+        if (buffers->all[place].len != length || (size_t)length % itemsize) {
+            PyErr_SetString(PyExc_ValueError, "rows and results must have the same elements");
+            return -1;
+        }
+        for (Py_ssize_t row = 0; place >= rows && row < rows; ++row) {
+            if (length && overlap(&buffers->all[place], &buffers->all[row])) {
+                PyErr_SetString(PyExc_ValueError, "a result must not overlap a row");
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+static int run(const Buffers *buffers, int fold, Py_ssize_t rows, bool every)
+{
+    const void *few[2 * FEW_ROWS];
+    const void **addresses = few;
+    if (buffers->all != buffers->few) addresses = PyMem_Calloc((size_t)buffers->count, sizeof(void *));
+    if (addresses == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t place = 0; place < buffers->count; ++place) addresses[place] = buffers->all[place].buf;
+    const size_t nbytes = (size_t)buffers->all[0].len, count = nbytes / fold_itemsize(fold);
+    void *const *outs = (void *const *)(addresses + rows);
+    if (nbytes * (size_t)rows < MANY_BYTES) {
+        run_fold(fold, addresses, (int)rows, outs, every, count);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        run_fold(fold, addresses, (int)rows, outs, every, count);
+        Py_END_ALLOW_THREADS
+    }
+    if (addresses != few) PyMem_Free(addresses);
+    return 0;
+}
+
+static int fold_number(PyObject *object)
+{
+    const long fold = PyLong_AsLong(object);
+    if (fold >= 0 && fold < DTYPES * OPS) return (int)fold;
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "no fold has the number %ld", fold);
+    return -1;
+}
+
+static PyObject *reduce_rows(PyObject *const *args, Py_ssize_t nargs, bool every)
+{
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "takes a fold, rows, and what is written");
+    const int fold = fold_number(args[0]);
+    const Py_ssize_t rows = fold < 0 ? -1 : PySequence_Size(args[1]);
+    if (rows < 0) return NULL;
+    if (rows == 0 || (every && PySequence_Size(args[2]) != rows))
+        return PyErr_Format(PyExc_ValueError, "there must be a row, and as many results as rows");
+    Buffers buffers;
+    PyObject *result = NULL;
+    if (make_room(&buffers, every ? 2 * rows : rows + 1)) return NULL;
+    if (take_all(&buffers, args[1], rows, PyBUF_SIMPLE)) goto end;
+    if (every ? take_all(&buffers, args[2], rows, PyBUF_WRITABLE) : take(&buffers, args[2], PyBUF_WRITABLE)) goto end;
+    if (check_rows(&buffers, rows, fold_itemsize(fold)) || run(&buffers, fold, rows, every)) goto end;
+    result = Py_NewRef(Py_None);
+end:
+    release(&buffers);
+    return result;
+}
+
+static PyObject *py_fold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)module;
+    return reduce_rows(args, nargs, false);
+}
+
+static PyObject *py_prefixes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)module;
+    return reduce_rows(args, nargs, true);
+}
+
+static PyObject *py_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Buffers buffers;
+    PyObject *result = NULL;
+    (void)module;
+    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "copy takes out and x");
+    if (make_room(&buffers, 2)) return NULL;
+    if (take(&buffers, args[1], PyBUF_SIMPLE) || take(&buffers, args[0], PyBUF_WRITABLE)) goto end;
+    if (check_rows(&buffers, 1, 1)) goto end;
+    Py_BEGIN_ALLOW_THREADS
+    stream_copy(buffers.all[1].buf, buffers.all[0].buf, (size_t)buffers.all[0].len);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+end:
+    release(&buffers);
+    return result;
+}
+
+static PyObject *py_find_fold(PyObject *module, PyObject *args)
+{
+    const char *op, *dtype;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "ss", &op, &dtype)) return NULL;
+    return PyLong_FromLong(find_fold(op, dtype));
+}
+
+static PyObject *py_levels(PyObject *module, PyObject *none)
+{
+    (void)module, (void)none;
+    PyObject *names = PyList_New(0);
+    for (int level = 0; names && level < level_count(); ++level) {
+        PyObject *name = PyUnicode_FromString(level_names[level]);
+        if (name == NULL || PyList_Append(names, name)) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+static PyObject *py_use_level(PyObject *module, PyObject *number)
+{
+    (void)module;
+    const long level = PyLong_AsLong(number), before = current_level();
+    if (PyErr_Occurred()) return NULL;
+    if (level < 0 || level >= level_count()) return PyErr_Format(PyExc_ValueError, "no level %ld", level);
+    use_level((int)level);
+    return PyLong_FromLong(before);
+}
+
+static PyMethodDef methods[] = {
+    {"find_fold", py_find_fold, METH_VARARGS,
+     PyDoc_STR("find_fold(op, dtype): return the number of a reduction, or -1.")},
+    {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL,
+     PyDoc_STR("fold(number, rows, out): write the fold of the rows, in their order, to `out`.")},
+    {"prefixes", (PyCFunction)(void (*)(void))py_prefixes, METH_FASTCALL,
+     PyDoc_STR("prefixes(number, rows, outs): write the fold of the rows up to row k to `outs[k]`.")},
+    {"copy", (PyCFunction)(void (*)(void))py_copy, METH_FASTCALL,
+     PyDoc_STR("copy(out, x): copy past the caches, for another core to read.")},
+    {"levels", py_levels, METH_NOARGS,
+     PyDoc_STR("levels(): return the names of the instruction sets that folds can use here.")},
+    {"use_level", py_use_level, METH_O,
+     PyDoc_STR("use_level(number): have folds use that instruction set; return the number before.")},
+    {NULL, NULL, 0, NULL},
+};
+
+static int exec_module(PyObject *module)
+{
+    use_level(level_count() - 1);
+    return add_exchange(module);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "arraycomm._native.compiled",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit_compiled(void)
+{
+    return PyModuleDef_Init(&definition);
+}

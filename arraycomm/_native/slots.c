@@ -1,0 +1,109 @@
+/* See slots.h. */
+
+#define _POSIX_C_SOURCE 200809L
+
+#include "slots.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <time.h>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+/* Looks between two times that the core is given up. */
+enum { LOOKS = 16 };
+
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() ((void)0)
+#endif
+
+char *slot_of(const Slots *slots, int64_t step, int rank)
+{
+    return slots->memory + ((size_t)(step & 1) * (size_t)slots->size + (size_t)rank) * slots->slot;
+}
+
+static _Atomic int64_t *stamp_of(const Slots *slots, int64_t step, int rank)
+{
+    return (_Atomic int64_t *)slot_of(slots, step, rank);
+}
+
+void post_step(const Slots *slots, int64_t step, const void *header, const void *payload, size_t nbytes)
+{
+    char *const own = slot_of(slots, step, slots->rank);
+    memcpy(own + HEADER, header, PAYLOAD - HEADER);
+    memcpy(own + PAYLOAD, payload, nbytes);
+    atomic_store_explicit(stamp_of(slots, step, slots->rank), step, memory_order_release);
+}
+
+bool all_posted(const Slots *slots, int64_t step, int looks)
+{
+    for (int rank = 0; rank < slots->size; ++rank) {
+        _Atomic int64_t *const stamp = stamp_of(slots, step, rank);
+        while (atomic_load_explicit(stamp, memory_order_acquire) < step) {
+            if (--looks <= 0) return false;
+            PAUSE();
+        }
+    }
+    return true;
+}
+
+int64_t clock_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+bool wait_for_all(const Slots *slots, int64_t step, int64_t nanoseconds)
+{
+    const int64_t end = clock_now() + nanoseconds;
+    while (!all_posted(slots, step, LOOKS)) {
+        if (clock_now() >= end) return false;
+        sched_yield();
+    }
+    return true;
+}
+
+#ifdef __SSE2__
+void stream_copy(void *out, const void *from, size_t nbytes)
+{
+    char *to = out;
+    const char *x = from;
+    size_t ahead = -(uintptr_t)to % sizeof(__m128i);
+    if (ahead > nbytes) ahead = nbytes;
+    memcpy(to, x, ahead);
+    for (to += ahead, x += ahead, nbytes -= ahead; nbytes >= 64; to += 64, x += 64, nbytes -= 64) {
+        const __m128i *words = (const __m128i *)x;
+        const __m128i a = _mm_loadu_si128(words), b = _mm_loadu_si128(words + 1);
+        const __m128i c = _mm_loadu_si128(words + 2), d = _mm_loadu_si128(words + 3);
+        _mm_stream_si128((__m128i *)to, a);
+        _mm_stream_si128((__m128i *)to + 1, b);
+        _mm_stream_si128((__m128i *)to + 2, c);
+        _mm_stream_si128((__m128i *)to + 3, d);
+    }
+    memcpy(to, x, nbytes);
+    /* The stamp that is written next must not be seen before. */
+    _mm_sfence();
+}
+#else
+void stream_copy(void *out, const void *from, size_t nbytes)
+{
+    memcpy(out, from, nbytes);
+}
+#endif
+
+bool same_digests(const Slots *slots, int64_t step)
+{
+    const char *const own = slot_of(slots, step, slots->rank) + HEADER;
+    for (int rank = 0; rank < slots->size; ++rank) {
+        if (memcmp(slot_of(slots, step, rank) + HEADER, own, sizeof(int64_t))) return false;
+    }
+    return true;
+}

@@ -1,0 +1,41 @@
+/* The slots of the control channel in memory that all ranks share, and copies into such memory.
+ * _transports/control.py has the layout of slots and the protocol. Nothing here knows of Python. */
+
+#ifndef ARRAYCOMM_SLOTS_H
+#define ARRAYCOMM_SLOTS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Where in a slot its header and its payload begin; the stamp is before. */
+enum { HEADER = 8, PAYLOAD = 128 };
+
+typedef struct {
+    char *memory; /* two slots for each rank: first all of even steps, then all of odd ones */
+    size_t slot;  /* bytes */
+    int rank, size;
+} Slots;
+
+char *slot_of(const Slots *slots, int64_t step, int rank);
+
+/* Write a header and its payload into this rank's slot, and publish them as a step. */
+void post_step(const Slots *slots, int64_t step, const void *header, const void *payload, size_t nbytes);
+
+/* Whether every rank has posted the step, at the last of so many looks at the others. What they wrote
+ * into their slots before can be read then. */
+bool all_posted(const Slots *slots, int64_t step, int looks);
+
+/* Look for at most so many nanoseconds, and let others have the core in between. */
+bool wait_for_all(const Slots *slots, int64_t step, int64_t nanoseconds);
+
+/* Whether every rank's header has the digest of this rank's. */
+bool same_digests(const Slots *slots, int64_t step);
+
+/* Copy past the caches: what lies in this core's, other cores may read more slowly than main memory. */
+void stream_copy(void *out, const void *from, size_t nbytes);
+
+/* Nanoseconds of a clock that only differences of have a meaning. */
+int64_t clock_now(void);
+
+#endif

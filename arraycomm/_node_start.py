@@ -1,0 +1,101 @@
+"""How processes of one node come together if no MPI connects them, but a store that all can reach."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import Protocol
+
+from arraycomm._callsite import describe_raise
+from arraycomm._collectives.runner import Runner
+from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
+from arraycomm._launch.joining import join
+from arraycomm._launch.numbering import Numbering, without_mpi
+from arraycomm._mpi_start import Arguments, Init, Opened, code_digest
+from arraycomm._protocol.details import Detail, Failure, Nothing
+from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
+from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._transports.lives import find_lives
+from arraycomm._transports.processes import ProcessesTransport, meet
+
+
+class Store(Protocol):
+    """What brings the processes together, as the stores of torch.distributed do."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Let the other processes get a text."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a text that a process has set, or will set."""
+
+
+def open_by_numbers(found: Numbering, arguments: Arguments) -> Opened:
+    """Open a group over the processes that the environment numbers; collective."""
+    refuse_forked_child("init")
+    meeting = join(found, os.environ)
+    try:
+        opened = open_on_node(meeting, found.rank, found.size, arguments)
+    except BaseException:
+        meeting.leave(well=False)
+        raise
+    meeting.leave(well=True)
+    return opened
+
+
+def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Opened:
+    """Open a group over the processes that call this with the same store; collective.
+
+    If the arguments of a rank are wrong, it raises, and all others raise `PeerError`.
+    """
+    refuse_forked_child("init")
+    watch_exit()
+    _compare_versions(store, rank, size)
+    options, request = _checked_by_all(store, rank, size, arguments)
+
+    def get(key: str) -> str:
+        return store.get(key).decode()
+
+    memory = meet(store.set, get, rank, size)
+    if memory is None:
+        raise BackendUnavailableError(
+            "init: the ranks are not able to map the same memory, as on several hosts or in several "
+            f"containers; {without_mpi(size)}"
+        )
+    lives = find_lives(store.set, get, rank, size)
+    group = Group(ProcessesTransport(memory, rank, size, lives), options)
+    devices = Devices(group, request)
+    runner = Runner(group, devices)
+    add_root(group)
+    return Opened(runner, runner.call(Init, options, request.backend, devices.device_name))
+
+
+def _compare_versions(store: Store, rank: int, size: int) -> None:
+    """Raise on every rank if ranks run different versions: they would misread one another's headers."""
+    store.set(f"version/{rank}", code_digest())
+    versions = [store.get(f"version/{other}").decode() for other in range(size)]
+    if len(set(versions)) > 1:
+        raise MismatchError(
+            f"init: ranks run different versions of arraycomm: {by_ranks(versions)}; install the same "
+            "version for all ranks, and start the program again"
+        )
+
+
+def _checked_by_all(
+    store: Store, rank: int, size: int, arguments: Arguments
+) -> tuple[Options, DeviceRequest]:
+    """Return this rank's arguments, once every rank has found its own to be right."""
+    key = "arguments/{}"
+    try:
+        found = replace(arguments, backend="auto").checked(rank, size)
+    except Exception as error:
+        store.set(key.format(rank), json.dumps([text_of(error), describe_raise(error)]))
+        raise
+    store.set(key.format(rank), json.dumps([]))
+    said = [json.loads(store.get(key.format(other))) for other in range(size)]
+    replies: list[Detail] = [Failure(*texts) if texts else Nothing() for texts in said]
+    if any(said):
+        raise peer_error("init", replies)
+    return found

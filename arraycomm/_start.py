@@ -1,0 +1,77 @@
+"""How this process is to start: which backend, by what launched this process, and by what was asked for."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from arraycomm import _launch
+from arraycomm._errors import BackendUnavailableError
+from arraycomm._launch.numbering import EXAMPLE, Numbering, numbering
+from arraycomm._protocol.exit import mpi_has_peers
+
+
+class Start(NamedTuple):
+    """The backend, whether an MPI launcher or the program has started MPI, and the numbers of processes without."""
+
+    backend: str
+    launched: bool = False
+    numbering: Numbering | None = None
+
+
+def choose_start(backend: str) -> Start:
+    """Return how to start, or raise if processes that belong together would not be connected.
+
+    MPI goes before processes that are only numbered.
+    """
+    if backend in ("self", "threads"):
+        return Start(backend)
+    launch = _launch.detect(os.environ)
+    launched = launch is not None or mpi_has_peers()
+    connected = mpi_has_peers() or _connects(launch)
+    if connected and backend != "processes":
+        _refuse_contradiction(launch)
+        return Start("mpi" if backend == "auto" else backend, launched)
+    found = numbering(os.environ)
+    if backend == "processes":
+        return Start(backend, numbering=_needed(found))
+    if found is None or found.size == 1:
+        return Start(("mpi" if launched else "self") if backend == "auto" else backend, launched)
+    if backend == "auto":
+        return Start("processes", numbering=found)
+    raise BackendUnavailableError(
+        f"init: {found.variables[0]} is {found.size}, but no MPI launcher has started these processes; "
+        f"start them with: arraycomm run -n {found.size} …, or call init without backend={backend!r} "
+        "to connect them on one node without MPI"
+    )
+
+
+def _connects(launch: _launch.Launch | None) -> bool:
+    """Tell whether a launcher connects its processes by MPI, as far as the environment says."""
+    return launch is not None and (
+        launch.launcher != "srun" or _launch.has_process_manager(os.environ)
+    )
+
+
+def _needed(found: Numbering | None) -> Numbering:
+    if found is None:
+        raise BackendUnavailableError(
+            f"init: backend 'processes' needs {_launch.ADDRESS}, as in {EXAMPLE}, the same on every "
+            f"process, {_launch.NUMBER}, and {_launch.RANK}; or start the program with torchrun"
+        )
+    return found
+
+
+def _refuse_contradiction(launch: _launch.Launch | None) -> None:
+    """Raise if an MPI launcher and something else have numbered the processes differently."""
+    variables = [_launch.NUMBER]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        variables.append(_launch.TORCHRUN[0])
+    for variable in variables:
+        said = os.environ.get(variable, "")
+        if launch is not None and said and said != str(launch.size):
+            raise BackendUnavailableError(
+                f"init: {launch.launcher} started {launch.size} process"
+                f"{'es' if launch.size > 1 else ''}, but {variable} is {said}; start the program by one "
+                f"of them, or unset {variable}"
+            )

@@ -1,0 +1,1 @@
+"""Traces: one timeline of all ranks' calls; what `Communicator.trace` and `ARRAYCOMM_TRACE` do."""

@@ -1,0 +1,105 @@
+"""Where a trace lies: one file of all ranks, or beside it the files of ranks whose job did not end well."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from arraycomm._trace.records import Part
+from arraycomm._trace.timeline import timeline
+
+_PART = ".rank"
+
+
+def prepare(path: str) -> None:
+    """Make the file empty, and remove what an earlier job has left beside it."""
+    with open(path, "wb"):
+        pass
+    for part in _parts_beside(path):
+        part.unlink()
+
+
+def part_path(path: str, rank: int) -> str:
+    """Return where one rank saves its own part."""
+    return f"{path}{_PART}{rank}"
+
+
+def append(path: str, part: Part, first: int) -> None:
+    """Append a part's records from `first` on to the rank's own file; begin it if that is 0."""
+    lines = [part.head(), *part.records[first:]]
+    with open(path, "a" if first else "w", encoding="utf-8") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def merge(path: str) -> None:
+    """Make one file of the ranks' own files, which are removed."""
+    parts = read_parts(path)
+    if parts:
+        write(path, parts)
+        for part in parts:
+            remove(path, part.rank)
+
+
+def write(path: str, parts: list[Part]) -> None:
+    """Write the timeline of all ranks; a reader sees all of it or nothing."""
+    partial = f"{path}.partial"
+    with open(partial, "w", encoding="utf-8") as file:
+        json.dump(timeline(parts), file)
+    os.replace(partial, path)
+
+
+def remove(path: str, rank: int) -> None:
+    """Remove a rank's own file, if there is one."""
+    with suppress(OSError):
+        os.unlink(part_path(path, rank))
+
+
+def read(path: str) -> dict[str, Any]:
+    """Return the trace of a file, or what the ranks have saved beside it.
+
+    Raises `ValueError` if that is no trace.
+    """
+    parts = read_parts(path)
+    if parts:
+        return timeline(parts)
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be a trace of arraycomm; got no JSON: {error}") from None
+    if not isinstance(found, dict) or "arraycomm" not in found.get("otherData", {}):
+        raise ValueError(f"{path} must be a trace of arraycomm; got JSON of something else")
+    return found
+
+
+def read_parts(path: str) -> list[Part]:
+    """Return the parts that ranks have saved beside a trace, of one and the same job."""
+    parts = [_read_part(part) for part in _parts_beside(path)]
+    found = sorted((part for part in parts if part is not None), key=lambda part: part.rank)
+    return [part for part in found if part.run == found[0].run]
+
+
+def _read_part(path: Path) -> Part | None:
+    """Return what a rank has saved; its last line may be cut off if the rank was killed."""
+    head: dict[str, Any] | None = None
+    records: list[list[Any]] = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError):
+                said = json.loads(line)
+                if isinstance(said, dict):
+                    head = said
+                else:
+                    records.append(said)
+    return None if head is None else Part.of(head, records)
+
+
+def _parts_beside(path: str) -> Iterator[Path]:
+    folder, name = os.path.split(path)
+    for entry in sorted(Path(folder or ".").iterdir()):
+        number = entry.name.removeprefix(name + _PART)
+        if number != entry.name and number.isdecimal():
+            yield entry

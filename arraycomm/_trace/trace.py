@@ -1,0 +1,204 @@
+"""Traces of a communicator, from their begin to the file, whatever becomes of the job."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from arraycomm._collectives.objects import GatherObject
+from arraycomm._collectives.operation import Context, Operation
+from arraycomm._collectives.process_bound import ProcessBound
+from arraycomm._collectives.runner import Runner
+from arraycomm._entries import entries
+from arraycomm._errors import ArrayCommError
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.header import Signature
+from arraycomm._trace import clocks, files
+from arraycomm._trace.recorder import Recorder, is_known
+from arraycomm._trace.records import Clock, Part
+from arraycomm._transports.base import Steps
+
+
+class BeginTrace(Operation):
+    """The beginning of a trace: the ranks compare their clocks; rank 0 sees that it can write."""
+
+    name = "trace"
+
+    def __init__(self, context: Context, path: Any, by: str) -> None:
+        super().__init__(context)
+        path = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if not isinstance(path, str):
+            raise TypeError(f"path must be a str or a pathlib.Path; got {path!r}")
+        self.signature = Signature(self.name, f"begin {path}{by}")
+        self._run = os.urandom(8).hex()
+        if self.group.rank == 0:
+            files.prepare(path)
+
+    def steps(self, agreement: Agreement) -> Steps:
+        self._found = yield from clocks.compare(self.group, self._run)
+
+    def result(self, agreement: Agreement) -> tuple[Clock, str]:
+        return self._found
+
+
+class EndTrace(Operation):
+    """The end of a trace: the ranks compare their clocks once more."""
+
+    name = "trace"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.signature = Signature(self.name, "end")
+
+    def steps(self, agreement: Agreement) -> Steps:
+        self._found, _ = yield from clocks.compare(self.group, "")
+
+    def result(self, agreement: Agreement) -> Clock:
+        return self._found
+
+
+@entries()
+class Trace(ProcessBound):
+    """A trace of a communicator and of its family; see `Communicator.trace`.
+
+    `by` is added to what the ranks compare: it says who has begun the trace.
+    """
+
+    def __init__(self, runner: Runner, path: Any, by: str = "") -> None:
+        self._runner, self._given, self._by = runner, path, by
+        self._saved = 0
+        # Calls may end in two threads, and each may find that it is time to save.
+        self._saving = threading.Lock()
+
+    def __enter__(self) -> Self:
+        group = self._runner.group
+        clock, run = self._runner.call(BeginTrace, self._given, self._by)
+        # The program may go to another folder.
+        self.path = os.path.abspath(self._given)
+        self._recorder = group.tracer if isinstance(group.tracer, Recorder) else Recorder()
+        self._first = len(self._recorder.records)
+        rank = group.family_ranks[group.rank]
+        self._part = Part(rank, group.size, os.uname().nodename, run, [clock])
+        self._process = os.getpid()
+        for related in group.related:
+            related.tracer = self._recorder
+            for hook in related.on_watch:
+                hook()
+        self._recorder.savers.append(self.save)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None and self._runner.group.closed is None:
+            self.finish()
+            return
+        self.stop()
+        self.save()
+        told = isinstance(error, ArrayCommError) or is_known(error)
+        if isinstance(error, Exception) and not told and self._runner.group.closed is None:
+            self._runner.fail(BeginTrace.name, error)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has begun it, and is not a forked child of the one that has."""
+        return os.getpid() == self._process
+
+    def stop(self) -> None:
+        """Record nothing any more."""
+        self._recorder.savers.remove(self.save)
+        if self._recorder.savers:
+            return
+        for related in self._runner.group.related:
+            related.tracer = None
+
+    def finish(self) -> None:
+        """End the trace; rank 0 writes it. Collective."""
+        self.stop()
+        try:
+            self._part.clocks.append(self._runner.call(EndTrace))
+            parts = self._runner.call(GatherObject, self._gathered(), 0)
+        except BaseException:
+            self.save()
+            raise
+        if parts is not None:
+            files.write(self.path, parts)
+        files.remove(self.path, self._part.rank)
+
+    def save(self) -> None:
+        """Save what has been recorded so far to this rank's own file, where `arraycomm trace` finds it."""
+        if not self.is_own:
+            return
+        # A trace that cannot be saved must not end the program.
+        with self._saving, suppress(OSError):
+            part = self._gathered()
+            files.append(files.part_path(self.path, part.rank), part, self._saved)
+            self._saved = len(part.records)
+
+    def _gathered(self) -> Part:
+        part, recorder = self._part, self._recorder
+        part.groups, part.dropped = recorder.groups, recorder.dropped
+        part.records = recorder.records[self._first :]
+        return part
+
+
+@entries()
+class Traceable:
+    """The method of a communicator that records its calls."""
+
+    _runner: Runner
+
+    def trace(self, path: Any) -> Trace:
+        """Record the calls that all ranks make in a block, and write them as one timeline.
+
+        Entering and leaving the block are collective.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file that rank 0 writes at the end of the block; the same path on every rank.
+
+        Returns
+        -------
+        Trace
+            For `with`. What is recorded are the calls and messages on this communicator, on those
+            made from it, and on the one that it was made from.
+
+        Raises
+        ------
+        OSError
+            Rank 0 cannot write to `path`; the other ranks raise `PeerError`.
+        MismatchError
+            Ranks pass different paths.
+
+        Notes
+        -----
+        The file has Chrome's Trace Event Format: open it at ui.perfetto.dev, or print and draw it with
+        `arraycomm trace`. Each rank keeps up to 200,000 calls in memory. About once a second it saves
+        them beside the file, where they stay if a rank is killed or if the block ends by an exception.
+        In the block, small reductions do not take their fast path. Without a trace, no call does
+        anything for it.
+
+        Examples
+        --------
+        >>> import json, os, tempfile
+        >>> import numpy as np
+        >>> from arraycomm.testing import run
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.json")
+        >>> def step(comm):
+        ...     with comm.trace(path):
+        ...         return float(comm.allreduce(np.ones(3))[0])
+        >>> run(2, step)
+        [2.0, 2.0]
+        >>> with open(path) as file:
+        ...     events = json.load(file)["traceEvents"]
+        >>> [event["pid"] for event in events if event["name"] == "allreduce"]
+        [0, 1]
+        """
+        return Trace(self._runner, path)

@@ -1,0 +1,135 @@
+"""Movements between nodes as messages of their own, a few ranks to each other; several may be under way.
+
+A block that all ranks get goes once to each other node, whose ranks take turns in receiving for the rest: the
+one that gets it passes it on there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Final
+
+import numpy as np
+from mpi4py import MPI
+
+from arraycomm._transports.base import Blocks, Bytes, Handle
+from arraycomm._transports.mpi_control import translated
+
+# The control channel has the tag 0. Messages that are passed on have tags of their own, one for each of
+# the movements that may overlap, since others may begin meanwhile.
+_TAG: Final = 1
+_PASSED_ON: Final = 2
+_OVERLAPPING: Final = 256
+
+Requests = list[MPI.Request]
+
+
+class _Messages:
+    """Messages of one movement, and the buffers that they keep alive.
+
+    `then` begins the messages that need what the first ones bring.
+    """
+
+    # MPI accesses the buffers until a message is finished, even if the caller has given it up.
+    under_way: ClassVar[set[_Messages]] = set()
+
+    def __init__(
+        self, requests: Requests, *buffers: Bytes, then: Callable[[], Requests] | None = None
+    ) -> None:
+        self._requests, self._buffers, self._then = requests, buffers, then
+        self.under_way.add(self)
+
+    def done(self) -> bool:
+        try:
+            while MPI.Request.Testall(self._requests):
+                if self._then is None:
+                    self.under_way.discard(self)
+                    return True
+                then, self._then = self._then, None
+                self._requests = then()
+        except MPI.Exception as error:
+            raise translated(error) from error
+        return False
+
+
+class DirectMessages:
+    """The messages of one rank, over a communicator in which only the control channel has others.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        All ranks.
+    nodes : sequence of int
+        For each rank, a number that only the ranks on its node have too.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, nodes: Sequence[int]) -> None:
+        self._comm, self._rank = comm, comm.rank
+        members: dict[int, list[int]] = {}
+        for rank, node in enumerate(nodes):
+            members.setdefault(node, []).append(rank)
+        place = {rank: ranks.index(rank) for ranks in members.values() for rank in ranks}
+        own = members[nodes[comm.rank]]
+        self._neighbours = [rank for rank in own if rank != comm.rank]
+        others = [ranks for node, ranks in members.items() if node != nodes[comm.rank]]
+        # To whom on each other node this rank's block goes, and who on this node gets which blocks.
+        self._delegates = [ranks[place[comm.rank] % len(ranks)] for ranks in others]
+        self._taken = {
+            rank: sorted(r for ranks in others for r in ranks if own[place[r] % len(own)] == rank)
+            for rank in own
+        }
+        self._movements = 0
+
+    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
+        """Send block r to rank r; receive rank r's block in block r."""
+        rank, size, requests = self._rank, self._comm.size, Requests()
+        for shift in range(1, size):
+            origin, to = (rank - shift) % size, (rank + shift) % size
+            self._receive(requests, recv.block(origin), origin, _TAG)
+            self._send(requests, send.block(to), to, _TAG)
+        own = send.block(rank)
+        if len(own):
+            np.copyto(recv.block(rank), own)
+        return _Messages(requests, send.buffer, recv.buffer)
+
+    def allgather(self, recv: Blocks) -> Handle:
+        """Send this rank's own block of `recv` to all, and receive theirs, in place."""
+        self._movements += 1
+        passed = _PASSED_ON + self._movements % _OVERLAPPING
+        first, later = Requests(), Requests()
+        taken = self._taken[self._rank]
+        for origin in taken:
+            self._receive(first, recv.block(origin), origin, _TAG)
+        for peer in self._neighbours:
+            self._receive(later, recv.block(peer), peer, passed)
+            for origin in self._taken[peer]:
+                self._receive(later, recv.block(origin), peer, passed)
+        own = recv.block(self._rank)
+        for delegate in self._delegates:
+            self._send(first, own, delegate, _TAG)
+        for peer in self._neighbours:
+            self._send(later, own, peer, passed)
+
+        def then() -> Requests:
+            for origin in taken:
+                for peer in self._neighbours:
+                    self._send(later, recv.block(origin), peer, passed)
+            return later
+
+        return _Messages(first, recv.buffer, then=then)
+
+    def _receive(self, requests: Requests, into: Bytes, origin: int, tag: int) -> None:
+        if len(into):
+            requests.append(self._started(self._comm.Irecv, into, origin, tag))
+
+    def _send(self, requests: Requests, block: Bytes, to: int, tag: int) -> None:
+        if len(block):
+            requests.append(self._started(self._comm.Isend, block, to, tag))
+
+    def _started(
+        self, start: Callable[..., MPI.Request], block: Bytes, peer: int, tag: int
+    ) -> MPI.Request:
+        try:
+            return start([block, MPI.BYTE], peer, tag)
+        except MPI.Exception as error:
+            raise translated(error) from error

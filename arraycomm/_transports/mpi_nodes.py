@@ -1,0 +1,215 @@
+"""What the nodes of a group tell one another in a step of the control channel: all slots, as far as they are used.
+
+One rank of each node sends and receives. Two ranks alone on their nodes send one another their slots as they
+lie in memory. Otherwise the slots of a node travel as records, and in ⌈log₂ nodes⌉ rounds: in round k each node
+passes on what it knows to the node 2^k before it (Bruck et al. 1997).
+
+A record is the number of payload bytes, the words in front of the payload, and the payload, in whole words.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from mpi4py import MPI
+
+from arraycomm._transports.control import PAYLOAD
+
+_TAG: Final = 0
+_WORD: Final = 8
+# Persistent messages that are kept, one for each length of a slot that has been sent.
+_KEPT: Final = 64
+
+Rows = Sequence[np.ndarray[Any, Any]]
+Lengths = Sequence[memoryview]
+
+
+class NodeExchange(abc.ABC):
+    """The messages of one step; each step is finished before the next one begins."""
+
+    @abc.abstractmethod
+    def start(self, parity: int) -> None:
+        """Begin to send the slots of this node, which are complete."""
+
+    @abc.abstractmethod
+    def received(self) -> bool:
+        """Tell whether the slots of all other nodes are in place; makes progress."""
+
+    @abc.abstractmethod
+    def sent(self) -> bool:
+        """Tell whether nothing of this node's is still to be sent, once all has been received."""
+
+    def free(self) -> None:
+        """Free what MPI keeps between steps."""
+
+
+class Pair(NodeExchange):
+    """Two ranks, each alone on its node: a message each way, prepared once for each length."""
+
+    def __init__(self, comm: MPI.Intracomm, rows: Rows, lengths: Lengths) -> None:
+        self._comm, self._rows, self._lengths = comm, rows, lengths
+        self._rank, self._peer = comm.rank, 1 - comm.rank
+        self._receives = [
+            comm.Recv_init([row[self._peer], MPI.BYTE], self._peer, _TAG) for row in rows
+        ]
+        self._sends: list[dict[int, MPI.Prequest]] = [{}, {}]
+
+    def start(self, parity: int) -> None:
+        nbytes = self._lengths[parity][self._rank]
+        self._send = self._sends[parity].get(nbytes) or self._prepare(parity, nbytes)
+        self._receive = self._receives[parity]
+        self._receive.Start()
+        self._send.Start()
+
+    def received(self) -> bool:
+        return self._receive.Test()
+
+    def sent(self) -> bool:
+        return self._send.Test()
+
+    def _prepare(self, parity: int, nbytes: int) -> MPI.Prequest:
+        kept = self._sends[parity]
+        if len(kept) >= _KEPT:
+            self._free_sends(parity)
+        slot = self._rows[parity][self._rank, : PAYLOAD + nbytes]
+        kept[nbytes] = self._comm.Send_init([slot, MPI.BYTE], self._peer, _TAG)
+        return kept[nbytes]
+
+    def _free_sends(self, parity: int) -> None:
+        for request in self._sends[parity].values():
+            request.Free()
+        self._sends[parity].clear()
+
+    def free(self) -> None:
+        for parity, request in enumerate(self._receives):
+            request.Free()
+            self._free_sends(parity)
+
+
+class Rounds(NodeExchange):
+    """Any number of nodes with any number of ranks: records, in rounds.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        All ranks, for these messages alone.
+    nodes : sequence of sequences of int
+        The ranks of each node; the first of them calls this.
+    own : int
+        This rank's node.
+    rows, lengths
+        For each parity, all slots, and how many payload bytes each rank of this node shows.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        nodes: Sequence[Sequence[int]],
+        own: int,
+        rows: Rows,
+        lengths: Lengths,
+    ) -> None:
+        self._comm, self._rows, self._lengths = comm, rows, lengths
+        self._members = nodes[own]
+        count = len(nodes)
+        # From this node on, in the order in which their records arrive.
+        turned = [nodes[(own + k) % count] for k in range(count)]
+        self._others = np.array([rank for node in turned[1:] for rank in node], np.intp)
+        ranks = [len(node) for node in turned]
+        # For each round: to whom, from whom, and the records of how many ranks are sent and received.
+        self._plan = [
+            (
+                nodes[(own - shift) % count][0],
+                nodes[(own + shift) % count][0],
+                sum(ranks[: count - shift][:shift]),
+                sum(ranks[shift:][:shift]),
+            )
+            for shift in (1 << k for k in range((count - 1).bit_length()))
+        ]
+        self._box = np.empty(comm.size * (_WORD + rows[0].shape[1]), np.uint8)
+        self._words = self._box.data.cast("q")
+
+    def start(self, parity: int) -> None:
+        self._parity, self._round = parity, 0
+        self._sending: list[MPI.Request] = []
+        self._own_end = self._end = self._pack(parity)
+        # How many records the box has.
+        self._known = len(self._members)
+        self._begin_round()
+
+    def received(self) -> bool:
+        while self._round < len(self._plan):
+            status = MPI.Status()
+            if not self._receiving.Test(status):
+                return False
+            self._end += status.Get_count(MPI.BYTE)
+            self._known += self._plan[self._round][3]
+            self._round += 1
+            if self._round < len(self._plan):
+                self._begin_round()
+            else:
+                self._unpack()
+        return True
+
+    def sent(self) -> bool:
+        return MPI.Request.Testall(self._sending)
+
+    def _begin_round(self) -> None:
+        to, origin, sent, _ = self._plan[self._round]
+        into, out = self._box[self._end :], self._box[: self._end_of(sent)]
+        self._receiving = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
+        self._sending.append(self._comm.Isend([out, MPI.BYTE], to, _TAG))
+
+    def _pack(self, parity: int) -> int:
+        """Write the records of this node; return where they end."""
+        rows, lengths, end = self._rows[parity], self._lengths[parity], 0
+        for rank in self._members:
+            start, end = end + _WORD, end + _record(lengths[rank])
+            self._words[start // _WORD - 1] = lengths[rank]
+            self._box[start:end] = rows[rank, : end - start]
+        return end
+
+    def _unpack(self) -> None:
+        """Put the records of the other nodes into their slots."""
+        rows, box, others = self._rows[self._parity], self._box, self._others
+        own, end, count = self._own_end, self._end, len(others)
+        stride = self._stride(own, end, count)
+        if stride:
+            records = box[own:end].reshape(count, stride)
+            rows[others, : stride - _WORD] = records[:, _WORD:]
+            return
+        start = own
+        for rank in others:
+            record = box[start + _WORD : self._skip(start, 1)]
+            rows[rank, : len(record)] = record
+            start += _WORD + len(record)
+
+    def _end_of(self, count: int) -> int:
+        """Return where the first `count` records end."""
+        if count == self._known:
+            return self._end
+        stride = self._stride(0, self._end, self._known)
+        return count * stride if stride else self._skip(0, count)
+
+    def _skip(self, start: int, count: int) -> int:
+        """Return where so many records end that begin at `start`."""
+        for _ in range(count):
+            start += _record(self._words[start // _WORD])
+        return start
+
+    def _stride(self, start: int, end: int, count: int) -> int:
+        """Return the length of each of so many records, or 0 if they differ in it."""
+        nbytes = self._words[start // _WORD]
+        stride = _record(nbytes)
+        if end - start != count * stride:
+            return 0
+        lengths = self._box[start:end].view(np.int64)[:: stride // _WORD]
+        return stride if (lengths == nbytes).all() else 0
+
+
+def _record(nbytes: int) -> int:
+    """Return the length of a record with so many bytes of payload."""
+    return _WORD + PAYLOAD + -(-nbytes // _WORD) * _WORD

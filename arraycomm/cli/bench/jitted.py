@@ -1,0 +1,74 @@
+"""Compiled JAX programs in the benchmark: what arraycomm does inside them, beside mpi4jax."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+from arraycomm.cli.bench.contenders import Case, Contender, Field, UnsupportedError, as_numpy
+
+KEYS: Final = ("jit", "jit-donated", "optax", "mpi4jax")
+SIZES: Final = (8, 1 << 20, 16 << 20)
+
+
+def refusal() -> str:
+    """Say what compiled programs need that is not there; empty if it is."""
+    missing = [name for name in ("jax", "optax") if find_spec(name) is None]
+    if not missing:
+        return ""
+    return f"compiled programs need {' and '.join(missing)}; pip install 'arraycomm[jax]'"
+
+
+def make_jitted(key: str, framework: str, case: Case, field: Field) -> Contender:
+    """Return a contender whose calls are those of one compiled program, or raise `UnsupportedError`."""
+    import jax
+    import jax.numpy as jnp
+
+    donates = key == "jit-donated"
+    program = jax.jit(_reduction(key, field), donate_argnums=(0,) if donates else ())
+
+    def answer() -> Any:
+        return as_numpy(program(jnp.array(case.x)))
+
+    # Zeros, since a result that is donated to the next call would grow from call to call.
+    held = [jnp.zeros(case.count, case.dtype)]
+
+    def call() -> None:
+        result = program(held[0])
+        result.block_until_ready()
+        if donates:
+            held[0] = result
+
+    return Contender(key, framework, call, answer)
+
+
+def _reduction(key: str, field: Field) -> Callable[[Any], Any]:
+    if key == "mpi4jax":
+        from mpi4py import MPI
+
+        mpi4jax = import_mpi4jax()
+        return lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=field.mpi)
+    from arraycomm.adapters import jax as adapter
+
+    if key == "optax":
+        transformation = adapter.all_reduce("sum", comm=field.comm)
+        state = transformation.init(None)
+        return lambda x: transformation.update(x, state)[0]
+    return lambda x: adapter.allreduce(x, comm=field.comm)
+
+
+def import_mpi4jax() -> Any:
+    """Return the module, or raise `UnsupportedError`."""
+    try:
+        return import_module("mpi4jax")
+    except Exception as error:
+        # One that was built for another JAX or another MPI raises other errors than ImportError.
+        raise UnsupportedError(f"mpi4jax cannot be imported: {error}") from None
+
+
+def use_host() -> None:
+    """Have JAX compile for the CPU, for which all contenders are."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,0 +1,1 @@
+"""`arraycomm doctor`: what there is on this machine, and what is wrong with it."""

@@ -1,0 +1,1 @@
+"""`arraycomm trace`: a recorded trace as tables and as a picture."""

@@ -1,0 +1,46 @@
+"""On how many ranks a test is to run, and for how long."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def parametrize(metafunc: pytest.Metafunc, most: int = sys.maxsize) -> None:
+    """Make a test for each number of ranks of the marker, if it gives any; skip more than there are."""
+    counts = counts_of(metafunc.definition)
+    if counts:
+        values = [_value(count, most) for count in counts]
+        metafunc.parametrize("comm", values, indirect=True)
+
+
+def _value(count: int, most: int) -> Any:
+    reason = f"needs {count} ranks; mpiexec has started {most}"
+    marks = [pytest.mark.skip(reason=reason)] if count > most else []
+    return pytest.param(count, id=f"{count}-ranks", marks=marks)
+
+
+def counts_of(node: pytest.Item) -> Sequence[int]:
+    """Return the numbers of ranks of the closest marker; none without a marker, or if it gives none."""
+    marker = node.get_closest_marker("ranks")
+    if marker is None:
+        return ()
+    unknown = set(marker.kwargs) - {"timeout"}
+    wrong = [count for count in marker.args if type(count) is not int or count < 1]
+    if unknown or wrong or len(set(marker.args)) < len(marker.args):
+        raise pytest.UsageError(
+            "ranks: the marker takes different numbers of ranks, each an int of at least 1, and "
+            f"timeout=seconds, as in @pytest.mark.ranks(2, 4, timeout=10); {node.nodeid} has {marker}"
+        )
+    return marker.args
+
+
+def timeout_of(node: pytest.Item) -> float:
+    """Return the seconds that a test may take, and each of its waits."""
+    for marker in node.iter_markers("ranks"):
+        if marker.kwargs.get("timeout") is not None:
+            return float(marker.kwargs["timeout"])
+    return float(node.config.getoption("ranks_timeout"))

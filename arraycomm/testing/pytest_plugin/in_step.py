@@ -1,0 +1,454 @@
+"""The hooks by which the ranks of a job run pytest in step.
+
+After each test the ranks tell one another how it ended, and each makes the same reports of it, so that each
+goes on to the same next test, or ends with the same status. Rank 0 writes the reports.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from arraycomm._callsite import describe_exception, trim
+from arraycomm._communicator import Communicator
+from arraycomm._errors import CommTimeoutError
+from arraycomm.testing._failures import is_skip
+from arraycomm.testing._internals import (
+    LastStep,
+    completed_step,
+    end_test,
+    is_open,
+    leave_world,
+    renew_world,
+    world_is_closed,
+)
+from arraycomm.testing._interrupt import Interruption
+from arraycomm.testing._rank_links import Left
+from arraycomm.testing._threads import SLACK
+from arraycomm.testing.pytest_plugin import counts
+from arraycomm.testing.pytest_plugin.job import END_OF_RUN, EndOfRun, Job, RunEndedError
+from arraycomm.testing.pytest_plugin.limits import GaveUp, Limit
+from arraycomm.testing.pytest_plugin.measured import combine_on_rank_0
+from arraycomm.testing.pytest_plugin.outcomes import (
+    Outcome,
+    merged,
+    outcome_of,
+    parts_of_others,
+    ranks_text,
+    show_rank,
+)
+from arraycomm.testing.pytest_plugin.progress import Progress
+from arraycomm.testing.pytest_plugin.quiet import be_quiet, leave_terminal
+from arraycomm.testing.pytest_plugin.selection import Collected, difference, digest_of, names_of
+from arraycomm.testing.pytest_plugin.warned import Warned
+from arraycomm_pytest import fixtures_of, takes_comm
+
+# Seconds after which ranks that wait for one another have all timed out, if one has.
+_TOGETHER: Final = 1.0
+# Seconds in which the ranks come to the last step of a communicator if one of them is late.
+_ENDING: Final = 5.0
+# Seconds that a rank waits for rank 0 to end a job whose tests cannot go on.
+_ABORTED: Final = 60.0
+
+Phase = Generator[None, Any, Any]
+
+
+class _Test:
+    """The test that runs, as far as its ranks are concerned."""
+
+    def __init__(self, item: Any, size: int) -> None:
+        self.item = item
+        # The number of ranks of its communicator; 0 if it takes none.
+        self.size = size
+        self.timeout = counts.timeout_of(item)
+        definitions = fixtures_of(item).values() if size else ()
+        # Whether a fixture takes the communicator, which it may use at its end.
+        self.has_fixtures = any("comm" in found[-1].argnames for found in definitions)
+        self.comm: Communicator | None = None
+        self.last: LastStep | None = None
+        # The last step of the world, which a failure on this rank ends.
+        self.world: LastStep | None = None
+        self.reports: list[pytest.TestReport] = []
+        self.outcomes: list[Outcome] = []
+        # Subtests that have failed on this rank, as pytest serializes their reports.
+        self.parts: list[Any] = []
+        # Whether a wait or the test has taken too long on this rank.
+        self.is_late = False
+
+    def end_communication(self, error: BaseException | None) -> None:
+        """Let the other ranks know that this one makes no more calls."""
+        if error is not None and self.world is None and not is_skip(error):
+            self.world = leave_world(describe_exception(error))
+        if self.comm is None or self.last is not None:
+            return
+        if isinstance(error, CommTimeoutError):
+            self.is_late = True
+            # The other ranks that wait are to time out as well, and show where they wait.
+            time.sleep(min(self.timeout, _TOGETHER))
+        self.last = LastStep(self.comm, "" if error is None else describe_exception(error))
+
+
+@dataclass
+class Ended:
+    """How a rank has ended a test."""
+
+    outcomes: list[Outcome]
+    parts: list[Any]
+    left: Left
+    world_closed: bool
+
+
+class InStep:
+    """The part of the plugin that runs tests on the ranks of a job."""
+
+    def __init__(self, config: pytest.Config, job: Job) -> None:
+        self._config = config
+        self._job = job
+        self.size = job.size
+        self._usual = config.getoption("ranks") or job.size
+        if self._usual > job.size:
+            raise pytest.UsageError(
+                f"--ranks {self._usual}: mpiexec has started {job.size} ranks; start as many, or leave "
+                "--ranks out"
+            )
+        if job.rank:
+            be_quiet(config, job.rank)
+        self._progress: Any = None
+        self._limit: Any = None
+        self._test: _Test | None = None
+        self._errors: dict[str, Any] = {}
+        self._collected = False
+        self._warned = Warned(config)
+        config.pluginmanager.register(self._warned, "arraycomm-warnings")
+        # What has ended the run on this rank before its time.
+        self._why = ""
+        # Why the tests cannot go on: a rank is stuck outside Python.
+        self._stuck = False
+
+    def configured(self) -> None:
+        """Let rank 0 write for all; called once all plugins are configured."""
+        if self._job.rank:
+            leave_terminal(self._config)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """Begin to watch the ranks."""
+        self._progress = Progress(self._job)
+        self._limit = Limit(self._progress.tell_stuck, self._progress.is_stuck)
+
+    # Collection
+
+    def parametrize(self, metafunc: pytest.Metafunc) -> None:
+        """Make a test for each number of ranks of the marker; skip those that the job does not have."""
+        counts.parametrize(metafunc, self.size)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep what could not be collected, for the other ranks."""
+        if report.failed:
+            data = self._config.hook.pytest_report_to_serializable(
+                config=self._config, report=report
+            )
+            self._errors.setdefault(report.nodeid, data)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection(self) -> Phase:
+        """Tell the other ranks if this one ends its run while it collects."""
+        try:
+            return (yield)
+        except BaseException as error:
+            if not self._collected:
+                self._exchange("collection", Collected(b"", {}, None, end=str(error)))
+            if self._job.rank and isinstance(error, pytest.UsageError):
+                # pytest would write it on each rank, and not by its terminal.
+                pytest.exit(str(error), int(pytest.ExitCode.USAGE_ERROR))
+            raise
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Phase:
+        """Run what rank 0 has chosen, in its order, if all ranks have collected the same tests."""
+        before = dict(zip(names_of(items), items, strict=True))
+        yield
+        names = {id(item): name for name, item in before.items()}
+        chosen = [names[id(item)] for item in items if id(item) in names]
+        collected = Collected(digest_of(list(before)), self._errors, chosen)
+        replies: list[Collected] = self._exchange("collection", collected)
+        self._collected = True
+        self._end_if_one_ends(replies)
+        common = set(before)
+        if self._report_errors(replies) or len({reply.digest for reply in replies}) > 1:
+            everyones = self._exchange("what was collected", list(before))
+            if not self._errors:
+                self._refuse(difference(everyones))
+            common = set.intersection(*map(set, everyones))
+        assert replies[0].chosen is not None
+        items[:] = [before[name] for name in replies[0].chosen if name in common]
+
+    def _end_if_one_ends(self, replies: list[Collected]) -> None:
+        for rank, reply in enumerate(replies):
+            if reply.end:
+                self._job.over = True
+                pytest.exit(f"rank {rank} could not collect the tests: {reply.end}", 2)
+
+    def _report_errors(self, replies: list[Collected]) -> bool:
+        """Report what other ranks could not collect; tell whether there is anything of that kind."""
+        for rank, reply in enumerate(replies):
+            for nodeid, data in reply.errors.items():
+                if nodeid not in self._errors:
+                    report: Any = self._config.hook.pytest_report_from_serializable(
+                        config=self._config, data=data
+                    )
+                    crash = getattr(report.longrepr, "reprcrash", None)
+                    label = f"[rank {rank} of {self.size}]"
+                    report.sections.append(("rank", label))
+                    if crash is not None:
+                        crash.message = f"{label} {crash.message}"
+                    self._config.hook.pytest_collectreport(report=report)
+        return bool(self._errors)
+
+    def _refuse(self, text: str) -> NoReturn:
+        """End the run on all ranks; rank 0 says why."""
+        if self._job.rank:
+            pytest.exit(text, int(pytest.ExitCode.USAGE_ERROR))
+        raise pytest.UsageError(text)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self) -> Phase:
+        """Let rank 0 report the coverage of all ranks."""
+        combine_on_rank_0(self._config, self._job.rank, self._meet)
+        return (yield)
+
+    def _meet(self) -> None:
+        self._exchange("the end of the tests", None)
+
+    # The phases of a test
+
+    def communicator(self, request: pytest.FixtureRequest) -> Iterator[Communicator]:
+        """Give this rank's communicator of the test."""
+        test = self._test
+        if test is None or not test.size:
+            raise pytest.UsageError(
+                f"comm: name it among the arguments of {request.node.name}; a test cannot ask for it by "
+                "getfixturevalue, since the other ranks have to know of it before"
+            )
+        test.comm = self._job.open(test.size, test.timeout)
+        yield test.comm
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: Any, nextitem: pytest.Item | None) -> bool:
+        """Run a test on its ranks, and report it; the other ranks take part in the report alone."""
+        size = self._size_of(item)
+        if size and self._job.link(size) is None:
+            item.setup = item.runtest = _nothing
+        self._test = test = _Test(item, size)
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        runtestprotocol(item, log=False, nextitem=nextitem)
+        for report in self._agreed_reports(test):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        self._test = None
+        return True
+
+    def _size_of(self, item: Any) -> int:
+        if not takes_comm(item):
+            return 0
+        parameters = getattr(item, "callspec", None)
+        size: int = (
+            self._usual if parameters is None else parameters.params.get("comm", self._usual)
+        )
+        # What the job does not have is skipped, and needs no communicator.
+        return 0 if size > self.size else size
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Phase:
+        """Make the fixtures within the limit."""
+        __tracebackhide__ = True
+        return (yield from self._limited(item, "setup"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Phase:
+        """Run the test within the limit."""
+        __tracebackhide__ = True
+        return (yield from self._limited(item, "call"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Phase:
+        """Unmake the fixtures within the limit."""
+        __tracebackhide__ = True
+        return (yield from self._limited(item, "teardown"))
+
+    def _limited(self, item: Any, when: str) -> Phase:
+        __tracebackhide__ = True
+        test = self._test
+        assert test is not None
+        self._progress.note(f"{item.nodeid} ({when})")
+        # `given` has limits of its own for each example.
+        own = getattr(getattr(item, "obj", None), "has_own_limits", False)
+        self._limit.begin(float("inf") if own else test.timeout + SLACK)
+        try:
+            try:
+                result = yield
+                if when == "call":
+                    self._end_in_step(test)
+            finally:
+                self._limit.end_inside()
+        except Interruption as interruption:
+            error = CommTimeoutError(
+                f"rank {self._job.rank} did not end the {when} of the test within {test.timeout:g} s, "
+                "and was interrupted"
+            )
+            error.place_in_test = 0  # type: ignore[attr-defined]
+            test.end_communication(error)
+            raise error.with_traceback(interruption.__traceback__) from None
+        except BaseException as raised:
+            trim(raised)
+            test.end_communication(raised)
+            raise
+        return result
+
+    def _end_in_step(self, test: _Test) -> None:
+        """Hold a test that has passed here to what it does on the other ranks."""
+        __tracebackhide__ = True
+        if test.comm is None:
+            return
+        if not (is_open(test.comm) and test.has_fixtures):
+            test.end_communication(None)
+            return
+        try:
+            end_test(test.comm)
+        except Exception as error:
+            trim(error)
+            error.place_in_test = 2  # type: ignore[attr-defined]
+            raise
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Keep what happened on this rank in a phase of the test."""
+        report = yield
+        test = self._test
+        # Inside a phase it is the report of a part of it.
+        if test is not None and not self._limit.is_inside:
+            step = 0 if test.comm is None else completed_step(test.comm)
+            test.reports.append(report)
+            test.outcomes.append(outcome_of(item, self._job.rank, report, call.excinfo, step))
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the failure of a subtest, which pytest reports while the test still runs."""
+        if self._test is not None and self._limit.is_inside and report.failed:
+            data = self._config.hook.pytest_report_to_serializable(
+                config=self._config, report=report
+            )
+            self._test.parts.append(data)
+
+    def _agreed_reports(self, test: _Test) -> list[pytest.TestReport]:
+        """Return the reports of a test, which are the same on every rank."""
+        try:
+            left = self._leave(test)
+            closed = test.world is not None or world_is_closed()
+            ended = Ended(test.outcomes, test.parts, left, closed)
+            everyone: list[Ended] = self._exchange(f"the end of {test.item.nodeid}", ended)
+        except GaveUp:
+            return self._give_up(test)
+        finally:
+            self._limit.end()
+        self._start_anew(test, everyone)
+        parts = [ended.parts for ended in everyone]
+        return [
+            *parts_of_others(self._config, self._job.rank, parts),
+            *merged(
+                self._config, self._job.rank, test.reports, [e.outcomes for e in everyone], parts
+            ),
+        ]
+
+    def _leave(self, test: _Test) -> Left:
+        if test.comm is None:
+            return Left()
+        test.end_communication(None)
+        assert test.last is not None
+        # The others come when they have ended the test, or its limit has.
+        return self._job.leave(test.comm, test.last, _ENDING if test.is_late else test.timeout)
+
+    def _start_anew(self, test: _Test, everyone: list[Ended]) -> None:
+        """Free the test's communicator, and replace what it has left closed."""
+        if test.size:
+            self._job.let_go(test.comm, test.size, [ended.left for ended in everyone])
+        if any(ended.world_closed for ended in everyone):
+            world = test.world or leave_world("")
+            clean = world is None or world.complete(_ENDING)[1]
+            renew_world(free=all(self._exchange("the end of the world", clean)))
+
+    def _give_up(self, test: _Test) -> list[pytest.TestReport]:
+        """Report a test that does not end on some rank, and end the run."""
+        self._stuck = True
+        stacks = self._progress.stacks()
+        ranks = sorted(stacks)
+        who = ranks_text(ranks) if ranks else "another rank"
+        report = next(r for r in reversed(test.reports) if r.when != "teardown")
+        report.outcome = "failed"
+        shown = "\n".join(f"rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
+        report.longrepr = (
+            f"{who} did not end the test within {test.timeout:g} s, and cannot be interrupted outside "
+            f"Python; the other ranks wait for it, and the run ends.\n{shown}"
+        )
+        own = next(outcome for outcome in reversed(test.outcomes) if outcome.when == report.when)
+        report.sections.append((f"rank {self._job.rank}", own.text))
+        if ranks:
+            show_rank(report, f"[{who} of {self.size}]")
+        test.item.session.shouldstop = f"{who} cannot be interrupted"
+        return [report]
+
+    # The end
+
+    def _exchange(self, kind: str, body: Any) -> list[Any]:
+        try:
+            return self._job.exchange(kind, body)
+        except RunEndedError as error:
+            pytest.exit(f"the run ends: {error}", error.status)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep why this rank ends the run, for the others."""
+        self._why = excinfo.exconly(tryshort=True).removeprefix("_pytest.outcomes.")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Phase:
+        """End with the same status on every rank; rank 0 gets the warnings of the others."""
+        self._progress.note("the end of the run")
+        if not (self._job.over or self._stuck):
+            end = EndOfRun(int(exitstatus), self._why, self._warned.of_this_rank())
+            with suppress(RunEndedError):
+                ends: list[EndOfRun] = self._job.exchange(END_OF_RUN, end)
+                session.exitstatus = max(other.status for other in ends)
+                self._warned.show([other.warnings for other in ends])
+        return (yield)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Leave when rank 0 has written everything: some launchers end it once another rank has left."""
+        if self._stuck:
+            self._abort()
+        if not self._job.over:
+            self._job.exchange("the end of pytest", None)
+        if self._progress is not None:
+            self._progress.end()
+
+    def _abort(self) -> None:
+        if self._job.rank:
+            time.sleep(_ABORTED)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._progress.end()
+        self._job.abort()
+
+
+def _nothing() -> None:
+    """Take the place of a test on a rank that it does not run on."""

@@ -1,0 +1,117 @@
+"""The limit of a test on this rank: what takes longer is interrupted, and shown with its stack.
+
+A test runs in the main thread, which a signal interrupts in Python, and in most calls that wait for the
+system. One long-lived thread watches: to begin one for each test takes longer than most tests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Final
+
+from arraycomm.testing._interrupt import Interruption, stack_of
+from arraycomm.testing._threads import RETRY
+
+# Seconds after which an interrupted test must be stuck outside Python.
+_HOPELESS: Final = 1.6
+# Seconds after which a rank that waits for the others does not wait for a stuck one any more.
+_PATIENCE: Final = 10.0
+_LOOK: Final = 0.1
+_SIGNAL: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 3) - 3
+
+
+class GaveUp(BaseException):
+    """Another rank does not come to the end of a test."""
+
+
+class Limit:
+    """Watches one phase of a test after another."""
+
+    def __init__(self, stuck: Callable[[str], None], others_stuck: Callable[[], bool]) -> None:
+        self._stuck = stuck
+        self._others_stuck = others_stuck
+        self._ident = threading.get_ident()
+        self._deadline: float | None = None
+        self._inside = False
+        self._hopeless = False
+        self._wake = threading.Condition()
+        self._next = float("inf")
+        self._pid = os.getpid()
+        signal.signal(_SIGNAL, self._arrive)
+        threading.Thread(target=self._watch, name="arraycomm limit", daemon=True).start()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a phase has begun, and not ended."""
+        return self._inside
+
+    def begin(self, seconds: float) -> None:
+        """Begin a phase, of which an infinite number of seconds sets no limit."""
+        self._hopeless = False
+        self._inside = True
+        self._deadline = None
+        if seconds == float("inf"):
+            return
+        self._deadline = deadline = time.monotonic() + seconds
+        if deadline < self._next:
+            with self._wake:
+                self._wake.notify()
+
+    def end_inside(self) -> None:
+        """Interrupt the test no more; from now on this rank waits for others."""
+        self._inside = False
+
+    def end(self) -> None:
+        """End the phase."""
+        self._deadline = None
+
+    def _arrive(self, number: int, frame: FrameType | None) -> None:
+        __tracebackhide__ = True
+        if self._deadline is None or time.monotonic() < self._deadline:
+            return
+        if self._inside:
+            raise Interruption
+        raise GaveUp
+
+    def _watch(self) -> None:
+        while True:
+            with self._wake:
+                deadline = self._deadline
+                self._next = float("inf") if deadline is None else deadline
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is None or left > 0:
+                    # A phase that begins later ends later, unless it says otherwise.
+                    self._wake.wait(left)
+                    continue
+            self._rescue(deadline)
+            self._sleep_while(deadline)
+
+    def _sleep_while(self, deadline: float | None) -> None:
+        while self._deadline == deadline:
+            time.sleep(_LOOK)
+
+    def _rescue(self, deadline: float | None) -> None:
+        """Interrupt the test until it ends; then wait for the others, but not for ever."""
+        assert deadline is not None
+        attempt = 0.0
+        while self._deadline == deadline:
+            late = time.monotonic() - deadline
+            if self._inside and late > attempt:
+                self._interrupt()
+                attempt += RETRY
+            if self._inside and late > _HOPELESS and not self._hopeless:
+                self._hopeless = True
+                self._stuck(stack_of(self._ident))
+            if not self._inside and (self._others_stuck() or late > _PATIENCE):
+                self._interrupt()
+                time.sleep(RETRY)
+            time.sleep(_LOOK / 5)
+
+    def _interrupt(self) -> None:
+        if os.getpid() == self._pid:
+            signal.pthread_kill(self._ident, _SIGNAL)

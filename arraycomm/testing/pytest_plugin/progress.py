@@ -1,0 +1,119 @@
+"""What each rank is doing, in files that are there even if the rank does not answer any more.
+
+Rank 0 makes the directory, which the ranks on its node use, and starts a process that reads it if a rank
+dies: see `crash_reporter.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from arraycomm.testing.pytest_plugin.crash_reporter import SLOT
+from arraycomm.testing.pytest_plugin.job import Job
+
+_REPORTER: Final = str(Path(__file__).with_name("crash_reporter.py"))
+# Launchers that forward nothing more of what their ranks have written once one of them has died.
+_HASTY: Final = ("prterun", "mpirun", "orterun", "mpiexec")
+# Seconds after which a rank that is stuck ends the job itself, since rank 0 does not.
+_LAST: Final = 20.0
+
+
+class Progress:
+    """This rank's notes of what it does, and those of the others."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._reporter: subprocess.Popen[bytes] | None = None
+        made = tempfile.mkdtemp(prefix="arraycomm-pytest-") if job.rank == 0 else ""
+        self._directory = Path(job.exchange("the start", made)[0])
+        self._notes = -1
+        if job.rank in job.near:
+            self._notes = os.open(self._directory / "notes", os.O_CREAT | os.O_RDWR)
+        if job.rank == 0 and hasattr(os, "pidfd_open"):
+            self._start_reporter()
+
+    def _start_reporter(self) -> None:
+        command = [sys.executable, "-I", "-S", _REPORTER, str(self._directory)]
+        stderr = _stderr_of_launcher()
+        # Opened here, while all live.
+        near = {rank: (pid, os.pidfd_open(pid)) for rank, pid in self._job.near.items()}
+        handles = [handle for _, handle in near.values()]
+        self._reporter = subprocess.Popen(
+            [*command, json.dumps(near)],
+            pass_fds=handles,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        for handle in [*handles, *([] if stderr is None else [stderr])]:
+            os.close(handle)
+
+    def note(self, text: str) -> None:
+        """Note what this rank does from now on."""
+        if self._notes >= 0:
+            data = text.encode(errors="replace")[:SLOT].ljust(SLOT)
+            os.pwrite(self._notes, data, self._job.rank * SLOT)
+
+    def tell_stuck(self, stack: str) -> None:
+        """Say from another thread where this rank is stuck; end the job if rank 0 does not."""
+        if self._notes >= 0:
+            part = self._directory / f"part-{self._job.rank}"
+            part.write_text(stack, encoding="utf-8")
+            part.rename(self._directory / f"stuck-{self._job.rank}")
+        if self._notes < 0 or self._job.rank == 0:
+            self._show(stack)
+        time.sleep(0.5 if self._job.rank == 0 else _LAST)
+        self._job.abort()
+
+    def _show(self, stack: str) -> None:
+        text = (
+            os.pread(self._notes, SLOT, self._job.rank * SLOT).decode() if self._notes >= 0 else ""
+        )
+        stream = sys.__stderr__ or sys.stderr
+        stream.write(
+            f"\narraycomm: rank {self._job.rank} is stuck in {text.rstrip() or 'a test'}, cannot be "
+            f"interrupted outside Python, and ends the job; it is here:\n{stack}\n"
+        )
+        stream.flush()
+
+    def is_stuck(self) -> bool:
+        """Tell whether a rank has said that it is stuck."""
+        return any(self._directory.glob("stuck-*"))
+
+    def stacks(self) -> dict[int, str]:
+        """Return the stacks of the ranks that are stuck."""
+        found = sorted(self._directory.glob("stuck-*"))
+        return {int(path.name.split("-")[1]): path.read_text(encoding="utf-8") for path in found}
+
+    def end(self) -> None:
+        """Note nothing any more."""
+        if self._notes >= 0:
+            os.close(self._notes)
+            self._notes = -1
+        if self._reporter is not None and self._reporter.stdin is not None:
+            self._reporter.stdin.write(b"end")
+            self._reporter.stdin.close()
+            self._reporter.wait()
+            self._reporter = None
+        if self._job.rank == 0:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _stderr_of_launcher() -> int | None:
+    """Open what a hasty launcher writes its own errors to; None to write to this rank's."""
+    parent = Path("/proc", str(os.getppid()))
+    try:
+        if (parent / "comm").read_text(encoding="utf-8").strip() not in _HASTY:
+            return None
+        return os.open(parent / "fd" / "2", os.O_WRONLY | os.O_APPEND)
+    except OSError:
+        return None

@@ -1,0 +1,38 @@
+"""What ranks other than 0 do not write: the terminal, debuggers, reports, the cache, and files of one name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Options of pytest and its plugins that name a report of the run.
+_REPORTS = ("xmlpath", "report_log", "htmlpath", "json_report_file", "pastebin")
+
+
+def be_quiet(config: pytest.Config, rank: int) -> None:
+    """Let rank 0 write for all. Called before pytest is configured."""
+    for name in _REPORTS:
+        if getattr(config.option, name, None) is not None:
+            setattr(config.option, name, None)
+    # The launcher gives the keyboard to rank 0.
+    config.option.usepdb = config.option.trace = False
+    if config.option.basetemp is not None:
+        # Each rank empties its own.
+        config.option.basetemp = f"{config.option.basetemp}-rank{rank}"
+
+
+def leave_terminal(config: pytest.Config) -> None:
+    """Take the terminal and the cache from a rank, once pytest is configured."""
+    cache: Any = getattr(config, "cache", None)
+    if cache is not None:
+        cache.set = lambda key, value: None
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return
+    nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - closed at the end
+    config.add_cleanup(nowhere.close)
+    config.pluginmanager.unregister(reporter)
+    config.pluginmanager.register(pytest.TerminalReporter(config, nowhere), "terminalreporter")

@@ -1,0 +1,67 @@
+"""Every rank runs the tests that rank 0 has chosen, in its order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import pytest
+
+# Tests that an error names.
+_NAMED = 3
+
+
+@dataclass
+class Collected:
+    """What a rank has collected."""
+
+    # A digest of the ids of all tests, before any was left out.
+    digest: bytes
+    # Reports of what could not be collected, as pytest serializes them, by id.
+    errors: dict[str, Any]
+    # The ids of the tests to run; only rank 0's count.
+    chosen: list[str] | None
+    # Why the rank ends its run, if it does.
+    end: str = ""
+
+
+def names_of(items: Sequence[pytest.Item]) -> list[str]:
+    """Return a different name for each item, which it has on every rank."""
+    seen: Counter[str] = Counter()
+    names = []
+    for item in items:
+        seen[item.nodeid] += 1
+        again = seen[item.nodeid]
+        names.append(item.nodeid if again == 1 else f"{item.nodeid} (no. {again})")
+    return names
+
+
+def digest_of(names: Sequence[str]) -> bytes:
+    """Return a digest of names, whatever their order."""
+    return blake2b("\n".join(sorted(names)).encode(), digest_size=16).digest()
+
+
+def difference(collected: Sequence[Sequence[str]]) -> str:
+    """Say which tests a rank has collected and rank 0 has not, or the other way round."""
+    first = set(collected[0])
+    for rank, names in enumerate(collected):
+        more, fewer = sorted(set(names) - first), sorted(first - set(names))
+        if more or fewer:
+            parts = [
+                f"only {who}: {_some(found)}"
+                for who, found in ((f"rank {rank}", more), ("rank 0", fewer))
+                if found
+            ]
+            return (
+                "the ranks have collected different tests, and cannot run them in step: "
+                f"{'; '.join(parts)}; parametrize with the same values on every rank"
+            )
+    return "the ranks have collected different tests"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

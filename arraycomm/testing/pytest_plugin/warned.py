@@ -1,0 +1,64 @@
+"""Warnings of all ranks, of which rank 0 writes the summary."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+
+class Recorded(NamedTuple):
+    """A warning as it travels: its class may not be known on another rank."""
+
+    text: str
+    category: str
+    filename: str
+    lineno: int
+    nodeid: str
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """What is the same for the warning of one line on all ranks."""
+        return self.category, self.filename, self.lineno
+
+
+class Warned:
+    """The warnings of this rank, and on rank 0 those of others."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._recorded: dict[tuple[str, str, int], Recorded] = {}
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, nodeid: str
+    ) -> None:
+        """Keep a warning, one of each line."""
+        said = warning_message
+        category = said.category.__name__
+        made = Recorded(str(said.message), category, said.filename, said.lineno, nodeid)
+        self._recorded.setdefault(made.place, made)
+
+    def of_this_rank(self) -> list[Recorded]:
+        """Return the warnings of this rank."""
+        return list(self._recorded.values())
+
+    def show(self, everyones: Sequence[Sequence[Recorded]]) -> None:
+        """Record the warnings of lines that have not warned on this rank."""
+        for rank, theirs in enumerate(everyones):
+            for warning in theirs:
+                if warning.place not in self._recorded:
+                    self._record(warning, f"[rank {rank} of {len(everyones)}]")
+
+    def _record(self, warning: Recorded, label: str) -> None:
+        category = type(warning.category, (Warning,), {})
+        message = category(f"{label} {warning.text}")
+        made = warnings.WarningMessage(message, category, warning.filename, warning.lineno)
+        arguments: dict[str, Any] = {
+            "warning_message": made,
+            "when": "runtest",
+            "nodeid": warning.nodeid,
+            "location": None,
+        }
+        self._config.hook.pytest_warning_recorded.call_historic(kwargs=arguments)

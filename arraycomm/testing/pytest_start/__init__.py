@@ -1,0 +1,136 @@
+"""The part of the pytest plugin that pytest imports at every start: options, marker, fixture.
+
+It stands outside the package, whose import takes NumPy's time, and imports the rest of the plugin only
+if a test takes `comm`, or if an MPI launcher has started this process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, Final
+
+import pytest
+
+_PARTS: Final = "arraycomm.testing.pytest_plugin"
+# One of these is set in every process that an MPI launcher has started.
+_LAUNCHED: Final = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_RANKS: Final = pytest.StashKey[Any]()
+
+_MARKER: Final = (
+    "ranks(*counts, timeout=None): run the test once on each of these numbers of ranks; the test, and "
+    "each wait for another rank, may take `timeout` seconds"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("arraycomm", "tests on several ranks")
+    group.addoption(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="how many ranks the tests that take `comm` run on if they do not say it (threads: 2; "
+        "under mpiexec: all)",
+    )
+    group.addoption(
+        "--mpiexec",
+        type=int,
+        metavar="N",
+        help="run these tests under mpiexec, with N ranks, each a process",
+    )
+    group.addoption(
+        "--ranks-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long a test on ranks may take, and each of its waits for another rank "
+        "(default: %(default)s)",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker; take the terminal from ranks other than 0."""
+    config.addinivalue_line("markers", _MARKER)
+    ranks = config.stash.get(_RANKS, None)
+    if ranks is not None:
+        ranks.configured()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Take up the other ranks under an MPI launcher; start one if that is asked for."""
+    _check_options(config)
+    if any(name in os.environ for name in _LAUNCHED):
+        import_module(f"{_PARTS}.start").take_up_ranks(config, _RANKS)
+    if config.getoption("mpiexec") is None:
+        return None
+    status: int | None = import_module(f"{_PARTS}.launching").launch(config)
+    return status
+
+
+def _check_options(config: pytest.Config) -> None:
+    for option, least in (("ranks", 1), ("mpiexec", 1), ("ranks_timeout", 1e-3)):
+        given = config.getoption(option)
+        if given is not None and given < least:
+            name = option.replace("_", "-")
+            raise pytest.UsageError(f"--{name} must be at least {least}; got {given}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test for each number of ranks that the marker gives."""
+    if takes_comm(metafunc.definition):
+        _ranks_of(metafunc.config).parametrize(metafunc)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test without `comm` if its marker asks for another number of ranks than there are."""
+    marker = item.get_closest_marker("ranks")
+    if marker is None or not marker.args or takes_comm(item):
+        return
+    ranks = item.config.stash.get(_RANKS, None)
+    size = getattr(ranks, "size", 1)
+    if size not in marker.args:
+        counts = " or ".join(map(str, marker.args))
+        pytest.skip(
+            f"needs the {counts} ranks of an mpiexec, since it does not take comm; got {size}"
+        )
+
+
+def takes_comm(item: Any) -> bool:
+    """Tell whether a test takes the fixture below, and not another one of the same name."""
+    found = fixtures_of(item).get("comm")
+    return found is not None and found[-1].func.__module__ == __name__
+
+
+def fixtures_of(item: Any) -> dict[str, Any]:
+    """Return the definitions of a test's fixtures by name, the innermost last; none for other items."""
+    info = getattr(item, "_fixtureinfo", None)
+    return {} if info is None else dict(info.name2fixturedefs)
+
+
+def arguments_of(item: Any) -> tuple[str, ...]:
+    """Return the names of a test's own arguments."""
+    names: tuple[str, ...] = item._fixtureinfo.argnames
+    return names
+
+
+def _ranks_of(config: pytest.Config) -> Any:
+    """Return what runs tests on ranks: threads, unless the ranks of a job have been taken up."""
+    if _RANKS not in config.stash:
+        ranks = import_module(f"{_PARTS}.on_threads").OnThreads(config)
+        config.stash[_RANKS] = ranks
+        config.pluginmanager.register(ranks, "arraycomm-ranks")
+    return config.stash[_RANKS]
+
+
+@pytest.fixture
+def comm(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The communicator of the ranks that this test runs on: a new one for each test.
+
+    Without mpiexec each rank is a thread, which runs the test and those of its fixtures that take
+    `comm`. Under mpiexec each rank is a process, which runs all of them.
+    """
+    yield from _ranks_of(request.config).communicator(request)

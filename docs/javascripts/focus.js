@@ -1,0 +1,13 @@
+// What moves sideways inside the page can be reached with the keyboard, on every device.
+function keepFocusable(part) {
+  part.tabIndex = 0
+  const observer = new MutationObserver(() => {
+    if (part.tabIndex !== 0) part.tabIndex = 0
+  })
+  observer.observe(part, { attributes: true, attributeFilter: ["tabindex"] })
+}
+
+// The theme puts tables into boxes of its own once the page is there.
+window.addEventListener("load", () =>
+  setTimeout(() => document.querySelectorAll("pre > code, .md-typeset__scrollwrap, .wide").forEach(keepFocusable), 100)
+)

@@ -1,0 +1,51 @@
+"""Laws of folds: neither blocks nor conversions by bits show in any result."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arraycomm._dtypes import name_of
+from arraycomm._folds import by_numpy
+from arraycomm._folds.float16 import round_to_half, widen_half
+from arraycomm.testing import ArrayCase
+from arraycomm.testing._oracle import CASES, expected
+from arraycomm.testing.conformance._checks import check_elements
+
+
+@given(
+    case=st.sampled_from(CASES),
+    count=st.integers(1, 60),
+    ranks=st.integers(1, 4),
+    seed=st.integers(1, 2**31),
+    block=st.integers(1, 20),
+)
+def test_block_size_does_not_matter(case, count, ranks, seed, block) -> None:
+    dtype, op = case
+    rows = [ArrayCase(name_of(dtype), (count,), seed=seed + r).numpy() for r in range(ranks)]
+    whole, outs = np.empty(count, dtype), [np.empty(count, dtype) for _ in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_numpy, "_block", lambda _: block)
+        by_numpy.fold(op, dtype, rows, whole)
+        by_numpy.prefixes(op, dtype, rows, outs)
+    check_elements(whole, expected(rows, op), op)
+    for number, out in enumerate(outs, 1):
+        check_elements(out, expected(rows[:number], op), op)
+
+
+@given(seed=st.integers(0, 2**31), large=st.booleans())
+def test_halves_are_converted_as_numpy_does(seed, large) -> None:
+    """Random bits have every exponent; with one number too large, whole rows are converted otherwise."""
+    bits = np.random.default_rng(seed).integers(0, 2**32, 500, np.uint32)
+    wide = bits.view(np.float32)
+    with np.errstate(all="ignore"):
+        wide = wide if large else np.ldexp(wide, -np.frexp(wide)[1] - (bits % 40).astype(np.int32))
+        wide = np.where(np.isnan(wide), 0, wide).astype(np.float32)
+        want, got = wide.astype(np.float16), np.empty(500, np.float16)
+        round_to_half(got, wide.copy())
+    assert got.tobytes() == want.tobytes()
+    back = np.empty(500, np.float32)
+    widen_half(back, want)
+    assert back.tobytes() == want.astype(np.float32).tobytes()

@@ -1,0 +1,309 @@
+"""Laws of optimizers: ranks that train on their own gradients do what one process does on all of them.
+
+Gradients are integers, so that sums are exact, and parameters are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm import _launch
+from arraycomm._training.shards import divide
+from arraycomm.adapters import numpy as plain
+from arraycomm.testing import run
+from arraycomm.testing._oracle import expected
+
+pytestmark = pytest.mark.skipif(
+    _launch.detect(os.environ) is not None, reason="runs where pytest is alone"
+)
+
+SIZES = st.integers(1, 4)
+# Each example of torch takes many small steps.
+FEW = settings(max_examples=max(1, int(os.environ.get("EXAMPLES") or "15") // 3))
+Arrays = list[np.ndarray[Any, Any]]
+
+
+class Training(NamedTuple):
+    """A training: the shapes of the parameters, its steps, and how gradients are reduced."""
+
+    shapes: list[tuple[int, ...]]
+    dtypes: list[str]
+    steps: int
+    optimizer: str
+    op: str
+    accumulate: int
+    bucket_bytes: int
+    shard: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "accumulate": self.accumulate,
+            "bucket_bytes": self.bucket_bytes,
+            "shard": self.shard,
+        }
+
+    def arrays(self, *seed: int) -> Arrays:
+        random = np.random.default_rng(seed)
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return [random.integers(-9, 9, shape).astype(dtype) for shape, dtype in pairs]
+
+    def gradients(self, rank: int, step: int) -> Arrays:
+        return self.arrays(1, rank, step)
+
+    def reduced(self, size: int, step: int) -> Arrays | None:
+        """Return what one process takes this step with; None if it only accumulates."""
+        if (step + 1) % self.accumulate:
+            return None
+        first = step + 1 - self.accumulate
+        sums = [
+            [
+                sum(leaf)
+                for leaf in zip(
+                    *(self.gradients(r, s) for s in range(first, step + 1)), strict=True
+                )
+            ]
+            for r in range(size)
+        ]
+        means = [[leaf / leaf.dtype.type(self.accumulate) for leaf in own] for own in sums]
+        return [expected(leaves, self.op) for leaves in zip(*means, strict=True)]
+
+
+TRAININGS = st.integers(1, 5).flatmap(
+    lambda count: st.builds(
+        Training,
+        st.lists(
+            st.lists(st.integers(1, 5), max_size=2).map(tuple), min_size=count, max_size=count
+        ),
+        st.lists(st.sampled_from(("float32", "float64")), min_size=count, max_size=count),
+        st.integers(1, 4),
+        st.sampled_from(("SGD", "Momentum", "Adam")),
+        st.sampled_from(("sum", "mean")),
+        st.sampled_from((1, 1, 2)),
+        st.sampled_from((1, 100, 1 << 20)),
+        st.booleans(),
+    )
+)
+
+
+def bits(leaves: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in leaves]
+
+
+def bits_of_torch(params: Any) -> list[bytes]:
+    """Return parameters and what gradients they have."""
+    gradients = [param.grad for param in params if param.grad is not None]
+    return bits(leaf.detach().clone() for leaf in (*params, *gradients))
+
+
+def in_one_process(training: Training, size: int) -> Arrays:
+    params, optimizer = training.arrays(0), getattr(plain, training.optimizer)()
+    for step in range(training.steps):
+        reduced = training.reduced(size, step)
+        if reduced is not None:
+            params = optimizer.update(params, reduced)
+    return params
+
+
+@given(size=SIZES, training=TRAININGS)
+def test_ranks_update_as_one_process_does(size, training) -> None:
+    def train(comm: ac.Communicator) -> list[bytes]:
+        params = training.arrays(0)
+        optimizer = getattr(plain, training.optimizer)()
+        made = ac.DistributedOptimizer(optimizer, comm=comm, **training.options)
+        for step in range(training.steps):
+            params = made.update(params, training.gradients(comm.rank, step))
+        return bits(params)
+
+    assert run(size, train) == [bits(in_one_process(training, size))] * size
+
+
+@given(sizes=st.tuples(SIZES, SIZES), training=TRAININGS)
+def test_a_state_is_resumed_by_any_number_of_ranks(sizes, training) -> None:
+    """The ranks that resume get the gradients of those before, so that both numbers give the same."""
+    training = training._replace(accumulate=1, steps=max(training.steps, 2), op="sum")
+    half = training.steps // 2
+
+    def train(comm: ac.Communicator, start: Any, steps: range) -> Any:
+        params, state = start
+        optimizer = getattr(plain, training.optimizer)()
+        made = ac.DistributedOptimizer(optimizer, comm=comm, **training.options)
+        if state is not None:
+            plain.load_state(made, state, params)
+        for step in steps:
+            zeros = [np.zeros_like(param) for param in params]
+            params = made.update(params, zeros if comm.rank else training.gradients(0, step))
+        return params, plain.gather_state(made)
+
+    [saved, *_] = run(sizes[0], train, (training.arrays(0), None), range(half))
+    resumed = run(sizes[1], train, saved, range(half, training.steps))
+    want = bits(in_one_process(training, 1))
+    assert [bits(params) for params, _ in resumed] == [want] * sizes[1]
+
+
+@FEW
+@given(
+    size=SIZES,
+    training=TRAININGS,
+    present=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=4, max_size=4),
+)
+def test_torch_reduces_every_gradient_in_backward(size, training, present) -> None:
+    """Ranks use other parameters, in another order; the gradients of others count as zeros."""
+    torch = pytest.importorskip("torch")
+    uses = [
+        [n for n in np.random.default_rng(rank).permutation(len(training.shapes)) if has[n]]
+        for rank, has in enumerate(present)
+    ]
+
+    def loss(params: Any, rank: int, step: int) -> Any:
+        gradients = training.gradients(rank, step)
+        terms = [(params[n] * torch.from_numpy(gradients[n])).sum().double() for n in uses[rank]]
+        return sum(terms, torch.zeros((), dtype=torch.double))
+
+    def train(comm: ac.Communicator) -> Any:
+        params = [torch.nn.Parameter(torch.from_numpy(x)) for x in training.arrays(0)]
+        optimizer = torch.optim.SGD(params, lr=0.5, momentum=0.5)
+        options = {**training.options, "accumulate": 1}
+        ac.DistributedOptimizer(optimizer, comm=comm, **options)
+        seen = []
+        for step in range(training.steps):
+            total = loss(params, comm.rank, step)
+            if uses[comm.rank]:
+                total.backward()
+            # A rank that has no gradients takes part in the others' backward passes in its step.
+            seen.append(bits_of_torch(params) if uses[comm.rank] else [])
+            optimizer.step()
+            seen.append(bits_of_torch(params))
+            optimizer.zero_grad()
+        return seen
+
+    params = [torch.nn.Parameter(torch.from_numpy(x)) for x in training.arrays(0)]
+    optimizer, want = torch.optim.SGD(params, lr=0.5, momentum=0.5), []
+    for step in range(training.steps):
+        for number, param in enumerate(params):
+            if any(number in uses[rank] for rank in range(size)):
+                rows = [
+                    gradient if number in uses[rank] else np.zeros_like(gradient)
+                    for rank in range(size)
+                    for gradient in [training.gradients(rank, step)[number]]
+                ]
+                param.grad = torch.from_numpy(expected(rows, training.op))
+        want.append(bits_of_torch(params))
+        optimizer.step()
+        want.append(bits_of_torch(params))
+        optimizer.zero_grad()
+    for seen in run(size, train):
+        assert [found or wanted for found, wanted in zip(seen, want, strict=True)] == want
+
+
+def linear(name: str, size: int, root: int) -> Any:
+    """Return a differentiable collective, and the shapes of its argument and its result."""
+    from arraycomm.adapters import torch as collectives
+
+    call = getattr(collectives, name.partition("-")[0])
+    if name == "bcast":
+        return (lambda x, comm: call(x, root, comm=comm)), (3,), (3,)
+    if name == "alltoall":
+        return (lambda x, comm: call(x, comm=comm)), (size, 3), (size, 3)
+    if name == "allgather":
+        return (lambda x, comm: call(x, comm=comm)), (3,), (size, 3)
+    op = name.partition("-")[2]
+    rows = (size, 3) if name.startswith("reduce_scatter") else (3,)
+    return (lambda x, comm: call(x, op, comm=comm)), rows, (3,)
+
+
+@given(
+    size=SIZES,
+    name=st.sampled_from(
+        [f"{name}-{op}" for name in ("allreduce", "reduce_scatter") for op in ("sum", "mean")]
+        + ["allgather", "alltoall", "bcast"]
+    ),
+    root=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_gradients_of_collectives_are_their_transposes(size, name, root, seed) -> None:
+    """Over all ranks together, <A x, y> = <x, Aᵀ y>."""
+    torch = pytest.importorskip("torch")
+
+    def products(comm: ac.Communicator) -> tuple[float, float]:
+        call, given_shape, made_shape = linear(name, size, root % size)
+        random = np.random.default_rng((seed, comm.rank))
+        # Multiples of what a mean divides by, so that both sides are exact.
+        x = torch.from_numpy(12.0 * random.integers(-9, 9, given_shape)).requires_grad_()
+        y = torch.from_numpy(12.0 * random.integers(-9, 9, made_shape))
+        made = call(x, comm)
+        (made * y).sum().backward()
+        return float((made.detach() * y).sum()), float((x.detach() * x.grad).sum())
+
+    there, back = zip(*run(size, products), strict=True)
+    assert sum(there) == sum(back)
+
+
+@FEW
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(lambda c: sum(c) > 1),
+    channels=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_batch_norm_of_ranks_is_that_of_the_whole_batch(counts, channels, seed) -> None:
+    torch = pytest.importorskip("torch")
+    from arraycomm.adapters.torch import SyncBatchNorm
+
+    random = np.random.default_rng(seed)
+    parts = [torch.from_numpy(random.normal(size=(n, channels))) for n in counts]
+    factors = [torch.from_numpy(random.normal(size=(n, channels))) for n in counts]
+
+    def normalize(layer: Any, x: Any, factor: Any) -> Any:
+        x = x.clone().requires_grad_()
+        y = layer(x)
+        (y * factor).sum().backward()
+        return y.detach(), x.grad, layer.running_mean, layer.running_var
+
+    def on_rank(comm: ac.Communicator) -> Any:
+        layer = SyncBatchNorm(channels, comm=comm).double()
+        return normalize(layer, parts[comm.rank], factors[comm.rank])
+
+    whole = torch.nn.BatchNorm1d(channels).double()
+    y, grad, mean, var = normalize(whole, torch.cat(parts), torch.cat(factors))
+    results = run(len(counts), on_rank)
+    torch.testing.assert_close(torch.cat([result[0] for result in results]), y)
+    torch.testing.assert_close(torch.cat([result[1] for result in results]), grad)
+    for result in results:
+        torch.testing.assert_close(result[2:], (mean, var))
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(-999, 999), min_size=3, max_size=3), min_size=1, max_size=8),
+    dtype=st.sampled_from(("float16", "bfloat16")),
+)
+def test_feedback_loses_nothing_for_good(rows, dtype) -> None:
+    """What was sent so far, and what is kept back, are the sum of all gradients."""
+    feedback = ac.ErrorFeedback(dtype)
+    total = kept = np.zeros(3)
+    for row in rows:
+        sent, kept = feedback.compress(np.array(row, float), kept)
+        total = total + sent
+    assert (total + kept).tolist() == np.sum(rows, axis=0).tolist()
+    assert (np.abs(kept) <= 4).all()
+
+
+@given(sizes=st.lists(st.integers(1, 9), max_size=9), ranks=st.integers(1, 4))
+def test_shards_are_even(sizes, ranks) -> None:
+    loads = [0] * ranks
+    for size, owner in zip(sizes, divide(sizes, ranks), strict=True):
+        loads[owner] += size
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@given(rate=st.floats(0.01, 1.0), gradient=st.floats(0.1, 10.0) | st.floats(-10.0, -0.1))
+def test_adam_takes_a_first_step_of_its_rate(rate, gradient) -> None:
+    [moved] = plain.Adam(rate).update([np.zeros(1)], [np.full(1, gradient)])
+    np.testing.assert_allclose(moved, -rate * np.sign(gradient), rtol=1e-6)

@@ -1,0 +1,71 @@
+"""What stands in no field of pyproject.toml: the native part, and the README as package indexes show it.
+
+The native part is optional: without a C compiler, or with ARRAYCOMM_NATIVE=0, arraycomm is built in Python alone.
+Package indexes get the README with whole addresses for its links and pictures.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+NATIVE = "arraycomm/_native"
+# The loops are to be vectorized, and no operation fused with another or left out: bits would differ.
+# Totals are memory in which several types take turns.
+OPTIONS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-strict-aliasing"]
+# A link of Markdown or a picture of HTML, unless it is an address or a part of this page.
+LINK = re.compile(r'(?P<before>\]\(|src=")(?!https?:|#)(?P<path>[^)"#]+)(?P<part>#[^)"]*)?')
+
+
+def read_by_itself(text: str, urls: dict[str, str]) -> str:
+    """Return the README as it reads apart from the repository: what docs/ holds is on the site."""
+
+    def whole(link: re.Match[str]) -> str:
+        page = re.fullmatch(r"docs/(?P<name>.*?)(?P<markdown>\.md)?", link["path"])
+        if page is None:
+            address = urls["Source"] + link["path"]
+        else:
+            address = urls["Documentation"] + page["name"] + (".html" if page["markdown"] else "")
+        return f"{link['before']}{address}{link['part'] or ''}"
+
+    return LINK.sub(whole, text)
+
+
+def native_part() -> dict[str, Any]:
+    """Return what has setuptools build the native part, unless it is not wanted."""
+    from setuptools import Extension
+
+    if os.environ.get("ARRAYCOMM_NATIVE") == "0":
+        return {}
+    extension = Extension(
+        "arraycomm._native.compiled",
+        sources=[f"{NATIVE}/{name}.c" for name in ("module", "folds", "exchange", "slots")],
+        depends=[f"{NATIVE}/{name}.h" for name in ("kernels", "folds", "exchange", "slots")],
+        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        extra_compile_args=[*OPTIONS, "-fvisibility=hidden"],
+        py_limited_api=True,
+        optional=True,
+    )
+    options = {"bdist_wheel": {"py_limited_api": "cp311"}}
+    return {"ext_modules": [extension], "options": options}
+
+
+def main() -> None:
+    """Build what the arguments of this process say."""
+    from setuptools import setup
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    setup(
+        long_description=read_by_itself(readme, project["urls"]),
+        long_description_content_type="text/markdown",
+        **native_part(),
+    )
+
+
+if __name__ == "__main__":
+    main()

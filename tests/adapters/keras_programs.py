@@ -1,0 +1,103 @@
+"""Programs of Keras, each in a process of its own: its backend is chosen when it is imported.
+
+`python -m tests.adapters.keras_programs fit` trains by `fit` on the ranks of a job, and `steps` takes steps
+on threads.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm.testing import run
+
+ROWS, BATCH = 48, 12
+
+
+def model_with(optimizer: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((5,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(optimizer=optimizer, loss="mse")
+    return model
+
+
+def fitted(optimizer: Any, rank: int, size: int) -> list[Any]:
+    """Return the weights after training on this rank's rows of each batch."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((ROWS, 5)).astype(np.float32)
+    y = x.sum(axis=1, keepdims=True)
+    share = BATCH // size
+    rows = np.arange(ROWS).reshape(-1, BATCH)[:, rank * share : (rank + 1) * share].reshape(-1)
+    model = model_with(optimizer)
+    model.fit(x[rows], y[rows], batch_size=share, epochs=2, shuffle=False, verbose=0)
+    weights: list[Any] = model.get_weights()
+    return weights
+
+
+def fit() -> None:
+    """Compare training on all ranks with training in this process alone."""
+    comm = ac.init()
+    plain = keras.optimizers.Adam(0.01)
+    optimizer = ac.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    assert type(optimizer).__name__ == type(plain).__name__
+    together = fitted(optimizer, comm.rank, comm.size)
+    bits = comm.allgather_object(b"".join(weight.tobytes() for weight in together))
+    assert len(set(bits)) == 1
+    for weight, expected in zip(together, fitted(plain, 0, 1), strict=True):
+        np.testing.assert_allclose(weight, expected, atol=1e-6)
+
+
+def steps() -> None:
+    """Take steps with gradients that differ between ranks, and with mistakes."""
+    assert run(2, means_of_steps) == [[-1.5, -4.0]] * 2
+    run(2, mistakes)
+    run(2, skip)
+
+
+def means_of_steps(comm: ac.Communicator) -> list[float]:
+    optimizer = ac.DistributedOptimizer(keras.optimizers.SGD(1.0), comm=comm)
+    variables = [keras.Variable(np.zeros(1, np.float32)) for _ in range(2)]
+    for step in (1, 2):
+        # Whoever has no gradient counts with zeros.
+        other = keras.ops.ones(1) * 4 if comm.rank else None
+        grads = [keras.ops.ones(1) * comm.rank * step, other]
+        if step == 1:
+            optimizer.apply(grads, variables)
+        else:
+            optimizer.apply_gradients(zip(grads, variables, strict=True))
+    assert int(optimizer.iterations) == 2
+    return [float(keras.ops.convert_to_numpy(v.value)[0]) for v in variables]
+
+
+def mistakes(comm: ac.Communicator) -> None:
+    for wrong, options in [
+        (ValueError, {"accumulate": 2}),
+        (TypeError, {"compression": ac.ErrorFeedback("bfloat16")}),
+        (TypeError, {"shard": True}),
+    ]:
+        with pytest.raises(wrong, match=r"(?i)keras"):
+            ac.DistributedOptimizer(keras.optimizers.SGD(1.0), comm=comm, **options)
+    made = ac.DistributedOptimizer(keras.optimizers.SGD(1.0), comm=comm, compression="float16")
+    with pytest.raises(ValueError, match="distributed already"):
+        ac.DistributedOptimizer(made, comm=comm)
+
+
+def skip(comm: ac.Communicator) -> None:
+    """Apply the gradients of one step more on rank 0, which the next step tells all ranks."""
+    optimizer = ac.DistributedOptimizer(keras.optimizers.SGD(1.0), comm=comm)
+    variable = keras.Variable(np.zeros(1, np.float32))
+    optimizer.apply([keras.ops.ones(1)], [variable])
+    if comm.rank == 1:
+        optimizer.iterations.assign(5)
+    with pytest.raises(ac.MismatchError, match="iterations of the optimizer"):
+        optimizer.apply([keras.ops.ones(1)], [variable])
+
+
+if __name__ == "__main__":
+    {"fit": fit, "steps": steps}[sys.argv[1]]()

@@ -1,0 +1,63 @@
+"""torch.distributed over arraycomm, on processes that mpiexec has started, and on those of torchrun."""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.support.launched import Report
+from tests.support.launcher import LAUNCHED, needs_mpiexec, run_python
+
+pytestmark = pytest.mark.skipif(
+    LAUNCHED or not find_spec("torch"), reason="needs torch, and launches programs of its own"
+)
+
+_PROGRAM: Final = ("-m", "tests.adapters.torch_distributed_checks")
+_RANKS: Final = 3
+_FORKED: Final = 2
+
+
+def _names(of: str) -> list[str]:
+    """Return the names in a list of the program, which is not imported: that takes seconds."""
+    source = Path(__file__).with_name("torch_distributed_checks.py").read_text(encoding="utf-8")
+    lists = {
+        node.target.id: node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return [element.id for element in lists[of].elts]
+
+
+@lru_cache
+def _over_mpi() -> Report:
+    return Report(run_python(*_PROGRAM, ranks=_RANKS, timeout=120), _RANKS)
+
+
+@lru_cache
+def _without_mpi() -> Report:
+    return Report(run_python(*_PROGRAM, "fork", timeout=120), _FORKED)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("check", _names("CHECKS"))
+def test_over_mpi(check: str) -> None:
+    _over_mpi().assert_passed(check)
+
+
+@needs_mpiexec
+def test_program_over_mpi_ends_well() -> None:
+    _over_mpi().assert_ended_well()
+
+
+@pytest.mark.parametrize("check", _names("FORKED_CHECKS"))
+def test_without_mpi(check: str) -> None:
+    _without_mpi().assert_passed(check)
+
+
+def test_program_without_mpi_ends_well() -> None:
+    _without_mpi().assert_ended_well()

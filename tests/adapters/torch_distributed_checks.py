@@ -1,0 +1,696 @@
+"""What torch.distributed does over arraycomm, beside what it does over gloo; run by test_torch_distributed.py.
+
+Under mpiexec, or with the argument `fork` on forked ranks that have the environment of torchrun.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+import arraycomm as ac
+import arraycomm.adapters.torch_distributed
+from tests.support.launched import perform
+
+RANKS: Final = 3
+FORKED_RANKS: Final = 2
+Group = Any
+Run = Callable[[Group], Any]
+
+
+class _Groups:
+    """The default group, and one of gloo of the same ranks."""
+
+    arraycomm: Group
+    gloo: Group
+
+
+def _rank() -> int:
+    return dist.get_rank()
+
+
+def _size() -> int:
+    return dist.get_world_size()
+
+
+def _values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return whole numbers that differ between ranks: sums of them are exact in any order."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) * 7 + 3 * _rank()) % 11 + 1).reshape(shape).to(dtype)
+
+
+# What a program over gloo may differ by: nothing for sums of whole numbers; the roundings of another order
+# of the ranks; and of sums of 16-bit floats, which gloo rounds for each rank, and arraycomm once.
+_EXACT: Final = {"rtol": 0.0, "atol": 0.0}
+_ORDER: Final = {"rtol": 1e-9, "atol": 1e-9}
+_HALVES: Final = {"rtol": 3e-3, "atol": 3e-3}
+
+
+def _same(run: Run, tolerance: dict[str, float] = _EXACT) -> None:
+    """Check that a program gives over arraycomm what it gives over gloo."""
+    ours, gloo = run(_Groups.arraycomm), run(_Groups.gloo)
+    torch.testing.assert_close(ours, gloo, **tolerance)
+
+
+# Collectives ---------------------------------------------------------------------------------------
+
+_REDUCED: Final = (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16)
+
+
+def all_reductions() -> None:
+    ops = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
+    bits = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
+    cases = [(op, dtype) for op in ops for dtype in _REDUCED]
+    cases += [(op, dtype) for op in bits for dtype in (torch.int32, torch.uint8)]
+    for op, dtype in cases:
+
+        def run(group: Group, op: Any = op, dtype: torch.dtype = dtype) -> Any:
+            everywhere, at_root = _values(3, 4, dtype=dtype), _values(5, dtype=dtype)
+            dist.all_reduce(everywhere, op, group)
+            dist.reduce(at_root, 1, op, group)
+            rows, own = _values(2 * _size(), dtype=dtype), torch.empty(2, dtype=dtype)
+            dist.reduce_scatter(own, list(rows.chunk(_size())), op, group)
+            return everywhere, at_root if _rank() == 1 else None, own
+
+        _same(run)
+    _same(_of_large_tensors)
+
+
+def _of_large_tensors(group: Group) -> Any:
+    """Return what does not fit one step of the control channel, nor a ring."""
+    x, gathered = _values(700_000), torch.empty(_size(), 200_001)
+    dist.all_gather_into_tensor(gathered, _values(1, 200_001), group)
+    sent = _values(500_003)
+    dist.broadcast(sent, _size() - 1, group)
+    dist.all_reduce(x, group=group)
+    return x, gathered, sent
+
+
+def averages_and_scaled_sums() -> None:
+    x = _values(6)
+    total = x.clone()
+    dist.all_reduce(total)
+    mean, scaled = x.clone(), x.clone()
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    dist.all_reduce(scaled, dist.ReduceOp.PREMUL_SUM(0.5))
+    assert torch.equal(mean, total / _size())
+    assert torch.equal(scaled, total / 2)
+
+
+def movements() -> None:
+    def run(group: Group) -> Any:
+        x, n, rank = _values(2, 3), _size(), _rank()
+        sent = x.clone()
+        dist.broadcast(sent, 1, group)
+        gathered = [torch.empty(2, 3) for _ in range(n)]
+        dist.all_gather(gathered, x, group)
+        joined = torch.empty(n * 2, 3)
+        dist.all_gather_into_tensor(joined, x, group)
+        at_root = [torch.empty(2, 3) for _ in range(n)] if rank == 0 else None
+        dist.gather(x, at_root, 0, group)
+        part = torch.empty(2, 3)
+        dist.scatter(part, gathered if rank == 1 else None, 1, group)
+        own = torch.empty(3)
+        dist.reduce_scatter_tensor(own, _values(n * 3), group=group)
+        even = torch.empty(n * 2)
+        dist.all_to_all_single(even, _values(n * 2), group=group)
+        return sent, gathered, joined, at_root, part, own, even
+
+    _same(run)
+
+
+def uneven_exchanges() -> None:
+    # gloo has no all_to_all of lists.
+    n, rank = _size(), _rank()
+    lists = [torch.empty(rank + 1) for _ in range(n)]
+    dist.all_to_all(lists, [_values(r + 1) + 100 * r for r in range(n)])
+    for source, got in enumerate(lists):
+        expected = (torch.arange(rank + 1) * 7 + 3 * source) % 11 + 1.0 + 100 * rank
+        assert torch.equal(got, expected)
+
+    def rows(group: Group) -> Any:
+        to, of = [1 + r for r in range(n)], [1 + rank] * n
+        got = torch.empty(sum(of), 2)
+        dist.all_to_all_single(got, _values(sum(to), 2), of, to, group)
+        return got
+
+    _same(rows)
+
+
+def any_layout() -> None:
+    for x in (_values(4, 6).T, _values(4, 6)[:, ::2], _values(1).expand(3, 3).clone().T):
+        expected = x.contiguous()
+        dist.all_reduce(expected)
+        dist.all_reduce(x)
+        assert torch.equal(x, expected)
+    into = torch.zeros(2, 2 * _size())[:, ::2].T
+    dist.all_gather_into_tensor(into, _values(1, 2))
+    parts = [torch.empty(1, 2) for _ in range(_size())]
+    dist.all_gather(parts, _values(1, 2))
+    assert torch.equal(into, torch.cat(parts))
+    column = torch.zeros(4, 2)[:, 0]
+    receiving = dist.irecv(column, (_rank() - 1) % _size())
+    dist.send(torch.full((2, 2), 5.0), (_rank() + 1) % _size())
+    receiving.wait()
+    assert column.tolist() == [5.0] * 4
+    with_gradient = torch.nn.Parameter(torch.ones(3))
+    dist.all_reduce(with_gradient)
+    assert torch.equal(with_gradient.data, torch.full((3,), float(_size())))
+
+
+def coalesced_calls() -> None:
+    def run(group: Group) -> Any:
+        summed = [_values(3), _values(2, 2)]
+        dist.all_reduce_coalesced(summed, group=group)
+        return summed
+
+    _same(run)
+    lists = [[torch.empty(3), torch.empty(2, 2)] for _ in range(_size())]
+    dist.all_gather_coalesced(lists, [_values(3), _values(2, 2)])
+    parts = [torch.empty(2, 2) for _ in range(_size())]
+    dist.all_gather(parts, _values(2, 2))
+    assert all(torch.equal(lists[r][1], parts[r]) for r in range(_size()))
+
+
+def sparse_sums() -> None:
+    def run(group: Group) -> Any:
+        where = torch.tensor([[0, _rank(), 3], [1, 1, _rank()]])
+        x = torch.sparse_coo_tensor(where, _values(3, 2), (4, 3, 2))
+        dist.all_reduce(x, group=group)
+        return x.to_dense()
+
+    _same(run)
+
+
+def objects() -> None:
+    def run(group: Group) -> Any:
+        n, rank = _size(), _rank()
+        everywhere: list[Any] = [None] * n
+        dist.all_gather_object(everywhere, {"rank": rank, "text": "x" * 50 * rank}, group)
+        sent = [f"from {rank}", rank]
+        dist.broadcast_object_list(sent, 1, group)
+        at_root: list[Any] | None = [None] * n if rank == 0 else None
+        dist.gather_object((rank,), at_root, 0, group)
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, list("abc"[:n]) if rank == 0 else None, 0, group)
+        return repr((everywhere, sent, at_root, own))
+
+    assert run(_Groups.arraycomm) == run(_Groups.gloo)
+
+
+def messages() -> None:
+    def run(group: Group) -> Any:
+        n, rank = _size(), _rank()
+        right, left = (rank + 1) % n, (rank - 1) % n
+        into = torch.empty(3, 2)
+        works = [
+            dist.irecv(into, left, group, tag=5),
+            dist.isend(_values(3, 2), right, group, tag=5),
+        ]
+        for work in works:
+            work.wait()
+        batch = torch.empty(2, 2)
+        operations = [
+            dist.P2POp(dist.isend, _values(2, 2), right, group),
+            dist.P2POp(dist.irecv, batch, left, group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        seen = []
+        if rank == 0:
+            for _ in range(n - 1):
+                number = torch.empty(1)
+                seen.append((dist.recv(number, None, group), int(number)))
+        else:
+            dist.send(torch.tensor([10.0 * rank]), 0, group)
+        large = torch.empty(300_000)
+        receiving = dist.irecv(large, left, group, tag=7)
+        dist.isend(torch.full((300_000,), float(rank)), right, group, tag=7).wait()
+        receiving.wait()
+        return into, batch, sorted(seen), large
+
+    _same(run)
+
+
+def messages_beside_collectives() -> None:
+    """A message waits for no collective: that of rank 1 begins only after it."""
+    number = torch.zeros(1)
+    if _rank() == 0:
+        summing = dist.all_reduce(number, async_op=True)
+        dist.send(torch.tensor([4.0]), 1)
+        summing.wait()
+    else:
+        if _rank() == 1:
+            dist.recv(number, 0)
+        dist.all_reduce(number)
+    assert number.item() == 4
+
+
+# Groups, work, names -------------------------------------------------------------------------------
+
+
+def groups() -> None:
+    last = _size() - 1
+    some, alone = dist.new_group([0, last]), dist.new_group([1])
+    if _rank() in (0, last):
+        assert dist.get_backend(some) == dist.get_backend() == "arraycomm"
+        x = torch.tensor([1.0 + _rank()])
+        dist.all_reduce(x, group=some)
+        assert x.item() == 2 + last
+        dist.broadcast(x, last, some)
+        assert dist.get_group_rank(some, last) == dist.get_world_size(some) - 1
+        dist.destroy_process_group(some)
+    if _rank() == 1:
+        dist.all_reduce(x := torch.ones(1), group=alone)
+        assert x.item() == 1
+    dist.barrier()
+    again = dist.new_group([0, last])
+    if _rank() in (0, last):
+        dist.monitored_barrier(again, timeout=timedelta(seconds=20))
+
+
+def many_groups() -> None:
+    """What a destroyed group leaves is freed when its ranks make another one."""
+    before = None
+    for _ in range(5):
+        group = dist.new_group()
+        assert before is None or "closed" in repr(before.comm)
+        dist.all_reduce(x := torch.ones(1), group=group)
+        assert x.item() == _size()
+        dist.destroy_process_group(group)
+        assert "closed" not in repr(group.comm)
+        before = group
+
+
+def work_under_way() -> None:
+    x = _values(4)
+    expected = x.clone()
+    dist.all_reduce(expected)
+    works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y := torch.ones(2), async_op=True)]
+    future = works[1].get_future().then(lambda done: done.value()[0] * 2)
+    assert torch.equal(future.wait(), torch.full((2,), 2.0 * _size()))
+    assert works[1].is_completed()
+    assert works[1].is_success()
+    assert works[1].result()[0] is y
+    works[0].wait(timedelta(seconds=30))
+    assert torch.equal(x, expected)
+    assert dist.barrier(async_op=True).wait()
+    assert dist.group.WORLD._get_sequence_number_for_group() > 0
+
+
+def functional_collectives() -> None:
+    def run(group: Group) -> Any:
+        n = _size()
+        x = _values(2 * n, 2)
+        return [
+            functional.all_reduce(x, "sum", group) + 0,
+            functional.all_gather_tensor(x, 0, group) + 0,
+            functional.reduce_scatter_tensor(x, "sum", 0, group) + 0,
+            functional.all_to_all_single(x, None, None, group) + 0,
+            functional.broadcast(x, 1, group) + 0,
+            *(y + 0 for y in functional.all_reduce_coalesced([x, x[0]], "max", group)),
+            *(y + 0 for y in functional.all_gather_into_tensor_coalesced([x, x[:1]], group)),
+            *(
+                y + 0
+                for y in functional.reduce_scatter_tensor_coalesced(
+                    [x, x * 2], "sum", [0, 0], group
+                )
+            ),
+        ]
+
+    _same(run)
+
+
+def device_meshes() -> None:
+    mesh = init_device_mesh("cpu", (_size(),), mesh_dim_names=("ranks",))
+    x = torch.arange(24.0).reshape(6, 4)
+    spread = distribute_tensor(x, mesh, [Shard(0)])
+    assert torch.equal((spread * 2).full_tensor(), 2 * x)
+    product = spread @ distribute_tensor(x.T.contiguous(), mesh, [Replicate()])
+    assert torch.equal(product.redistribute(mesh, [Replicate()]).to_local(), x @ x.T)
+    assert torch.equal(spread.redistribute(mesh, [Shard(1)]).full_tensor(), x)
+    assert spread.sum().full_tensor().item() == x.sum().item()
+
+
+# Training ------------------------------------------------------------------------------------------
+
+
+def _in_double(check: Callable[[], None]) -> Callable[[], None]:
+    """Return a check whose roundings are far below what it allows."""
+
+    @functools.wraps(check)
+    def run() -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            check()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return run
+
+
+class _Network(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(_rank())
+        self.first, self.second = torch.nn.Linear(5, 40), torch.nn.Linear(40, 2)
+        self.unused = torch.nn.Linear(2, 2)
+        self.norm = torch.nn.BatchNorm1d(40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)).relu())
+
+
+def _batch(step: int, rows: int = 8) -> torch.Tensor:
+    torch.manual_seed(100 * step + _rank())
+    return torch.randn(rows, 5)
+
+
+def _parameters(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@_in_double
+def data_parallel() -> None:
+    def run(group: Group) -> Any:
+        found = []
+        for options in (
+            {"find_unused_parameters": True},
+            {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005},
+        ):
+            model = DistributedDataParallel(_Network(), process_group=group, **options)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            for step in range(3):
+                optimizer.zero_grad()
+                model(_batch(step)).square().sum().backward()
+                optimizer.step()
+            found += [*_parameters(model), *model.module.buffers()]
+        return found
+
+    _same(run, _ORDER)
+
+
+@_in_double
+def accumulation_and_hooks() -> None:
+    def run(group: Group) -> Any:
+        model = DistributedDataParallel(torch.nn.Linear(5, 3), process_group=group)
+        with model.no_sync():
+            model(_batch(0)).sum().backward()
+        model(_batch(1)).sum().backward()
+        found = [model.module.weight.grad.clone()]
+        for hook, state in (
+            (default_hooks.fp16_compress_hook, group),
+            (
+                powerSGD_hook.powerSGD_hook,
+                powerSGD_hook.PowerSGDState(group, 1, start_powerSGD_iter=2),
+            ),
+        ):
+            torch.manual_seed(0)
+            hooked = DistributedDataParallel(torch.nn.Linear(5, 30), process_group=group)
+            hooked.register_comm_hook(state, hook)
+            for step in range(3):
+                hooked.zero_grad()
+                hooked(_batch(step)).sum().backward()
+            found.append(hooked.module.weight.grad.clone())
+        return found
+
+    _same(run, _HALVES)
+
+
+@_in_double
+def uneven_batches() -> None:
+    def run(group: Group) -> Any:
+        torch.manual_seed(1)
+        model = DistributedDataParallel(torch.nn.Linear(5, 3), process_group=group)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, process_group=group, lr=0.1
+        )
+        with Join([model, optimizer]):
+            for step in range(2 + _rank()):
+                optimizer.zero_grad()
+                model(_batch(step)).square().sum().backward()
+                optimizer.step()
+        return _parameters(model)
+
+    _same(run, _ORDER)
+
+
+@_in_double
+def sharded_optimizer() -> None:
+    def run(group: Group) -> Any:
+        torch.manual_seed(1)
+        model = DistributedDataParallel(torch.nn.Linear(5, 3), process_group=group)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, process_group=group, lr=0.1
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            model(_batch(step)).square().sum().backward()
+            optimizer.step()
+        optimizer.consolidate_state_dict(to=0)
+        state = optimizer.state_dict()["state"] if _rank() == 0 else {}
+        return _parameters(model), [moments["exp_avg"] for moments in state.values()]
+
+    _same(run, _ORDER)
+
+
+def batch_norm() -> None:
+    """torch's SyncBatchNorm takes tensors on GPUs only, over whatever backend."""
+    for group in (_Groups.arraycomm, _Groups.gloo):
+        layer = SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(5), group)
+        assert layer.process_group is group
+        assert "GPU" in _raised(ValueError, lambda layer=layer: layer(_batch(0)))
+
+
+@_in_double
+def fully_sharded() -> None:
+    def run(group: Group) -> Any:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 2))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(_batch(step)).square().sum().backward()
+            optimizer.step()
+        return [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
+
+    _same(run, _ORDER)
+
+
+def checkpoints() -> None:
+    folder = [tempfile.mkdtemp() if _rank() == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    mesh = init_device_mesh("cpu", (_size(),))
+    x = torch.arange(30.0).reshape(10, 3)
+    state = {"spread": distribute_tensor(x, mesh, [Shard(0)]), "whole": torch.ones(3), "step": 7}
+    checkpoint.save(state, checkpoint_id=folder[0])
+    empty = {
+        "spread": distribute_tensor(torch.zeros_like(x), mesh, [Shard(0)]),
+        "whole": torch.zeros(3),
+        "step": 0,
+    }
+    checkpoint.load(empty, checkpoint_id=folder[0])
+    assert torch.equal(empty["spread"].full_tensor(), x)
+    assert torch.equal(empty["whole"], torch.ones(3))
+    assert empty["step"] == 7
+
+
+# Errors --------------------------------------------------------------------------------------------
+
+
+def _raised(kind: type[Exception], call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def mismatches() -> None:
+    """Ranks that disagree raise arraycomm's error, whether they wait at once or later."""
+    for later in (False, True):
+        group = dist.new_group()
+        x = torch.ones(2 + (_rank() == 1))
+
+        def call(group: Group = group, x: torch.Tensor = x, later: bool = later) -> None:
+            work = dist.all_reduce(x, group=group, async_op=later)
+            if later:
+                work.wait()
+
+        text = _raised(ac.MismatchError, call)
+        assert "(2,)" in text
+        assert "(3,)" in text
+        assert "communicator is closed" in _raised(ac.CommunicatorClosedError, call)
+
+
+def error_in_a_backward_pass() -> None:
+    """The reducer is C++: its error has the text of arraycomm's."""
+    model = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=dist.new_group())
+    if _rank() == 1:
+        dist.all_reduce(torch.ones(1), group=model.process_group, async_op=True)
+    text = _raised(RuntimeError, lambda: model(torch.ones(1, 3)).sum().backward())
+    assert "MismatchError" in text
+
+
+def timeouts() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if _rank() == 0:
+        text = _raised(ac.CommTimeoutError, lambda: dist.monitored_barrier(group))
+        assert "rank 1 is missing" in text
+        assert "timeout 1 s" in text
+    other = dist.new_group()
+    if _rank() == 0:
+        work = dist.all_reduce(x := torch.ones(1), group=other, async_op=True)
+        text = _raised(ac.CommTimeoutError, lambda: work.wait(timedelta(milliseconds=50)))
+        assert "0.05 seconds" in text
+    dist.barrier()
+    if _rank() == 0:
+        assert work.wait()
+        assert x.item() == _size()
+    else:
+        dist.all_reduce(torch.ones(1), group=other)
+
+
+def wrong_arguments_of_one_rank() -> None:
+    """The others hear of them, and the group goes on."""
+    group = dist.new_group()
+    good, bad = torch.ones(2), torch.ones(2, device="meta")
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: dist.all_reduce(x, group=group),
+        lambda x: dist.broadcast(x, 0, group),
+        lambda x: dist.all_gather_into_tensor(torch.empty(2 * _size()), x, group),
+        lambda x: dist.reduce_scatter(torch.empty(2), [x] * _size(), group=group),
+        lambda x: dist.all_to_all([torch.empty(2) for _ in range(_size())], [x] * _size(), group),
+    ]
+    for call in calls:
+        if _rank() == 1:
+            assert "CPU" in _raised(TypeError, functools.partial(call, bad))
+        else:
+            assert "rank 1" in _raised(ac.PeerError, functools.partial(call, good))
+    dist.all_reduce(good, group=group)
+    assert good.tolist() == [_size()] * 2
+
+
+def what_is_not_there() -> None:
+    group = dist.group.WORLD
+    for name in ("_start_coalescing", "split_group", "merge_remote_group"):
+        assert name in _raised(NotImplementedError, getattr(group, name))
+    assert "CPU" in _raised(TypeError, lambda: dist.all_reduce(torch.ones(2, device="meta")))
+    assert "bool" in _raised(TypeError, lambda: dist.all_reduce(torch.ones(2) > 0))
+
+
+CHECKS: Final = [
+    all_reductions,
+    averages_and_scaled_sums,
+    movements,
+    uneven_exchanges,
+    any_layout,
+    coalesced_calls,
+    sparse_sums,
+    objects,
+    messages,
+    messages_beside_collectives,
+    groups,
+    many_groups,
+    work_under_way,
+    functional_collectives,
+    device_meshes,
+    data_parallel,
+    accumulation_and_hooks,
+    uneven_batches,
+    sharded_optimizer,
+    batch_norm,
+    fully_sharded,
+    checkpoints,
+    mismatches,
+    wrong_arguments_of_one_rank,
+    error_in_a_backward_pass,
+    timeouts,
+    what_is_not_there,
+]
+FORKED_CHECKS: Final = [
+    all_reductions,
+    movements,
+    messages,
+    messages_beside_collectives,
+    groups,
+    data_parallel,
+    mismatches,
+    timeouts,
+]
+
+
+def main(checks: list[Callable[[], None]]) -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group("arraycomm")
+    _Groups.arraycomm, _Groups.gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    perform(checks)
+    dist.destroy_process_group()
+
+
+def _fork(rank: int, port: int) -> int:
+    """Fork a rank with the environment of torchrun."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(FORKED_RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="none",
+    )
+    status = 1
+    try:
+        main(FORKED_CHECKS)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _on_forked_ranks() -> None:
+    import torch._dynamo  # noqa: F401 - by the first model of DistributedDataParallel, else on each rank
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [_fork(rank, port) for rank in range(FORKED_RANKS)]
+    assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0] * FORKED_RANKS
+
+
+if __name__ == "__main__":
+    if "fork" in sys.argv:
+        _on_forked_ranks()
+    else:
+        main(CHECKS)

@@ -1,0 +1,79 @@
+"""The command line as a whole: its help, its version, and what it says of a wrong word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import arraycomm as ac
+from arraycomm import cli
+
+COMMANDS = sorted(cli._COMMANDS)
+
+
+def ended(*words: str) -> Any:
+    """Return the status with which the command line ends at once."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(words))
+    return stop.value.code
+
+
+def test_alone_it_prints_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended() == 0
+    said = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"\n    {name} " in said
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("--version") == 0
+    assert capsys.readouterr().out == f"arraycomm {ac.__version__}\n"
+    assert "__version__" in dir(ac)
+
+
+def test_it_ends_quietly_if_nobody_reads_on() -> None:
+    unread, written = os.pipe()
+    os.close(unread)
+    with open(written, "wb") as nowhere:
+        command = [sys.executable, "-m", "arraycomm"]
+        # What is written at once argparse does not miss if it is lost.
+        buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        done = subprocess.run(
+            command, stdout=nowhere, stderr=subprocess.PIPE, env=buffered, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_ends_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(name, "--help") == 0
+    assert f"\nexample:\n  arraycomm {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fly"], "arraycomm: argument command: invalid choice: 'fly'"),
+        (["overlap", "--fast"], "arraycomm: unrecognized arguments: --fast"),
+        (
+            ["overlap", "--ranks", "x"],
+            "must be a positive integer; got 'x'; see: arraycomm overlap",
+        ),
+        (["bench", "--repeats", "0"], "must be a positive integer; got '0'; see: arraycomm bench"),
+        (["bench", "--sizes", "1K,q"], "'q' is not a number of bytes"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_word_is_named_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(*words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err

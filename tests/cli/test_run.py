@@ -1,0 +1,319 @@
+"""`arraycomm run`: which launcher it takes, what ranks print, and how a job ends. Most programs here start no MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from arraycomm import BackendUnavailableError
+from arraycomm._launch import launchers
+from arraycomm._launch.library import MPICH, OPEN_MPI, Library
+from arraycomm.cli import main
+from tests.support.launcher import is_open_mpi, needs_mpiexec, run_python
+
+RANK = "import os, sys, time; rank = int(os.environ.get('PMI_RANK') or os.environ['PMIX_RANK']); "
+# Longer than a test may take: the job ends before.
+WAITS = "time.sleep(600)"
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let nothing be set that the launcher needs."""
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.usefixtures("bare_environment")
+class TestRanks:
+    def test_lines_get_their_rank_and_go_to_a_file_of_each(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        program = RANK + (
+            "print('begun', end='', flush=True); time.sleep(0.05); print(':', *sys.argv[1:]); "
+            "print('\\r50%\\r100%', end='', file=sys.stderr, flush=True); "
+            "print(os.environ['OMP_NUM_THREADS'], end='')"
+        )
+        logs = tmp_path / "new" / "logs"
+        options = ["-n", "3", "--prefix", "--logs", str(logs), "--threads", "2"]
+        assert main(["run", *options, "-c", program, "--logs", "-n"]) == 0
+        out, err = capfd.readouterr()
+        for rank in range(3):
+            own = [line for line in out.splitlines() if line.startswith(f"[{rank}] ")]
+            assert own == [f"[{rank}] begun: --logs -n", f"[{rank}] 2"]
+            assert f"[{rank}] 50%\n" in err
+            assert f"[{rank}] 100%\n" in err
+            log = (logs / f"rank-{rank}.log").read_bytes()
+            assert log.replace(b"\r50%\r100%", b"") == b"begun: --logs -n\n2"
+        assert len(err.splitlines()) == 6
+
+    @pytest.mark.parametrize(
+        ("failure", "status", "said"),
+        [
+            ("sys.exit(6)", 6, "run: rank 1 ended with status 6\n"),
+            ("os.kill(os.getpid(), 9)", 137, "run: rank 1 died by SIGKILL (Killed)\n"),
+        ],
+        ids=["status", "signal"],
+    )
+    def test_all_end_once_one_has_failed(
+        self, failure: str, status: int, said: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        program = RANK + f"os.write(1, b'there\\n'); {failure} if rank == 1 else {WAITS}"
+        assert main(["run", "-n", "2", "-c", program]) == status
+        assert capfd.readouterr() == ("there\nthere\n", said)
+
+    def test_the_rank_that_failed_comes_before_those_that_waited_for_it(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        program = (
+            "import sys, arraycomm as ac; comm = ac.init()\n"
+            "if comm.rank == 1: sys.exit(6)\n"
+            "comm.allreduce(1)"
+        )
+        assert main(["run", "-n", "2", "-c", program]) == 6
+        *traceback, last = capfd.readouterr().err.splitlines()
+        assert last == "run: rank 1 ended with status 6; rank 0 ended with status 1"
+        assert "PeerError: rank 1 has reached the end of its program" in traceback[-1]
+
+    def test_ranks_live_on_only_if_the_launcher_lets_them(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        program = (
+            "import os, arraycomm as ac; comm = ac.init()\n"
+            "if comm.rank == 1: os.kill(os.getpid(), 9)\n"
+            "try: comm.allreduce(1)\n"
+            "except ac.PeerError: print(comm.shrink().allreduce(1))"
+        )
+        status = main(["run", "-n", "2", "--fault-tolerant", "-c", program])
+        out, err = capfd.readouterr()
+        if is_open_mpi():
+            assert (status, out) == (0, "1\n"), err
+        else:
+            assert (status, out) == (2, "")
+            assert "run: --fault-tolerant needs Open MPI; got " in err
+
+    @pytest.mark.parametrize(
+        ("number", "status", "said"),
+        [
+            (signal.SIGINT, 130, "\nrun: ended by Ctrl-C\n"),
+            (signal.SIGTERM, 143, ""),
+            (signal.SIGKILL, -9, ""),
+        ],
+        ids=["Ctrl-C", "SIGTERM", "SIGKILL"],
+    )
+    def test_a_signal_ends_all_ranks_at_once(self, number: int, status: int, said: str) -> None:
+        # In one piece, so that the ranks' lines do not mix.
+        program = RANK + f"os.write(1, b'%d\\n' % os.getpid()); {WAITS}"
+        command = [sys.executable, "-m", "arraycomm", "run", "-n", "2", "-c", program]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as job:
+            try:
+                assert job.stdout is not None
+                ranks = [int(job.stdout.readline()) for _ in range(2)]
+                job.send_signal(number)
+                assert job.communicate(timeout=60) == ("", said)
+            finally:
+                job.kill()
+        assert job.returncode == status
+        assert soon(lambda: not any(map(alive, ranks)))
+
+    def test_signals_for_the_programs_reach_each_once(self) -> None:
+        """And Ctrl-Z stops them with this process."""
+        program = RANK + (
+            "import signal; [signal.signal(n, lambda n, _: os.write(1, b'%d got %d\\n' % (rank, n))) "
+            "for n in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)]; "
+            f"os.write(1, b'%d\\n' % os.getpid()); {WAITS}"
+        )
+        command = [sys.executable, "-m", "arraycomm", "run", "-n", "2", "-c", program]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+            try:
+                assert job.stdout is not None
+                ranks = [int(job.stdout.readline()) for _ in range(2)]
+
+                def all_heard(number: int) -> bool:
+                    assert job.stdout is not None
+                    lines = sorted(job.stdout.readline() for _ in range(2))
+                    return lines == [f"{rank} got {number}\n" for rank in range(2)]
+
+                for number in (signal.SIGUSR1, signal.SIGUSR2):
+                    job.send_signal(number)
+                    assert all_heard(number)
+                job.send_signal(signal.SIGTSTP)
+                assert soon(lambda: all(map(stopped, [job.pid, *ranks])))
+                job.send_signal(signal.SIGCONT)
+                assert all_heard(signal.SIGCONT)
+                assert not any(map(stopped, [job.pid, *ranks]))
+                job.send_signal(signal.SIGTERM)
+                assert job.communicate(timeout=60)[0] == ""
+            finally:
+                job.kill()
+        assert job.returncode == 143
+
+
+def stopped(pid: int) -> bool:
+    return ") T " in Path(f"/proc/{pid}/stat").read_text()
+
+
+def soon(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return what()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A process that nobody has waited for yet is none any more.
+    return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+# Which launcher
+
+
+def fake(place: Path, name: str, said: str) -> str:
+    """Put a launcher there that only says what it is."""
+    place.mkdir(parents=True, exist_ok=True)
+    program = place / name
+    program.write_text(f"#!/bin/sh\necho '{said}'\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let this interpreter lie in a directory without launchers; return the directory."""
+    monkeypatch.setattr(launchers.sys, "executable", str(tmp_path / "env" / "bin" / "python"))
+    return tmp_path / "env" / "bin"
+
+
+def test_the_launcher_is_that_of_the_library(tmp_path: Path, beside: Path) -> None:
+    path = os.pathsep.join([str(tmp_path / "usr"), str(tmp_path / "other")])
+    fake(tmp_path / "usr", "mpiexec", "mpiexec (Open MPI) 5.0.11")
+    library = Library(MPICH, "MPICH Version: 5.0.2", str(tmp_path / "opt/mpich/lib/libmpi.so.12"))
+    with pytest.raises(BackendUnavailableError, match=r"found .*/usr/mpiexec of Open MPI; put the"):
+        launchers.launcher_of(library, path)
+    right = [
+        fake(tmp_path / "other", "mpiexec.hydra", "HYDRA build details:"),
+        fake(tmp_path / "opt/mpich/bin", "mpirun", "HYDRA build details:"),
+        fake(beside, "mpiexec", "HYDRA build details: beside"),
+    ]
+    # Each is nearer than the one before.
+    (tmp_path / "opt/mpich/bin/mpirun").rename(tmp_path / "away")
+    (beside / "mpiexec").rename(tmp_path / "further")
+    assert launchers.launcher_of(library, path) == (right[0], MPICH)
+    (tmp_path / "away").rename(tmp_path / "opt/mpich/bin/mpirun")
+    assert launchers.launcher_of(library, path) == (right[1], MPICH)
+    (tmp_path / "further").rename(beside / "mpiexec")
+    assert launchers.launcher_of(library, path) == (right[2], MPICH)
+
+
+def test_one_that_does_not_say_what_it_is_may_be_right(tmp_path: Path, beside: Path) -> None:
+    program = fake(tmp_path, "mpiexec", "version 1.2")
+    library = Library(MPICH, "CRAY MPICH version 9", "")
+    assert launchers.launcher_of(library, str(tmp_path)) == (program, "")
+
+
+def test_each_launcher_gets_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers.os, "geteuid", lambda: 0)
+    ours, other = launchers.Launcher("m", OPEN_MPI), launchers.Launcher("m", MPICH)
+    assert ours.command(3) == ["m", "--oversubscribe", "-n", "3"]
+    # Open MPI would bind all threads of a rank to one core.
+    assert ours.command(3, threads=4)[2:4] == ["--bind-to", "none"]
+    assert ours.command(3, fault_tolerant=True)[2:4] == ["--with-ft", "ulfm"]
+    assert other.command(3, threads=4) == ["m", "-n", "3"]
+    assert other.environment({}, 2) == {"OMP_NUM_THREADS": "2"}
+    assert other.environment({"OMP_NUM_THREADS": "7"}, 2) == {"OMP_NUM_THREADS": "7"}
+    assert set(ours.environment({})) > {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
+
+
+def test_the_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "cores", lambda: 16)
+    assert [launchers.threads_for(n, {}) for n in (1, 3, 16, 40)] == [16, 5, 1, 1]
+    assert launchers.threads_for(3, {"OMP_NUM_THREADS": "2,1"}) == 2
+
+
+def test_without_an_mpi_it_says_so() -> None:
+    program = (
+        "import os, sys; os.environ['MPI4PY_LIBMPI'] = '/nowhere/libmpi.so'\n"
+        "from arraycomm.cli import main; sys.exit(main(['run', '-n', '2', '-c', 'pass']))"
+    )
+    job = run_python("-c", program)
+    assert (job.returncode, job.stdout) == (127, "")
+    assert job.stderr.startswith(
+        "run: 2 ranks need an MPI and its launcher, but this Python loads no MPI ("
+    )
+    assert job.stderr.endswith("); install one with: pip install 'arraycomm[mpich]'\n")
+
+
+@needs_mpiexec
+def test_init_refuses_the_launcher_of_another_mpi_each_time() -> None:
+    if is_open_mpi():
+        pytest.skip("Open MPI starts under any launcher")
+    # As Open MPI's mpiexec leaves the environment; MPICH would end a process that it has started.
+    program = (
+        "import os; os.environ['OMPI_COMM_WORLD_SIZE'] = '2'\n"
+        "import arraycomm as ac\n"
+        "for _ in range(2):\n"
+        "    try: ac.init()\n"
+        "    except ac.BackendUnavailableError as error: print(error)\n"
+        "from mpi4py import MPI; print(MPI.Is_initialized())"
+    )
+    first, second, initialized = run_python("-c", program).stdout.splitlines()
+    assert first == second
+    assert "Open MPI's mpiexec started 2 processes, but the MPI that was loaded (MPICH " in first
+    assert first.endswith(
+        "cannot start under it; start the program with: arraycomm run -n 2 …, "
+        "which finds the mpiexec of the MPI that is loaded"
+    )
+    assert initialized == "False"
+
+
+# What is wrong with the arguments
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["x.py"], "arraycomm run: the following arguments are required: -n"),
+        (["-n", "2"], "arraycomm run: the following arguments are required: program"),
+        (["-n", "0", "x.py"], "argument -n: must be a positive integer; got '0'"),
+        (["-n", "2", "--fast", "x.py"], "arraycomm: unrecognized arguments: --fast"),
+        (["-n", "2", "no_such.py"], "run: there is no file no_such.py in "),
+        (["-n", "2", "no_such_command"], "run: there is no file and no command no_such_command"),
+        (["-n2", "-m"], "run: -m must be followed by a module"),
+        (["-n", "2", "--logs", "/dev/null/x", "-c", ""], "run: --logs must be a directory; cannot"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_named_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["run", *words])
+    except SystemExit as stop:
+        status = stop.code
+    err = capsys.readouterr().err
+    assert (status, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+def test_it_starts_no_job_in_each_process_of_a_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.delenv("ARRAYCOMM_RANK_PROCESS", raising=False)
+    assert main(["run", "-n", "2", "-c", ""]) == 2
+    assert "Open MPI's mpiexec has started this process as one of 4" in capsys.readouterr().err

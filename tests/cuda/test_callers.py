@@ -1,0 +1,88 @@
+"""What a call takes along from its caller's thread, with frameworks that stand in for those with CUDA."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from arraycomm._cuda.callers import Caller
+
+
+class _Streams(threading.local):
+    """The current stream of each thread; that of a new one is the default stream."""
+
+    current = 0
+
+    @contextmanager
+    def within(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+def _in_a_thread(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_another_thread_works_in_the_callers_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, entered = _Streams(), []
+
+    def within(stream: Any) -> Any:
+        entered.append(stream)
+        return torch.within(stream)
+
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True, current_stream=lambda _: torch.current, stream=within
+    )
+    fake = SimpleNamespace(cuda=cuda, is_grad_enabled=lambda: True)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    with torch.within(7):
+        caller = Caller(None)
+
+    def work() -> tuple[Any, Any]:
+        with caller.here():
+            inside = torch.current
+        return inside, torch.current
+
+    assert _in_a_thread(work) == (7, 0)
+    assert work() == (7, 0)
+    with torch.within(7):
+        assert work() == (7, 7)
+    # In the stream itself there is nothing to enter.
+    assert entered == [7, 7]
+
+
+def test_another_thread_has_the_callers_grad_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = _Streams()
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(is_initialized=lambda: False),
+        is_grad_enabled=lambda: not off.current,
+        set_grad_enabled=lambda enabled: off.within(int(not enabled)),
+    )
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    with off.within(1):
+        caller = Caller(None)
+
+    def work() -> tuple[bool, bool]:
+        with caller.here():
+            inside = fake.is_grad_enabled()
+        return inside, fake.is_grad_enabled()
+
+    assert _in_a_thread(work) == (False, True)
+
+
+def test_a_process_without_cuda_has_nothing_to_take_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    with Caller(0).here():
+        pass

@@ -1,0 +1,32 @@
+"""The example of docs/library-tests.md is what the page shows, and fails as it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support.launcher import run_python
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "library-tests.md").read_text(encoding="utf-8")
+
+
+def test_the_code_on_the_page_is_that_of_the_example() -> None:
+    files = [DOCS / "examples" / name for name in ("mean_of_means.py", "test_mean_of_means.py")]
+    whole = "".join(path.read_text(encoding="utf-8") for path in files)
+    parts = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert parts
+    for part in parts:
+        assert part in whole
+
+
+def test_the_counter_example_is_the_one_on_the_page(tmp_path: Path) -> None:
+    for name in ("mean_of_means.py", "test_mean_of_means.py"):
+        (tmp_path / name).write_bytes((DOCS / "examples" / name).read_bytes())
+    alone = ("-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--rootdir", ".", "-c", "/dev/null")
+    job = run_python("-m", "pytest", *alone, "test_mean_of_means.py", cwd=tmp_path, timeout=120)
+    [shown] = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    said = iter(job.stdout.splitlines())
+    for line in shown.splitlines():
+        assert line in said, f"{line!r} is not in what follows in\n{job.stdout}\n{job.stderr}"
+    assert "1 failed, 1 passed" in job.stdout

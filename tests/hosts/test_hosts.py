@@ -1,0 +1,154 @@
+"""Ranks on several hosts: the laws, the same bits as on one, and the end of a host."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.support import hosts
+from tests.support.hosts import Hosts
+from tests.support.launched import ROOT
+from tests.support.launcher import is_open_mpi
+
+pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "there are")
+
+# Seconds within which all ranks have ended after the processes of a host were killed.
+_AT_LAST: Final = 15
+# Seconds after which a job hangs.
+_LIMIT: Final = 90
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with hosts.hosts(2, tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+# What a job on hosts runs: the laws, and the digests of results, which are those of one host.
+_TESTS: Final = [
+    "properties/test_laws.py::TestSharedMemory",
+    "tests/collectives/test_reproducible.py::test_same_bits_on_every_transport_and_by_every_way",
+]
+# Reduces until the network is gone, and writes down its error.
+_CUT: Final = """
+import pathlib
+import sys
+
+import numpy as np
+import arraycomm as ac
+
+comm = ac.init(timeout=2)
+comm.barrier()
+sys.stdout.write("begun\\n")
+try:
+    while True:
+        comm.allreduce(1.0)
+        comm.allreduce(np.ones(1_000_000))
+except ac.CommTimeoutError as error:
+    pathlib.Path(sys.argv[1], f"error-{comm.rank}").write_text(str(error))
+    raise
+"""
+# Reduces until a rank is gone. Small and large arrays go by different messages.
+_ENDLESS: Final = """
+import sys
+
+import numpy as np
+import arraycomm as ac
+
+comm = ac.init()
+comm.barrier()
+sys.stdout.write("begun\\n")
+while True:
+    comm.allreduce(1.0)
+    comm.allreduce(np.ones(1_000_000))
+"""
+
+
+# With more ranks than cores each law takes longer: some of them are enough.
+_ALL: Final = "not messages"
+_SOME: Final = "mpi-shared-4 or TestSharedMemory and (disagree or order)"
+
+
+@pytest.mark.parametrize(
+    ("each", "chosen"),
+    [pytest.param(1, _ALL, id="1", marks=pytest.mark.each_mpi), pytest.param(2, _SOME, id="2")],
+)
+def test_laws_and_bits_are_those_of_one_host(two: Hosts, each: int, chosen: str) -> None:
+    before = two.received(0)
+    job = two.start(
+        each,
+        *("-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-k", chosen),
+        *(str(ROOT / test) for test in _TESTS),
+        EXAMPLES="1",
+        EVERY="1",
+        PYTHONPATH=str(ROOT),
+    )
+    out = _output(two, job)
+    assert job.returncode == 0, out
+    assert " passed" in out, out
+    # They went by the network, and not by memory of the machine.
+    assert two.received(0) - before > 1_000_000
+
+
+@pytest.mark.each_mpi
+def test_nothing_goes_on_when_a_host_dies(two: Hosts) -> None:
+    job = two.start(2, "-u", "-c", _ENDLESS, PYTHONPATH=str(ROOT))
+    assert job.stdout is not None
+    begun = [line for _, line in zip(range(4), job.stdout, strict=False)]
+    assert begun == ["begun\n"] * 4
+    killed = time.monotonic()
+    two.kill(1)
+    _output(two, job)
+    # Open MPI's launcher ends with 0 if it loses a host.
+    assert is_open_mpi() or job.returncode != 0
+    assert time.monotonic() - killed < _AT_LAST
+    assert _ended(two)
+
+
+def test_ranks_of_a_host_that_is_cut_off_time_out_as_all_others_do(
+    two: Hosts, tmp_path: Path
+) -> None:
+    job = two.start(1, "-u", "-c", _CUT, str(tmp_path), PYTHONPATH=str(ROOT))
+    assert job.stdout is not None
+    begun = [line for _, line in zip(range(2), job.stdout, strict=False)]
+    assert begun == ["begun\n"] * 2
+    two.connect(1, connected=False)
+    try:
+        deadline = time.monotonic() + _AT_LAST
+        errors: list[str] = []
+        while len(errors) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            errors = [text for path in tmp_path.iterdir() if (text := path.read_text())]
+        assert len(errors) == 2
+        assert all("(timeout 2 s)" in error for error in errors), errors
+    finally:
+        # The launcher cannot end what it does not reach.
+        two.connect(1)
+        _output(two, job)
+    assert job.returncode != 0
+    assert _ended(two)
+
+
+def _output(made: Hosts, job: subprocess.Popen[str]) -> str:
+    """Return what a job has printed, once it has ended."""
+    try:
+        return job.communicate(timeout=_LIMIT)[0]
+    except subprocess.TimeoutExpired:
+        for number in range(made.count):
+            made.kill(number)
+        pytest.fail(f"the job took over {_LIMIT} s:\n{job.communicate()[0]}")
+
+
+def _ended(made: Hosts) -> bool:
+    """Tell whether no process is left on any host, or will not be in a moment."""
+    deadline = time.monotonic() + 5
+    while any(made.processes(number) for number in range(made.count)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

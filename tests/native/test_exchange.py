@@ -1,0 +1,298 @@
+"""Small reductions that repeat: made by the native part, they are what they are in Python."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._collectives import native_path
+from arraycomm._collectives.native_path import NativeAllreduce
+from arraycomm._communicator import Communicator
+from arraycomm._native import compiled
+from arraycomm._transports.threads import Group, make_group
+from arraycomm.testing import run
+from tests.support import internals
+from tests.support.oracle import expected, same_result
+
+if compiled is None:
+    pytest.skip("the native part was not built, or is not to be used", allow_module_level=True)
+
+_KINDS = [
+    (op, np.dtype(dtype), shape)
+    for op, dtype in (("sum", np.float32), ("max", ml_dtypes.bfloat16), ("prod", np.complex64))
+    for shape in ((), (3,), (2, 5), (0,), (1,) * 9, (70,), (2, 1, 2))
+]
+
+
+def _alone(**options: Any) -> Communicator:
+    """Return the communicator of one rank of two; the other does nothing."""
+    return internals.communicator(make_group(2)[0], **options)
+
+
+def _single() -> Communicator:
+    return internals.communicator(make_group(1)[0])
+
+
+@pytest.fixture
+def in_python() -> Iterator[mock.Mock]:
+    """Counts the calls that are made in full."""
+    full = internals.runner_of(_single()).call_within
+    calls = mock.Mock()
+
+    def counted(self: Any, *args: Any, **keywords: Any) -> Any:
+        calls()
+        return full.__func__(self, *args, **keywords)
+
+    with mock.patch.object(type(full.__self__), "call_within", counted):
+        yield calls
+
+
+def _value(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def test_repeated_reductions_of_many_kinds_are_right() -> None:
+    """More kinds than are found at once, in turns, and arrays without `out` or elsewhere in between."""
+
+    def check(comm: Communicator) -> None:
+        for turn in range(3):
+            for number, (op, dtype, shape) in enumerate(_KINDS):
+                arrays = [_value(dtype, shape, 100 * turn + number + r) for r in range(comm.size)]
+                want, x = expected(arrays, op), arrays[comm.rank]
+                out = np.empty(shape, dtype)
+                assert comm.allreduce(x, op, out=out) is out
+                strided = np.repeat(x[..., None], 2, axis=-1)[..., 0]
+                for got in (out, comm.allreduce(x, op), comm.allreduce(strided, op)):
+                    assert same_result(got, want, op)
+                assert comm.allreduce(x, op, out=x) is x
+                assert same_result(x, want, op)
+                assert internals.completed(comm) == internals.steps(comm)
+        assert comm.stats()["allreduce"]["calls"] == 3 * 4 * len(_KINDS)
+
+    run(3, check)
+
+
+def test_a_reduction_with_a_note_is_none_without() -> None:
+    def check(comm: Communicator) -> None:
+        x, out = np.ones(2), np.empty(2)
+        if comm.rank == 0:
+            internals.remember_noted_allreduce(comm, x, "sum", "at place 3")
+        for _ in range(2):
+            comm.allreduce(x, out=out)
+            assert out.tolist() == [2, 2]
+
+    run(2, check)
+
+
+def test_a_repeated_reduction_needs_no_python(in_python: mock.Mock) -> None:
+    comm = _single()
+    x, out = np.ones(4, np.float32), np.empty(4, np.float32)
+    with mock.patch.object(NativeAllreduce, "__call__", side_effect=AssertionError):
+        for _ in range(5):
+            comm.allreduce(x, out=out)
+    assert in_python.call_count == 1
+    assert comm.stats()["allreduce"]["calls"] == 5
+
+
+def test_what_is_unlike_the_call_before_is_made_in_full(in_python: mock.Mock) -> None:
+    comm = _single()
+    x, out = np.arange(4, dtype=np.float32), np.empty(4, np.float32)
+    comm.allreduce(x, out=out)
+    locked = out.copy()
+    locked.flags.writeable = False
+    for error, wrong in (
+        (TypeError, np.empty(4, np.int32)),
+        (ValueError, np.empty((2, 2), np.float32)),
+        (BufferError, locked),
+    ):
+        before = in_python.call_count
+        with pytest.raises(error, match="out"):
+            comm.allreduce(x, out=wrong)
+        assert in_python.call_count == before + 1
+    apart = np.zeros(8, np.float32)
+    comm.allreduce(x, out=apart[::2])
+    assert apart.tolist() == [0, 0, 1, 0, 2, 0, 3, 0]
+    assert comm.allreduce(x.view(np.recarray), out=out).tolist() == [0, 1, 2, 3]
+
+
+def test_a_call_waits_behind_what_is_outstanding() -> None:
+    def check(comm: Communicator) -> None:
+        x, out = np.ones(2), np.empty(2)
+        for turn in range(20):
+            request = comm.iallreduce(np.full(3, turn))
+            comm.allreduce(x, out=out)
+            assert out.tolist() == [2, 2]
+            assert request.wait().tolist() == [2 * turn] * 3
+
+    run(2, check)
+
+
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    def check(comm: Communicator) -> None:
+        x, out = np.ones(2), np.empty(2)
+        for turn in range(4):
+            if turn % 2 == comm.rank:
+                time.sleep(0.02)
+            comm.allreduce(x, out=out)
+            assert out.tolist() == [2, 2]
+
+    run(2, check)
+
+
+_X = np.arange(6.0).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ((_X, "sum"), (_X, "max")),
+        ((_X, "sum"), (_X.astype(np.int64), "sum")),
+        ((_X, "sum"), (_X.reshape(3, 2), "sum")),
+        ((_X.reshape(2, 3, *[1] * 7), "sum"), (_X, "sum")),
+    ],
+    ids=["op", "dtype", "shape", "many dimensions"],
+)
+def test_ranks_that_call_different_things_all_raise(calls: Any) -> None:
+    def check(comm: Communicator) -> str:
+        for _ in range(3):
+            # Twice, once in each of the slots that steps use in turn.
+            for x, op in (calls[0], calls[0], calls[1], calls[1]):
+                out = np.empty_like(x)
+                comm.allreduce(x, op, out=out)
+                assert same_result(out, expected([x, x], op), op)
+        x, op = calls[comm.rank]
+        with pytest.raises(ac.MismatchError, match="sum") as raised:
+            comm.allreduce(x, op, out=np.empty_like(x))
+        with pytest.raises(ac.CommunicatorClosedError):
+            comm.allreduce(x, op, out=np.empty_like(x))
+        return str(raised.value)
+
+    one, other = run(2, check)
+    assert one == other
+
+
+def _repeated(comm: Communicator) -> Callable[[], Any]:
+    """Return a reduction of one rank of two that is made by the native part, and waits."""
+    x, out = np.ones(2), np.empty(2)
+    internals.remember_allreduce(comm, x, "sum")
+    return lambda: comm.allreduce(x, out=out)
+
+
+def test_a_wait_ends_with_the_timeout() -> None:
+    comm = _alone(timeout=0.05)
+    with pytest.raises(ac.CommTimeoutError, match="rank 1 is missing"):
+        _repeated(comm)()
+    with pytest.raises(ac.CommunicatorClosedError, match="waited"):
+        comm.barrier()
+
+
+def test_a_wait_can_be_interrupted() -> None:
+    comm = _alone()
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        _repeated(comm)()
+    with pytest.raises(ac.CommunicatorClosedError, match="KeyboardInterrupt"):
+        comm.barrier()
+
+
+def test_another_thread_is_refused_during_a_wait() -> None:
+    comm = _alone(timeout=0.3)
+    errors: list[BaseException] = []
+
+    def wait(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except ac.ArrayCommError as error:
+            errors.append(error)
+
+    call = _repeated(comm)
+    thread = threading.Thread(target=wait, args=[call])
+    thread.start()
+    while not internals.engine(comm).turn.locked():
+        time.sleep(0.001)
+    wait(call)
+    thread.join()
+    assert [type(error) for error in errors] == [ac.ConcurrentUseError, ac.CommTimeoutError]
+
+
+def test_the_launcher_is_looked_at_once_a_second() -> None:
+    comm = _single()
+    x, out = np.ones(2), np.empty(2)
+    with mock.patch.object(native_path, "watch") as watch:
+        for _ in range(3):
+            comm.allreduce(x, out=out)
+        time.sleep(1.01)
+        before = watch.look.call_count
+        for _ in range(3):
+            comm.allreduce(x, out=out)
+    assert watch.look.call_count == before + 1
+
+
+def test_calls_keep_nothing_alive() -> None:
+    [transport] = make_group(1)
+    memory: weakref.ref[Group] = weakref.ref(transport._group)
+    comm = internals.communicator(transport)
+    x, out = np.ones(2), np.empty(2)
+    held = [x, out, x.dtype, native_path]
+    comm.allreduce(x, out=out)
+    before = [sys.getrefcount(one) for one in held]
+    for _ in range(100):
+        comm.allreduce(x, out=out)
+    assert [sys.getrefcount(one) for one in held] == before
+    comm.free()
+    del comm, transport
+    gc.collect()
+    assert memory() is None
+
+
+def test_slots_have_to_be_those_of_a_control_channel() -> None:
+    memory, turn = np.zeros(1024, np.uint8), threading.Lock()
+    usual = {
+        "memory": memory,
+        "rank": 0,
+        "size": 2,
+        "slot": 256,
+        "header": bytes(120),
+        "nbytes": 8,
+        "fold": compiled.find_fold("sum", "float64"),
+        "dtype": np.dtype(float),
+        "shape": (1,),
+        "control": None,
+        "group": None,
+        "queue": [],
+        "turn": turn,
+        "path": mock.Mock(),
+        "patient": True,
+    }
+    compiled.Exchange(**usual)
+    for wrong in (
+        {"rank": 2},
+        {"rank": -1},
+        {"size": 0},
+        {"size": 3},
+        {"slot": 255},
+        {"slot": 128},
+        {"header": bytes(119)},
+        {"nbytes": -8},
+        {"nbytes": 7},
+        {"nbytes": 136},
+        {"fold": -1},
+        {"fold": 10_000},
+        {"memory": memory[1:-7]},
+    ):
+        with pytest.raises(ValueError, match="not as the control channel has them"):
+            compiled.Exchange(**{**usual, **wrong})
+    with pytest.raises(TypeError, match="Exchange"):
+        compiled.Repeats(np.ndarray).remember("sum", None)

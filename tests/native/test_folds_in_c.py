@@ -1,0 +1,156 @@
+"""The native part's folds beside NumPy's: the same bits, with each of this machine's instruction sets."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from arraycomm._folds import by_numpy
+from arraycomm._folds.ieee import in_ieee_mode
+from arraycomm._native import compiled
+from tests.support.oracle import CASES, IDS, NARROW, same_result
+
+if compiled is None:
+    pytest.skip("the native part was not built, or is not to be used", allow_module_level=True)
+
+from arraycomm._folds import in_c
+
+Array = np.ndarray[Any, Any]
+
+_GUARD = 0x5A
+
+
+@pytest.fixture(params=compiled.levels())
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = compiled.use_level(compiled.levels().index(request.param))
+    yield request.param
+    compiled.use_level(before)
+
+
+def _special(dtype: np.dtype[Any]) -> Array:
+    """Values at the ends of a dtype, and those that compare in a way of their own."""
+    if dtype.kind in "iu":
+        bounds = np.iinfo(dtype)
+        return np.array([bounds.min, bounds.max, 0, 1, bounds.max - 1], dtype)
+    limits = ml_dtypes.finfo(dtype)
+    tiny = [float(limits.tiny), float(limits.smallest_subnormal), float(limits.max)]
+    signed = np.array([0.0, 1.0, 3.0, np.inf, np.nan, *tiny])
+    with np.errstate(all="ignore"):
+        return np.concatenate([signed, -signed]).astype(dtype)
+
+
+def _values(dtype: np.dtype[Any], count: int, seed: int) -> Array:
+    """Any bits, numbers of like magnitude, and special values among them."""
+    rng = np.random.default_rng((seed, count))
+    if dtype == np.bool_:
+        # As another library may store True.
+        return (rng.integers(0, 2, count, np.uint8) * rng.integers(1, 256, count, np.uint8)).view(
+            bool
+        )
+    if dtype.kind == "c":
+        return _values(np.empty(0, dtype).real.dtype, 2 * count, seed).view(dtype)
+    array = rng.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
+    if dtype.kind not in "iu":
+        array[::2] = rng.standard_normal(len(array[::2])).astype(dtype)
+    some = rng.random(count) < 0.2
+    array[some] = rng.choice(_special(dtype), int(some.sum()))
+    return array
+
+
+def _placed(array: Array, offset: int) -> tuple[Array, Array]:
+    """A copy so many bytes behind an aligned address, and all of its memory, guarded on both sides."""
+    whole = np.full(array.nbytes + 256, _GUARD, np.uint8)
+    start = 64 + -whole.ctypes.data % 64 + offset
+    placed = whole[start : start + array.nbytes].view(array.dtype)
+    placed[...] = array
+    return placed, whole
+
+
+def _is_guarded(part: Array, whole: Array) -> bool:
+    start = part.ctypes.data - whole.ctypes.data
+    rest = np.delete(whole, slice(start, start + part.nbytes))
+    return bool((rest == _GUARD).all())
+
+
+def _check(op: str, dtype: np.dtype[Any], rows: list[Array], offset: int = 0) -> None:
+    """Fold, and fold all prefixes, into guarded memory."""
+    empty = np.zeros(len(rows[0]), dtype)
+    wanted = [empty.copy() for _ in rows]
+    by_numpy.prefixes(op, dtype, rows, wanted)
+    placed = [_placed(empty, offset) for _ in range(len(rows) + 1)]
+    outs = [out for out, _ in placed]
+    in_c.fold(op, dtype, rows, outs[0])
+    in_c.prefixes(op, dtype, rows, outs[1:])
+    for out, want in zip(outs, [wanted[-1], *wanted], strict=True):
+        assert same_result(out.copy(), want, op)
+    assert all(_is_guarded(*pair) for pair in placed)
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
+def test_folds_in_c_are_those_of_numpy(level, dtype, op) -> None:
+    """Fewer elements than a vector, more than a block; aligned to bytes; more rows than have room."""
+    for rows, count, offset in ((1, 70, 0), (2, 7, 1), (3, 0, 0), (3, 9001, 3), (20, 33, 0)):
+        arrays = [_placed(_values(dtype, count, row), offset)[0] for row in range(rows)]
+        _check(op, dtype, arrays, offset)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_every_pair_of_narrow_floats_is_rounded_as_ml_dtypes_does_it(level, dtype) -> None:
+    """Every pair of 8 bits; of 16 bits every number with some, which are halfway between two as well."""
+    every = np.arange(1 << (8 * dtype.itemsize)).astype(f"uint{8 * dtype.itemsize}").view(dtype)
+    others = every if dtype.itemsize == 1 else np.append(_special(dtype), _values(dtype, 8, 1))
+    pair = [row.reshape(-1) for row in np.meshgrid(every, others)]
+    for op in ("sum", "prod", "min", "max"):
+        wanted, got = (np.empty(pair[0].shape, dtype) for _ in range(2))
+        by_numpy.fold(op, dtype, pair, wanted)
+        in_c.fold(op, dtype, pair, got)
+        assert same_result(got, wanted, op)
+
+
+def test_folds_in_c_have_a_mode_of_their_own(level) -> None:
+    """A thread that rounds upwards gets what is nearest all the same, and goes on rounding upwards."""
+    library = ctypes.CDLL(ctypes.util.find_library("m"))
+    rows, out = [np.full(100, 1.0), np.full(100, 2.0**-60)], np.zeros(100)
+    before = library.fegetround()
+    library.fesetround(0x400000 if platform.machine() == "aarch64" else 0x800)
+    try:
+        in_c.fold("sum", out.dtype, rows, out)
+        kept = not in_ieee_mode()
+    finally:
+        library.fesetround(before)
+    assert kept
+    assert (out == 1.0).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    row, out = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    fold = in_c.fold_function("sum", row.dtype)
+    locked = out.copy()
+    locked.flags.writeable = False
+    for error, message, rows, result in (
+        (ValueError, "must have the same elements", [row, row[:3]], out),
+        (ValueError, "must have the same elements", [row], out[:3]),
+        (ValueError, "must have the same elements", [row.view(np.uint8)[:6]], out.view(np.uint8)[:6]),
+        (ValueError, "must not overlap a row", [row, out], out),
+        (ValueError, "there must be a row", [], out),
+        (ValueError, "contiguous", [np.zeros(8, np.float32)[::2]], out),
+        (ValueError, "read-only", [row], locked),
+        (TypeError, "bytes-like", [None], out),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            fold(rows, result)
+    with pytest.raises(ValueError, match="no fold has the number 10000"):
+        compiled.fold(10_000, [row], out)
+    with pytest.raises(ValueError, match="no fold 'and' of float32"):
+        in_c.fold_function("and", row.dtype)
+    with pytest.raises(ValueError, match="as many results as rows"):
+        in_c.prefixes("sum", row.dtype, [row, row], [out])
+    with pytest.raises(ValueError, match="no level 9"):
+        compiled.use_level(9)

@@ -1,0 +1,94 @@
+"""Large arrays through memory that ranks share, as under an MPI that copies each byte twice."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._collectives import segment, selection
+from arraycomm._communicator import Communicator
+from arraycomm._native import compiled
+from arraycomm.testing import run
+from tests.support import internals
+from tests.support.oracle import expected, same_result
+
+if compiled is None:
+    pytest.skip("the native part was not built, or is not to be used", allow_module_level=True)
+
+_KINDS = [
+    ("sum", np.dtype(np.float32), (70_001,)),
+    ("mean", np.dtype(ml_dtypes.bfloat16), (300, 401)),
+    ("prod", np.dtype(np.complex128), (16_384,)),
+    # One element in the last chunk.
+    ("max", np.dtype(np.int32), ((32 << 10) + 1,)),
+    ("xor", np.dtype(np.uint8), (262_147,)),
+]
+
+
+@pytest.fixture(autouse=True)
+def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefer the segment, in which a chunk is small, wherever all ranks can have one."""
+    monkeypatch.setattr(selection, "is_preferred", lambda link: link.slot[1])
+    monkeypatch.setattr(segment, "_CHUNK_BYTES", 32 << 10)
+    monkeypatch.setattr(selection, "MAX_STEPS", 0)
+
+
+def _check(comm: Communicator) -> None:
+    for number, (op, dtype, shape) in enumerate(_KINDS):
+        drawn = [np.random.default_rng([number, r]) for r in range(comm.size)]
+        arrays = [(4 * rng.standard_normal(shape)).astype(dtype) for rng in drawn]
+        want, x = expected(arrays, op), arrays[comm.rank]
+        out = np.empty(shape, dtype)
+        request = comm.iallreduce(x, op)
+        assert comm.allreduce(x, op, out=out) is out
+        for got in (out, request.wait(), comm.allreduce(x.copy(order="F"), op)):
+            assert same_result(got, want, op)
+        # In place, and into memory that overlaps the array's without being it.
+        whole = np.concatenate([x.reshape(-1), np.zeros(9, dtype)])
+        shifted = comm.allreduce(whole[: x.size], op, out=whole[9:])
+        assert same_result(shifted, want.reshape(-1), op)
+        assert same_result(comm.allreduce(x, op, out=x), want, op)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_large_arrays_go_through_the_segment(ranks: int) -> None:
+    def check(comm: Communicator) -> None:
+        _check(comm)
+        assert internals.segment(comm) is not None
+        assert ac.explain(np.zeros(10**6), comm=comm).algorithm == "segment"
+
+    run(ranks, check)
+
+
+def test_a_rank_without_the_native_part_keeps_all_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(segment, "compiled", None)
+        run(2, _check)
+
+
+def test_ranks_without_shared_memory_do_without() -> None:
+    def check(comm: Communicator) -> None:
+        internals.forbid_segment(comm)
+        _check(comm)
+
+    run(2, check)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 16, 63])
+@pytest.mark.parametrize("nbytes", [0, 5, 64, 1000])
+def test_copies_past_the_caches_are_copies(offset: int, nbytes: int) -> None:
+    x = np.random.default_rng(nbytes).integers(0, 256, nbytes + 64, np.uint8)
+    out = np.zeros(nbytes + 128, np.uint8)
+    compiled.copy(out[offset : offset + nbytes], x[3 : 3 + nbytes])
+    assert (out[offset : offset + nbytes] == x[3 : 3 + nbytes]).all()
+    assert not np.delete(out, slice(offset, offset + nbytes)).any()
+
+
+def test_copies_that_do_not_fit_are_refused() -> None:
+    x = np.zeros(8, np.uint8)
+    with pytest.raises(ValueError, match="must have the same elements"):
+        compiled.copy(x[:4], x[4:7])
+    with pytest.raises(ValueError, match="must not overlap"):
+        compiled.copy(x, x)

@@ -1,0 +1,46 @@
+"""The steps of the control channel in C, without Python, under a sanitizer for threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).parent
+_NATIVE = _HERE.parents[1] / "arraycomm" / "_native"
+
+_COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
+def _build(folder: Path, *options: str) -> Path | None:
+    program = folder / "slots"
+    sources = [_HERE / "slots.c", _NATIVE / "slots.c"]
+    # Not inlined, so that the sanitizer sees what memcmp reads.
+    command = [
+        _COMPILER,
+        "-std=c11",
+        "-O2",
+        "-g",
+        "-fno-builtin",
+        *options,
+        f"-I{_NATIVE}",
+        *sources,
+    ]
+    built = subprocess.run([*command, "-o", program, "-lpthread"], check=False)
+    return None if built.returncode else program
+
+
+def test_steps_in_c_have_no_races(tmp_path: Path) -> None:
+    if _COMPILER is None or not _NATIVE.is_dir():
+        pytest.skip("needs a C compiler and the sources")
+    program = _build(tmp_path, "-fsanitize=thread") or _build(tmp_path)
+    assert program is not None
+    # Another sanitizer may have been loaded into this process.
+    environment = {**os.environ, "LD_PRELOAD": ""}
+    run = subprocess.run(
+        [program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (run.stdout, run.stderr, run.returncode) == ("done\n", "", 0)

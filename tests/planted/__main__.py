@@ -1,0 +1,110 @@
+"""Plant faults in a copy of the library, one by one, and say which law catches each.
+
+`python -m tests.planted` stops each run at the first law that fails, prints how many faults were
+caught, and writes the table of docs/planted.md anew. With `--all` every law runs on every fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.planted import page
+from tests.planted.catalogue import FAULTS
+from tests.planted.copies import ROOT, Copy
+from tests.planted.fault import Fault, StaleFaultError
+from tests.planted.runs import Catch, catch, catch_all, run_without_fault
+
+# A fault, what caught it, and the seconds that took.
+Result = tuple[Fault, Catch, float]
+
+
+def main() -> int:
+    """Run the command."""
+    arguments = _parsed()
+    faults = [fault for fault in FAULTS if not arguments.only or fault.name in arguments.only]
+    if arguments.list:
+        for fault in faults:
+            print(f"{fault.name}: {fault.what}")
+        return 0
+    try:
+        for fault in faults:
+            fault.applied(fault.source(ROOT).read_text(encoding="utf-8"))
+    except StaleFaultError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with TemporaryDirectory(prefix="planted-") as folder:
+        copies = [Copy(Path(folder) / str(number)) for number in range(arguments.jobs)]
+        if not arguments.only and not _is_sound(copies[0]):
+            return 2
+        results = _run(faults, copies, catch_all if arguments.all else catch)
+    caught = [fault for fault, found, _ in results if found]
+    print(f"caught {len(caught)} of {len(faults)} planted faults")
+    if arguments.all:
+        _show_laws({fault.name: found.errors for fault, found, _ in results})
+    page.record({fault.name: found.errors for fault, found, _ in results})
+    return int(len(caught) < len(faults))
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="plant only these faults")
+    parser.add_argument("--jobs", type=int, default=1, help="how many copies are used at a time")
+    parser.add_argument("--list", action="store_true", help="list the faults, and plant none")
+    parser.add_argument("--all", action="store_true", help="run every law on every fault")
+    return parser.parse_args()
+
+
+def _is_sound(copy: Copy) -> bool:
+    """Tell whether all laws hold without a fault; say which does not."""
+    found = run_without_fault(copy)
+    for law, error in found.errors.items():
+        print(f"without a fault, {law} fails: {error}", file=sys.stderr)
+    return not found.errors and not found.hung
+
+
+def _run(
+    faults: Sequence[Fault], copies: Sequence[Copy], look: Callable[[Copy, Fault], Catch]
+) -> list[Result]:
+    """Plant each fault in a copy that is free."""
+    free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def run_one(fault: Fault) -> Result:
+        copy, started = free.get(), time.perf_counter()
+        try:
+            found = look(copy, fault)
+        finally:
+            free.put(copy)
+        result = fault, found, time.perf_counter() - started
+        _show(*result)
+        return result
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        return list(pool.map(run_one, faults))
+
+
+def _show(fault: Fault, found: Catch, seconds: float) -> None:
+    by = ", ".join(f"{law} ({error})" for law, error in sorted(found.errors.items()))
+    end = f"by {by}" if by else "hangs" if found.hung else f"NOT CAUGHT\n{found.said[-600:]}"
+    print(f"{fault.name}: {end}, {seconds:.0f} s", flush=True)
+
+
+def _show_laws(caught: page.Caught) -> None:
+    """Say for each law how few others catch one of its faults."""
+    faults = page.by_law(caught)
+    for law in page.laws():
+        first = faults.get(law, [""])[0]
+        said = f"{first}, with {len(caught[first]) - 1} others" if first else "CATCHES NOTHING"
+        print(f"{law}: {said}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

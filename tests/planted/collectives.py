@@ -1,0 +1,504 @@
+"""Faults in folds, algorithms, arrays and messages."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.planted.fault import Fault
+
+_FOLDS: Final = "arraycomm/_folds/by_numpy.py"
+_HALVES: Final = "arraycomm/_folds/float16.py"
+_ALGORITHMS: Final = "arraycomm/_collectives/algorithms.py"
+_REDUCTIONS: Final = "arraycomm/_collectives/reductions.py"
+_MOVEMENTS: Final = "arraycomm/_collectives/movements.py"
+_FUNCTIONS: Final = "arraycomm/_collectives/function_reductions.py"
+_FAST: Final = "arraycomm/_collectives/fast_path.py"
+_PLACEMENT: Final = "arraycomm/_collectives/placement.py"
+
+FOLDS: Final = (
+    Fault(
+        "wrong op for bool",
+        "`xor` of booleans is `or`",
+        _FOLDS,
+        '"xor": np.logical_xor,',
+        '"xor": np.logical_or,',
+        ("every_dtype_has_its_ops",),
+    ),
+    Fault(
+        "NaN dropped",
+        "`min` of floats ignores a NaN",
+        _FOLDS,
+        '"min": np.minimum,',
+        '"min": np.fmin,',
+        ("every_dtype_has_its_ops",),
+    ),
+    Fault(
+        "NaN of the first rank dropped",
+        "`max` keeps a NaN only if it is not the first rank's",
+        _FOLDS,
+        "            ufunc(rows[0], rows[1], out=out)",
+        "            ufunc(rows[0], rows[1], out=out)\n"
+        "            if ufunc is np.maximum and out.dtype.kind == 'f':\n"
+        "                np.copyto(out, rows[1], where=np.isnan(rows[0]))",
+        ("every_dtype_has_its_ops",),
+    ),
+    Fault(
+        "fifth rank skipped",
+        "a fold stops after four ranks",
+        _FOLDS,
+        "        for row in rows[2:]:",
+        "        for row in rows[2:4]:",
+        ("integers_commute", "integers_associate", "min_and_max_commute"),
+    ),
+    Fault(
+        "one rank alone",
+        "on one rank a mean is divided by two",
+        _FOLDS,
+        "            _divide(out, len(rows))",
+        "            _divide(out, max(len(rows), 2))",
+        ("one_rank_alone_gets_what_it_gave", "mean_of_equal_values_is_that_value"),
+    ),
+    Fault(
+        "rounded at every rank",
+        "16- and 8-bit floats are rounded after each rank's, not once",
+        _FOLDS,
+        "            ufunc(accumulator, wide, out=accumulator)",
+        "            ufunc(accumulator, wide, out=accumulator)\n"
+        "            accumulator[...] = accumulator.astype(dtype)",
+        ("every_dtype_has_its_ops",),
+    ),
+    Fault(
+        "complex division",
+        "the mean of complex numbers divides them as such, so that infinities become NaN",
+        _FOLDS,
+        'for part in (total.real, total.imag) if total.dtype.kind == "c" else (total,):',
+        "for part in (total,):",
+        ("every_dtype_has_its_ops",),
+    ),
+    Fault(
+        "mean by the reciprocal",
+        "a mean is multiplied by 1/n, which rounds twice",
+        _FOLDS,
+        "        np.divide(part, part.dtype.type(count), out=part)",
+        "        np.multiply(part, 1 / part.dtype.type(count), out=part)",
+        ("every_dtype_has_its_ops",),
+    ),
+    Fault(
+        "mean of prefixes",
+        "`scan` divides by one rank less",
+        _FOLDS,
+        "enumerate(zip(rows[1:], outs[1:], strict=True), 2)",
+        "enumerate(zip(rows[1:], outs[1:], strict=True), 1)",
+        ("scan_is_the_fold_of_the_ranks_so_far",),
+    ),
+    Fault(
+        "last block skipped",
+        "a fold leaves out the last block of a long row, if it is not full",
+        _FOLDS,
+        "    for start in range(0, len(out), count):",
+        "    for start in range(0, len(out) - count + 1, count):",
+        ("block_size_does_not_matter",),
+    ),
+    Fault(
+        "subnormal halves",
+        "subnormal float16 are rounded as if they were normal",
+        _HALVES,
+        "_LEAST_EXPONENT = np.int32((127 - 14) << 23)",
+        "_LEAST_EXPONENT = np.int32((127 - 15) << 23)",
+        ("halves_are_converted_as_numpy_does",),
+    ),
+)
+
+ALGORITHMS: Final = (
+    Fault(
+        "own array first",
+        "small reductions are folded from each rank's own array on",
+        _REDUCTIONS,
+        "        return self.rows(agreement)\n\n\nclass Allreduce(Reduction)",
+        "        rows, rank = self.rows(agreement), self.group.rank\n"
+        "        return [*rows[rank:], *rows[:rank]]\n\n\nclass Allreduce(Reduction)",
+        ("every_rank_gets_the_same_bits", "every_schedule_gives_all_ranks_the_same_bits"),
+    ),
+    Fault(
+        "last rank skipped",
+        "if all ranks gather all rows, the last is not folded",
+        _ALGORITHMS,
+        "            rows = yield from _gather_rows(link, source)\n"
+        "            link.fold(op, source.dtype, rows, target)",
+        "            rows = yield from _gather_rows(link, source)\n"
+        "            link.fold(op, source.dtype, rows[:-1], target)",
+        ("way_does_not_matter",),
+    ),
+    Fault(
+        "last rank skipped in one slice",
+        "rank 0 folds its slice without the last rank's",
+        _ALGORITHMS,
+        "    link.fold(op, source.dtype, rows_of(rows, link.size), part)",
+        "    most = link.size - (link.rank == 0 < len(source) > 1000)\n"
+        "    link.fold(op, source.dtype, rows_of(rows, link.size)[:most], part)",
+        ("way_does_not_matter",),
+    ),
+    Fault(
+        "last step",
+        "elements beyond what fits in some full steps of the control channel are left out",
+        _ALGORITHMS,
+        "    for start in range(0, len(source), count):",
+        "    for start in range(0, max(len(source) - count + 1, 1), count):",
+        ("size_does_not_matter",),
+    ),
+    Fault(
+        "start of a chunk",
+        "slices of a second chunk begin where those of the first do",
+        _ALGORITHMS,
+        "    return [chunk.start + count * rank // size for rank in range(size + 1)]",
+        "    return [count * rank // size for rank in range(size + 1)]",
+        ("chunk_size_does_not_matter",),
+    ),
+    Fault(
+        "other order of ranks",
+        "rows that came with the headers are folded from the last rank to the first",
+        _REDUCTIONS,
+        "            fold(self.op, self.flat.dtype, self.folded_rows(agreement), self.target.flat)",
+        "            fold(self.op, self.flat.dtype, self.folded_rows(agreement)[::-1], self.target.flat)",
+        ("allreduce_is_the_fold_in_rank_order",),
+    ),
+    Fault(
+        "root off by one",
+        "the rank after the root gets the result of `reduce`",
+        _REDUCTIONS,
+        "        if self.group.rank == root:",
+        "        if self.group.rank == (root + 1) % self.group.size:",
+        ("reduce_is_the_fold_on_the_root_alone", "allreduce_is_reduce_then_bcast"),
+    ),
+    Fault(
+        "root ignored",
+        "a long array is broadcast by rank 0",
+        _MOVEMENTS,
+        "            yield from algorithms.bcast(self.placement.link, into, self.root)",
+        "            yield from algorithms.bcast(self.placement.link, into, 0)",
+        ("bcast_copies", "bcast_needs_nothing_of_the_others"),
+    ),
+    Fault(
+        "exclusive is inclusive",
+        "`exscan` of small arrays contains the rank's own",
+        _REDUCTIONS,
+        "        return self.rows(agreement)[: self._count]",
+        "        return self.rows(agreement)[: self.group.rank + 1]",
+        ("scan_is_the_fold_of_the_ranks_so_far",),
+    ),
+    Fault(
+        "shares of the shortest",
+        "`reduce_scatter` with counts moves as many rows as the smallest share has",
+        _ALGORITHMS,
+        "    longest = max(end - start for start, end in pairwise(bounds))",
+        "    longest = min(end - start for start, end in pairwise(bounds))",
+        ("reduce_scatter_with_counts_is_a_share_of_allreduce",),
+    ),
+    Fault(
+        "row of the left neighbour",
+        "`reduce_scatter` of small arrays gives rank r row r - 1",
+        _REDUCTIONS,
+        "        start, end = self._bounds[self.group.rank : self.group.rank + 2]",
+        "        start, end = self._bounds[max(self.group.rank - 1, 0) :][:2]",
+        ("reduce_scatter_is_a_row_of_allreduce",),
+    ),
+    Fault(
+        "rows not exchanged",
+        "`alltoall` of small arrays gives rank r the rows that the others have for themselves",
+        _MOVEMENTS,
+        "            into[start:end] = row[bounds[rank] : bounds[rank + 1]]",
+        "            into[start:end] = row[start:end]",
+        ("alltoall_transposes",),
+    ),
+    Fault(
+        "row of another rank",
+        "`scatter` gives a root that is not rank 0 the first row",
+        _MOVEMENTS,
+        "            into[...] = source[part]",
+        "            into[...] = source[: into.size]",
+        ("scatter_hands_out_rows",),
+    ),
+    Fault(
+        "uneven rows shifted",
+        "`alltoallv` of small arrays takes the wrong rows of each rank",
+        _MOVEMENTS,
+        "            first = int(tables[rank, : group.rank].sum()) * elements",
+        "            first = int(tables[rank, group.rank + 1 :].sum()) * elements",
+        ("uneven_forms_join_rows",),
+    ),
+    Fault(
+        "counts of the others",
+        "the v-forms return the counts in the order of the requests, from the last rank on",
+        _MOVEMENTS,
+        "        return (result, self.received) if with_counts else result",
+        "        return (result, self.received[::-1]) if with_counts else result",
+        ("uneven_forms_join_rows",),
+    ),
+    Fault(
+        "gathered on all",
+        "`gather` gives the result to rank 0 as well",
+        _MOVEMENTS,
+        "        if self.group.rank == self.root:\n"
+        "            shape = (self.group.size, *self.source.shape)",
+        "        if self.group.rank in (0, self.root):\n"
+        "            shape = (self.group.size, *self.source.shape)",
+        ("gather_is_allgather_on_the_root_alone",),
+    ),
+    Fault(
+        "signs of zeros",
+        "`allgather` of small float arrays makes every zero positive",
+        _MOVEMENTS,
+        "        if self.payload is not None:\n            _join_inline(agreement, bounds, into)\n"
+        "        elif flat.size:",
+        "        if self.payload is not None:\n            _join_inline(agreement, bounds, into)\n"
+        "            if into.dtype.kind == 'f':\n                into[into == 0] = 0\n"
+        "        elif flat.size:",
+        ("allgather_stacks",),
+    ),
+    Fault(
+        "function from the right",
+        "a function of the user's gets its arguments in the other order",
+        "arraycomm/_collectives/custom_ops.py",
+        "            total = self._op.fn(total, self._array(row, shape))",
+        "            total = self._op.fn(self._array(row, shape), total)",
+        ("functions_are_folded_in_rank_order",),
+    ),
+    Fault(
+        "slices of a function",
+        "the slices of an elementwise function are gathered from their last element on",
+        _FUNCTIONS,
+        "            target[bounds[group.rank] : bounds[group.rank + 1]] = part\n",
+        "            target[bounds[group.rank] : bounds[group.rank + 1]] = part[::-1]\n",
+        ("functions_are_folded_in_rank_order",),
+    ),
+    Fault(
+        "exscan by a function",
+        "`exscan` by a function gives what `scan` gives",
+        _FUNCTIONS,
+        "        made = np.roll(made, 1, axis=0)",
+        "        made = np.roll(made, 0, axis=0)",
+        ("functions_are_folded_in_rank_order",),
+    ),
+)
+
+ARRAYS: Final = (
+    Fault(
+        "layout ignored",
+        "elements are sent in the order in which they lie in memory",
+        _PLACEMENT,
+        "    flat: Array = source.array.reshape(-1)",
+        "    flat: Array = source.array.reshape(-1, order='A')",
+        ("layout_and_framework_do_not_matter",),
+    ),
+    Fault(
+        "byte order ignored",
+        "numbers of the other byte order are sent as they are",
+        "arraycomm/_arrays/buffer.py",
+        '        array = array.astype(dtype.newbyteorder("="))',
+        '        array = array.view(dtype.newbyteorder("="))',
+        ("byte_order_does_not_matter",),
+    ),
+    Fault(
+        "kind of the result",
+        "a result for a torch tensor is NumPy's",
+        "arraycomm/_arrays/frameworks/torch.py",
+        "    to_framework=_to_torch,",
+        "    to_framework=lambda array, like: array,",
+        ("allreduce_is_the_fold_in_rank_order",),
+        frameworks=True,
+    ),
+    Fault(
+        "kind of a number",
+        "a reduced Python number is an array without dimensions",
+        "arraycomm/_arrays/frameworks/python.py",
+        "    return array.item() if array.ndim == 0 else array",
+        "    return array",
+        ("numbers_come_back_as_their_type",),
+    ),
+    Fault(
+        "out not filled",
+        "a second result for an `out` of torch that is not contiguous is lost",
+        _FAST,
+        "        into.array[...] = target",
+        "        pass",
+        ("out_gets_the_result_and_its_neighbours_nothing",),
+        frameworks=True,
+    ),
+    Fault(
+        "layout of out ignored",
+        "a result is written side by side into an `out` whose elements do not lie so",
+        _PLACEMENT,
+        "        return array.reshape(-1) if array.flags.c_contiguous and array.flags.aligned else None",
+        "        gaps = np.lib.stride_tricks.as_strided(array, (array.size,), (array.itemsize,))\n"
+        "        return gaps if min(array.strides, default=0) >= 0 else None",
+        ("moved_data_fills_any_out",),
+    ),
+    Fault(
+        "result is the argument",
+        "from the second call on, NumPy's arrays are reduced in place",
+        _FAST,
+        "                out = allocate(self._shape, self._dtype)\n            elif (",
+        "                out = x if x.flags.carray else allocate(self._shape, self._dtype)\n"
+        "            elif (",
+        ("results_are_nobody_elses",),
+    ),
+    Fault(
+        "argument in place",
+        "a rank that scatters or exchanges rows writes into its own",
+        _MOVEMENTS,
+        "        for row, (start, end) in zip(self.rows(agreement), pairwise(bounds), strict=True):",
+        "        if flat.flags.writeable:\n            flat[:1] = flat[-1:]\n"
+        "        for row, (start, end) in zip(self.rows(agreement), pairwise(bounds), strict=True):",
+        ("input_is_not_modified",),
+    ),
+    Fault(
+        "out cleared",
+        "`out` is cleared before the call reads its argument, which may be the same array",
+        _PLACEMENT,
+        "            self.flat, self._direct, self.copies = direct, True, 0",
+        "            self.flat, self._direct, self.copies = direct, True, 0\n"
+        "            self.flat.view(np.uint8)[...] = 0",
+        ("out_may_be_the_input",),
+    ),
+    Fault(
+        "stale buffer",
+        "the memory of a tree's results is used again while a caller still has them",
+        "arraycomm/_trees/buffers.py",
+        "            if lease() is None:",
+        "            if True:",
+        ("results_are_nobody_elses",),
+    ),
+    Fault(
+        "stale argument",
+        "a small reduction that is repeated sends what it sent the first time",
+        _FAST,
+        "            self._own[parity][...] = x",
+        "            if self._calls < 2:\n                self._own[parity][...] = x",
+        ("repeated_calls_reduce_what_they_are_given",),
+    ),
+    Fault(
+        "stale rows",
+        "every other repeated reduction folds the elements of the one before",
+        _FAST,
+        "                self._quiet.run(self._fold, self._rows[parity], out)\n            else:",
+        "                self._quiet.run(self._fold, self._rows[0], out)\n            else:",
+        ("repeated_calls_reduce_what_they_are_given",),
+    ),
+    Fault(
+        "remembered without its op",
+        "a reduction that was remembered is taken for one by another op",
+        _FAST,
+        "        return FastAllreduce(self._runner, op, ",
+        "        known = {path._signature.op for path in self.paths.values()}\n"
+        "        return FastAllreduce(self._runner, min(known | {op}), ",
+        ("repeated_calls_reduce_what_they_are_given",),
+    ),
+)
+
+MESSAGES: Final = (
+    Fault(
+        "send complete too early",
+        "a long message counts as sent before it is received",
+        "arraycomm/_transports/mailbox.py",
+        "        self._taken = len(buffer) <= _COPIED\n"
+        "        self._buffer: Bytes = buffer.copy() if self._taken else buffer",
+        "        self._taken = True\n"
+        "        self._buffer: Bytes = buffer.copy() if len(buffer) <= _COPIED else buffer",
+        ("finished_requests_are_finished",),
+    ),
+    Fault(
+        "collective complete too early",
+        "a rank goes on while others still read its memory",
+        "arraycomm/_transports/threads.py",
+        "        if min(group.read) < number:\n            return False\n",
+        "",
+        (
+            "requests_do_not_depend_on_the_schedule",
+            "blocking_calls_do_not_depend_on_the_schedule",
+            "arguments_may_change_after_a_call",
+        ),
+    ),
+    Fault(
+        "finished too early",
+        "`Request.test` says yes before the result is there",
+        "arraycomm/_collectives/requests.py",
+        "        return self._task.finished\n\n    def give_up",
+        "        return True\n\n    def give_up",
+        ("finished_requests_are_finished",),
+    ),
+    Fault(
+        "tag ignored",
+        "messages of one sender arrive in the order of sending, whatever their tags",
+        "arraycomm/_transports/threads.py",
+        "        return self._group.mailbox.recv((source, self.rank, tag), buffer)",
+        "        sent = [t for s, t in sorted((k[0], k[2]) for k in self._group.mailbox._messages"
+        " if k[:2] == (source, self.rank)) if t < 4]\n"
+        "        return self._group.mailbox.recv((source, self.rank, sent[0] if tag < 4 and sent else tag), buffer)",
+        ("messages_arrive_as_they_were_sent",),
+    ),
+    Fault(
+        "latest message first",
+        "a receive from any rank takes the last message that has come",
+        "arraycomm/_transports/mailbox.py",
+        "        _, (sender, _, tag) = min(found)",
+        "        _, (sender, _, tag) = max(found)",
+        ("messages_arrive_as_they_were_sent",),
+    ),
+    Fault(
+        "status of a message",
+        "a status gives the bytes of one element less",
+        "arraycomm/_collectives/messages.py",
+        "        status.dtype, status.shape, status.nbytes = dtype, shape, nbytes",
+        "        status.dtype, status.shape, status.nbytes = dtype, shape, max(nbytes - 1, 0)",
+        ("messages_arrive_as_they_were_sent",),
+    ),
+    Fault(
+        "results in another order",
+        "`waitall` returns the last request's result first",
+        "arraycomm/_collectives/requests.py",
+        "    return wait_for_each(list(requests))",
+        "    return wait_for_each(list(requests)[::-1])",
+        ("every_rank_gets_what_the_model_says",),
+    ),
+    Fault(
+        "order of calls",
+        "a blocking call overtakes the requests that were started before it",
+        "arraycomm/_protocol/engine.py",
+        "        if self.queue:\n            return self.finish(self.submit(program))\n",
+        "",
+        ("every_rank_gets_what_the_model_says", "no_schedule_shows_in_what_ranks_get"),
+    ),
+    Fault(
+        "second request lost",
+        "of several requests, the one that was started last is made first",
+        "arraycomm/_protocol/engine.py",
+        "        self.queue.append(task)\n        return self._begin(task)",
+        "        self.queue.insert(1, task)\n        return self._begin(task)",
+        ("requests_give_what_blocking_calls_give",),
+    ),
+    Fault(
+        "request of the wrong root",
+        "`igather` collects on rank 0",
+        "arraycomm/_collectives/nonblocking.py",
+        "        return self._runner.start(Gather, x, root, out)",
+        "        return self._runner.start(Gather, x, 0, out)",
+        ("every_request_gives_what_its_blocking_call_gives",),
+    ),
+    Fault(
+        "objects of one rank",
+        "`gather_object` gives every rank the list",
+        "arraycomm/_collectives/objects.py",
+        "            if self.group.rank == self.root\n            else None\n        )\n\n\nclass BcastObject",
+        "            if self.received\n            else None\n        )\n\n\nclass BcastObject",
+        ("objects_arrive_equal",),
+    ),
+    Fault(
+        "objects of every rank",
+        "`allgather_object` of long objects gives this rank's own last",
+        "arraycomm/_collectives/objects.py",
+        "        self.received = [everything[start:end] for start, end in pairwise(bounds)]\n",
+        "        self.received = [everything[start:end] for start, end in pairwise(bounds)]\n"
+        "        self.received.append(self.received.pop(group.rank))\n",
+        ("objects_arrive_equal",),
+    ),
+)

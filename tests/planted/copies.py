@@ -1,0 +1,50 @@
+"""A copy of the checkout that can be imported as it stands, and into which faults are put."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.planted.fault import Fault
+
+ROOT = Path(__file__).parents[2]
+_COPIED = ("arraycomm", "properties", "tests", "pyproject.toml")
+_SKIPPED = shutil.ignore_patterns("__pycache__", "*.so", "node_modules")
+
+
+class Copy:
+    """One copy; one fault at a time is in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # Python takes a compiled module for up to date by the seconds of its source.
+        self._seconds = itertools.count(1_000_000_000)
+        for name in _COPIED:
+            source, to = ROOT / name, folder / name
+            if source.is_dir():
+                shutil.copytree(source, to, ignore=_SKIPPED, dirs_exist_ok=True)
+            else:
+                shutil.copy2(source, to)
+        adapters = folder / "arraycomm" / "adapters"
+        shutil.rmtree(adapters, ignore_errors=True)
+        shutil.copytree(ROOT / "adapters", adapters, ignore=_SKIPPED)
+
+    @contextmanager
+    def planted(self, fault: Fault) -> Iterator[None]:
+        """Have a fault in the copy inside the block."""
+        path = self.folder / fault.file
+        right = path.read_text(encoding="utf-8")
+        self._write(path, fault.applied(right))
+        try:
+            yield
+        finally:
+            self._write(path, right)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        seconds = next(self._seconds)
+        os.utime(path, (seconds, seconds))

@@ -1,0 +1,63 @@
+"""A fault: an exact piece of the library's text, and what takes its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# Where a checkout keeps what a copy has as one package.
+_ELSEWHERE = {"arraycomm/adapters": "adapters"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One wrong line.
+
+    Attributes
+    ----------
+    name, what : str
+        What the table calls it, and what is wrong with it.
+    file : str
+        The module, as in the installed package.
+    before, after : str
+        The right text, which the file has once, and the wrong one.
+    laws : tuple of str
+        The tests that are tried first; all others follow if they pass.
+    run : str
+        Where: "threads", "mpi" for what only processes show, or a file of tests.
+    frameworks : bool
+        Whether arrays of torch and JAX are drawn as well, not only NumPy's.
+    hangs : bool
+        Whether ranks wait for one another for ever.
+    """
+
+    name: str
+    what: str
+    file: str
+    before: str
+    after: str
+    laws: tuple[str, ...]
+    run: str = "threads"
+    frameworks: bool = False
+    hangs: bool = False
+
+    def source(self, root: Path) -> Path:
+        """Return the file in a checkout."""
+        for package, folder in _ELSEWHERE.items():
+            if self.file.startswith(package):
+                return root / folder / self.file[len(package) + 1 :]
+        return root / self.file
+
+    def applied(self, text: str) -> str:
+        """Return the text with the fault; raise if it does not fit the text any more."""
+        found = text.count(self.before)
+        if found != 1:
+            raise StaleFaultError(
+                f"the fault {self.name!r} is stale: {self.file} has its text {found} times, not once; "
+                "give it the text of today, or plant another in its place"
+            )
+        return text.replace(self.before, self.after)
+
+
+class StaleFaultError(Exception):
+    """The library no longer has the text that a fault replaces."""

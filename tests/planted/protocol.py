@@ -1,0 +1,202 @@
+"""Faults in headers, errors and groups, and in what only processes have."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.planted.fault import Fault
+
+_HEADER: Final = "arraycomm/_protocol/header.py"
+_AGREEMENT: Final = "arraycomm/_protocol/agreement.py"
+_GROUPS: Final = "arraycomm/_collectives/groups.py"
+_MPI: Final = "arraycomm/_transports/mpi.py"
+
+_DISAGREEMENT: Final = ("disagreement_is_an_error_on_every_rank",)
+_WRONG: Final = ("wrong_argument_is_an_error_on_every_rank",)
+
+HEADERS: Final = (
+    Fault(
+        "header off for one operation",
+        "what ranks pass to `allgatherv` is not compared",
+        _AGREEMENT,
+        "    if agreement.agree(control.rank, control.peers):",
+        '    if signature.operation == "allgatherv" or agreement.agree(control.rank, control.peers):',
+        _DISAGREEMENT,
+    ),
+    Fault(
+        "op not compared",
+        "headers are alike if ops differ",
+        _HEADER,
+        "    return digest(signature.operation, signature.op, signature.root)",
+        "    return digest(signature.operation, signature.root)",
+        _DISAGREEMENT,
+    ),
+    Fault(
+        "root not compared",
+        "headers are alike if roots differ",
+        _HEADER,
+        "    return digest(signature.operation, signature.op, signature.root)",
+        "    return digest(signature.operation, signature.op)",
+        _DISAGREEMENT,
+    ),
+    Fault(
+        "shape not compared",
+        "headers are alike if shapes differ in axes of length 1",
+        _HEADER,
+        "        array = digest(str(signature.dtype), signature.shape)",
+        "        array = digest(str(signature.dtype), sorted(n for n in signature.shape if n != 1))",
+        _DISAGREEMENT,
+    ),
+    Fault(
+        "ties not compared",
+        "trees are alike if other leaves are tied",
+        "arraycomm/_trees/leaves.py",
+        '    return ("ties", ties), (STRUCTURE, flat.structure)',
+        '    return ("ties", ties[:0]), (STRUCTURE, flat.structure)',
+        _DISAGREEMENT,
+    ),
+    Fault(
+        "open after a mismatch",
+        "a rank may go on calling after the ranks have called different things",
+        "arraycomm/_protocol/group.py",
+        "            if not (isinstance(error, PeerError) and error.in_step):",
+        "            if not (isinstance(error, MismatchError) or getattr(error, 'in_step', False)):",
+        _DISAGREEMENT,
+    ),
+    Fault(
+        "wrong rank blamed",
+        "the error for another rank's wrong argument names the rank after it",
+        "arraycomm/_protocol/mismatch.py",
+        "    rank, failure = failures[0]",
+        "    rank, failure = failures[0]\n    rank = (rank + 1) % len(details)",
+        _WRONG,
+    ),
+    Fault(
+        "out of step after an error",
+        "a rank that passed a wrong argument takes no further part",
+        _AGREEMENT,
+        "    in_step = verdict is _Verdict.RAISING\n",
+        "    in_step = False\n",
+        _WRONG,
+    ),
+    Fault(
+        "large number wraps",
+        "a Python integer beyond 64 bits is taken modulo 2^64",
+        "arraycomm/_arrays/frameworks/python.py",
+        "        array: Array = np.array(x, dtype)",
+        "        array: Array = np.array(x % 2**63 if type(x) is int and x >= 2**63 else x, dtype)",
+        _WRONG,
+    ),
+    Fault(
+        "read-only out",
+        "a result is written to an `out` that is read-only",
+        "arraycomm/_arrays/out.py",
+        '        raise BufferError("out is read-only; pass memory that can be written")',
+        "        found.array = found.array.copy()",
+        _WRONG,
+    ),
+    Fault(
+        "rank that left",
+        "the error for a rank that has ended names the rank after it",
+        "arraycomm/_protocol/watchdog.py",
+        "            rank=rank,\n            traceback=notice.text,",
+        "            rank=(rank + 1) % self._control.size,\n            traceback=notice.text,",
+        ("rank_that_leaves_is_an_error_on_the_others",),
+    ),
+    Fault(
+        "traceback lost",
+        "the error for a rank that failed lacks its traceback",
+        "arraycomm/_protocol/group.py",
+        '        return "" if followed else describe_raise(error)',
+        '        return "" if followed else type(error).__name__',
+        ("exception_before_a_call_is_an_error_on_the_others",),
+    ),
+)
+
+GROUPS: Final = (
+    Fault(
+        "key ignored",
+        "`split` orders the ranks of a group as before, whatever their keys",
+        _GROUPS,
+        "    members.sort(key=lambda rank: (replies[rank][2], rank))",
+        "    members.sort()",
+        ("split_partitions",),
+    ),
+    Fault(
+        "color of none",
+        "a rank without a color joins the group of color 0",
+        _GROUPS,
+        "        return _COLOR_AND_KEY.pack(color is not None, number, operator.index(key))",
+        "        return _COLOR_AND_KEY.pack(True, number, operator.index(key))",
+        ("split_partitions", "integers_associate"),
+    ),
+    Fault(
+        "ties of keys",
+        "ranks of equal keys come in a group in reverse order",
+        _GROUPS,
+        "    members.sort(key=lambda rank: (replies[rank][2], rank))",
+        "    members.sort(key=lambda rank: (replies[rank][2], -rank))",
+        ("split_partitions", "splits_nest"),
+    ),
+    Fault(
+        "groups of one size",
+        "groups of as many ranks that come from one split share their memory",
+        "arraycomm/_transports/threads.py",
+        "            group, waited_for = self._children.pop((split, color), (None, size))\n"
+        "            group = group or Group(size)\n"
+        "            if waited_for > 1:\n"
+        "                self._children[split, color] = (group, waited_for - 1)",
+        "            group, waited_for = self._children.pop((split, -size), (None, size))\n"
+        "            group = group or Group(size)\n"
+        "            if waited_for > 1:\n"
+        "                self._children[split, -size] = (group, waited_for - 1)",
+        ("groups_go_their_own_ways", "splits_nest"),
+    ),
+    Fault(
+        "freed but open",
+        "a communicator that was freed takes further calls",
+        _GROUPS,
+        '    group.end(CommunicatorClosedError("it was freed"))\n',
+        "",
+        ("dup_is_independent",),
+    ),
+    Fault(
+        "check=False folds backwards",
+        "without headers ranks are folded in another order",
+        "arraycomm/_collectives/reductions.py",
+        "        return algorithms.allreduce(self.placement.link, self.flat, self.into, op)",
+        "        flat = self.flat if self.group.options.check else self.flat[::-1].copy()\n"
+        "        return algorithms.allreduce(self.placement.link, flat, self.into, op)",
+        ("check_does_not_matter",),
+    ),
+)
+
+PROCESSES: Final = (
+    Fault(
+        "MPI's root",
+        "a long array is broadcast by MPI's rank 0",
+        _MPI,
+        "lambda: self.mpi_comm.Ibcast([buffer, MPI.BYTE], root), buffer)",
+        "lambda: self.mpi_comm.Ibcast([buffer, MPI.BYTE], 0), buffer)",
+        ("bcast_copies",),
+        run="mpi",
+    ),
+    Fault(
+        "MPI's tag",
+        "messages of one rank to another all have tag 0 in MPI",
+        _MPI,
+        "lambda: self.mpi_comm.Isend([buffer, MPI.BYTE], dest, tag), buffer)",
+        "lambda: self.mpi_comm.Isend([buffer, MPI.BYTE], dest, min(tag, 1)), buffer)",
+        ("messages_arrive_as_they_were_sent",),
+        run="mpi",
+    ),
+    Fault(
+        "MPI's key",
+        "MPI orders the ranks of a group as before",
+        _MPI,
+        "        made = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)",
+        "        made = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, 0)",
+        ("split_partitions",),
+        run="mpi",
+    ),
+)

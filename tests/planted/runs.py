@@ -1,0 +1,144 @@
+"""The laws run on a copy with one fault, in a process of its own with a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from tests.planted.copies import Copy
+from tests.planted.fault import Fault
+from tests.planted.recorder import HIDDEN, RECORD
+
+# Examples of the laws that are named with a fault, few at first, and of all.
+_NAMED: Final = (30, 150)
+_ALL: Final = 15
+_SECONDS: Final = {"first": 300.0, "all": 900.0}
+_RANKS: Final = 3
+_SUITE: Final = "properties/test_laws.py"
+# Rules of the layers, and laws of one rank alone, which those of several have in them.
+_LEFT_OUT: Final = "not TestSelf"
+
+
+@dataclass
+class Catch:
+    """What caught a fault: the laws that failed, and the error of each; none if it was not caught."""
+
+    errors: dict[str, str] = field(default_factory=dict)
+    hung: bool = False
+    said: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.errors)
+
+
+def catch(copy: Copy, fault: Fault) -> Catch:
+    """Return the named laws that fail, or the first of all others."""
+    with copy.planted(fault):
+        named = _catch_named(copy, fault)
+        return named or _run(copy, fault, (), _ALL, first=True)
+
+
+def catch_all(copy: Copy, fault: Fault) -> Catch:
+    """Return all laws that fail."""
+    with copy.planted(fault):
+        found = _run(copy, fault, (), _ALL, first=False)
+        if not any(law in found.errors for law in fault.laws):
+            found.errors.update(_catch_named(copy, fault).errors)
+        return found
+
+
+def _catch_named(copy: Copy, fault: Fault) -> Catch:
+    """Return the laws named with a fault that fail; those that pass at first get more examples."""
+    found = Catch()
+    for examples in _NAMED:
+        left = [law for law in fault.laws if law not in found.errors]
+        if left and not found.hung:
+            again = _run(copy, fault, left, examples, first=False)
+            found = Catch({**found.errors, **again.errors}, again.hung, again.said)
+    return found
+
+
+def run_without_fault(copy: Copy) -> Catch:
+    """Run all laws on the copy as it is: none may fail."""
+    nothing = Fault("none", "nothing", "pyproject.toml", "[project]", "[project]", ())
+    return _run(copy, nothing, (), _ALL, first=False)
+
+
+def _run(copy: Copy, fault: Fault, laws: Sequence[str], examples: int, *, first: bool) -> Catch:
+    record = copy.folder / "record.jsonl"
+    record.unlink(missing_ok=True)
+    chosen = " or ".join(laws)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.planted.recorder", "--tb=line", *(["-x"] if first else [])]
+    command += ["-k", f"({chosen}) and {_LEFT_OUT}" if chosen else _LEFT_OUT]
+    plain = {} if fault.frameworks else {HIDDEN: "torch,jax,cupy,array_api_strict"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy.folder),
+        "PYTHONWARNINGS": "ignore",
+        # Plugins of other packages take longer to import than most laws take to fail.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "EXAMPLES": str(examples),
+        "OMP_NUM_THREADS": "1",
+        # The faults are in Python, and a copy has nothing compiled.
+        "ARRAYCOMM_NATIVE": "0",
+        RECORD: str(record),
+        **plain,
+    }
+    if fault.run == "mpi":
+        launcher = str(Path(sys.executable).with_name("mpiexec"))
+        command = [launcher, "-n", str(_RANKS), *command, _SUITE]
+    else:
+        command += _files(copy, laws) if fault.run == "threads" else [fault.run]
+    hung, said = _wait(command, environment, copy.folder, _SECONDS["first" if first else "all"])
+    return Catch(_errors(record), hung, said[-2000:])
+
+
+def _files(copy: Copy, laws: Sequence[str]) -> list[str]:
+    """Return the files that have these laws, or all; those of the suite are inherited in its file."""
+    if not laws:
+        return ["properties"]
+    texts = {
+        path: path.read_text("utf-8") for path in (copy.folder / "properties").glob("test_*.py")
+    }
+    found = {str(path) for path, text in texts.items() for law in laws if f"test_{law}(" in text}
+    return sorted(found) or [_SUITE]
+
+
+def _wait(
+    command: Sequence[str], environment: dict[str, str], folder: Path, seconds: float
+) -> tuple[bool, str]:
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        return False, process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return True, process.communicate()[0]
+
+
+def _errors(record: Path) -> dict[str, str]:
+    """Return the error of each test that has failed, by the function's name."""
+    if not record.exists():
+        return {}
+    lines = map(json.loads, record.read_text(encoding="utf-8").splitlines())
+    return {_law(line["test"]): line["error"] for line in lines}
+
+
+def _law(node: str) -> str:
+    """Return the name of a law without its file, class and parameters."""
+    return node.rpartition("::")[2].partition("[")[0].removeprefix("test_")

@@ -1,0 +1,42 @@
+"""Every fault still fits the library; `make planted` says which law catches each."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+
+from tests.planted import page
+from tests.planted.catalogue import FAULTS
+from tests.planted.copies import ROOT
+from tests.planted.fault import Fault, StaleFaultError
+
+pytestmark = pytest.mark.skipif(not (ROOT / "arraycomm").is_dir(), reason="needs the source")
+
+
+def test_every_fault_still_applies() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in {f.source(ROOT) for f in FAULTS}}
+    for fault in FAULTS:
+        # Each changes some lines, so the rest of its file need not be compiled.
+        fault.applied(texts[fault.source(ROOT)])
+        ast.parse(fault.applied(texts[fault.source(ROOT)]))
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+def test_a_stale_fault_is_named() -> None:
+    stale = Fault("off by one", "", "arraycomm/_launch/__init__.py", "no such text", "", ())
+    with pytest.raises(StaleFaultError, match=r"'off by one' is stale: .* has its text 0 times"):
+        stale.applied("some other text")
+
+
+def test_every_law_has_caught_a_fault() -> None:
+    caught = json.loads(page.CAUGHT.read_text(encoding="utf-8"))
+    assert sorted(set(page.laws()) - page.by_law(caught).keys()) == []
+
+
+def test_the_page_tells_of_every_fault_that_it_was_caught() -> None:
+    caught = json.loads(page.CAUGHT.read_text(encoding="utf-8"))
+    assert list(caught) == [fault.name for fault in FAULTS]
+    assert [name for name, errors in caught.items() if not errors] == []
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(caught)

@@ -1,0 +1,315 @@
+"""Faults in training: data, metrics, `join`, optimizers and adapters."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.planted.fault import Fault
+
+_ORDER: Final = "arraycomm/_training/order.py"
+_DATA: Final = "arraycomm/_training/data.py"
+_METRICS: Final = "arraycomm/_training/metrics.py"
+_WEIGHTED: Final = "arraycomm/_training/weighted.py"
+_JOIN: Final = "arraycomm/_training/join.py"
+_SHARDS: Final = "arraycomm/_training/shards.py"
+_GRADIENTS: Final = "arraycomm/_training/gradients.py"
+_ADAPTERS: Final = "arraycomm/adapters"
+_JAX: Final = "tests/adapters/test_jax_collectives.py"
+
+_RESUMED: Final = ("epoch_resumed_anywhere_by_any_number_of_ranks",)
+_OPTIMIZERS: Final = ("ranks_update_as_one_process_does",)
+_STATES: Final = ("a_state_is_resumed_by_any_number_of_ranks",)
+_TORCH: Final = ("torch_reduces_every_gradient_in_backward",)
+_TRANSPOSES: Final = ("gradients_of_collectives_are_their_transposes",)
+_BATCH_NORM: Final = ("batch_norm_of_ranks_is_that_of_the_whole_batch",)
+
+DATA: Final = (
+    Fault(
+        "item seen twice after resume",
+        "a batch counts as consumed when the loop asks for the next one",
+        _DATA,
+        "            self._taken = min(first + n, rounds)\n"
+        "            yield Batch(items, self._weights[first : self._taken].copy())",
+        "            taken = min(first + n, rounds)\n"
+        "            yield Batch(items, self._weights[first:taken].copy())\n"
+        "            self._taken = taken",
+        _RESUMED,
+    ),
+    Fault(
+        "items lost at resume",
+        "after a resume ranks take turns as if nothing had been consumed",
+        _ORDER,
+        "        return np.arange(self.start + self.rank, stop, self.size, dtype=np.int64)",
+        "        first = self.start - self.start % self.size\n"
+        "        return np.arange(first + self.rank, stop, self.size, dtype=np.int64)",
+        _RESUMED,
+    ),
+    Fault(
+        "consumed beyond the end",
+        "a state counts padding as items",
+        _ORDER,
+        "        return min(self.start + rounds * self.size, self.stop)",
+        "        return self.start + rounds * self.size",
+        _RESUMED,
+    ),
+    Fault(
+        "shuffled alike",
+        "every rank count shuffles in an order of its own",
+        _ORDER,
+        "        index = order_of(count, seed, epoch)[index]",
+        "        index = order_of(count, seed + size - 1, epoch)[index]",
+        ("container_holds_every_item_exactly_once",),
+    ),
+    Fault(
+        "padding counts",
+        'the items repeated by "pad" have weight 1',
+        _ORDER,
+        "    return Part(epoch, share, index, (positions < count).astype(np.float32))",
+        "    return Part(epoch, share, index, np.ones(len(index), np.float32))",
+        ("weighted_mean_is_exact",),
+    ),
+    Fault(
+        "other rows of a tree",
+        "a batch of a tree of NumPy arrays has its rows in order of the data",
+        "arraycomm/_training/items.py",
+        "        return array[index]",
+        "        return array[np.sort(index)]",
+        ("batches_of_a_tree_are_those_of_its_arrays",),
+    ),
+)
+
+WEIGHTS: Final = (
+    Fault(
+        "NaN of weight 0",
+        "what a rank of weight 0 has measured is multiplied by 0",
+        _METRICS,
+        "    if weight:\n        with np.errstate",
+        "    if weight is not None:\n        with np.errstate",
+        ("metrics_are_means_by_weight",),
+    ),
+    Fault(
+        "mean over ranks",
+        "metrics are divided by the number of ranks with a weight",
+        _METRICS,
+        "        total = sums[-1][0]",
+        "        total = sums[-1][0] and self.group.size",
+        ("metrics_are_means_by_weight",),
+    ),
+    Fault(
+        "weight forgotten",
+        "inside `join` every batch has weight 1",
+        _WEIGHTED,
+        '        return weight if self._op == "mean" else float(weight > 0)',
+        "        return float(weight > 0)",
+        ("join_is_the_mean_over_the_batches_of_each_step",),
+    ),
+    Fault(
+        "last rank of a join",
+        "after `join` everyone gets the values of the rank that ended first",
+        _JOIN,
+        "        return steps.index(max(steps))",
+        "        return steps.index(min(steps))",
+        ("join_is_the_mean_over_the_batches_of_each_step",),
+    ),
+)
+
+OPTIMIZERS: Final = (
+    Fault(
+        "mean of accumulated steps",
+        "accumulated gradients are summed, not averaged",
+        _GRADIENTS,
+        "        return restored(divided(self.array, self.last, steps), self.last)",
+        "        return restored(divided(self.array, self.last, min(steps, 1)), self.last)",
+        _OPTIMIZERS,
+    ),
+    Fault(
+        "accumulated step forgotten",
+        "the gradients of a step that is only accumulated are dropped",
+        _GRADIENTS,
+        "            self._sums = self._added(tree)\n",
+        "            self._sums = []\n",
+        _OPTIMIZERS,
+    ),
+    Fault(
+        "op of an optimizer",
+        "gradients that are reduced by a mean are summed",
+        _GRADIENTS,
+        "        super().__init__(context, memory, sent, gradients.op, where, numbering, **gradients.options)\n"
+        "        made = self.signature",
+        '        super().__init__(context, memory, sent, "sum", where, numbering, **gradients.options)\n'
+        "        made = self.signature",
+        _OPTIMIZERS,
+    ),
+    Fault(
+        "offset of a shard",
+        "a rank reads the second parameter of another one where the first is",
+        _SHARDS,
+        "        end = self.offsets[index] + nbytes_of(spec)\n"
+        "        return memory[self.offsets[index] : end]",
+        "        first = self.offsets[max(index - (index > 1), 0)]\n"
+        "        end = first + nbytes_of(spec)\n"
+        "        return memory[first : end]",
+        _OPTIMIZERS,
+    ),
+    Fault(
+        "other messages of shards",
+        "of several messages of updated parameters only the first is used",
+        _SHARDS,
+        "        for number, request in enumerate(requests):\n"
+        "            yield from _wait(request, requests[number + 1 :]).items()",
+        "        for number, request in enumerate(requests):\n"
+        "            found = _wait(request, requests[number + 1 :])\n"
+        "            yield from (found if number < 1 else {}).items()",
+        _OPTIMIZERS,
+    ),
+    Fault(
+        "owner of a shard",
+        "the first parameters do not count when parameters are divided",
+        _SHARDS,
+        "        loads[owner] += sizes[number]\n    return [owners",
+        "        loads[owner] += sizes[number] * (number > 1)\n    return [owners",
+        ("shards_are_even",),
+    ),
+    Fault(
+        "state of other shards",
+        "a state that is loaded gives each rank the state of the parameters after its own",
+        f"{_ADAPTERS}/_numpy_shards.py",
+        "            return [item for item, owner in pairs if owner == rank]",
+        "            return [item for item, owner in pairs if owner == rank][::-1]",
+        _STATES,
+    ),
+    Fault(
+        "state gathered in another order",
+        "a whole state has the parameters of each rank from the last one on",
+        f"{_ADAPTERS}/_numpy_shards.py",
+        "            for number, item in zip(own, part, strict=True):\n                whole[number] = item",
+        "            for number, item in zip(own[::-1], part, strict=True):\n                whole[number] = item",
+        _STATES,
+    ),
+    Fault(
+        "moment of Adam",
+        "Adam takes the mean of gradients without the correction for its start",
+        f"{_ADAPTERS}/_array_optimizers.py",
+        "        change = mean / (1 - beta1**count) / (root + self.epsilon)",
+        "        change = mean / (root + self.epsilon)",
+        ("adam_takes_a_first_step_of_its_rate",),
+    ),
+    Fault(
+        "residual dropped",
+        "what rounding loses is not added to the next gradient",
+        "arraycomm/_training/feedback.py",
+        "            lost = total - sent",
+        "            lost = gradient - sent",
+        ("feedback_loses_nothing_for_good",),
+    ),
+)
+
+TORCH: Final = (
+    Fault(
+        "order of buckets",
+        "each rank divides its parameters in the order of its own gradients",
+        f"{_ADAPTERS}/_torch_buckets.py",
+        "            order, indices = rows[int(rows[:, 0, 0].argmax()), :, 1:]",
+        "            order, indices = rows[self._gradients.comm.rank, :, 1:]",
+        _TORCH,
+    ),
+    Fault(
+        "bucket reduced too early",
+        "a bucket is reduced when all but one of its gradients are there",
+        f"{_ADAPTERS}/_torch_backward.py",
+        "        return not self.waiting[following]",
+        "        return self.waiting[following] < 2",
+        _TORCH,
+    ),
+    Fault(
+        "other buckets of a backward pass",
+        "of several buckets only the first one's gradients are used",
+        f"{_ADAPTERS}/_torch_rounds.py",
+        "        for reduced in ac.waitall([*requests, last]) if requests else [last]:",
+        "        for reduced in ac.waitall([*requests, last])[:1] if requests else [last]:",
+        _TORCH,
+    ),
+    Fault(
+        "parameter of another shard",
+        "a sharded step leaves the first parameter as it was on ranks that do not own it",
+        f"{_ADAPTERS}/_torch_shards.py",
+        "        for number, values in self._shards.exchange(shards):\n"
+        "            updated[number].copy_(values)",
+        "        for number, values in self._shards.exchange(shards):\n"
+        "            updated[number].copy_(values if number else updated[number])",
+        _TORCH,
+    ),
+    Fault(
+        "gradients not given back",
+        "after a sharded step the gradients of other ranks' parameters are lost",
+        f"{_ADAPTERS}/_torch_shards.py",
+        "            parameter.grad = gradient",
+        "            parameter.grad = None",
+        _TORCH,
+    ),
+    Fault(
+        "gradient of a mean",
+        "the gradient of a mean is that of a sum",
+        f"{_ADAPTERS}/_torch_collectives.py",
+        '        return Allgather(mean=self.op == "mean")',
+        "        return Allgather()",
+        _TRANSPOSES,
+    ),
+    Fault(
+        "gradient of bcast",
+        "the gradient of `bcast` is the root's alone",
+        f"{_ADAPTERS}/_torch_collectives.py",
+        '        total: torch.Tensor | None = comm.reduce(x, "sum", self.root)',
+        '        total: torch.Tensor | None = comm.reduce(x, "max", self.root)',
+        _TRANSPOSES,
+    ),
+    Fault(
+        "variance of ranks",
+        "the variance of a batch leaves out that between ranks",
+        f"{_ADAPTERS}/_torch_batchnorm.py",
+        "    variance = (parts * (variances + (means - mean).square())).sum(0)",
+        "    variance = (parts * variances).sum(0)",
+        _BATCH_NORM,
+    ),
+    Fault(
+        "mean of means",
+        "batch norm weighs ranks alike, however many samples they have",
+        f"{_ADAPTERS}/_torch_batchnorm.py",
+        "    parts = torch.tensor(counts, dtype=wide.dtype, device=x.device)[:, None] / count",
+        "    parts = (torch.tensor(counts, dtype=wide.dtype, device=x.device)[:, None] > 0) / len(counts)",
+        _BATCH_NORM,
+    ),
+)
+
+JAX: Final = (
+    Fault(
+        "place of a call",
+        "every call of a compiled program says that it is the first",
+        f"{_ADAPTERS}/_jax_primitive.py",
+        "    place = 1 + sum(",
+        "    place = 1 + 0 * sum(",
+        ("compiled_programs",),
+        run=_JAX,
+        frameworks=True,
+    ),
+    Fault(
+        "gradient of a JAX mean",
+        "the gradient of `reduce_scatter` by a mean is that of a sum",
+        f"{_ADAPTERS}/_jax_linear.py",
+        '        return rows / comm.size if self.op == "mean" else rows',
+        "        return rows",
+        ("eager_derivatives_are_those_of_the_sum_of_all_losses",),
+        run=_JAX,
+        frameworks=True,
+    ),
+    Fault(
+        "batch axis",
+        "under `vmap` the result of `allgather` has the batch in front of the ranks",
+        f"{_ADAPTERS}/_jax_linear.py",
+        '    name = "allgather"\n    result_axis = 1',
+        '    name = "allgather"\n    result_axis = 0',
+        ("eager_calls_under_vmap_are_those_of_each_row",),
+        run=_JAX,
+        frameworks=True,
+    ),
+)

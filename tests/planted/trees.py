@@ -1,0 +1,157 @@
+"""Faults in trees."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.planted.fault import Fault
+
+_LEAVES: Final = "arraycomm/_trees/leaves.py"
+_LAYOUT: Final = "arraycomm/_trees/layout.py"
+_BUFFERS: Final = "arraycomm/_trees/buffers.py"
+_SHARED: Final = "arraycomm/_trees/shared_memory.py"
+_SEGMENT: Final = "arraycomm/_collectives/segment.py"
+_SYNCHRONIZE: Final = "arraycomm/_trees/synchronize.py"
+_REDUCE: Final = "arraycomm/_trees/reduce.py"
+
+TREES: Final = (
+    Fault(
+        "tied leaf sent twice",
+        "an array that a tree has twice is reduced twice, and comes back as two",
+        _LEAVES,
+        "            if tied is None or leaf is None or isinstance(leaf, NUMBERS):",
+        "            if True:",
+        ("ties_stay_ties",),
+    ),
+    Fault(
+        "leaves that overlap",
+        "a leaf begins before the end of the one before it",
+        _LAYOUT,
+        "        ends[dtype] = offset + nbytes + -nbytes % ALIGNMENT",
+        "        ends[dtype] = offset + nbytes - nbytes % ALIGNMENT",
+        ("every_leaf_has_one_place_of_its_own", "allreduce_tree_reduces_every_leaf"),
+    ),
+    Fault(
+        "leaf not aligned",
+        "leaves follow one another without a gap",
+        _LAYOUT,
+        "        ends[dtype] = offset + nbytes + -nbytes % ALIGNMENT",
+        "        ends[dtype] = offset + nbytes",
+        ("every_leaf_has_one_place_of_its_own",),
+    ),
+    Fault(
+        "bucket in the wrong order",
+        "the leaves of a message are listed from the last one on",
+        _LAYOUT,
+        "        waiting.setdefault(dtype, []).append(Piece(leaf, offset, nbytes))",
+        "        waiting.setdefault(dtype, []).insert(0, Piece(leaf, offset, nbytes))",
+        ("leaves_of_one_dtype_keep_their_order",),
+    ),
+    Fault(
+        "cut leaf",
+        "a leaf that ends where a chunk does is left out of it",
+        _LAYOUT,
+        "            while first < len(pieces) and pieces[first].offset < stop:",
+        "            while first < len(pieces) and pieces[first].offset + 64 < stop:",
+        ("every_byte_of_every_leaf_lies_in_one_chunk",),
+    ),
+    Fault(
+        "end of a chunk",
+        "every part of a leaf that is cut is taken from its beginning",
+        _SHARED,
+        "                self.ends.append((leaf, slice(first, last), part))",
+        "                self.ends.append((leaf, slice(0, last - first), part))",
+        ("shared_memory_does_not_matter",),
+    ),
+    Fault(
+        "chunk folded too early",
+        "a chunk is folded before every rank has published it",
+        _SEGMENT,
+        "                reached.step = control.step - 1",
+        "                reached.step = control.step - 2",
+        ("shared_memory_does_not_matter",),
+    ),
+    Fault(
+        "last rank's part of a chunk",
+        "with four ranks or more, nobody folds the last rank's part of a chunk",
+        _SEGMENT,
+        "        fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])",
+        "        if control.rank < control.size - 1:\n"
+        "            fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])",
+        ("shared_memory_does_not_matter",),
+    ),
+    Fault(
+        "no zeros for a missing gradient",
+        "the memory of a gradient that a rank lacks keeps what was in it",
+        _BUFFERS,
+        "            if source is None:\n                slot[...] = 0",
+        "            if source is None:\n                pass",
+        ("missing_gradients_count_as_zeros",),
+    ),
+    Fault(
+        "missing on all ranks",
+        "a gradient that no rank has becomes zeros",
+        _REDUCE,
+        "        self._present = [n for n, leaf in enumerate(agreed) if leaf.kind != NONE]",
+        "        self._present = [n for n, leaf in enumerate(agreed) if leaf.kind != NONE][:1]",
+        ("missing_gradients_count_as_zeros",),
+    ),
+    Fault(
+        "plan of another op",
+        "a plan sums, whatever its op",
+        "arraycomm/_trees/plan.py",
+        "            fusion.fold_payloads(self.group, packed, agreement, plan.op)",
+        '            fusion.fold_payloads(self.group, packed, agreement, "sum" if plan.op == "mean" else plan.op)',
+        ("a_plan_does_what_allreduce_tree_does",),
+    ),
+    Fault(
+        "last bucket forgotten",
+        "the last of several buckets of a tree is not reduced",
+        "arraycomm/_trees/fusion.py",
+        "        for bucket, part in zip(self.buckets, packed.memory, strict=True):\n            flat",
+        "        for bucket, part in zip(self.buckets[:-1] or self.buckets, packed.memory, strict=False):\n"
+        "            flat",
+        ("buckets_do_not_matter",),
+    ),
+    Fault(
+        "last bucket of small trees",
+        "the last of several dtypes of a small tree is not reduced",
+        "arraycomm/_trees/fusion.py",
+        "        for number, bucket in enumerate(self.buckets):",
+        "        for number, bucket in enumerate(self.buckets[:-1] or self.buckets):",
+        ("allreduce_tree_reduces_every_leaf",),
+    ),
+    Fault(
+        "arrays of rank 0",
+        "`synchronize` takes numbers and strings from the root, arrays from rank 0",
+        _SYNCHRONIZE,
+        "            yield from algorithms.bcast(transport, memory, self.root)",
+        "            yield from algorithms.bcast(transport, memory, 0)",
+        ("synchronize_gives_all_the_values_of_root", "synchronize_is_idempotent"),
+    ),
+    Fault(
+        "containers changed",
+        "a list comes back as a tuple",
+        _SYNCHRONIZE,
+        "        return self._flat.rebuild([results[number] for number in self._index])",
+        "        rebuilt = self._flat.rebuild([results[number] for number in self._index])\n"
+        "        return tuple(rebuilt) if type(rebuilt) is list else rebuilt",
+        ("synchronize_gives_all_the_values_of_root",),
+    ),
+    Fault(
+        "generator copied",
+        "a random generator is replaced by a copy",
+        "arraycomm/_trees/pytrees.py",
+        "        return _Node([], [], lambda _: leaf)",
+        "        import copy\n\n        return _Node([], [], lambda _: copy.copy(leaf))",
+        ("synchronize_leaves_functions_and_generators_alone",),
+    ),
+    Fault(
+        "whole tree of the wrong kind",
+        "if some rank passes None, arrays of others become those of the root's kind",
+        _SYNCHRONIZE,
+        '            arrays.append(_part(leaf, "tree").array or part.array)',
+        "            arrays.append(part.array)",
+        ("none_takes_the_tree_of_root",),
+    ),
+)

@@ -1,0 +1,232 @@
+"""Tests as a user has them, of which some fail; run by test_plugin.py on threads and under mpiexec."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm.testing import given
+
+LAUNCHED = "PMI_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
+only_processes = pytest.mark.skipif(not LAUNCHED, reason="needs processes")
+
+
+@pytest.fixture(scope="session")
+def shared() -> list[int]:
+    return []
+
+
+@pytest.fixture(scope="module", params=["a", "b"])
+def letter(request: pytest.FixtureRequest, shared: list[int]) -> str:
+    shared.append(1)
+    return str(request.param)
+
+
+@pytest.fixture
+def mine(comm: ac.Communicator) -> Iterator[int]:
+    yield comm.rank
+    comm.barrier()
+
+
+@pytest.fixture
+def twice(mine: int) -> int:
+    return 2 * mine
+
+
+class TestFixtures:
+    @pytest.fixture
+    def method(self, comm: ac.Communicator) -> tuple[TestFixtures, int]:
+        return self, comm.size
+
+    def test_every_scope(self, comm, shared, letter, twice, method, tmp_path) -> None:
+        assert tmp_path.is_dir()
+        assert method == (self, comm.size)
+        assert comm.allreduce(twice) == comm.size * (comm.size - 1)
+        assert len(shared) == "ab".index(letter) + 1
+
+
+def test_usual_count(comm) -> None:
+    assert comm.size == 3
+
+
+@pytest.mark.ranks(1, 2, 7)
+@pytest.mark.parametrize("x", [5, 6])
+def test_counts(comm, x) -> None:
+    assert comm.size in (1, 2, 7)
+    assert comm.allreduce(x) == x * comm.size
+
+
+@pytest.mark.ranks(5)
+def test_without_comm_on_other_ranks() -> None:
+    raise AssertionError("it runs nowhere")
+
+
+def test_fails_on_one_rank(comm) -> None:
+    comm.barrier()
+    print(f"said by {comm.rank}")
+    if comm.rank == 1:
+        raise ValueError("planted")
+    comm.barrier()
+
+
+def test_after_a_failure(comm) -> None:
+    assert comm.allreduce(1) == 3
+
+
+def test_fails_on_every_rank(comm) -> None:
+    assert comm.size == 99
+
+
+def test_mismatch(comm) -> None:
+    if comm.rank == 1:
+        comm.barrier()
+    else:
+        comm.allreduce(1)
+
+
+def test_leaves_out_a_call(comm) -> None:
+    if comm.rank != 0:
+        comm.barrier()
+
+
+def test_leaves_out_a_call_with_a_fixture(comm, mine) -> None:
+    if comm.rank != 0:
+        comm.barrier()
+
+
+def test_expects_an_error(comm) -> None:
+    with pytest.raises(ac.MismatchError):
+        comm.bcast(0, root=comm.rank)
+
+
+def test_skips_on_one_rank(comm) -> None:
+    if comm.rank == 2:
+        pytest.skip("not here")
+    comm.barrier()
+
+
+def test_subtest_fails_on_one_rank(comm, subtests) -> None:
+    for number in (5, 6):
+        with subtests.test(number=number):
+            assert comm.rank != 1 or number == 5, "only one of them"
+    comm.barrier()
+
+
+@pytest.mark.filterwarnings("default")
+def test_warns_on_one_rank(comm) -> None:
+    warnings.warn("said on every rank", stacklevel=1)
+    if comm.rank == 1:
+        warnings.warn("said on one", stacklevel=1)
+
+
+async def test_async(comm) -> None:
+    comm.barrier()
+
+
+@pytest.mark.xfail(raises=KeyError, strict=True)
+def test_expected_to_fail_on_one_rank(comm) -> None:
+    if comm.rank == 2:
+        raise KeyError
+    comm.barrier()
+
+
+@pytest.mark.xfail(strict=True)
+def test_passes_unexpectedly(comm) -> None:
+    comm.barrier()
+
+
+@pytest.fixture
+def broken(comm: ac.Communicator) -> None:
+    if comm.rank == 1:
+        raise OSError("a fixture of one rank")
+
+
+def test_fixture_fails_on_one_rank(broken, comm) -> None:
+    comm.barrier()
+
+
+@pytest.fixture
+def ends_badly(comm: ac.Communicator) -> Iterator[None]:
+    yield
+    if comm.rank == 1:
+        raise OSError("the end of a fixture")
+
+
+def test_end_of_a_fixture_fails_on_one_rank(ends_badly, comm) -> None:
+    comm.barrier()
+
+
+@only_processes
+def test_world_is_closed_by_a_failure() -> None:
+    world = ac.init()
+    if world.rank == 1:
+        raise LookupError("of one process")
+    world.barrier()
+
+
+@only_processes
+def test_world_is_fresh() -> None:
+    assert ac.world().allreduce(1) == 3
+    assert ac.init().size == 3
+
+
+@pytest.mark.ranks(timeout=0.5)
+def test_hangs_on_one_rank(comm) -> None:
+    # A thread cannot be interrupted while it sleeps.
+    while comm.rank == 1:
+        time.sleep(60.0 if LAUNCHED else 0.01)
+    comm.barrier()
+
+
+@settings(database=None, max_examples=20)
+@given(ranks=2, x=st.integers(0, 1000))
+def test_law(comm, x) -> None:
+    if comm.rank == 1:
+        assert x < 10, "broken law"
+    comm.barrier()
+
+
+@settings(
+    database=None,
+    max_examples=5,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(ranks=2, x=st.integers())
+def test_seed(comm, x, record_property) -> None:
+    if comm.rank == 0:
+        record_property("drawn", x)
+
+
+def mpi_world() -> object:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@only_processes
+@settings(database=None, max_examples=50)
+@given(ranks=[2, 3], world=mpi_world, x=st.integers(0, 1000))
+def test_law_of_plain_mpi4py(comm, x) -> None:
+    assert type(comm).__module__ == "mpi4py.MPI"
+    total = comm.allreduce(x)
+    if comm.rank == 1:
+        assert total < 50
+
+
+@only_processes
+@settings(database=None, max_examples=50)
+@given(ranks=2, world=mpi_world, x=st.integers(0, 1000))
+def test_message_that_nobody_receives(comm, x) -> None:
+    if comm.rank == 0 and x > 5:
+        comm.send(None, dest=1, tag=4)
+
+
+def test_last(comm) -> None:
+    assert comm.allreduce(1) == 3

@@ -1,0 +1,458 @@
+"""The pytest plugin, as a user runs it: on threads, and under mpiexec; each run holds many tests."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from tests.support.launched import ROOT, run_pytest
+from tests.support.launcher import needs_mpiexec, run_python
+
+SUITE = str(Path(__file__).with_name("plugin_suite.py"))
+# Not by its entry point, which another checkout may have installed.
+PLUGIN = ("-p", "no:arraycomm", "-p", "arraycomm_pytest", "--noconftest")
+KINDS = [
+    pytest.param(None, id="threads"),
+    pytest.param(3, id="mpiexec", marks=[needs_mpiexec, pytest.mark.each_mpi]),
+]
+
+
+class Report:
+    """What a run of the suite has printed, and its JUnit file."""
+
+    def __init__(self, job: subprocess.CompletedProcess[str], junit: str) -> None:
+        self.job, self.junit = job, junit
+
+    def outcomes(self, letter: str) -> list[str]:
+        """Return the tests of the summary lines that begin with a word."""
+        return re.findall(rf"^{letter}\S* \S+::(\S+)", self.job.stdout, re.MULTILINE)
+
+    def section(self, test: str) -> str:
+        """Return what the report says about one failed test."""
+        heading = rf"\n_+ (?:ERROR at \w+ of )?{test}(?: \[[^\n]*\])? _+\n"
+        found = re.search(rf"{heading}(.*?)\n(?:_{{3,}} |={{10}})", self.job.stdout, re.DOTALL)
+        assert found, self.job.stdout + self.job.stderr
+        return found[0]
+
+
+@lru_cache
+def _run(ranks: int | None) -> Report:
+    with TemporaryDirectory() as directory:
+        junit = Path(directory, "junit.xml")
+        options = [
+            *("-rA", "-o", "junit_family=xunit1"),
+            "--hypothesis-seed=7",
+            f"--junitxml={junit}",
+            f"--basetemp={directory}/temp",
+        ]
+        if ranks is None:
+            options.append("--ranks=3")
+        job = run_pytest(*PLUGIN, *options, SUITE, ranks=ranks)
+        assert job.returncode == 1, job.stdout + job.stderr
+        return Report(job, junit.read_text(encoding="utf-8"))
+
+
+FAILED = {
+    "test_fails_on_one_rank": ("ValueError: planted", "rank 1 of 3"),
+    "test_fails_on_every_rank": ("assert 3 == 99", ""),
+    "test_subtest_fails_on_one_rank": ("contains 1 failed subtest", ""),
+    "test_async": ("async def functions ", ""),
+    "test_mismatch": ("MismatchError: ranks of one communicator", ""),
+    "test_leaves_out_a_call": ("PeerError: rank 0 has reached the end", "of 3"),
+    "test_leaves_out_a_call_with_a_fixture": ("Error: ", "of 3"),
+    "test_passes_unexpectedly": ("XPASS", ""),
+    "test_fixture_fails_on_one_rank": ("OSError: a fixture of one rank", "rank 1 of 3"),
+    "test_end_of_a_fixture_fails_on_one_rank": ("OSError: the end of a fixture", "rank 1 of 3"),
+    "test_world_is_closed_by_a_failure": ("LookupError: of one process", "rank 1 of 3"),
+    "test_hangs_on_one_rank": ("CommTimeoutError: ", "of 3"),
+    "test_law_of_plain_mpi4py": ("x=25,", "rank 1 of 2"),
+    "test_message_that_nobody_receives": ("x=6,", "rank 1 of 2"),
+    "test_law": ("AssertionError: broken law", "rank 1 of 2"),
+}
+
+
+OF_PROCESSES = {
+    "test_world_is_closed_by_a_failure",
+    "test_law_of_plain_mpi4py",
+    "test_message_that_nobody_receives",
+}
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_one_failing_test_fails_alone(ranks) -> None:
+    report = _run(ranks)
+    failed = {*report.outcomes("FAILED"), *report.outcomes("ERROR")}
+    assert failed == set(FAILED) - (OF_PROCESSES if ranks is None else set())
+    assert {"test_after_a_failure", "test_usual_count", "test_last"} <= set(
+        report.outcomes("PASSED")
+    )
+    assert "test_expects_an_error" in report.outcomes("PASSED")
+    assert report.outcomes("XFAIL") == ["test_expected_to_fail_on_one_rank"]
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_each_failure_is_reported_once_with_its_rank(ranks) -> None:
+    report = _run(ranks)
+    for name in {*report.outcomes("FAILED"), *report.outcomes("ERROR")}:
+        error, rank = FAILED[name]
+        said = report.section(name)
+        assert error in said
+        assert rank in said.splitlines()[1]
+        found = re.findall(rf"^_+ (?:ERROR at \w+ of )?{name}\b", report.job.stdout, re.MULTILINE)
+        assert len(found) == 1 + ("subtest" in name)
+    assert report.job.stdout.count("short test summary info") == 1
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_subtests_and_warnings_of_other_ranks_are_reported(ranks) -> None:
+    out = _run(ranks).job.stdout
+    heading = r"_ test_subtest_fails_on_one_rank (?:\[rank 1 of 3\] )?\(number='?6'?\) _"
+    assert len(re.findall(heading, out)) == 1
+    assert len(re.findall("^E +AssertionError: only one of them", out, re.MULTILINE)) == 1
+    label = "" if ranks is None else "[rank 1 of 3] "
+    assert out.count(f"UserWarning: {label}said on one\n") == 1
+    assert ranks is None or out.count("UserWarning: said on every rank\n") == 1
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_traceback_begins_at_the_users_line(ranks) -> None:
+    said = _run(ranks).section("test_fails_on_one_rank")
+    assert '>           raise ValueError("planted")' in said
+    assert "said by 1" in said
+    assert re.search(r"ranks? 0.*raised arraycomm.PeerError: rank 1 failed", said)
+    sources = re.findall(r"^(\S+):\d+: ", said, re.MULTILINE)
+    assert sources == ["tests/testing/plugin_suite.py"]
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_report_of_a_failure_fits_a_screen(ranks) -> None:
+    for name in _run(ranks).outcomes("FAILED"):
+        assert len(_run(ranks).section(name).splitlines()) <= 32, name
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_hanging_test_is_shown_with_the_stack_of_every_rank(ranks) -> None:
+    said = _run(ranks).section("test_hangs_on_one_rank")
+    assert said.count("in test_hangs_on_one_rank") >= 2
+    assert "time.sleep(60.0 if LAUNCHED else 0.01)" in said
+    assert "comm.barrier()" in said
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_ranks_of_the_marker(ranks) -> None:
+    passed = [name for name in _run(ranks).outcomes("PASSED") if name.startswith("test_counts")]
+    most = 7 if ranks is None else 3
+    counts = [count for count in (1, 2, 7) if count <= most]
+    assert passed == [f"test_counts[{count}-ranks-{x}]" for count in counts for x in (5, 6)]
+    out = _run(ranks).job.stdout
+    assert ("needs 7 ranks; mpiexec has started 3" in out) == (ranks is not None)
+    assert "needs the 5 ranks of an mpiexec, since it does not take comm" in out
+    assert "[rank 2 of 3] not here" in out
+
+
+@pytest.mark.parametrize("ranks", KINDS)
+def test_junit_has_each_test_once(ranks) -> None:
+    suite = ET.fromstring(_run(ranks).junit)[0]
+    names = [case.get("name") for case in suite.iter("testcase") if case.get("name")]
+    assert names.count("test_fails_on_one_rank") == 1
+    (failure,) = suite.findall("testcase[@name='test_fails_on_one_rank']/failure")
+    assert failure.get("message") == "[rank 1 of 3] ValueError: planted"
+
+
+def _drawn(ranks: int | None) -> list[str | None]:
+    suite = ET.fromstring(_run(ranks).junit)[0]
+    found = suite.findall("testcase[@name='test_seed']/properties/property")
+    return [value.get("value") for value in found]
+
+
+@needs_mpiexec
+def test_seed_of_the_command_line_decides_what_all_ranks_get() -> None:
+    assert len(_drawn(3)) == 5
+    assert _drawn(3) == _drawn(None)
+
+
+DIFFERENT = """
+import os
+import pytest
+
+RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+
+{body}
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_rank_that_collects_other_tests_ends_the_run_on_all(tmp_path) -> None:
+    file = tmp_path / "test_different.py"
+    body = "@pytest.mark.parametrize('x', range(2 + RANK))\ndef test_x(x): pass"
+    file.write_text(DIFFERENT.format(body=body), encoding="utf-8")
+    job = run_pytest(*PLUGIN, str(file), ranks=2)
+    assert job.returncode == pytest.ExitCode.USAGE_ERROR
+    assert job.stderr.count("the ranks have collected different tests") == 1
+    assert "only rank 1: " in job.stderr
+    assert "test_x[2]" in job.stderr
+
+
+ORDER = """
+import pytest
+
+def test_beta():
+    pass
+
+def test_alpha(comm):
+    assert comm.rank != 1
+
+def test_gamma(comm):
+    raise AssertionError
+"""
+PROFILES = """
+from hypothesis import settings
+
+settings.register_profile("seven", max_examples=7)
+"""
+LAWS = """
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from arraycomm.testing import given
+
+@settings(phases=[Phase.reuse, Phase.generate])
+@given(x=st.integers(0, 10**6))
+def test_finds(comm, x):
+    if comm.rank == 0:
+        print("draws", x)
+    assert comm.rank != 1 or x < 1234
+"""
+COUNT = """
+from hypothesis import strategies as st
+from arraycomm.testing import given
+
+@given(x=st.integers())
+def test_counts(comm, x):
+    comm.barrier()
+"""
+EXIT = """
+import pytest
+
+def test_exit(comm):
+    if comm.rank == 1:
+        pytest.exit("enough", returncode=7)
+    comm.barrier()
+"""
+RUNS = """
+import sys
+import pytest
+from mpi4py import MPI
+
+options = sys.argv[1:]
+for more in (
+    ["test_order.py", "--sw"],
+    ["test_order.py", "--ff", "-x"],
+    ["test_exit.py"],
+    ["test_order.py", "--setup-only"],
+    ["no_such_file.py"],
+    ["test_laws.py"],
+    ["test_laws.py", "test_count.py", "--hypothesis-profile=seven", "--hypothesis-show-statistics"],
+):
+    # Rank 0 alone prints, so that each status comes before what the next run prints.
+    statuses = MPI.COMM_WORLD.gather(int(pytest.main([*options, *more])))
+    for status in statuses or ():
+        print("ends with", status)
+"""
+
+
+@lru_cache
+def _several_runs() -> list[str]:
+    """What several runs with one cache, in one job, have printed."""
+    with TemporaryDirectory() as folder:
+        files = {"conftest.py": PROFILES, "test_order.py": ORDER, "test_laws.py": LAWS}
+        files |= {"test_count.py": COUNT, "test_exit.py": EXIT}
+        for name, text in files.items():
+            Path(folder, name).write_text(text, encoding="utf-8")
+        # Here the cache is part of what is tested.
+        options = ["-c", "/dev/null", f"--rootdir={folder}", "-o", "cache_dir=cache"]
+        command = ["--color=no", "-p", "no:xdist", *PLUGIN[:-1], *options]
+        words = ["test_order.py", "-k", "alpha or beta", "--sw"]
+        alone = run_python("-m", "pytest", *command, *words, cwd=Path(folder))
+        job = run_python("-c", RUNS, *command, ranks=2, cwd=Path(folder))
+    assert job.stderr.count("ERROR: file or directory not found: no_such_file.py") == 1
+    return [alone.stdout, *job.stdout.split("test session starts")[1:]]
+
+
+@needs_mpiexec
+def test_last_failed_and_stepwise_and_the_first_failure_end_all_ranks() -> None:
+    alone, stepwise, first_failed, *_ = _several_runs()
+    assert "1 failed, 1 passed, 1 deselected" in alone
+    assert "stepwise: skipping 1 already passed items" in stepwise
+    assert "Interrupted: Test failed, continuing from this test next run" in stepwise
+    assert stepwise.count("ends with 2") == 2
+    assert "run-last-failure: rerun previous 1 failure first" in first_failed
+    assert "stopping after 1 failures" in first_failed
+    assert first_failed.count("ends with 1") == 2
+    assert "test_gamma" not in stepwise + first_failed
+
+
+@needs_mpiexec
+def test_run_that_ends_early_ends_on_all_ranks_with_its_reason() -> None:
+    _, _, _, ended, only_setup, no_file, *_ = _several_runs()
+    assert "rank 1 has ended it in the end of test_exit.py::test_exit: Exit: enough" in ended
+    assert ended.count("ends with 7") == 2
+    assert "SETUP    F comm" in only_setup
+    assert only_setup.count("ends with 0") == 2
+    assert no_file.count("ends with 4") == 2
+
+
+@needs_mpiexec
+def test_profile_and_database_are_those_of_rank_0() -> None:
+    *_, first, second = _several_runs()
+    found = re.findall(r"^draws (\d+)", first, re.MULTILINE)
+    again = re.findall(r"^draws (\d+)", second, re.MULTILINE)
+    assert found[0] != found[-1] == again[0]
+    # It counts where tests are imported: the first file was, before.
+    assert "Stopped because settings.max_examples=7\n" in second.split("test_counts:")[1]
+
+
+CRASH = """
+import os
+
+def test_fine(comm):
+    pass
+
+def test_crashes(comm):
+    comm.barrier()
+    if comm.rank == 1:
+        os._exit(3)
+    comm.barrier()
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_rank_that_dies_is_reported_with_its_test(tmp_path) -> None:
+    file = tmp_path / "test_crash.py"
+    file.write_text(CRASH, encoding="utf-8")
+    job = run_pytest(*PLUGIN, "--mpiexec=2", str(file))
+    assert job.returncode not in (0, None)
+    assert re.search(
+        r"rank 1 \(process \d+\) died in \S*test_crash.py::test_crashes \(call\)", job.stderr
+    )
+
+
+STUCK = """
+def test_stuck(comm):
+    from mpi4py import MPI
+
+    if comm.rank == 1:
+        MPI.COMM_WORLD.recv(source=0, tag=77)
+    comm.barrier()
+
+def test_never():
+    pass
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_rank_stuck_outside_python_ends_the_run_with_its_stack(tmp_path) -> None:
+    file = tmp_path / "test_stuck.py"
+    file.write_text(STUCK, encoding="utf-8")
+    job = run_pytest(*PLUGIN, "--ranks-timeout=0.5", str(file), ranks=2)
+    assert job.returncode not in (0, None)
+    assert "rank 1 did not end the test within 0.5 s" in job.stdout
+    assert re.search(r"line 6, in test_stuck\n\s+MPI.COMM_WORLD.recv", job.stdout)
+    assert "1 failed" in job.stdout
+
+
+REFUSED = """
+import os
+import pytest
+
+print(pytest.main(["-p", "no:arraycomm", "-p", "arraycomm_pytest", "--ranks=0"]))
+os.environ["PMI_SIZE"] = "2"
+print(pytest.main(["-p", "no:arraycomm", "-p", "arraycomm_pytest", "-n", "2"]))
+"""
+
+
+def test_what_cannot_be_is_refused(tmp_path) -> None:
+    pytest.importorskip("xdist")
+    job = run_python("-c", REFUSED, cwd=tmp_path)
+    assert job.stdout.split() == 2 * [str(pytest.ExitCode.USAGE_ERROR)]
+    assert "--ranks must be at least 1; got 0" in job.stderr
+    assert "pytest-xdist cannot be used under mpiexec" in job.stderr
+
+
+COVERED = """
+def test_covered(comm):
+    if comm.rank == 1:
+        comm.size
+    else:
+        comm.rank
+"""
+
+
+@needs_mpiexec
+def test_coverage_of_all_ranks_is_combined(tmp_path) -> None:
+    pytest.importorskip("coverage")
+    (tmp_path / "test_covered.py").write_text(COVERED, encoding="utf-8")
+    command = ("-m", "coverage", "run", "--parallel-mode", "-m", "pytest", *PLUGIN)
+    assert run_python(*command, "test_covered.py", ranks=2, cwd=tmp_path).returncode == 0
+    assert run_python("-m", "coverage", "combine", cwd=tmp_path).returncode == 0
+    report = run_python("-m", "coverage", "report", "--include=test_covered.py", cwd=tmp_path)
+    assert "100%" in report.stdout
+
+
+LATE = """
+import os
+import time
+import pytest
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop():
+    yield
+    if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+        time.sleep(0.5)
+    return True
+"""
+
+
+@needs_mpiexec
+def test_pytest_cov_reports_the_coverage_of_all_ranks(tmp_path) -> None:
+    pytest.importorskip("pytest_cov")
+    (tmp_path / "test_covered.py").write_text(COVERED, encoding="utf-8")
+    # Rank 1 saves last.
+    (tmp_path / "conftest.py").write_text(LATE, encoding="utf-8")
+    options = ["-c", "/dev/null", "-p", "no:xdist", "-p", "no:cacheprovider", *PLUGIN[:-1]]
+    wanted = ["--cov=.", "--cov-report=term", "--cov-fail-under=100", "test_covered.py"]
+    job = run_python("-m", "pytest", *options, *wanted, ranks=2, cwd=tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert len(re.findall(r"^test_covered.py .* 100%$", job.stdout, re.MULTILINE)) == 1
+    assert {path.name for path in tmp_path.glob(".coverage*")} == {".coverage"}
+
+
+def test_plugin_imports_little_if_it_is_not_used(tmp_path) -> None:
+    file = tmp_path / "test_plain.py"
+    file.write_text(
+        "import sys\ndef test_plain():\n"
+        "    assert {'numpy', 'mpi4py', 'hypothesis', 'jax', 'arraycomm'}.isdisjoint(sys.modules)",
+        encoding="utf-8",
+    )
+    options = ("-p", "no:hypothesispytest", "-p", "no:jaxtyping", "-p", "no:cacheprovider")
+    job = run_python("-m", "pytest", "-c", "/dev/null", *options, *PLUGIN, str(file))
+    assert job.returncode == 0, job.stdout
+
+
+@needs_mpiexec
+def test_report_in_the_documentation_is_what_pytest_prints(tmp_path) -> None:
+    document = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    parts = re.findall(r"test_average.py -->\n```\w+\n(.*?)```", document, re.DOTALL)
+    code, shown = parts
+    (tmp_path / "test_average.py").write_text(code, encoding="utf-8")
+    command = ("-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *PLUGIN)
+    job = run_python(*command, "-c", "/dev/null", "test_average.py", ranks=3, cwd=tmp_path)
+    assert re.sub(r"in \S+s", "", job.stdout) == re.sub(r"in \S+s", "", shown)

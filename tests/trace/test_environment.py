@@ -1,0 +1,103 @@
+"""`ARRAYCOMM_TRACE`: a trace of a whole program, however that ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arraycomm._trace.files import read
+from arraycomm.cli.trace.spans import Span, spans_of
+from tests.support.launcher import LAUNCHED, needs_mpiexec, run_python
+from tests.trace.event_format import check_format
+
+pytestmark = pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")
+
+ENDS = """
+import arraycomm as ac
+comm = ac.init()
+comm.allreduce(comm.rank)
+"""
+GOES_ELSEWHERE_AND_FORKS = """
+import os
+import arraycomm as ac
+comm = ac.init()
+os.chdir("/")
+for _ in range(2):
+    comm.allreduce(comm.rank)
+    if not os.fork():
+        raise SystemExit
+    assert os.wait()[1] == 0
+"""
+FINALIZES_AND_FAILS = """
+import json, os, sys
+import arraycomm as ac
+comm = ac.init()
+comm.allreduce(comm.rank)
+ac.finalize()
+os.environ["ARRAYCOMM_TRACE"] += ".second"
+comm = ac.init()
+comm.bcast(comm.rank)
+if comm.rank == 1:
+    sys.exit("rank 1 fails")
+comm.barrier()
+"""
+
+
+def calls_of(path: Path) -> dict[int, list[Span]]:
+    """Return the calls of each rank in a trace."""
+    found: dict[int, list[Span]] = {}
+    for span in spans_of(read(str(path))):
+        found.setdefault(span.rank, []).append(span)
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "run.json"
+    monkeypatch.setenv("ARRAYCOMM_TRACE", str(path))
+    return path
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_program_that_ends_well_leaves_one_file_of_all_ranks(path: Path) -> None:
+    done = run_python("-c", ENDS, ranks=3, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    json.loads(path.read_text("utf-8"))
+    found = calls_of(path)
+    assert sorted(found) == [0, 1, 2]
+    assert [[call.operation for call in calls] for calls in found.values()] == [["allreduce"]] * 3
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_rank_that_fails_leaves_what_every_rank_has_recorded(path: Path) -> None:
+    done = run_python("-c", FINALIZES_AND_FAILS, ranks=2, timeout=60)
+    assert done.returncode != 0
+    first, second = calls_of(path), calls_of(path.with_name("run.json.second"))
+    assert [[call.operation for call in first[rank]] for rank in (0, 1)] == [["allreduce"]] * 2
+    assert [call.operation for call in second[1]] == ["bcast"]
+    bcast, barrier = second[0]
+    assert (bcast.operation, bcast.error) == ("bcast", "")
+    assert (barrier.operation, barrier.error, barrier.absent) == ("barrier", "PeerError", (1,))
+
+
+def test_one_process_alone_is_traced_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARRAYCOMM_TRACE", path.name)
+    done = run_python("-c", GOES_ELSEWHERE_AND_FORKS, cwd=path.parent, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [call.operation for call in calls_of(path)[0]] == ["allreduce"] * 2
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@needs_mpiexec
+def test_run_records_a_trace(tmp_path: Path) -> None:
+    done = run_python(
+        "-m", "arraycomm", "run", "-n", "2", "--trace", "run.json", "-c", ENDS, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    check_format(json.loads((tmp_path / "run.json").read_text("utf-8")))
+    assert sorted(calls_of(tmp_path / "run.json")) == [0, 1]

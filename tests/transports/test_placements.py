@@ -1,0 +1,89 @@
+"""Wherever ranks are, the movements and the results are the same; the nodes here are pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from arraycomm._communicator import Communicator
+from arraycomm._protocol.waiting import wait_for
+from arraycomm._transports.base import Blocks
+from tests.support import internals
+from tests.support.on_ranks import LAUNCH, TIMEOUT
+
+pytestmark = pytest.mark.skipif(
+    LAUNCH is None or LAUNCH.size not in (3, 4), reason="needs to be run under mpiexec -n 3 or 4"
+)
+
+# For each rank the first one on its node: by number of ranks in the job. Two ranks are the first ones.
+_PLACEMENTS = {
+    3: ([0, 1, 2], [0, 0, 2], [0, 1, 0], [0, 1, 1]),
+    4: ([0, 1], [0, 1, 2, 3], [0, 0, 2, 2], [0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 2, 0]),
+}
+
+
+@pytest.fixture(params=_PLACEMENTS[LAUNCH.size] if LAUNCH and LAUNCH.size in _PLACEMENTS else [])
+def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    from mpi4py import MPI
+
+    world, nodes = MPI.COMM_WORLD, request.param
+    group = world.Split(int(world.rank < len(nodes)), world.rank)
+    if world.rank >= len(nodes):
+        # The others have the same tests to themselves.
+        nodes = [0, 1][: group.size]
+    made = internals.mpi_communicator(group, nodes=nodes, timeout=TIMEOUT)
+    yield made
+    internals.transport(made).free()
+
+
+def _finish(done: Callable[[], bool]) -> None:
+    def watch(waited: float) -> None:
+        assert waited < TIMEOUT, "the movement does not end"
+
+    wait_for(done, 0, watch)
+
+
+def _blocks(counts: list[int]) -> Blocks:
+    offsets = [sum(counts[:rank]) for rank in range(len(counts))]
+    return Blocks(np.full(sum(counts), 255, np.uint8), counts, offsets)
+
+
+def test_movements_that_overlap_do_not_mix(comm: Communicator) -> None:
+    link, rank, size = internals.transport(comm), comm.rank, comm.size
+    assert link.overlaps
+    moved, handles = [], []
+    for number, scale in enumerate((1, 50_000, 0, 7)):
+        gathered = _blocks([scale * (peer + 1) for peer in range(size)])
+        gathered.block(rank)[...] = 10 * number + rank
+        sent = _blocks([scale * (peer + rank) for peer in range(size)])
+        for peer in range(size):
+            sent.block(peer)[...] = 10 * peer + rank
+        got = _blocks([scale * (rank + peer) for peer in range(size)])
+        handles += [link.alltoall(sent, got), link.allgather(gathered)]
+        moved.append((number, gathered, got))
+    # The last ones first.
+    _finish(lambda: not [handle for handle in handles[::-1] if not handle.done()])
+    for number, gathered, got in moved:
+        for peer in range(size):
+            assert (gathered.block(peer) == 10 * number + peer).all()
+            assert (got.block(peer) == 10 * rank + peer).all()
+
+
+@pytest.mark.parametrize("count", [3, 5_000, 20_001, 700_001])
+def test_sums_have_the_bits_of_the_order_of_ranks(comm: Communicator, count: int) -> None:
+    """With the header, in one chunk, and in several."""
+    rows = [
+        np.random.default_rng((rank, count)).standard_normal(count, np.float32)
+        for rank in range(comm.size)
+    ]
+    expected = rows[0].copy()
+    for row in rows[1:]:
+        expected += row
+    x = rows[comm.rank].copy()
+    assert comm.allreduce(x).tobytes() == expected.tobytes()
+    # In place the elements of other ranks come where this rank's are.
+    assert comm.allreduce(x, out=x).tobytes() == expected.tobytes()
+    reduced = comm.reduce(rows[comm.rank], root=1)
+    assert comm.rank != 1 or reduced.tobytes() == expected.tobytes()
