@@ -35,6 +35,9 @@ _GRACE: Final = 1.0
 _FORWARDING: Final = 0.2
 # Seconds that a launcher has to end its ranks.
 _PATIENCE: Final = 10.0
+# Seconds between looks for signals: the kernel may give one to a thread that passes output on, which leaves
+# the main thread, the one that runs handlers, asleep.
+_LOOK: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -219,10 +222,12 @@ class _Job:
         """Return the launcher's status, or 0 if a rank has failed."""
         deadline: float | None = None
         while True:
+            left = _LOOK if deadline is None else max(deadline - time.monotonic(), 0)
             try:
-                left = None if deadline is None else max(deadline - time.monotonic(), 0)
-                event = self._events.get(timeout=left)
+                event = self._events.get(timeout=min(left, _LOOK))
             except Empty:
+                if deadline is None or time.monotonic() < deadline:
+                    continue
                 self._end_ranks()
                 return 0
             if isinstance(event, _LauncherEnded):
