@@ -67,9 +67,9 @@ quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,t
 	collectives/test_requests collectives/test_objects collectives/test_groups collectives/test_together collectives/test_reproducible \
 	protocol/test_arguments protocol/test_errors protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
 	cuda/test_nccl_link cuda/test_staged_link testing/test_run)
-# Programs that are launched, of which MPI libraries may end some otherwise.
-launching := -m each_mpi tests/session tests/hosts tests/faults tests/testing/test_given.py tests/testing/test_plugin.py tests/adapters/test_processes.py \
-	tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py \
+# Programs that are launched, of which MPI libraries may end some otherwise; the files that take longest come first.
+launching := -m each_mpi tests/session/test_runtime.py tests/adapters/test_processes.py tests/testing/test_given.py tests/faults tests/testing/test_plugin.py \
+	tests/hosts tests/session tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py \
 	tests/docs/test_jobs.py
 even := $(or $(RANKS),4)
 odd := $(or $(RANKS),3)

@@ -12,12 +12,10 @@ from arraycomm._collectives.matching import Matcher
 from arraycomm._communicator import Communicator
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
-from tests.support.on_ranks import LAUNCH
+from tests.support.on_ranks import alone
 
 # Elements of float64 that travel with the envelope, and that follow it.
 SHORT, LONG = 5, 20_000
-
-alone = pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
 
 
 def _gather_by_messages(comm: Communicator, source: Any, tag: Any, own_tag: int) -> None:

@@ -15,15 +15,13 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
 from arraycomm.testing.strategies import ArrayCase, installed_frameworks
-from tests.support.on_ranks import LAUNCH
+from tests.support.on_ranks import alone
 from tests.support.oracle import same_bits
 
 Array = np.ndarray[Any, Any]
 
 # Sides of square matrices of float64 that travel with the header, and that do not.
 SIDES = [1, 3, 90]
-
-alone = pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
 
 
 def minus(a: Any, b: Any) -> Any:

@@ -14,6 +14,7 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
 from tests.support.frameworks import need
+from tests.support.on_ranks import alone
 
 
 class _Shown:
@@ -189,6 +190,7 @@ def _without_collector() -> Iterator[None]:
     gc.enable()
 
 
+@alone
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("_without_collector")
 @pytest.mark.parametrize("door", DOORS)

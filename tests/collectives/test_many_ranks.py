@@ -9,7 +9,7 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
 from tests.support.launcher import needs_mpiexec, run_python
-from tests.support.on_ranks import LAUNCH
+from tests.support.on_ranks import alone
 
 EVERYTHING = """
 import numpy as np
@@ -39,14 +39,14 @@ def check(comm):
 """
 
 
-@pytest.mark.skipif(LAUNCH is not None, reason="threads, where pytest is alone")
+@alone
 def test_64_threads() -> None:
     names: dict[str, object] = {}
     exec(EVERYTHING, names)
     run(64, names["check"])
 
 
-@pytest.mark.skipif(LAUNCH is not None, reason="threads, where pytest is alone")
+@alone
 def test_mismatch_of_one_rank_of_64_is_named() -> None:
     def check(comm: Communicator) -> None:
         with pytest.raises(

@@ -23,7 +23,7 @@ from arraycomm.testing import run
 from arraycomm.testing.strategies import ArrayCase, installed_frameworks
 from tests.support import internals
 from tests.support.launcher import needs_mpiexec, run_python
-from tests.support.on_ranks import LAUNCH
+from tests.support.on_ranks import alone
 from tests.support.oracle import DTYPES, same_bits, sample
 
 Array = np.ndarray[Any, Any]
@@ -34,8 +34,6 @@ ROOM = messages._ROOM
 SHORT, LONG = 5, 20_000
 LENGTHS = [SHORT, LONG]
 TIMEOUT = 0.6
-
-alone = pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
 
 
 def _ring(comm: Communicator) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
+from tests.support.on_ranks import alone
 
 Call = Callable[[Communicator, float | None], Any]
 
@@ -57,6 +58,7 @@ def test_every_blocking_call_has_a_timeout() -> None:
     assert found == set(CALLS)
 
 
+@alone
 @pytest.mark.parametrize("name", CALLS | TREES)
 def test_call_waits_as_long_as_its_own_timeout_says(name) -> None:
     """Rank 1 comes too late for the call of rank 0 once, and too late for the communicator's."""
@@ -115,6 +117,7 @@ def test_wrong_timeout_is_raised_on_all_ranks_which_go_on(on_ranks, several) -> 
     on_ranks(several, check)
 
 
+@alone
 def test_waiting_for_earlier_requests_counts_from_the_call() -> None:
     """The request has waited for longer than the call may when the call begins."""
 

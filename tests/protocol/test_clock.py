@@ -12,6 +12,7 @@ from arraycomm import Communicator
 from arraycomm._protocol.clock import LONGEST_GAP, WaitClock
 from arraycomm.testing import run
 from tests.support import internals
+from tests.support.on_ranks import alone
 
 TIMEOUT = 3.0
 
@@ -61,6 +62,7 @@ WAITS: dict[str, Callable[[Communicator], Any]] = {
 }
 
 
+@alone
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_job_may_be_stopped_for_longer_than_the_timeout(suspended, wait) -> None:
     """Rank 0 waits; then all are stopped; then rank 1 comes, in time by its own clock."""

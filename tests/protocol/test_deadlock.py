@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus, find_deadlock
+from tests.support import internals
 
-# Seconds; ranks on one node raise after 1.4, and between nodes after two questions, at 0.4 and 0.8.
+# Seconds; ranks on one node raise after 0.7, and between nodes after two questions, at 0.4 and 0.8.
 SOON = 8.0
+# Seconds for which a circle has to stay, and those of a wait that takes longer than that and ends by itself.
+SURE, WHILE = 0.3, 1.1
+
+
+@pytest.fixture
+def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    internals.shorten_deadlock_watch(monkeypatch, SURE)
 
 
 def _ring(comms: list[Communicator], rank: int) -> None:
@@ -41,6 +49,7 @@ def _receive_and_the_same_barrier(comms: list[Communicator], rank: int) -> None:
     comms[1].barrier()
 
 
+@pytest.mark.usefixtures("soon_sure")
 @pytest.mark.parametrize(
     ("wait", "said"),
     [
@@ -91,7 +100,7 @@ def _another_thread_calls(comm: Communicator, other: Communicator) -> None:
         other.allreduce(1)
         comm.barrier()
         return
-    thread = threading.Thread(target=lambda: [time.sleep(1.8), other.allreduce(1)])
+    thread = threading.Thread(target=lambda: [time.sleep(WHILE), other.allreduce(1)])
     thread.start()
     comm.barrier()
     thread.join()
@@ -101,7 +110,7 @@ def _a_request_goes_on(comm: Communicator, other: Communicator) -> None:
     """Rank 0 takes part in calls of `other` that it has started before, which need the last rank."""
     late = comm.rank == comm.size - 1
     if late:
-        time.sleep(1.8)
+        time.sleep(WHILE)
     requests = [other.iallreduce(np.ones(4)) for _ in range(2)]
     if comm.rank == 0:
         comm.barrier()
@@ -114,7 +123,7 @@ def _a_wait_ends_by_itself(comm: Communicator, other: Communicator) -> None:
     request = comm.ibarrier() if comm.rank == 0 else None
     if request is not None:
         with pytest.raises(ac.CommTimeoutError, match="is not finished"):
-            request.wait(timeout=1.8)
+            request.wait(timeout=WHILE)
     other.barrier()
     if request is None:
         comm.barrier()
@@ -123,7 +132,7 @@ def _a_wait_ends_by_itself(comm: Communicator, other: Communicator) -> None:
 
 
 def _a_communicator_has_a_short_timeout(comm: Communicator, other: Communicator) -> None:
-    impatient = other.dup(timeout=1.8)
+    impatient = other.dup(timeout=WHILE)
     if comm.rank == 1:
         with pytest.raises(ac.CommTimeoutError, match="recv from rank 0") as raised:
             impatient.recv(0)
@@ -131,6 +140,7 @@ def _a_communicator_has_a_short_timeout(comm: Communicator, other: Communicator)
     comm.barrier()
 
 
+@pytest.mark.usefixtures("soon_sure")
 @pytest.mark.parametrize(
     "wait",
     [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from arraycomm._collectives import groups
 from arraycomm._collectives import segment as segments
@@ -15,7 +16,7 @@ from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
-from arraycomm._protocol import clock
+from arraycomm._protocol import clock, deadlock
 from arraycomm._protocol import exit as process_exit
 from arraycomm._protocol.deadlock import WaitReports, WaitStatus
 from arraycomm._protocol.group import Group, Options
@@ -101,6 +102,11 @@ def now() -> float:
 def restart_clock() -> None:
     """Have the clock of waits go on from the system's, which a test has set back."""
     clock._clock.begin_anew()
+
+
+def shorten_deadlock_watch(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Set how long ranks have to wait for one another before that is a deadlock."""
+    monkeypatch.setattr(deadlock, "_SURE", seconds)
 
 
 # A communicator, or what `related` returns of those made from it.

@@ -33,6 +33,9 @@ ALL_SIZES = list(range(1, min(4 if LAUNCH is None else LAUNCH.size, 4) + 1))
 # Of MPI's jobs one has an even number of ranks, and the other an odd one: each tries half of the sizes.
 SIZES = [s for s in ALL_SIZES if EVERY or LAUNCH is None or (LAUNCH.size - s) % 2 == 0]
 
+# Of tests that make threads of their own, on each rank of a job the same.
+alone = pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
+
 OnRanks = Callable[..., list[Any]]
 
 

@@ -23,7 +23,16 @@ from arraycomm._transports.control import FAILED, PAYLOAD
 from arraycomm._transports.lives import Lives
 from arraycomm._transports.processes import ProcessesTransport, memory_bytes
 from tests.support import internals
-from tests.support.on_ranks import LAUNCH, TIMEOUT, OnRanks, on_ranks, several, size, transport
+from tests.support.on_ranks import (
+    LAUNCH,
+    TIMEOUT,
+    OnRanks,
+    alone,
+    on_ranks,
+    several,
+    size,
+    transport,
+)
 
 pytestmark = pytest.mark.both_control_channels
 
@@ -357,7 +366,7 @@ class TransportContract:
         on_ranks(several, check)
 
 
-@pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
+@alone
 class TestThreads(TransportContract):
     pass
 
@@ -367,7 +376,7 @@ class TestMPI(TransportContract):
     pass
 
 
-@pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
+@alone
 class TestSelf(TransportContract):
     @pytest.fixture
     def size(self) -> int:
@@ -384,7 +393,7 @@ class TestSelf(TransportContract):
         return lambda _, fn, *args: [fn(internals.communicator(SelfTransport()), *args)]
 
 
-@pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
+@alone
 class TestProcesses(TransportContract):
     @pytest.fixture
     def on_ranks(self) -> OnRanks:
