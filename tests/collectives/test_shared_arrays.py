@@ -55,6 +55,7 @@ def reduced(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("case", PLACES)
 @pytest.mark.half_of_the_cases
+@pytest.mark.both_control_channels
 def test_arrays_at_one_place_are_reduced_there(on_ranks, several, case, reduced) -> None:
     def check(comm: Communicator) -> None:
         a, b = (comm.empty(2 * COUNT + 9, np.float32) for _ in range(2))
