@@ -28,6 +28,7 @@ from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherO
 from arraycomm._collectives.operation import Barrier
 from arraycomm._collectives.reductions import Allreduce, Exscan, Reduce, ReduceScatter, Scan
 from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.shared_arrays import MakesSharedArrays
 from arraycomm._entries import entries, hide_from_torch
 from arraycomm._mpi_start import Arguments, open_over_mpi
 from arraycomm._protocol.exit import leave_by_error, replace_root
@@ -41,7 +42,7 @@ from arraycomm._trees.plan import MakePlan, Plan
 @entries(
     trimmed=lambda method: not {"call", "call_within", "start"}.isdisjoint(method.__code__.co_names)
 )
-class Communicator(NonblockingCalls, Traceable):
+class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
     """A group of ranks that communicate.
 
     Made by `arraycomm.init`, `split`, `dup` and `from_mpi`. All ranks of the group call every

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from arraycomm._arrays.views import view
+from arraycomm._collectives import shared_arrays
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.selection import Algorithm, Decision, select
 from arraycomm._communicator import Communicator, runner_of
@@ -28,6 +29,8 @@ _IN_WORDS: Final = {
     Algorithm.SLICES: "chunk by chunk: each rank folds a slice of all ranks' elements, "
     "then slices are gathered",
     Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share: every rank folds all",
+    Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of all ranks, "
+    "which they share",
     Algorithm.FUNCTION: "one rank gathers all ranks' elements, folds them by the function, "
     "and sends the result",
     Algorithm.FUNCTION_BY_SLICES: "each rank folds a slice of all ranks' elements by the function, "
@@ -50,8 +53,8 @@ class Explanation:
         What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
         pinned memory.
     algorithm : str
-        "local", "header", "steps", "gather", "exchange", "slices", "segment", "native",
-        "function" or "function by slices".
+        "local", "header", "steps", "gather", "exchange", "slices", "segment", "shared",
+        "native", "function" or "function by slices".
     copies : int
         Copies that are made of the array before it is sent: 0 if its own memory can be used.
     sent : int
@@ -123,6 +126,10 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
     decision = select(link, op, source.dtype, nbytes)
     if decision.algorithm is Algorithm.SEGMENT and compiled is None:
         decision = decision._replace(algorithm=Algorithm.SLICES)
+    inline = decision.algorithm in (Algorithm.LOCAL, Algorithm.HEADER)
+    on_host = device_link is None and not isinstance(op, Op)
+    if on_host and not inline and shared_arrays.holds(link, source.array):
+        decision = decision._replace(algorithm=Algorithm.SHARED)
     strided = nbytes > 0 and device_link is None and not source.array.flags.c_contiguous
     return Explanation(
         array=f"{name_of(source.dtype)} {source.shape} ({type(x).__module__.partition('.')[0]})",
@@ -139,6 +146,11 @@ def _notes(
     group: Group, decision: Decision, x: Any, link: DeviceLink | None, reason: str
 ) -> list[str]:
     notes = []
+    if decision.algorithm is Algorithm.SHARED:
+        notes.append(
+            "x is in memory of comm.empty: this holds if all ranks pass the same part of it, and an out in "
+            "such memory; else ranks reduce it as other arrays"
+        )
     if on_cuda(x) and link is None:
         notes.append(f"by way of host memory, with a copy each way: {reason}")
     if link is not None and link.name == "staged":

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -93,3 +94,27 @@ def test_chunk_size_does_not_matter(comm, reduction, chunks, root) -> None:
     count = reduction.arrays.value[0].shape[0]
     with _choosing("slices", -(-count // chunks)):
         _check(comm, reduction, root)
+
+
+@given(
+    reduction=reductions() | reductions_of_sizes(),
+    offset=st.integers(0, 5),
+    result=st.sampled_from(("fresh", "ordinary", "shared", "same memory")),
+    alike=st.booleans(),
+)
+def test_arrays_in_shared_memory_give_the_same_bits(comm, reduction, offset, result, alike) -> None:
+    """Wherever in the memory of `empty` they lie, at one place on all ranks or not."""
+    internals.set_inline_bytes(comm, -1)
+    op, start = reduction.op, offset if alike else comm.rank
+    x = np.array(elements_of(reduction.arrays.build(comm.rank)), reduction.fold().dtype)
+    usual = comm.allreduce(x, op)
+    # Both rows have room for the array at the largest offset.
+    given, into = (comm.empty(x.size + 5, x.dtype)[start:][: x.size].reshape(x.shape) for _ in "xy")
+    given[...] = x
+    outs = {"fresh": None, "ordinary": np.empty_like(x), "shared": into, "same memory": given}
+    got = comm.allreduce(given, op, out=outs[result])
+    check_elements(np.asarray(got), np.asarray(usual), op)
+    check_elements(np.asarray(got), reduction.fold(), op)
+    if result != "same memory":
+        assert given.tobytes() == x.tobytes()
+    assert len(set(comm.allgather_object(np.asarray(got).tobytes()))) == 1

@@ -87,7 +87,7 @@ class Operation:
 
     name: ClassVar[str]
     code: ClassVar[int]
-    header_independent: ClassVar[bool] = False
+    header_independent: bool = False
     independent_on_devices: bool = False
     negotiable: bool = False
     signature: Signature

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from arraycomm._collectives import algorithms, function_reductions
+from arraycomm._collectives import algorithms, function_reductions, shared_arrays
 from arraycomm._collectives.arguments import check_root, check_rows, check_shares
 from arraycomm._collectives.blocks import bounds_of
 from arraycomm._collectives.custom_ops import Op
@@ -73,6 +73,15 @@ class Allreduce(Reduction):
     def __init__(self, context: Context, x: Any, op: str | Op, out: Any) -> None:
         super().__init__(context, x, op)
         self.target = self.make_target(self.source.shape, out)
+        link = self.placement.link
+        if self.placement.host and isinstance(op, str) and shared_arrays.exist(link):
+            self.header_independent = False
+            self.length = shared_arrays.place_of(link, self.flat, self.target.flat)
+
+    def steps(self, agreement: Agreement) -> Steps:
+        if self.payload is None and shared_arrays.same_place(self.length, agreement):
+            return shared_arrays.allreduce(self.placement.link, self.flat, self.into, str(self.op))
+        return super().steps(agreement)
 
     def move(self, op: str) -> Steps:
         return algorithms.allreduce(self.placement.link, self.flat, self.into, op)

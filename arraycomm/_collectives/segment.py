@@ -206,10 +206,21 @@ def forbid_segment(transport: Transport) -> None:
 
 
 def _open(transport: Transport) -> Steps:
+    memory, streams = yield from share(transport, SharedSegment.nbytes(transport.size))
     control = transport.control
-    if not isinstance(control, SharedControl):
+    if memory is None or not isinstance(control, SharedControl):
         return None
-    nbytes = SharedSegment.nbytes(transport.size)
+    return SharedSegment(control, memory, streams=streams)
+
+
+def share(transport: Transport, nbytes: int) -> Steps:
+    """Return so many bytes that all ranks share, and whether all have the native part; collective.
+
+    The memory is None, on every rank, if `nbytes` is 0, or one of them cannot open it.
+    """
+    control = transport.control
+    if not isinstance(control, SharedControl) or not nbytes:
+        return None, False
     name = transport.offer_memory(nbytes) if transport.rank == 0 else ""
     try:
         offers = yield from exchange_details(control, MemoryOffer(name))
@@ -221,8 +232,8 @@ def _open(transport: Transport) -> Steps:
         if name:
             transport.close_memory(name)
     if memory is None or not all(reply.opened for reply in replies):
-        return None
-    return SharedSegment(control, memory, streams=all(reply.streams for reply in replies))
+        return None, False
+    return memory, all(reply.streams for reply in replies)
 
 
 def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[ChunkTask]:

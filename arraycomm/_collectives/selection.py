@@ -33,6 +33,7 @@ class Algorithm(enum.StrEnum):
     EXCHANGE = "exchange"
     SLICES = "slices"
     SEGMENT = "segment"
+    SHARED = "shared"
     NATIVE = "native"
     FUNCTION = "function"
     FUNCTION_BY_SLICES = "function by slices"
@@ -49,7 +50,7 @@ class Decision(NamedTuple):
     def sent(self) -> int:
         """How many bytes a rank sends to others."""
         match self.algorithm:
-            case Algorithm.LOCAL:
+            case Algorithm.LOCAL | Algorithm.SHARED:
                 return 0
             case Algorithm.SLICES | Algorithm.FUNCTION_BY_SLICES | Algorithm.NATIVE:
                 return 2 * self.nbytes * (self.size - 1) // self.size

@@ -35,6 +35,8 @@ from arraycomm._transports.base import Handle, Steps
 
 # How elements have moved, if that is not an algorithm of a reduction: by the link's own movement.
 _MOVEMENT: Final = "movement"
+# Those of a call whose elements need not be what movements have moved.
+_WITHOUT_MOVEMENTS: Final = ("", Algorithm.SEGMENT, Algorithm.SHARED, Algorithm.HEADER)
 # The attribute of an error that a call has raised, which the other ranks know of.
 _KNOWN: Final = "_arraycomm_known"
 # Nanoseconds after which what has been recorded is saved again.
@@ -85,7 +87,7 @@ class _Call:
     def used(self, group: Group) -> str:
         """Return how the elements have moved."""
         if self.moved:
-            by_movement = self.algorithm not in ("", Algorithm.SEGMENT, Algorithm.HEADER)
+            by_movement = self.algorithm not in _WITHOUT_MOVEMENTS
             slices = self.operation == Allreduce.name
             return self.algorithm if by_movement else Algorithm.SLICES if slices else _MOVEMENT
         if self.algorithm or not self.stepped:
@@ -244,6 +246,9 @@ def _algorithm(made: Operation) -> str:
     if made.payload is not None:
         return Algorithm.HEADER
     if isinstance(made, Allreduce):
+        if made.length:
+            # Where the arrays lie, if that is memory that the ranks share.
+            return Algorithm.SHARED
         link, dtype = made.placement.link, made.source.dtype
         return selection.select(link, made.op, dtype, made.nbytes).algorithm
     if isinstance(made, Reduce):

@@ -12,6 +12,7 @@ _ALGORITHMS: Final = "arraycomm/_collectives/algorithms.py"
 _REDUCTIONS: Final = "arraycomm/_collectives/reductions.py"
 _MOVEMENTS: Final = "arraycomm/_collectives/movements.py"
 _FUNCTIONS: Final = "arraycomm/_collectives/function_reductions.py"
+_SHARED: Final = "arraycomm/_collectives/shared_arrays.py"
 _FAST: Final = "arraycomm/_collectives/fast_path.py"
 _PLACEMENT: Final = "arraycomm/_collectives/placement.py"
 
@@ -128,6 +129,22 @@ ALGORITHMS: Final = (
         "            rows = yield from _gather_rows(link, source)\n"
         "            link.fold(op, source.dtype, rows[:-1], target)",
         ("way_does_not_matter",),
+    ),
+    Fault(
+        "places not compared",
+        "arrays of one block of shared memory are reduced there, wherever in it they lie on each rank",
+        _SHARED,
+        "return digest(found, into)",
+        "return digest(found[0], into and into[0])",
+        ("arrays_in_shared_memory_give_the_same_bits",),
+    ),
+    Fault(
+        "slice kept from the last rank",
+        "a slice folded in shared memory is written to all ranks but the last",
+        _SHARED,
+        "        outs = blocks.rows(target)",
+        "        outs = blocks.rows(target)[: link.size - 1 or 1]",
+        ("arrays_in_shared_memory_give_the_same_bits",),
     ),
     Fault(
         "last rank skipped in one slice",

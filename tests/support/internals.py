@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arraycomm._collectives import groups
+from arraycomm._collectives import groups, shared_arrays
 from arraycomm._collectives import segment as segments
 from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
@@ -210,6 +210,12 @@ def segment(comm: Communicator) -> Any:
     """Return the shared segment of the trees, or None."""
     transport = group_of(comm).transport
     return segments.opened(transport)
+
+
+def shared_blocks(comm: Communicator) -> Any:
+    """Return the blocks of `empty` of which this rank has an array, by their numbers."""
+    blocks = shared_arrays._blocks.get(group_of(comm).transport)
+    return {} if blocks is None else blocks.alive
 
 
 def forbid_segment(comm: Communicator) -> None:

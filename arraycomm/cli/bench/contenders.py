@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 TITLES: Final = {
     "out": "arraycomm, out=",
     "fresh": "arraycomm",
+    "shared": "arraycomm, in shared memory",
     "unchecked": "arraycomm, check=False",
     "plan": "arraycomm, plan(tree)",
     "tree": "arraycomm, allreduce_tree",
@@ -63,6 +64,7 @@ _GLOO_DTYPES: Final = frozenset(
 _NOT_IN_TORCH: Final = frozenset(("uint16", "uint32", "uint64"))
 # JAX truncates these to 32 bits by default.
 _NOT_IN_JAX: Final = frozenset(("int64", "uint64", "float64", "complex128"))
+_LARGE: Final = 64 << 10
 _TIMEOUT: Final = timedelta(seconds=120)
 
 
@@ -214,9 +216,11 @@ def installed(framework: str) -> bool:
     return find_spec(framework) is not None
 
 
-def keys_of(framework: str) -> list[str]:
-    """Return the keys of the contenders for a framework's arrays."""
-    keys = ["out", "fresh", "unchecked", "mpi4py"]
+def keys_of(framework: str, nbytes: int) -> list[str]:
+    """Return the keys of the contenders for a framework's arrays of so many bytes."""
+    # Arrays that travel with the header lie in ordinary memory.
+    shared = ["shared"] if nbytes >= _LARGE else []
+    keys = ["out", *shared, "fresh", "unchecked", "mpi4py"]
     if framework == "torch":
         return [*keys, "gloo"]
     # A JAX array cannot be written, so it can be neither `out` nor a buffer for MPI.
@@ -244,6 +248,14 @@ def _unchecked(framework: str, case: Case, field: Field) -> Contender:
 
 def _fresh(framework: str, case: Case, field: Field) -> Contender:
     return _returning("fresh", field.comm, framework, case)
+
+
+def _shared(framework: str, case: Case, field: Field) -> Contender:
+    like = _array(case.y[:0], framework)
+    x, y = (field.comm.empty(case.count, case.dtype, like) for _ in range(2))
+    as_numpy(x)[...] = case.x
+    call = partial(field.comm.allreduce, x, out=y)
+    return Contender("shared", framework, call, lambda: as_numpy(call()))
 
 
 def _into(key: str, comm: Communicator, framework: str, case: Case) -> Contender:
@@ -293,6 +305,7 @@ def _gloo(framework: str, case: Case, field: Field) -> Contender:
 
 _MAKERS: Final[dict[str, Callable[[str, Case, Field], Contender]]] = {
     "out": _out,
+    "shared": _shared,
     "fresh": _fresh,
     "unchecked": _unchecked,
     "mpi4py": _mpi4py,

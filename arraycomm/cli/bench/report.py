@@ -37,7 +37,7 @@ _WITH_BANDWIDTH: Final = frozenset(("bandwidth", "trees"))
 # Modes whose contenders differ in what they do, so that each is compared with the references.
 _ALL_COMPARED: Final = frozenset(("jax",))
 _OWN: Final = (
-    *("out", "fresh", "unchecked", "plan", "tree", "step"),
+    *("out", "shared", "fresh", "unchecked", "plan", "tree", "step"),
     *("jit", "jit-donated", "optax", "adapter"),
 )
 _NOT_TIMED: Final = {"unsupported": "–", "wrong": "wrong", "error": "error"}
@@ -104,9 +104,12 @@ def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> T
 
 
 def comparisons(mode: str, keys: Sequence[str]) -> list[tuple[str, str]]:
-    """Pair arraycomm's first contender among these keys, or in some modes each, with each reference."""
+    """Pair arraycomm's first contender among these keys, or in some modes each, with each reference.
+
+    One with memory of its own is compared as well.
+    """
     own = [key for key in _OWN if key in keys]
-    first = own if mode in _ALL_COMPARED else own[:1]
+    first = own if mode in _ALL_COMPARED else [k for k in own if k in (own[0], "shared")]
     return [(key, other) for key in first for other in REFERENCES if other in keys]
 
 

@@ -107,7 +107,7 @@ def _entered(
 ) -> tuple[Case, list[Entry]]:
     """Return an array to sum, and who takes part."""
     case = Case(dtype, nbytes, field.rank, field.size)
-    wanted = [(f, key) for f in frameworks for key in keys_of(f) if key in only]
+    wanted = [(f, key) for f in frameworks for key in keys_of(f, nbytes) if key in only]
     return case, [enter(field, case, key, framework, make) for framework, key in wanted]
 
 

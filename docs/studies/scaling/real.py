@@ -29,6 +29,7 @@ NOT_MODELLED: Final = {
     Algorithm.LOCAL: "one rank",
     Algorithm.GATHER: "devices only: on hosts, arrays so small are shown in slots",
     Algorithm.SEGMENT: "memory that the ranks of a node share",
+    Algorithm.SHARED: "arrays in memory that the ranks of a node share",
     Algorithm.NATIVE: "a device's own reduction",
     Algorithm.FUNCTION: "a function of the user's",
     Algorithm.FUNCTION_BY_SLICES: "a function of the user's",
