@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi_control import translated
+from arraycomm._transports.mpi_relay import Relay, pieces_of, route
 
 # The control channel has the tag 0. Messages that are passed on have tags of their own, one for each of
 # the movements that may overlap, since others may begin meanwhile.
@@ -64,7 +65,7 @@ class DirectMessages:
     """
 
     def __init__(self, comm: MPI.Intracomm, nodes: Sequence[int]) -> None:
-        self._comm, self._rank = comm, comm.rank
+        self._comm, self._rank, self._nodes = comm, comm.rank, nodes
         members: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
             members.setdefault(node, []).append(rank)
@@ -117,6 +118,13 @@ class DirectMessages:
             return later
 
         return _Messages(first, recv.buffer, then=then)
+
+    def bcast(self, buffer: Bytes, root: int) -> Handle:
+        """Make every rank's buffer that of `root`."""
+        self._movements += 1
+        pieces = pieces_of(buffer)
+        by = route(self._rank, root, self._nodes, len(pieces))
+        return Relay(self._comm, pieces, by, _PASSED_ON + self._movements % _OVERLAPPING)
 
     def _receive(self, requests: Requests, into: Bytes, origin: int, tag: int) -> None:
         if len(into):
