@@ -11,6 +11,7 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks
+from arraycomm._transports.crossovers import Crossovers
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH, TIMEOUT
 
@@ -94,6 +95,25 @@ def test_sums_have_the_bits_of_the_order_of_ranks(comm: Communicator, count: int
     assert comm.allreduce(x, out=x).tobytes() == expected.tobytes()
     reduced = comm.reduce(rows[comm.rank], root=1)
     assert comm.rank != 1 or reduced.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("measured", "algorithm"),
+    [
+        (Crossovers(exchange=1 << 24, gather=1 << 24, chunk=64 << 10), {"exchange", "gather"}),
+        (Crossovers(exchange=0, gather=0, chunk=64 << 10), {"slices"}),
+    ],
+)
+def test_measured_crossovers_change_the_algorithm_but_no_bits(
+    comm: Communicator, measured: Crossovers, algorithm: set[str]
+) -> None:
+    link = internals.transport(comm)
+    x = np.random.default_rng(comm.rank).standard_normal(300_001, np.float32)
+    expected = comm.allreduce(x)
+    link.crossovers = measured
+    assert ac.explain(x, comm=comm).algorithm in algorithm
+    assert comm.allreduce(x).tobytes() == expected.tobytes()
+    assert comm.allreduce(x, out=x).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("nbytes", [1 << 17, 3 << 20])
