@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi_control import translated
-from arraycomm._transports.mpi_relay import Relay, pieces_of, route
+from arraycomm._transports.mpi_relay import NODES, Relay, pieces_of, route
 
 # The control channel has the tag 0. Messages that are passed on have tags of their own, one for each of
 # the movements that may overlap, since others may begin meanwhile.
@@ -62,6 +62,11 @@ class DirectMessages:
         All ranks.
     nodes : sequence of int
         For each rank, a number that only the ranks on its node have too.
+
+    Attributes
+    ----------
+    broadcasts : bool
+        Whether the nodes are few enough for `bcast`.
     """
 
     def __init__(self, comm: MPI.Intracomm, nodes: Sequence[int]) -> None:
@@ -79,6 +84,7 @@ class DirectMessages:
             rank: sorted(r for ranks in others for r in ranks if own[place[r] % len(own)] == rank)
             for rank in own
         }
+        self.broadcasts = len(members) <= NODES
         self._movements = 0
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:

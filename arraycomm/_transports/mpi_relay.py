@@ -14,9 +14,11 @@ from mpi4py import MPI
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi_control import translated
 
-# A piece has at least so many bytes, and there are at most so many pieces.
-_LEAST: Final = 256 << 10
-_MOST: Final = 64
+# A piece has at least so many bytes, and there are at most so many pieces: with 64 the whole took twice as long.
+_LEAST: Final = 1 << 20
+_MOST: Final = 4
+# On more nodes, pieces would have too far to go, and the MPI broadcasts itself.
+NODES: Final = _MOST
 
 
 class Route(NamedTuple):

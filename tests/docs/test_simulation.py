@@ -15,7 +15,7 @@ import pytest
 
 from arraycomm import Request
 from arraycomm._collectives.selection import Algorithm
-from arraycomm._transports.base import DIRECT_RANKS, Blocks
+from arraycomm._transports.base import Blocks
 from arraycomm._transports.crossovers import Crossovers
 from docs.studies.scaling import model, movements, real, rounds
 from docs.studies.scaling.large import cluster
@@ -305,10 +305,10 @@ def test_few_ranks_gather_by_the_messages_of_the_library(nodes, monkeypatch) -> 
 
 
 def test_few_ranks_broadcast_by_as_many_messages_of_the_library() -> None:
-    from arraycomm._transports.mpi_relay import pieces_of, route
+    from arraycomm._transports.mpi_relay import NODES, pieces_of, route
 
     pieces = len(pieces_of(np.zeros(real.COLLECTIVE_BYTES, np.uint8)))
-    for size in range(2, DIRECT_RANKS + 1):
+    for size in range(2, NODES + 1):
         sent = [pieces * len(route(rank, 0, range(size), pieces).to) for rank in range(size)]
         planned = model.COLLECTIVES["bcast"](size, real.COLLECTIVE_BYTES)
         assert max(sent) == model.messages(planned)

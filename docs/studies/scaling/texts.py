@@ -91,7 +91,7 @@ the bytes that a rank sends, header included, from the rank that sends most; and
 {table}
 
 - The library decides how arrays move. What a movement (an all-to-all, an allgather, …) takes is the MPI's choice, and is a schedule here: an all-to-all goes from one partner to the next, an allgather doubles or
-  is a ring as in MPICH, `gather` and `scatter` go rank by rank, and `bcast` is a tree. Between nodes, the library itself sends the messages of an allgather and of a `bcast` on up to 16 ranks (larger arrays than here go in pieces, from one rank to the next), and those of a step of the control channel: both are schedules here,
+  is a ring as in MPICH, `gather` and `scatter` go rank by rank, and `bcast` is a tree. Between nodes, the library itself sends the messages of an allgather on up to 16 ranks, of a `bcast` on up to 16 ranks of up to four nodes (larger arrays than here go in pieces, from one rank to the next), and those of a step of the control channel: both are schedules here,
   with the library's messages. A step takes no message in shared memory.
 - "Messages" are counted on the rank that sends most: of a header, this is the first rank of a node. Chunks overlap here as in the library: a rank begins the movements of the next chunk before it folds.
 - Folds take γ for each byte. What Python does takes no time, nor does the fold of what came with the header.
