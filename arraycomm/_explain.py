@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from arraycomm._errors import naming
 from arraycomm._native import compiled
 from arraycomm._protocol.group import Group
 from arraycomm._session import world
+from arraycomm._transports.crossovers import NOT_MEASURED
 
 _IN_WORDS: Final = {
     Algorithm.LOCAL: "one rank alone: nothing is sent",
@@ -37,6 +39,11 @@ _IN_WORDS: Final = {
     "then slices are gathered",
     Algorithm.NATIVE: "the transport reduces by its own means, in an order that does not show",
 }
+# Between which of them the size decides, by measured crossovers if there are some.
+_BY_SIZE: Final = (
+    *(Algorithm.STEPS, Algorithm.GATHER, Algorithm.EXCHANGE),
+    *(Algorithm.SLICES, Algorithm.SEGMENT),
+)
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
 def _notes(
     group: Group, decision: Decision, x: Any, link: DeviceLink | None, reason: str
 ) -> list[str]:
-    notes = []
+    notes = list(_measured(group, decision)) if link is None or link.name == "staged" else []
     if decision.algorithm is Algorithm.SHARED:
         notes.append(
             "x is in memory of comm.empty: this holds if all ranks pass the same part of it, and an out in "
@@ -167,3 +174,16 @@ def _notes(
         own = "the transport's own" if native else "that of the ranks all the same"
         notes.append(f"reproducible=False: the order is {own}")
     return notes
+
+
+def _measured(group: Group, decision: Decision) -> Iterator[str]:
+    """Say whether a file of measured crossovers has decided between algorithms."""
+    if not group.options.tuning.entries or decision.algorithm not in _BY_SIZE:
+        return
+    transport, path = group.transport, group.options.tuning.path
+    nodes = len(set(transport.nodes()))
+    shape = f"{group.size} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+    if transport.crossovers == NOT_MEASURED:
+        yield f"chosen as without measurements: {path} has none of {shape}"
+    else:
+        yield f"chosen by what was measured of {shape}: {path}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,6 +23,7 @@ from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._protocol.tuning import UNTUNED, tuning_of
 from arraycomm._transports.base import Transport
 from arraycomm._transports.mpi_files import check_room
 
@@ -191,18 +192,22 @@ def _version() -> str:
 def _checked_by_all(
     mpi_comm: Any, arguments: Arguments, transport: Transport
 ) -> tuple[Options, DeviceRequest]:
-    """Return this rank's arguments, once every rank has found its own to be right."""
+    """Return this rank's arguments, once every rank has found its own to be right.
+
+    What was measured of the cluster comes from rank 0, which alone need have the file.
+    """
     try:
+        tuning = tuning_of(os.environ) if mpi_comm.rank == 0 else UNTUNED
         if arguments.backend not in _BACKENDS:
             raise ValueError(
                 f"init: over MPI backend must be one of {', '.join(_BACKENDS)}; "
                 f"got {arguments.backend!r}"
             )
-        found = arguments.checked(transport.local_rank, transport.local_size)
+        options, request = arguments.checked(transport.local_rank, transport.local_size)
     except Exception as error:
         mpi_comm.allgather(Failure(text_of(error), describe_raise(error)))
         raise
     replies: list[Detail] = mpi_comm.allgather(Nothing())
     if any(isinstance(reply, Failure) for reply in replies):
         raise peer_error("init", replies)
-    return found
+    return replace(options, tuning=mpi_comm.bcast(tuning)), request

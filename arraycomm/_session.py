@@ -136,6 +136,11 @@ def init(
     Communicator
         `world()` returns it too.
 
+    Notes
+    -----
+    With several ranks, `ARRAYCOMM_TUNING` may name a file that `arraycomm bench --tune` has written: which
+    algorithm a reduction takes then follows what was measured. Rank 0 reads the file for all ranks.
+
     Raises
     ------
     BackendUnavailableError
@@ -150,7 +155,7 @@ def init(
         Ranks pass different arguments, or run different versions of arraycomm.
     ValueError
         A second call passes an argument that differs from the first, an environment variable has
-        a value that does not exist, or a list of devices is shorter than the number of ranks on a
+        a value that does not exist or names a wrong file, or a list of devices is shorter than the number of ranks on a
         node.
     """
     if backend not in _BACKENDS:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from arraycomm._collectives import algorithms, selection
+from arraycomm._collectives import chunks as chunking
 from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._frameworks import elements_of
@@ -32,15 +33,15 @@ _choice = _Choice()
 @pytest.fixture(scope="module", autouse=True)
 def _choices_are_made_here() -> Iterator[None]:
     choose, chunks = selection.choose, algorithms._chunks
-    overlapping_chunk = selection.overlapping_chunk
+    overlapping_chunk = chunking.overlapping_chunk
 
     def choose_here(nbytes, size, *about_link):
         if _choice.way is None or size == 1:
             return choose(nbytes, size, *about_link)
         return selection.Algorithm(_choice.way)
 
-    def overlapping_chunk_here(nbytes):
-        return overlapping_chunk(nbytes) if _choice.chunk is None else 8 * _choice.chunk
+    def overlapping_chunk_here(*about):
+        return overlapping_chunk(*about) if _choice.chunk is None else 8 * _choice.chunk
 
     def chunks_here(link, array, rows=1):
         if _choice.chunk is None:
@@ -50,7 +51,7 @@ def _choices_are_made_here() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "choose", choose_here)
-        patch.setattr(selection, "overlapping_chunk", overlapping_chunk_here)
+        patch.setattr(chunking, "overlapping_chunk", overlapping_chunk_here)
         patch.setattr(algorithms, "_chunks", chunks_here)
         yield
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._collectives import segment, selection
+from arraycomm._collectives import chunks, segment, selection
 from arraycomm._collectives.blocks import (
     blocks_of,
     columns_of,
@@ -211,11 +211,12 @@ def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Moves:
 def _in_overlapping_slices(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     """Fold a slice of each chunk while the next chunk's slices, and the folded ones before, are under way."""
     size, rank, dtype = link.size, link.rank, source.dtype
-    step = selection.overlapping_chunk(source.nbytes) // source.itemsize
+    chunk = chunks.overlapping_chunk(source.nbytes, size, link.crossovers.chunk)
+    step = chunk // source.itemsize
     cuts = [_bounds(chunk, size) for chunk in _ranges(len(source), max(step, size))]
     longest = max(bounds[rank + 1] - bounds[rank] for bounds in cuts)
-    scratch = link.take((2 * size - 1) * longest, dtype)
-    halves = rows_of(scratch[longest:], 2)
+    scratch = link.take((1 + min(2, len(cuts)) * (size - 1)) * longest, dtype)
+    halves = rows_of(scratch[longest:], min(2, len(cuts)))
     aliased = overlap(source, target)
     gathering: Handle | None = None
     scattered: list[Handle] = []
@@ -243,7 +244,8 @@ def _in_overlapping_slices(link: Link, source: Flat, target: Flat, op: str) -> M
 def _in_overlapping_exchanges(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     """Fold all ranks' elements of a chunk while those of the next one are under way."""
     size, rank, dtype = link.size, link.rank, source.dtype
-    step = max(selection.overlapping_chunk(source.nbytes) // source.itemsize, 1)
+    chunk = chunks.overlapping_chunk(source.nbytes, size, link.crossovers.chunk)
+    step = max(chunk // source.itemsize, 1)
     cuts = [slice(chunk.start, chunk.stop) for chunk in _ranges(len(source), step)]
     scratch = link.take((2 * size - 1) * step, dtype)
     halves = rows_of(scratch[step:], 2)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from arraycomm._collectives import algorithms, function_reductions, shared_arrays
 from arraycomm._collectives.arguments import check_root, check_rows, check_shares
 from arraycomm._collectives.blocks import bounds_of
+from arraycomm._collectives.chunks import reserve
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.operation import ArrayOperation, Context
-from arraycomm._collectives.scratch import reserve
 from arraycomm._dtypes import DType, check_op, check_reducible
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
@@ -28,6 +28,8 @@ class Reduction(ArrayOperation):
     """
 
     header_independent = True
+    # Whether chunks may be longer than usual, since they overlap.
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, context: Context, x: Any, op: str | Op, root: int | None = None) -> None:
         super().__init__(context, x, op)
@@ -37,7 +39,7 @@ class Reduction(ArrayOperation):
     def pack(self, room: int) -> Bytes | None:
         payload = super().pack(room)
         if payload is None and self.placement.host:
-            reserve(self.group.transport)
+            reserve(self.group.transport, self.flat.nbytes if self.overlaps else 0)
         return payload
 
     @property
@@ -69,6 +71,7 @@ class Allreduce(Reduction):
     """See `Communicator.allreduce`."""
 
     name, code = "allreduce", 2
+    overlaps = True
 
     def __init__(self, context: Context, x: Any, op: str | Op, out: Any) -> None:
         super().__init__(context, x, op)

@@ -9,6 +9,7 @@ from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.segment import is_preferred
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Link
+from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
 
 # Slots of the control channel that are shown one after another, and folded by every rank: up to so many.
 MAX_STEPS: Final = 16
@@ -18,9 +19,6 @@ GATHER_BYTES: Final = 64 << 10
 CHUNK_BYTES: Final = 4 << 20
 # Of two ranks whose movements overlap, each takes the other's elements and folds all, up to so many bytes.
 EXCHANGE_BYTES: Final = 2 << 20
-# Reductions whose movements overlap go in about so many chunks, of at least and at most so many bytes.
-_OVERLAPPING: Final = 4
-_LEAST_CHUNK: Final = 1 << 20
 
 
 class Algorithm(enum.StrEnum):
@@ -61,7 +59,7 @@ class Decision(NamedTuple):
 def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Decision:
     """Decide how a link reduces so many bytes; the same arguments give the same answer on every rank."""
     payload, shared = link.slot
-    algorithm = choose(nbytes, link.size, payload, shared, link.overlaps)
+    algorithm = choose(nbytes, link.size, payload, shared, link.overlaps, link.crossovers)
     if isinstance(op, Op):
         algorithm = _by_function(op, algorithm)
     elif algorithm is not Algorithm.LOCAL and link.native(op, dtype):
@@ -71,28 +69,34 @@ def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Decision:
     return Decision(algorithm, nbytes, link.size)
 
 
-def choose(nbytes: int, size: int, payload: int, shared: bool, overlaps: bool = False) -> Algorithm:
+def choose(
+    nbytes: int,
+    size: int,
+    payload: int,
+    shared: bool,
+    overlaps: bool = False,
+    measured: Crossovers = NOT_MEASURED,
+) -> Algorithm:
     """Return the algorithm for `nbytes` on `size` ranks.
 
     `payload` is what fits in a slot of the control channel, which is memory of all ranks if `shared`.
-    `overlaps` is whether the link's movements may overlap.
+    `overlaps` is whether the link's movements may overlap. What was `measured` takes the place of thresholds.
     """
     if size == 1:
         return Algorithm.LOCAL
     if nbytes <= payload:
         return Algorithm.HEADER
-    if shared and nbytes <= MAX_STEPS * payload:
+    if shared and nbytes <= _or(measured.steps, MAX_STEPS * payload):
         return Algorithm.STEPS
-    if overlaps and size == 2 and nbytes <= EXCHANGE_BYTES:
+    if overlaps and size == 2 and nbytes <= _or(measured.exchange, EXCHANGE_BYTES):
         return Algorithm.EXCHANGE
-    if nbytes * size <= GATHER_BYTES:
+    if nbytes <= _or(measured.gather, GATHER_BYTES // size):
         return Algorithm.GATHER
     return Algorithm.SLICES
 
 
-def overlapping_chunk(nbytes: int) -> int:
-    """Return the bytes of a chunk of a reduction whose movements overlap."""
-    return min(max(nbytes // _OVERLAPPING, _LEAST_CHUNK), CHUNK_BYTES)
+def _or(measured: int | None, otherwise: int) -> int:
+    return otherwise if measured is None else measured
 
 
 def _by_function(op: Op, algorithm: Algorithm) -> Algorithm:

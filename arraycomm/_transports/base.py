@@ -21,6 +21,7 @@ from arraycomm._arrays.results import allocate
 from arraycomm._dtypes import DType
 from arraycomm._folds import fold, prefixes
 from arraycomm._transports.control import ControlChannel
+from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
 
 Bytes = np.ndarray[Any, Any]
 # One-dimensional, contiguous memory of a link: a NumPy array, or a `DeviceBuffer`.
@@ -62,12 +63,15 @@ class Link(abc.ABC):
         Larger reductions go in chunks of about this many bytes; 0 if the host's caches decide.
     overlaps : bool
         Whether a movement may begin before those before it have finished.
+    crossovers : Crossovers
+        What was measured between these ranks, which the choice of an algorithm follows.
     """
 
     rank: int
     size: int
     chunk_bytes: int = 0
     overlaps: bool = False
+    crossovers: Crossovers = NOT_MEASURED
 
     @property
     def slot(self) -> tuple[int, bool]:

@@ -127,6 +127,8 @@ class MPITransport(SharesFiles, Transport):
         )
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
+        if self._direct is not None and self._direct.broadcasts:
+            return self._direct.bcast(buffer, root)
         return self._start(lambda: self.mpi_comm.Ibcast([buffer, MPI.BYTE], root), buffer)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:

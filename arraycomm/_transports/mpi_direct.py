@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi_control import translated
+from arraycomm._transports.mpi_relay import NODES, Relay, pieces_of, route
 
 # The control channel has the tag 0. Messages that are passed on have tags of their own, one for each of
 # the movements that may overlap, since others may begin meanwhile.
@@ -61,10 +62,15 @@ class DirectMessages:
         All ranks.
     nodes : sequence of int
         For each rank, a number that only the ranks on its node have too.
+
+    Attributes
+    ----------
+    broadcasts : bool
+        Whether the nodes are few enough for `bcast`.
     """
 
     def __init__(self, comm: MPI.Intracomm, nodes: Sequence[int]) -> None:
-        self._comm, self._rank = comm, comm.rank
+        self._comm, self._rank, self._nodes = comm, comm.rank, nodes
         members: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
             members.setdefault(node, []).append(rank)
@@ -78,6 +84,7 @@ class DirectMessages:
             rank: sorted(r for ranks in others for r in ranks if own[place[r] % len(own)] == rank)
             for rank in own
         }
+        self.broadcasts = len(members) <= NODES
         self._movements = 0
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
@@ -117,6 +124,13 @@ class DirectMessages:
             return later
 
         return _Messages(first, recv.buffer, then=then)
+
+    def bcast(self, buffer: Bytes, root: int) -> Handle:
+        """Make every rank's buffer that of `root`."""
+        self._movements += 1
+        pieces = pieces_of(buffer)
+        by = route(self._rank, root, self._nodes, len(pieces))
+        return Relay(self._comm, pieces, by, _PASSED_ON + self._movements % _OVERLAPPING)
 
     def _receive(self, requests: Requests, into: Bytes, origin: int, tag: int) -> None:
         if len(into):

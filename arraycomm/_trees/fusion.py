@@ -43,6 +43,7 @@ class Fusion:
         self.bucket_bytes = bucket_bytes
         self.buckets = lay_out(specs, bucket_bytes)
         self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
+        self.longest = max((bucket.nbytes for bucket in self.buckets), default=0)
         self._slots = slots_of(specs, self.buckets)
         self._pool = BufferPool(self.nbytes)
         # Made when the leaves first go through the shared segment.

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+from arraycomm._collectives.chunks import reserve
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._collectives.runner import Runner
-from arraycomm._collectives.scratch import reserve
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
 from arraycomm._entries import opaque
@@ -227,7 +227,7 @@ class RunPlan(Operation):
         inline = nbytes <= room
         self.prefix = self._plan.prefix(nbytes if inline else -1, self.placement.device_flag)
         if not inline:
-            reserve(self.group.transport)
+            reserve(self.group.transport, self._fusion.longest)
             return None
         self._packed.pack(self._sources)
         return self._packed.buffer

@@ -12,10 +12,10 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._collectives.attempts import take_together
+from arraycomm._collectives.chunks import reserve
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.placement import HostPlacement
 from arraycomm._collectives.refusals import announced, check_taken
-from arraycomm._collectives.scratch import reserve
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._protocol.agreement import Agreement
@@ -77,7 +77,7 @@ class AllreduceTree(Operation):
 
     def pack(self, room: int) -> Bytes | None:
         if self.fusion.nbytes > room:
-            reserve(self.group.transport)
+            reserve(self.group.transport, self.fusion.longest)
             return None
         self.packed.pack(self.parts.sources)
         return self.packed.buffer

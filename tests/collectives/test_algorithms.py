@@ -1,15 +1,23 @@
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from arraycomm._collectives import algorithms
+from arraycomm._collectives.chunks import overlapping_chunk, scratch_bytes
 from arraycomm._collectives.selection import (
     CHUNK_BYTES,
     EXCHANGE_BYTES,
     GATHER_BYTES,
     MAX_STEPS,
     choose,
-    overlapping_chunk,
 )
+from arraycomm._transports.crossovers import Crossovers
 
 SLOT = 32 << 10
 
@@ -48,9 +56,25 @@ def test_two_ranks_between_nodes_exchange_what_is_not_large(nbytes, size, chosen
     assert choose(nbytes, size, SLOT, False, overlaps=True) == chosen
 
 
-def test_chunks_that_overlap_are_neither_tiny_nor_larger_than_others() -> None:
-    sizes = [overlapping_chunk(nbytes) for nbytes in (1, 1 << 22, 1 << 23, 1 << 24, 1 << 30)]
-    assert sizes == [1 << 20, 1 << 20, 2 << 20, CHUNK_BYTES, CHUNK_BYTES]
+def test_chunks_that_overlap_are_neither_tiny_nor_larger_than_others_of_few_ranks() -> None:
+    sizes = [overlapping_chunk(nbytes, 2) for nbytes in (0, 1, 1 << 22, 1 << 23, 1 << 24, 1 << 26)]
+    assert sizes == [64, 64, 1 << 20, 2 << 20, CHUNK_BYTES, CHUNK_BYTES]
+
+
+@given(
+    st.integers(1, 1 << 40), st.integers(2, 1 << 20), st.none() | st.integers(64 << 10, 256 << 20)
+)
+def test_chunks_that_overlap_are_about_equally_long(nbytes, size, measured) -> None:
+    chunk = overlapping_chunk(nbytes, size, measured)
+    assert chunk % 64 == 0
+    assert chunk <= 256 << 20
+    count = -(-nbytes // chunk)
+    # Whole elements of any length: no chunk has only what was left.
+    assert count == -(-nbytes // (chunk // 16 * 16))
+    assert count * chunk - nbytes <= 64 * count
+    assert measured is None or measured // 2 <= chunk or nbytes <= chunk
+    more = overlapping_chunk(nbytes, 4 * size, measured)
+    assert -(-nbytes // more) <= count
 
 
 def test_larger_messages_never_go_back_to_the_way_of_smaller_ones() -> None:
@@ -59,3 +83,37 @@ def test_larger_messages_never_go_back_to_the_way_of_smaller_ones() -> None:
         sizes = range(0, 1 << 22, 997)
         ways = [order.index(choose(n, size, SLOT, shared, overlaps)) for n in sizes]
         assert ways == sorted(ways)
+
+
+@example(size=2, count=1 << 22, itemsize=16, measured=Crossovers(exchange=1 << 30, chunk=32 << 20))
+@example(size=20, count=1 << 22, itemsize=16, measured=Crossovers())
+@example(size=50, count=1 << 16, itemsize=16, measured=Crossovers(gather=1 << 20))
+@given(
+    size=st.integers(2, 4096),
+    count=st.integers(1, 1 << 22),
+    itemsize=st.sampled_from((1, 2, 4, 8, 16)),
+    measured=st.builds(
+        Crossovers,
+        gather=st.none() | st.integers(0, 1 << 18),
+        chunk=st.none() | st.integers(64 << 10, 256 << 20),
+    ),
+)
+def test_scratch_memory_is_taken_beforehand(size, count, itemsize, measured) -> None:
+    """Of the rank whose slices are the longest, and whose `take` would fail after the header otherwise."""
+    taken: list[int] = []
+
+    class TakenError(Exception):
+        pass
+
+    def take(count, dtype):
+        taken.append(count * dtype.itemsize)
+        raise TakenError
+
+    link: Any = SimpleNamespace(
+        rank=size - 1, size=size, overlaps=True, crossovers=measured, take=take, slot=(-1, False)
+    )
+    link.native = lambda *_: False
+    array = np.broadcast_to(np.zeros(1, f"V{itemsize}"), count)
+    with pytest.raises(TakenError):
+        next(algorithms.allreduce(link, array, array, "sum"))
+    assert taken[0] <= scratch_bytes(link, array.nbytes)

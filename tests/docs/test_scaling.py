@@ -13,6 +13,7 @@ from arraycomm._transports.control import PAYLOAD, SharedControl, message_slot
 from docs.studies import figure
 from docs.studies.scaling import fit, measure, model, rounds
 from docs.studies.scaling import page as scaling
+from docs.studies.scaling.large import cluster
 
 ALPHA, BETA, GAMMA = 2e-6, 1e-10, 3e-10
 SIZES = [2, 3, 4, 7, 8, 64, 100, 257]
@@ -156,10 +157,28 @@ def test_between_nodes_folds_hide_behind_messages_or_messages_behind_folds() -> 
         (1e-8, 2 * moved + 4 * share * 1e-8),
     ):
         on = replace(machine(), fold_byte=gamma)
-        assert model.in_slices(16, nbytes, on) == pytest.approx(expected)
+        assert model.in_slices(16, nbytes, on, chunk=1 << 20) == pytest.approx(expected)
     on = machine(part=1e-6, begin=1e-5)
-    python = model.in_slices(16, nbytes, on) - model.in_slices(16, nbytes, machine())
-    assert python == pytest.approx(4 * (2e-5 + 16e-6))
+    python, bare = (model.in_slices(16, nbytes, m, chunk=1 << 20) for m in (on, machine()))
+    assert python - bare == pytest.approx(4 * (2e-5 + 16e-6))
+
+
+def test_the_library_cuts_arrays_about_as_well_as_can_be() -> None:
+    """No number of chunks is much faster on the machine that is assumed, whatever the ranks and the bytes."""
+    worst = 0.0
+    for per_node in (1, 64):
+        on = cluster(scaling.stored(), per_node)
+        for size in (1 << k for k in range(2, 18)):
+            for nbytes in (1 << 20, 8 << 20, 100_000_000, 1 << 29):
+                if size <= per_node:
+                    continue
+                best = min(
+                    model.in_slices(size, nbytes, on, chunk=chunk)
+                    for count in (1, 2, 4, 8, 16, 32, 64, 128)
+                    if 64 << 10 <= (chunk := -(-nbytes // count)) <= 256 << 20
+                )
+                worst = max(worst, model.in_slices(size, nbytes, on) / best)
+    assert worst < 1.2
 
 
 def test_ranks_of_a_node_share_its_link() -> None:

@@ -16,11 +16,13 @@ import pytest
 from arraycomm import Request
 from arraycomm._collectives.selection import Algorithm
 from arraycomm._transports.base import Blocks
+from arraycomm._transports.crossovers import Crossovers
 from docs.studies.scaling import model, movements, real, rounds
 from docs.studies.scaling.large import cluster
 from docs.studies.scaling.network import Network
 from docs.studies.scaling.page import simulated, stored
 from docs.studies.scaling.simulated import communicators, transports
+from tests.support import internals
 
 ALPHA, BETA, GAMMA = 2e-6, 1e-10, 3e-10
 STORED, OTHERS = simulated()
@@ -63,6 +65,33 @@ def test_so_it_did_on_a_thousand_ranks() -> None:
         assert call.seconds == pytest.approx(call.predicted(on[call.per_node]), rel=1e-3), call
     chosen = {(r, a) for r in (1000, 1024) for a, _ in real.cases(r, machine())}
     assert {(call.ranks, call.algorithm) for call in STORED if call.per_node == 1} >= chosen
+
+
+def reduced(size: int, nbytes: int, chunk: int | None) -> float:
+    """Return when all simulated ranks have reduced an array, by slices in chunks of this length."""
+    network = Network(size, cluster(stored(), 1), moves_data=False)
+    comms = communicators(network)
+    for comm in comms:
+        internals.transport(comm).crossovers = Crossovers(gather=0, chunk=chunk)
+    x, out = np.zeros((2, nbytes // 4), np.float32)
+    network.run([partial(comm.iallreduce, x, out=out) for comm in comms])
+    return float(network.clock.max())
+
+
+@pytest.mark.parametrize(("size", "nbytes"), [(20, 64 << 20), (110, 8 << 20)])
+def test_no_other_length_of_chunks_is_much_faster(size, nbytes) -> None:
+    lengths = [nbytes // count for count in (1, 2, 4, 8, 16)]
+    others = [reduced(size, nbytes, max(chunk, 64 << 10)) for chunk in lengths]
+    assert reduced(size, nbytes, None) < 1.1 * min(others)
+    # The length does matter.
+    assert max(others) > 1.2 * min(others)
+
+
+def test_chunks_of_the_length_of_few_ranks_took_a_thousand_longer() -> None:
+    on = real.without_python(cluster(stored(), 1))
+    (call,) = (c for c in STORED if (c.ranks, c.nbytes, c.per_node) == (1024, 8 << 20, 1))
+    header = model.header(1024, on, False)
+    assert call.seconds < 0.5 * (header + model.in_slices(1024, 8 << 20, on, chunk=2 << 20))
 
 
 def test_a_thousand_ranks_show_headers() -> None:
@@ -273,6 +302,16 @@ def test_few_ranks_gather_by_the_messages_of_the_library(nodes, monkeypatch) -> 
         for rank in np.flatnonzero(step.to != rounds.NOBODY)
     )
     assert planned == sent
+
+
+def test_few_ranks_broadcast_by_as_many_messages_of_the_library() -> None:
+    from arraycomm._transports.mpi_relay import NODES, pieces_of, route
+
+    pieces = len(pieces_of(np.zeros(real.COLLECTIVE_BYTES, np.uint8)))
+    for size in range(2, NODES + 1):
+        sent = [pieces * len(route(rank, 0, range(size), pieces).to) for rank in range(size)]
+        planned = model.COLLECTIVES["bcast"](size, real.COLLECTIVE_BYTES)
+        assert max(sent) == model.messages(planned)
 
 
 def test_empty_blocks_are_no_messages() -> None:

@@ -29,6 +29,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with hosts.hosts(3, tmp_path_factory.mktemp("three")) as made:
+        yield made
+
+
 # What a job on hosts runs: the laws, and the digests of results, which are those of one host.
 _TESTS: Final = [
     "properties/test_laws.py::TestSharedMemory",
@@ -69,6 +75,19 @@ while True:
 """
 
 
+# The last rank sends an array of this many bytes to all.
+_SENT: Final = 32 << 20
+_BROADCAST: Final = f"""
+import numpy as np
+import arraycomm as ac
+
+comm = ac.init()
+x = np.random.default_rng(0).integers(0, 256, {_SENT}, np.uint8)
+root = comm.size - 1
+assert (comm.bcast(x if comm.rank == root else None, root) == x).all()
+"""
+
+
 # With more ranks than cores each law takes longer: some of them are enough.
 _ALL: Final = "not messages"
 _SOME: Final = "mpi-shared-4 or TestSharedMemory and (disagree or order)"
@@ -93,6 +112,32 @@ def test_laws_and_bits_are_those_of_one_host(two: Hosts, each: int, chosen: str)
     assert " passed" in out, out
     # They went by the network, and not by memory of the machine.
     assert two.received(0) - before > 1_000_000
+
+
+def test_three_hosts_of_two_ranks_hold_laws(three: Hosts) -> None:
+    job = three.start(
+        2,
+        *("-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-k", "disagree or order"),
+        str(ROOT / _TESTS[0]),
+        EXAMPLES="1",
+        EVERY="1",
+        PYTHONPATH=str(ROOT),
+    )
+    out = _output(three, job)
+    assert job.returncode == 0, out
+    assert " passed" in out, out
+
+
+@pytest.mark.each_mpi
+def test_each_host_gets_one_copy_of_a_broadcast(three: Hosts) -> None:
+    before = [three.received(number) for number in range(3)]
+    job = three.start(2, "-c", _BROADCAST, PYTHONPATH=str(ROOT))
+    out = _output(three, job)
+    assert job.returncode == 0, out
+    *others, own = (three.received(number) - b for number, b in enumerate(before))
+    # And what starts a job, with the headers of TCP.
+    assert all(_SENT <= received < 1.25 * _SENT for received in others)
+    assert own < 0.25 * _SENT
 
 
 @pytest.mark.each_mpi

@@ -5,6 +5,7 @@ Needs root and `ip`. What is started on one host reaches another only over the n
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -25,6 +26,9 @@ while [ "${{1#-}}" != "$1" ]; do shift; done
 name={prefix}h${{1##*.}}; shift
 exec ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec sh -c "$1"' "$name" "$*"
 """
+# How often a process has had hosts, and how often it may have them at the same time.
+_made: Final = itertools.count()
+_SETS: Final = 4
 # UCX would find out that the hosts are one machine, and use its memory.
 _NETWORK: Final = {"UCX_TLS": "tcp,self"}
 
@@ -42,9 +46,9 @@ class Hosts:
 
     def __init__(self, count: int, folder: Path) -> None:
         self.count = count
-        # Of this process: others may have hosts of their own.
-        number = os.getpid()
-        self._prefix = f"ac{number % 100_000}"
+        # Of this process, which may have hosts more than once, as others may.
+        number = _SETS * os.getpid() + next(_made) % _SETS
+        self._prefix = f"ac{number % 1_000_000}"
         self._network = f"10.{64 + number // 250 % 64}.{number % 250}"
         self._agent = folder / "agent"
         self._agent.write_text(_AGENT.format(prefix=self._prefix), encoding="utf-8")

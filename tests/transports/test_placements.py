@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks
+from arraycomm._transports.crossovers import Crossovers
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH, TIMEOUT
 
@@ -61,11 +63,17 @@ def test_movements_that_overlap_do_not_mix(comm: Communicator) -> None:
         for peer in range(size):
             sent.block(peer)[...] = 10 * peer + rank
         got = _blocks([scale * (rank + peer) for peer in range(size)])
-        handles += [link.alltoall(sent, got), link.allgather(gathered)]
-        moved.append((number, gathered, got))
+        said = np.full(7 * scale, 10 * number + rank, np.uint8)
+        handles += [
+            link.alltoall(sent, got),
+            link.bcast(said, number % size),
+            link.allgather(gathered),
+        ]
+        moved.append((number, gathered, got, said))
     # The last ones first.
     _finish(lambda: not [handle for handle in handles[::-1] if not handle.done()])
-    for number, gathered, got in moved:
+    for number, gathered, got, said in moved:
+        assert (said == 10 * number + number % size).all()
         for peer in range(size):
             assert (gathered.block(peer) == 10 * number + peer).all()
             assert (got.block(peer) == 10 * rank + peer).all()
@@ -87,3 +95,38 @@ def test_sums_have_the_bits_of_the_order_of_ranks(comm: Communicator, count: int
     assert comm.allreduce(x, out=x).tobytes() == expected.tobytes()
     reduced = comm.reduce(rows[comm.rank], root=1)
     assert comm.rank != 1 or reduced.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("measured", "algorithm"),
+    [
+        (Crossovers(exchange=1 << 24, gather=1 << 24, chunk=64 << 10), {"exchange", "gather"}),
+        (Crossovers(exchange=0, gather=0, chunk=64 << 10), {"slices"}),
+    ],
+)
+def test_measured_crossovers_change_the_algorithm_but_no_bits(
+    comm: Communicator, measured: Crossovers, algorithm: set[str]
+) -> None:
+    link = internals.transport(comm)
+    x = np.random.default_rng(comm.rank).standard_normal(300_001, np.float32)
+    expected = comm.allreduce(x)
+    link.crossovers = measured
+    assert ac.explain(x, comm=comm).algorithm in algorithm
+    assert comm.allreduce(x).tobytes() == expected.tobytes()
+    assert comm.allreduce(x, out=x).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 17, 3 << 20])
+def test_every_rank_gets_what_each_root_has(comm: Communicator, nbytes: int) -> None:
+    """In one piece, and in so many that each is passed on while others come; without their dtype known before."""
+    for root in range(comm.size):
+        x = np.random.default_rng(root).integers(0, 256, (2, nbytes // 2), np.uint8)
+        mine = x.T if comm.rank == root else None
+        assert (comm.bcast(mine, root) == x.T).all()
+        out = np.zeros_like(x)
+        comm.bcast(x if comm.rank == root else None, root, out=out)
+        assert (out == x).all()
+    tree = {"w": np.arange(nbytes // 8.0) + comm.rank, "b": np.full(3, comm.rank)}
+    found = ac.synchronize(tree, root=1, comm=comm)
+    assert (found["w"] == np.arange(nbytes // 8.0) + 1).all()
+    assert (found["b"] == 1).all()

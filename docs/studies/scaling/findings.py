@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from arraycomm._collectives.selection import CHUNK_BYTES, overlapping_chunk
+from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import message_slot
 from docs.studies.scaling import model
@@ -21,7 +21,6 @@ from docs.studies.scaling.large import (
     first,
     header,
     header_times,
-    in_one_chunk,
     latencies,
     own,
 )
@@ -76,12 +75,11 @@ def _slices_in_short(one: Machine) -> Iterator[str]:
     n = SIZES["100 MB"]
     yield (
         f'For 100 MB arraycomm chooses "slices". This takes {time_text(own(64, n, one))} on 64 ranks, {time_text(own(1024, n, one))} '
-        f"on 1,024 and {time_text(own(LARGEST, n, one))} on {LARGEST:,}, since each of 24 chunks costs 2 (p − 1) latencies. Rabenseifner's algorithm "
+        f"on 1,024 and {time_text(own(LARGEST, n, one))} on {LARGEST:,}, since each chunk costs 2 (p − 1) latencies. Rabenseifner's algorithm "
         f"takes {time_text(model.by_halving(1024, n, one))} on 1,024 ranks and {time_text(model.by_halving(LARGEST, n, one))} on {LARGEST:,}."
     )
     yield (
-        f'Without chunks, "slices" would take {time_text(in_one_chunk(1024, n, one))} and {time_text(in_one_chunk(LARGEST, n, one))}. The '
-        f"fastest algorithm in rank order, with a header of digests, would take {time_text(better(1024, n, one))} and {time_text(better(LARGEST, n, one))}."
+        f"The fastest algorithm in rank order, with a header of digests, would take {time_text(better(1024, n, one))} on 1,024 ranks and {time_text(better(LARGEST, n, one))} on {LARGEST:,}."
     )
 
 
@@ -94,27 +92,33 @@ def _limits_of_slices(one: Machine, many: Machine) -> Iterator[str]:
             f"algorithm in rank order from {_twice(n, better, one, many)}."
         )
     n = SIZES["100 MB"]
-    tenth, half, twice = (
-        first(lambda p: latencies(p, n, one) > 0.1 * own(p, n, one)),
-        first(lambda p: latencies(p, n, one) > 0.5 * own(p, n, one)),
-        first(lambda p: in_one_chunk(p, n, one) > 2 * model.mpi_allreduce(p, n, one)),
-    )
+    tenth = first(lambda p: latencies(p, n, one) > 0.1 * own(p, n, one))
+    half = first(lambda p: latencies(p, n, one) > 0.5 * own(p, n, one))
+    chunks = ", ".join(f"{_chunks_of(n, p)} on {p:,}" for p in (64, 256, 1024, 4096))
     yield (
-        "The chunk size of 4 MiB suits the cache of one node. For 100 MB, the latencies of the chunks are a tenth of the time from "
-        f"{count_text(tenth)} ranks on, and half of it from {count_text(half)}. A single chunk would have 24 times fewer latencies: "
-        f'"slices" would then take more than twice as long as `MPI_Allreduce` only from {count_text(twice)} ranks on.'
+        f"Between nodes, smaller chunks hide folds behind messages, and cost more latencies. With more ranks chunks are larger: 100 MB go in {chunks} ranks. The latencies are a tenth of the time from "
+        f"{count_text(tenth)} ranks on, and half of it from {count_text(half)}."
     )
-    few, header = 8 << 20, model.header_of_messages(1024, one)
-    apart = header + model.in_slices(1024, few, one, shared=True)
+    fixed = {p: own(p, n, one, 4 << 20) for p in (1024, LARGEST)}
     yield (
-        "Between nodes, smaller chunks hide folds behind messages, and cost more latencies. On 1,024 ranks, 8 MiB take "
-        f"{time_text(own(1024, few, one))} in chunks of {overlapping_chunk(few) >> 20} MiB that overlap, and would take {time_text(apart)} in two of 4 MiB, one after the other."
+        f"In chunks of 4 MiB, whatever the number of ranks, 100 MB would take {time_text(fixed[1024])} on 1,024 ranks and {time_text(fixed[LARGEST])} on {LARGEST:,}, instead of "
+        f"{time_text(own(1024, n, one))} and {time_text(own(LARGEST, n, one))}; and 8 MiB on 1,024 ranks {time_text(own(1024, 8 << 20, one, 2 << 20))} in chunks of 2 MiB, instead of "
+        f"{time_text(own(1024, 8 << 20, one))} in {_chunks_of(8 << 20, 1024)}."
     )
-    gained = (LARGEST - 1) * (one.latency - GAP) * 24
+    gained = _count_of(n, LARGEST) * (LARGEST - 1) * (one.latency - GAP)
     yield (
         f"If messages overlap, with a gap of {GAP * 1e6:g} µs between two, the all-to-all of 100 MB on {LARGEST:,} ranks takes {time_text(gained)} less "
         f"(the whole takes {time_text(own(LARGEST, n, one))}). The rings take as long as before."
     )
+
+
+def _count_of(nbytes: int, size: int) -> int:
+    return -(-nbytes // overlapping_chunk(nbytes, size))
+
+
+def _chunks_of(nbytes: int, size: int) -> str:
+    count = _count_of(nbytes, size)
+    return f"{count} chunk{'s' if count > 1 else ''}"
 
 
 def _limits_of_order(many: Machine) -> Iterator[str]:
@@ -161,9 +165,11 @@ def _limits_of_mpi(one: Machine) -> Iterator[str]:
         f"8 bytes on {LARGEST:,} ranks take {time_text(own(LARGEST, 8, one))}; MPI's reduction would take "
         f"{time_text(model.header_of_digests(LARGEST, one) + model.mpi_allreduce(LARGEST, 8, one))} with a header of digests."
     )
+    n = SIZES["100 MB"]
+    few = first(lambda p: overlapping_chunk(n, p) <= 2048 * p)
     yield (
         "In MPICH, `MPI_Ialltoall` takes few rounds if slices are equal and have at most 2 KiB. `MPI_Ialltoallv`, which "
-        f"arraycomm calls on more than {DIRECT_RANKS} ranks, never does. A chunk of 4 MiB has such slices from {CHUNK_BYTES // 2048:,} ranks on, an array of 64 KiB from 32."
+        f"arraycomm calls on more than {DIRECT_RANKS} ranks, never does. A chunk of 100 MB has such slices from {count_text(few)} ranks on, an array of 64 KiB from 32."
     )
 
 
@@ -186,4 +192,5 @@ def _twice(
         first(lambda p, m=machine: own(p, nbytes, m) > 2 * other(p, nbytes, m))
         for machine in (one, many)
     )
-    return f"{count_text(from_one)} ranks on ({count_text(from_many)} with 64 a node)"
+    with_many = "never" if from_many is None else f"{from_many:,}"
+    return f"{count_text(from_one)} ranks on ({with_many} with 64 a node)"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Final, NamedTuple
 
-from arraycomm._collectives.selection import CHUNK_BYTES, overlapping_chunk
+from arraycomm._collectives.chunks import overlapping_chunk
+from arraycomm._collectives.selection import CHUNK_BYTES
 from docs.studies.scaling import model
 from docs.studies.scaling.measure import CASES, RANKS, SLICED, STEPPED
 from docs.studies.scaling.model import Machine
@@ -97,10 +98,10 @@ def waits(kind: str, ranks: int, nbytes: int) -> int:
         case "steps":
             return header + ceil(nbytes / model.payload(ranks, shared=True))
         case "exchange":
-            return header + ceil(nbytes / overlapping_chunk(nbytes))
+            return header + ceil(nbytes / overlapping_chunk(nbytes, ranks))
         case _ if kind == "messages":
             # The messages of a movement overlap.
-            return header + 2 * ceil(nbytes / overlapping_chunk(nbytes))
+            return header + 2 * ceil(nbytes / overlapping_chunk(nbytes, ranks))
         case _:
             chunk = min(nbytes, CHUNK_BYTES)
             return header + ceil(nbytes / CHUNK_BYTES) * (1 + _rounds(ranks, chunk))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from arraycomm._collectives.selection import overlapping_chunk
+from arraycomm._collectives.chunks import overlapping_chunk
 from docs.studies.scaling import fit, model
 from docs.studies.scaling.model import Machine
 
@@ -45,19 +45,17 @@ def header(size: int, machine: Machine) -> float:
     return model.header(size, machine, on_one_node(size, machine))
 
 
-def own(size: int, nbytes: int, machine: Machine) -> float:
-    """Return the seconds of arraycomm's allreduce, header included."""
+def own(size: int, nbytes: int, machine: Machine, chunk: int | None = None) -> float:
+    """Return the seconds of arraycomm's allreduce, header included; of "slices" in such chunks if they are given."""
+    if chunk is not None:
+        head = model.header_of_messages(size, machine)
+        return head + model.in_slices(size, nbytes, machine, chunk=chunk)
     return model.allreduce(size, nbytes, machine, shared=on_one_node(size, machine))
 
 
 def better(size: int, nbytes: int, machine: Machine) -> float:
     """Return the seconds of the fastest algorithm in rank order, with a header of digests."""
     return model.header_of_digests(size, machine) + model.in_rank_order(size, nbytes, machine)
-
-
-def in_one_chunk(size: int, nbytes: int, machine: Machine) -> float:
-    """Return the seconds of "slices" if the whole array were one chunk."""
-    return model.header_of_messages(size, machine) + model.one_chunk(size, nbytes, machine)
 
 
 def first(holds: Callable[[int], bool]) -> int | None:
@@ -87,4 +85,4 @@ def dearer_than_mpi(machine: Machine) -> int | None:
 
 def latencies(size: int, nbytes: int, machine: Machine) -> float:
     """Return the seconds of "slices" that are latencies."""
-    return -(-nbytes // overlapping_chunk(nbytes)) * 2 * (size - 1) * machine.latency
+    return -(-nbytes // overlapping_chunk(nbytes, size)) * 2 * (size - 1) * machine.latency

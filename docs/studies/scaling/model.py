@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final, NamedTuple
 
-from arraycomm._collectives.selection import CHUNK_BYTES, choose, overlapping_chunk
+from arraycomm._collectives.chunks import overlapping_chunk
+from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import PAYLOAD, message_slot, shared_slot
 
@@ -243,7 +244,7 @@ def _chunks(size: int, nbytes: float, per_node: int) -> Movement:
     if size <= per_node:
         cut, allgather = _cut(nbytes, CHUNK_BYTES), mpich_allgather
     else:
-        cut, allgather = _cut(nbytes, overlapping_chunk(int(nbytes))), allgather_between
+        cut, allgather = _overlapping_cut(size, nbytes), allgather_between
     return [
         rounds
         for chunk in cut
@@ -254,9 +255,13 @@ def _chunks(size: int, nbytes: float, per_node: int) -> Movement:
 def _exchanged(size: int, nbytes: float, per_node: int) -> Movement:
     return [
         rounds
-        for chunk in _cut(nbytes, overlapping_chunk(int(nbytes)))
+        for chunk in _overlapping_cut(size, nbytes)
         for rounds in pairwise(size, size * chunk, per_node)
     ]
+
+
+def _overlapping_cut(size: int, nbytes: float, chunk: int | None = None) -> list[int]:
+    return _cut(nbytes, overlapping_chunk(int(nbytes), size, chunk))
 
 
 def _cut(nbytes: float, chunk: int) -> list[int]:
@@ -375,22 +380,25 @@ def in_exchange(size: int, nbytes: float, machine: Machine, shared: bool = False
 
     A chunk is folded while the next one is under way.
     """
-    cut = _cut(nbytes, overlapping_chunk(int(nbytes)))
+    cut = _overlapping_cut(size, nbytes)
     taken = [seconds(pairwise(size, size * n, machine.per_node), machine) for n in cut]
     folded = [_fold_all(size, n, machine) for n in cut]
     local = machine.begin + size * machine.part
     return _overlapping(taken, folded, [0.0] * len(cut)) + len(cut) * local
 
 
-def in_slices(size: int, nbytes: float, machine: Machine, shared: bool = False) -> float:
+def in_slices(
+    size: int, nbytes: float, machine: Machine, shared: bool = False, chunk: int | None = None
+) -> float:
     """Chunk by chunk: pairwise all to all, fold of a slice, allgather of the slices.
 
     In shared memory one chunk comes after another. Between nodes a slice is folded while others are under way.
+    Chunks have the library's length if no other one is passed.
     """
     if shared:
         cut = _cut(nbytes, CHUNK_BYTES)
         return sum(_slices(size, n, machine, pairwise, mpich_allgather) for n in cut)
-    cut, per_node = _cut(nbytes, overlapping_chunk(int(nbytes))), machine.per_node
+    cut, per_node = _overlapping_cut(size, nbytes, chunk), machine.per_node
     scattered = [seconds(pairwise(size, n, per_node), machine) for n in cut]
     folded = [_fold_slice(size, n, machine) for n in cut]
     gathered = [seconds(allgather_between(size, n, per_node), machine) for n in cut]

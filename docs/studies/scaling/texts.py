@@ -44,8 +44,9 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 
 - The header's records go by Bruck's algorithm, from the first rank of each node to those of other nodes. The ranks
   of a node share one copy of all records. Two ranks send 128 bytes instead of 136.
-- In shared memory, chunks have 4 MiB and come one after another. Between nodes a chunk is a quarter of the array, but at least 1 MiB
-  and at most 4 MiB. There chunks overlap: the elements of the next chunk are on their way while a chunk is folded.
+- In shared memory, chunks have 4 MiB and come one after another. Between nodes a chunk has √(2 p n α / γ) bytes, with 2 α / γ taken
+  as 32 KiB: then the latencies of all chunks and the fold of the one chunk that hides behind no message are least together. It has at least a quarter of the array or 4 MiB, whichever is less, at least 1 MiB,
+  and at most 256 MiB; and chunks are about equally long. There chunks overlap: the elements of the next chunk are on their way while a chunk is folded.
   In the model, messages of a rank still go one by one; only folds hide behind them. What Python does is added in full.
 - Between nodes, up to 16 ranks send the slices of a chunk as a message to each rank. A folded slice goes once to each other
   node, and is passed on there.
@@ -90,7 +91,7 @@ the bytes that a rank sends, header included, from the rank that sends most; and
 {table}
 
 - The library decides how arrays move. What a movement (an all-to-all, an allgather, …) takes is the MPI's choice, and is a schedule here: an all-to-all goes from one partner to the next, an allgather doubles or
-  is a ring as in MPICH, `gather` and `scatter` go rank by rank, and `bcast` is a tree. Between nodes, the library itself sends the messages of an allgather on up to 16 ranks, and those of a step of the control channel: both are schedules here,
+  is a ring as in MPICH, `gather` and `scatter` go rank by rank, and `bcast` is a tree. Between nodes, the library itself sends the messages of an allgather on up to 16 ranks, of a `bcast` on up to 16 ranks of up to four nodes (larger arrays than here go in pieces, from one rank to the next), and those of a step of the control channel: both are schedules here,
   with the library's messages. A step takes no message in shared memory.
 - "Messages" are counted on the rank that sends most: of a header, this is the first rank of a node. Chunks overlap here as in the library: a rank begins the movements of the next chunk before it folds.
 - Folds take γ for each byte. What Python does takes no time, nor does the fold of what came with the header.

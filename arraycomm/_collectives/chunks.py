@@ -1,0 +1,56 @@
+"""How long the chunks of a reduction are whose movements overlap, and the scratch memory of large reductions."""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Final
+
+import numpy as np
+
+from arraycomm._collectives import selection
+from arraycomm._transports.base import Link, Transport
+
+# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many bytes.
+_OVERLAPPING: Final = 4
+_LEAST_CHUNK: Final = 1 << 20
+# No chunk is larger. All have whole cache lines, which have whole elements.
+_LARGEST_CHUNK: Final = 256 << 20
+_LINE: Final = 64
+# Twice the bytes that are folded while an empty message is under way; see the model of docs/scaling.md.
+_FOLDED: Final = 32 << 10
+
+
+def reserve(transport: Transport, nbytes: int) -> None:
+    """Take the memory that reductions of up to so many bytes of host memory use.
+
+    This is before the header, when a rank may still have too little of it.
+    """
+    if transport.size > 1:
+        transport.take(scratch_bytes(transport, nbytes), np.dtype(np.uint8))
+
+
+def overlapping_chunk(nbytes: int, size: int, measured: int | None = None) -> int:
+    """Return the bytes of a chunk of a reduction whose movements overlap; all chunks are about as long.
+
+    Each chunk costs the latencies of two messages to every rank, and all folds but that of one chunk hide behind
+    messages. The sum is least at the square root of size · nbytes · `_FOLDED`, if no other length was `measured` as best.
+    """
+    count = max(-(-nbytes // _best_chunk(nbytes, size, measured)), 1)
+    return max(-(-nbytes // (_LINE * count)), 1) * _LINE
+
+
+def _best_chunk(nbytes: int, size: int, measured: int | None) -> int:
+    if measured is not None:
+        return measured
+    few = min(max(nbytes // _OVERLAPPING, _LEAST_CHUNK), selection.CHUNK_BYTES)
+    return min(max(few, isqrt(_FOLDED * size * nbytes)), _LARGEST_CHUNK)
+
+
+def scratch_bytes(link: Link, nbytes: int) -> int:
+    """Return the bytes of scratch memory that suffice for reductions of up to so many bytes."""
+    size, measured, room = link.size, link.crossovers, 2 * selection.CHUNK_BYTES
+    if link.overlaps:
+        chunk = min(_best_chunk(nbytes, size, measured.chunk), nbytes) + _LINE
+        # An exchange needs a third one.
+        room = max(room, (3 if size == 2 else 2) * chunk)
+    return max(room, size * min(nbytes, measured.gather or 0)) + _LINE * size
