@@ -204,6 +204,8 @@ class Sendrecv(Collective):
                 raise ValueError(
                     f"sendrecv: {which} must be a rank of the communicator, 0 to {comm.size - 1}; got {rank}"
                 )
+        if self.tag not in ProgramCalls.tags:
+            raise ValueError(f"sendrecv: tag must be 0 to {ProgramCalls.tags[-1]}; got {self.tag}")
         return super().open(comm)
 
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:

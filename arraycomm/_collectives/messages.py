@@ -149,7 +149,8 @@ class Messenger:
         except Exception:
             self._wait("send", sending)
             raise
-        return self._wait("recv", receiving, sending)[0]
+        # What is wrong with its own argument is raised before what another rank has raised.
+        return self._wait("recv", sending, receiving)[1]
 
     def _send_awaited(self, x: Any, dest: int, tag: int, timeout: float | None) -> _Pending:
         return self._post("send", self._sending, x, dest, tag, awaited=True, timeout=timeout)

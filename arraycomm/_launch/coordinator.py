@@ -66,6 +66,8 @@ def decode(line: bytes) -> Message | None:
     """Return the message of a line, None if it is none."""
     try:
         found = json.loads(line)
+        # JSON can hold halves of characters, which no text of a process has, and which cannot be sent on.
+        json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

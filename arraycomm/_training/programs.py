@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from arraycomm._collectives.messages import Messenger
+from arraycomm._collectives.messages import TAGS, Messenger
 from arraycomm._collectives.native_path import fast_paths_of
 from arraycomm._collectives.selection import MAX_STEPS
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
@@ -74,7 +74,11 @@ class ProgramCalls:
     ----------
     comm : Communicator
         The duplicate on which they are made.
+    tags : range
+        The tags that messages between programs may have.
     """
+
+    tags: Final = range(TAGS)
 
     def __init__(self, shared: Communicator) -> None:
         self.comm = shared.dup()

@@ -345,7 +345,7 @@ def what_cannot_be_compiled_is_refused_by_name() -> None:
     assert_same(allreduce(x, own), allreduce(x))
 
 
-def sendrecv_says_what_is_wrong_with_ranks_and_shapes() -> None:
+def sendrecv_says_what_is_wrong_with_ranks_tags_and_shapes() -> None:
     size, rank = ac.world().size, ac.world().rank
 
     def ring(x: Any, by: Any = 1) -> Any:
@@ -359,6 +359,10 @@ def sendrecv_says_what_is_wrong_with_ranks_and_shapes() -> None:
     error = raised(lambda: jax.jit(lambda x: sendrecv(x, rank, size))(x))
     assert isinstance(error, ValueError)
     assert f"sendrecv: source must be a rank of the communicator, 0 to {size - 1}" in str(error)
+    for tag in (-1, 1 << 20):
+        error = raised(lambda tag=tag: jax.jit(lambda x: sendrecv(x, rank, rank, tag))(x))
+        assert isinstance(error, ValueError)
+        assert str(error).startswith(f"sendrecv: tag must be 0 to 1048575; got {tag}")
     error = raised(lambda: jax.jit(lambda x: bcast(x, x[0]))(x))
     assert "bcast: root must be an int" in str(error)
     for call in (ring, jax.jit(ring, static_argnums=1)):
@@ -545,7 +549,7 @@ CHECKS: list[Check] = [
     messages_are_large_or_small_and_alike,
     errors_of_programs_are_of_their_own_classes,
     what_cannot_be_compiled_is_refused_by_name,
-    sendrecv_says_what_is_wrong_with_ranks_and_shapes,
+    sendrecv_says_what_is_wrong_with_ranks_tags_and_shapes,
     updates_are_those_of_one_process_with_all_data,
     skipping_alone_is_a_mismatch,
     branches_may_live_longer_than_programs,

@@ -663,6 +663,11 @@ def test_wrong_array_of_an_exchange_is_raised_once_the_other_half_is_done(
         else:
             assert np.array_equal(comm.sendrecv(mine, right, left), _numbered(LONG, left))
         assert comm.allreduce(1) == comm.size
+        # If the arrays of all ranks are wrong, each raises what is wrong with its own.
+        for dest, source in ((right, left), (comm.rank, comm.rank)):
+            with pytest.raises(TypeError, match="send"):
+                comm.sendrecv({}, dest, source)
+        assert comm.allreduce(1) == comm.size
 
     on_ranks(several, check)
 

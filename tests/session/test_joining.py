@@ -169,6 +169,7 @@ GARBAGE = (
     b"x" * (2 * coordinator.LONGEST),
     b"[" * 20_000 + b"\n",
     b'{"rank": 1}\n',
+    json.dumps({"rank": 1, "size": 2, "pid": 1, "proof": "\ud800", "nonce": "", "host": "", "name": ""}).encode() + b"\n",
     json.dumps({"rank": True, "size": 2, "pid": 1, "proof": "", "nonce": "", "host": "", "name": ""}).encode() + b"\n",
     b"",
 )  # fmt: skip
