@@ -9,7 +9,7 @@ from typing import Any, Final
 from arraycomm._arrays.views import view
 from arraycomm._collectives import shared_arrays
 from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.selection import Algorithm, Decision, select
+from arraycomm._collectives.selection import Algorithm, Decision, select, without_segment
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._cuda.devices import Devices
@@ -132,7 +132,7 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
     link = group.transport if device_link is None or staged else device_link
     decision = select(link, op, source.dtype, nbytes)
     if decision.algorithm is Algorithm.SEGMENT and compiled is None:
-        decision = decision._replace(algorithm=Algorithm.SLICES)
+        decision = decision._replace(algorithm=without_segment(link, nbytes))
     inline = decision.algorithm in (Algorithm.LOCAL, Algorithm.HEADER)
     on_host = device_link is None and not isinstance(op, Op)
     if on_host and not inline and shared_arrays.holds(link, source.array):

@@ -34,7 +34,13 @@ Moves = Generator[Handle, None, None]
 
 def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
-    match select(link, op, source.dtype, source.nbytes).algorithm:
+    algorithm = select(link, op, source.dtype, source.nbytes).algorithm
+    if algorithm is Algorithm.SEGMENT:
+        if found := (yield from segment.streaming_segment_of(link)):
+            yield from found.reduce(segment.chunk_tasks(found, source, target), op)
+            return
+        algorithm = selection.without_segment(link, source.nbytes)
+    match algorithm:
         case Algorithm.NATIVE:
             yield link.allreduce(source, target, op)
         case Algorithm.LOCAL:
@@ -46,8 +52,6 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
             link.fold(op, source.dtype, rows, target)
         case Algorithm.EXCHANGE:
             yield from _in_overlapping_exchanges(link, source, target, op)
-        case Algorithm.SEGMENT if found := (yield from segment.streaming_segment_of(link)):
-            yield from found.reduce(segment.chunk_tasks(found, source, target), op)
         case _ if link.overlaps:
             yield from _in_overlapping_slices(link, source, target, op)
         case _:

@@ -24,6 +24,7 @@ from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.memory_order import fence
 from arraycomm._transports.processes import ProcessesTransport
+from arraycomm._transports.shared_files import SharesFiles
 
 # Up to this many ranks, each rank folds whole chunks, which saves a step and a copy. With more
 # ranks, folding all rows takes longer than the step and the copy.
@@ -157,12 +158,14 @@ class MemoryOpened(Detail):
 _opened: Final[WeakKeyDictionary[Link, SharedSegment | None]] = WeakKeyDictionary()
 
 
-def is_preferred(link: Link) -> bool:
-    """Tell whether large arrays are better reduced through a segment than by the link's movements.
+def is_preferred(link: Link, nbytes: int) -> bool:
+    """Tell whether so many bytes are better reduced through a segment than in another way.
 
-    With many ranks the movements have fewer steps. All ranks have to have the native part as well: see
-    `SharedSegment.streams`.
+    One chunk is. For more of them the movements of many ranks have fewer steps. All ranks have to have
+    the native part as well: see `SharedSegment.streams`.
     """
+    if nbytes <= _CHUNK_BYTES:
+        return link.slot[1] and isinstance(link, SharesFiles)
     return link.slot[1] and link.size <= MAX_WHOLE_FOLDS and _copies_twice(link)
 
 

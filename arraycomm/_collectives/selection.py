@@ -37,6 +37,10 @@ class Algorithm(enum.StrEnum):
     FUNCTION_BY_SLICES = "function by slices"
 
 
+# Those in whose place a segment may be used.
+_UNLESS_SEGMENT: Final = (Algorithm.STEPS, Algorithm.SLICES)
+
+
 class Decision(NamedTuple):
     """The algorithm of one reduction on `size` ranks, of `nbytes` on each."""
 
@@ -58,15 +62,20 @@ class Decision(NamedTuple):
 
 def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Decision:
     """Decide how a link reduces so many bytes; the same arguments give the same answer on every rank."""
-    payload, shared = link.slot
-    algorithm = choose(nbytes, link.size, payload, shared, link.overlaps, link.crossovers)
+    algorithm = without_segment(link, nbytes)
     if isinstance(op, Op):
         algorithm = _by_function(op, algorithm)
     elif algorithm is not Algorithm.LOCAL and link.native(op, dtype):
         algorithm = Algorithm.NATIVE
-    elif algorithm is Algorithm.SLICES and is_preferred(link):
-        algorithm = Algorithm.SEGMENT
+    elif algorithm in _UNLESS_SEGMENT and is_preferred(link, nbytes):
+        measured = algorithm is Algorithm.STEPS and link.crossovers.steps is not None
+        algorithm = algorithm if measured else Algorithm.SEGMENT
     return Decision(algorithm, nbytes, link.size)
+
+
+def without_segment(link: Link, nbytes: int) -> Algorithm:
+    """Return the algorithm of ranks that have no segment, since they cannot map it or lack the native part."""
+    return choose(nbytes, link.size, *link.slot, link.overlaps, link.crossovers)
 
 
 def choose(

@@ -90,9 +90,12 @@ class _Call:
             by_movement = self.algorithm not in _WITHOUT_MOVEMENTS
             slices = self.operation == Allreduce.name
             return self.algorithm if by_movement else Algorithm.SLICES if slices else _MOVEMENT
+        segment = opened(group.transport)
+        if self.algorithm is Algorithm.SEGMENT and (segment is None or not segment.streams):
+            return Algorithm.STEPS
         if self.algorithm or not self.stepped:
             return self.algorithm or Algorithm.HEADER
-        through = opened(group.transport) is not None
+        through = segment is not None
         large = self.nbytes > selection.MAX_STEPS * group.inline_bytes
         return Algorithm.SEGMENT if through and large else Algorithm.STEPS
 

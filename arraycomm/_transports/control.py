@@ -34,7 +34,7 @@ WELL: Final = (FINISHED, ENDED, FINALIZED)
 
 def shared_slot(size: int) -> int:
     """Return the bytes of a slot in shared memory, for a group of `size` ranks."""
-    return PAYLOAD + min(max((128 << 10) // size, 4 << 10), 32 << 10) // 8 * 8
+    return PAYLOAD + min(max((1 << 20) // size, 4 << 10), 512 << 10) // 8 * 8
 
 
 def message_slot(size: int) -> int:
