@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import internals
 from tests.support.on_ranks import few, is_spared, on_ranks, several, size, transport
 from tests.support.pairwise import thinned
 
 __all__ = ["few", "on_ranks", "several", "size", "transport"]
+
+# Not in programs that tests launch.
+internals.set_slots(128 << 10, 32 << 10)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what runs in the background. Some tests interrupt their own process.

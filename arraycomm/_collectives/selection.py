@@ -11,8 +11,10 @@ from arraycomm._dtypes import DType
 from arraycomm._transports.base import Link
 from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
 
-# Slots of the control channel that are shown one after another, and folded by every rank: up to so many.
+# Slots of the control channel that are shown one after another, and folded by every rank: up to so many,
+# with up to so many bytes in all.
 MAX_STEPS: Final = 16
+STEPS_BYTES: Final = 512 << 10
 # Up to this many bytes in all, every rank gathers everything and folds it by itself.
 GATHER_BYTES: Final = 64 << 10
 # Larger reductions go chunk by chunk, small enough for the cache that cores share.
@@ -95,13 +97,18 @@ def choose(
         return Algorithm.LOCAL
     if nbytes <= payload:
         return Algorithm.HEADER
-    if shared and nbytes <= _or(measured.steps, MAX_STEPS * payload):
+    if shared and nbytes <= _or(measured.steps, most_in_steps(payload)):
         return Algorithm.STEPS
     if overlaps and size == 2 and nbytes <= _or(measured.exchange, EXCHANGE_BYTES):
         return Algorithm.EXCHANGE
     if nbytes <= _or(measured.gather, GATHER_BYTES // size):
         return Algorithm.GATHER
     return Algorithm.SLICES
+
+
+def most_in_steps(payload: int) -> int:
+    """Return how many bytes go step by step at most, if a slot has room for `payload` of them."""
+    return min(MAX_STEPS * payload, STEPS_BYTES)
 
 
 def _or(measured: int | None, otherwise: int) -> int:

@@ -96,7 +96,7 @@ class _Call:
         if self.algorithm or not self.stepped:
             return self.algorithm or Algorithm.HEADER
         through = segment is not None
-        large = self.nbytes > selection.MAX_STEPS * group.inline_bytes
+        large = self.nbytes > selection.most_in_steps(group.inline_bytes)
         return Algorithm.SEGMENT if through and large else Algorithm.STEPS
 
 

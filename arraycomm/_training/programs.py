@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from arraycomm._collectives.messages import TAGS, Messenger
 from arraycomm._collectives.native_path import fast_paths_of
-from arraycomm._collectives.selection import MAX_STEPS
+from arraycomm._collectives.selection import most_in_steps
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
@@ -87,7 +87,7 @@ class ProgramCalls:
         self._fast = fast_paths_of(runner_of(self.comm))
         self._fusions: dict[tuple[Any, ...], Fusion] = {}
         self._messenger = Messenger(group_of(self.comm), runner_of(self.comm).statistics)
-        self._large = MAX_STEPS * group_of(self.comm).inline_bytes
+        self._large = most_in_steps(group_of(self.comm).inline_bytes)
 
     @property
     def place(self) -> int:

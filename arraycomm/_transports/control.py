@@ -21,6 +21,10 @@ from arraycomm._transports.notes import NOTES_BYTES, ExitNotice, Notes
 
 PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)
+# The most bytes of payload in all slots of a step in shared memory, and the most and the least in one of them.
+_SHARED: Final = 512 << 10
+_LARGEST: Final = 128 << 10
+_LEAST: Final = 4 << 10
 # The least bytes of a slot between nodes, and the most that all slots of a step have as payload there.
 _MESSAGE_SLOT: Final = 256
 _MESSAGES: Final = 256 << 10
@@ -34,7 +38,7 @@ WELL: Final = (FINISHED, ENDED, FINALIZED)
 
 def shared_slot(size: int) -> int:
     """Return the bytes of a slot in shared memory, for a group of `size` ranks."""
-    return PAYLOAD + min(max((1 << 20) // size, 4 << 10), 512 << 10) // 8 * 8
+    return PAYLOAD + min(max(_SHARED // size, _LEAST), _LARGEST) // 8 * 8
 
 
 def message_slot(size: int) -> int:

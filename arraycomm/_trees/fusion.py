@@ -13,7 +13,7 @@ import numpy as np
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._collectives import algorithms
 from arraycomm._collectives.segment import ROWS, SharedSegment, segment_of
-from arraycomm._collectives.selection import MAX_STEPS
+from arraycomm._collectives.selection import most_in_steps
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
@@ -63,7 +63,7 @@ class Fusion:
     def prepare(self, memory: TreeMemory) -> Steps:
         """Return the shared segment through which the leaves travel, or None; collective."""
         group = memory.group
-        if group.size == 1 or self.nbytes <= MAX_STEPS * group.inline_bytes:
+        if group.size == 1 or self.nbytes <= most_in_steps(group.inline_bytes):
             return None
         return (yield from segment_of(group.transport))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -7,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import arraycomm as ac
 from arraycomm._collectives import selection
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
@@ -153,3 +155,33 @@ def test_python_numbers_come_back_as_their_type(on_ranks, size) -> None:
             assert type(got) is type(value)
 
     on_ranks(size, check)
+
+
+@pytest.fixture
+def _slots_of_users() -> Iterator[None]:
+    small = internals.slots()
+    internals.set_slots(*internals.SLOTS)
+    yield
+    internals.set_slots(*small)
+
+
+@pytest.mark.usefixtures("_slots_of_users")
+def test_as_much_as_users_have_room_for_travels_with_the_header(on_ranks, several) -> None:
+    """And one element more does not; the bits are those of arrays in pieces, which go another way."""
+
+    def check(comm: Communicator) -> None:
+        other = comm.dup()
+        room = internals.control(other).payload
+        if internals.control(other).shared:
+            assert room == 128 << 10
+        for dtype, more in product((np.dtype("float32"), BY_NAME["bfloat16"].dtype), (0, 1)):
+            mine = sample(dtype, room // dtype.itemsize + more, other.rank)
+            assert (ac.explain(mine, comm=other).algorithm == "header") == (not more)
+            whole = other.allreduce(mine)
+            parts = [other.allreduce(part) for part in np.array_split(mine, 7)]
+            assert same_bits(whole, np.concatenate(parts))
+            assert same_bits(other.plan([mine], "sum")([mine])[0], whole)
+            rows = other.allgather(mine)
+            assert all(same_bits(other.bcast(mine, root), rows[root]) for root in range(comm.size))
+
+    on_ranks(several, check)

@@ -30,7 +30,7 @@ _KINDS = [
 @pytest.fixture(autouse=True)
 def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefer the segment, in which a chunk is small, wherever all ranks can have one."""
-    monkeypatch.setattr(selection, "is_preferred", lambda link: link.slot[1])
+    monkeypatch.setattr(selection, "is_preferred", lambda link, _: link.slot[1])
     monkeypatch.setattr(segment, "_CHUNK_BYTES", 32 << 10)
     monkeypatch.setattr(selection, "MAX_STEPS", 0)
 

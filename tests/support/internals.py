@@ -21,7 +21,27 @@ from arraycomm._protocol import exit as process_exit
 from arraycomm._protocol.deadlock import WaitReports, WaitStatus
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.progress import ProgressThread
+from arraycomm._transports import control as channels
 from arraycomm._transports.base import Blocks, Transport
+
+# Shared slots -------------------------------------------------------------------------------------
+
+# The most bytes of all slots of a step in shared memory, and of one, as users have them.
+SLOTS = channels._SHARED, channels._LARGEST
+
+
+def slots() -> tuple[int, int]:
+    """Return the most bytes of all slots, and of one, of communicators that are made now."""
+    return channels._SHARED, channels._LARGEST
+
+
+def set_slots(of_all: int, largest: int) -> None:
+    """Let as many bytes travel with the headers of communicators that are made from now on.
+
+    If they are few, small arrays go the ways of large ones as well.
+    """
+    channels._SHARED, channels._LARGEST = of_all, largest
+
 
 # A communicator of its own ---------------------------------------------------------------------
 
