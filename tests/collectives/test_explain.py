@@ -42,6 +42,18 @@ def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> Non
     on_ranks(size, check)
 
 
+@pytest.mark.both_control_channels
+def test_one_chunk_goes_through_the_segment_whatever_the_mpi(on_ranks, several, transport) -> None:
+    """Slot after slot takes several times as long."""
+
+    def check(comm: Communicator) -> str:
+        return ac.explain(np.ones(50_000), comm=comm).algorithm
+
+    shared = {"threads": "steps", "mpi-shared": "steps" if compiled is None else "segment"}
+    if transport in shared:
+        assert set(on_ranks(several, check)) == {shared[transport]}
+
+
 def test_copies_are_those_that_are_made(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
         plain = np.ones((300, 200))

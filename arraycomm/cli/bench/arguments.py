@@ -36,6 +36,16 @@ class Request:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    _add_contenders(parser)
+    add = parser.add_argument
+    add("--repeats", type=positive, metavar="N", default=25, help="samples of each; default 25")
+    add("--seconds", type=float, metavar="S", default=2.0, help="for each array; default 2")
+    _add_files(parser)
+    add("--ranks", type=positive, default=2, metavar="N", help="without mpiexec; default 2")
+
+
+def _add_contenders(parser: argparse.ArgumentParser) -> None:
+    """Declare what is measured."""
     add = parser.add_argument
     add(
         "mode",
@@ -72,8 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where the arrays are; on cuda the frameworks are cupy and torch; default cpu",
     )
-    add("--repeats", type=positive, metavar="N", default=25, help="samples of each; default 25")
-    add("--seconds", type=float, metavar="S", default=2.0, help="for each array; default 2")
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    """Declare what is written, and what is compared."""
+    add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write every sample to this file")
     add(
         "--picture",
@@ -102,7 +115,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure between these ranks up to which sizes each algorithm of a reduction is the fastest, and write "
         "it to this file, which programs read if ARRAYCOMM_TUNING names it",
     )
-    add("--ranks", type=positive, default=2, metavar="N", help="without mpiexec; default 2")
 
 
 def command(arguments: argparse.Namespace) -> list[str]:
