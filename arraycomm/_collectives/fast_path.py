@@ -27,7 +27,6 @@ from arraycomm._folds import fold_function
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
 from arraycomm._protocol.agreement import settle
 from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, digest_of, encode
-from arraycomm._protocol.launcher import watch
 from arraycomm._transports.control import PAYLOAD, PREFIX
 
 _CURRENT: Final = ("allreduce", None)
@@ -179,8 +178,6 @@ class FastAllreduce:
             if self._engine.queue or self._group.closed is not None:
                 return False
             started = perf_counter()
-            if started > watch.due:
-                watch.look(started)
             control = self._control
             parity = (control.step + 1) & 1
             if control.shown[parity] is not self._prefix:

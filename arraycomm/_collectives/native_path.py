@@ -5,7 +5,6 @@ It does the same as the one in Python, which it calls if a rank is late, or if r
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +16,6 @@ from arraycomm._collectives.statistics import Count
 from arraycomm._dtypes import DType
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
-from arraycomm._protocol.launcher import watch
 from arraycomm._transports.control import SharedControl
 
 _REPEATED: Final = np.ndarray
@@ -87,10 +85,6 @@ class NativeAllreduce(FastAllreduce):
     def _reduce(self, x: Array, out: Array) -> bool:
         reduced: bool = self.exchange.reduce(x if x.flags.c_contiguous else x.copy(), out)
         return reduced
-
-    def look(self) -> None:
-        """See whether the launcher lives; called once a second at most."""
-        watch.look(perf_counter())
 
     def count(self) -> Count:
         calls, seconds = self.exchange.counts()

@@ -22,7 +22,6 @@ from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Status, encode
-from arraycomm._protocol.launcher import watch
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Handle, Steps
 
@@ -87,7 +86,6 @@ class Runner:
     ) -> Any:
         """Make a blocking call with a timeout of its own, or with the group's if that is None."""
         started = time.perf_counter()
-        watch.look(started)
         engine = self.group.engine
         engine.take_turn()
         try:

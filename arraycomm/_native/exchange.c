@@ -14,7 +14,7 @@
 
 /* Looks at the other ranks with the GIL, about five microseconds, if ranks are processes; and how long
  * they are looked for without it. */
-enum { LOOKS = 200, WAIT_NANOSECONDS = 100000, LOOK_NANOSECONDS = 1000000000 };
+enum { LOOKS = 200, WAIT_NANOSECONDS = 100000 };
 enum { MAX_DIMS = 8 };
 
 typedef struct {
@@ -22,7 +22,7 @@ typedef struct {
     Py_buffer memory;
     Slots slots;
     PyObject *header, *dtype, *control, *group, *queue, *locked, *acquire, *release;
-    PyObject *look, *await_others, *give_up, *settle;
+    PyObject *await_others, *give_up, *settle;
     const void **rows; /* where the ranks' payloads are, in even steps and in odd ones */
     Py_ssize_t nbytes, shape[MAX_DIMS];
     int ndim, fold, looks;
@@ -52,7 +52,6 @@ static int set_callables(Exchange *self, PyObject *turn, PyObject *path)
     self->locked = PyObject_GetAttrString(turn, "locked");
     self->acquire = PyObject_GetAttrString(turn, "acquire");
     self->release = PyObject_GetAttrString(turn, "release");
-    self->look = PyObject_GetAttrString(path, "look");
     self->await_others = PyObject_GetAttrString(path, "await_others");
     self->give_up = PyObject_GetAttrString(path, "give_up");
     self->settle = PyObject_GetAttrString(path, "settle");
@@ -124,7 +123,6 @@ static int exchange_traverse(Exchange *self, visitproc visit, void *arg)
     Py_VISIT(self->locked);
     Py_VISIT(self->acquire);
     Py_VISIT(self->release);
-    Py_VISIT(self->look);
     Py_VISIT(self->await_others);
     Py_VISIT(self->give_up);
     Py_VISIT(self->settle);
@@ -141,7 +139,6 @@ static int exchange_clear(Exchange *self)
     Py_CLEAR(self->locked);
     Py_CLEAR(self->acquire);
     Py_CLEAR(self->release);
-    Py_CLEAR(self->look);
     Py_CLEAR(self->await_others);
     Py_CLEAR(self->give_up);
     Py_CLEAR(self->settle);
@@ -255,16 +252,6 @@ static int go_on(Exchange *self, PyObject *x, PyObject *out, void *into)
     return -1;
 }
 
-/* Now and then a rank looks whether its launcher lives. */
-static int look_around(Exchange *self)
-{
-    static int64_t looked;
-    self->started = clock_now();
-    if (self->started - looked < LOOK_NANOSECONDS) return 0;
-    looked = self->started;
-    return call(self->look, NULL, NULL);
-}
-
 static int make_step(Exchange *self, PyObject *x, PyObject *out, const Py_buffer *from, const Py_buffer *to)
 {
     if (begin_step(self)) return -1;
@@ -299,7 +286,7 @@ static int take(const Exchange *self, PyObject *array, Py_buffer *buffer, int fl
 static int reduce(Exchange *self, PyObject *x, const Py_buffer *from, PyObject *out)
 {
     Py_buffer to;
-    if (look_around(self)) return -1;
+    self->started = clock_now();
     int done = is_free(self);
     if (done <= 0) return done;
     if (!take(self, out, &to, PyBUF_ND | PyBUF_WRITABLE)) return 0;

@@ -15,8 +15,9 @@ from typing import Any, Final, NoReturn
 
 from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError, TransportError
-from arraycomm._protocol import clock, launcher
+from arraycomm._protocol import clock
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.launcher import watch_launcher
 from arraycomm._protocol.leaving import all_left_well, leave_in_step
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.control import ENDED, FAILED, FINALIZED, GONE
@@ -143,7 +144,7 @@ def watch_exit() -> None:
     atexit.register(_at_exit)
     _watch_mpi()
     _launch.claim(os.environ, os.getpid())
-    launcher.watch.start()
+    watch_launcher()
 
 
 def _watch_exceptions() -> None:
@@ -233,7 +234,6 @@ def _forget() -> None:
     if not (_process.watching or mpi_has_peers()):
         return
     _process.forked = True
-    launcher.watch.stop()
     for group in _process.groups():
         group.refuse(_FORKED)
     _process.roots.clear()
@@ -375,7 +375,6 @@ def _everyone_left(root: Group, clean: bool) -> bool:
     deadline = None if clean else clock.now() + _GRACE
     waiting = list(root.control.peers)
     while waiting and (deadline is None or clock.now() < deadline):
-        launcher.watch.look(time.perf_counter())
         left = root.control.exit_notices()
         dead = root.transport.failed() if root.transport.outlives else []
         waiting = [

@@ -1,15 +1,17 @@
 """Ends this process if its launcher has died: a job that nobody can end any more would go on for ever.
 
-Some launchers take their ranks along even if they are killed, and some do not.
+Some launchers take their ranks along even if they are killed, and some do not. A rank may never come back
+from a call of MPI then: Open MPI can lock itself out when a connection breaks. So a thread watches.
 """
 
 from __future__ import annotations
 
-import math
+import _thread
 import os
 import select
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -23,9 +25,8 @@ _LAUNCHERS: Final = frozenset(
         *("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr", "slurmstepd"),
     )
 )
-# Seconds between two looks, and those that a program has to act on the signal.
-_INTERVAL: Final = 1.0
-_PATIENCE: Final = 4.0
+# Seconds that a program has to act on the signal.
+_PATIENCE: Final = 10.0
 
 
 class Ancestor(NamedTuple):
@@ -53,54 +54,29 @@ def find_launcher(pid: int) -> Ancestor | None:
     return None
 
 
-class LauncherWatch:
-    """Looks now and then whether the launcher lives: in calls, and throughout waits.
+def watch_launcher() -> None:
+    """Begin to watch the launcher, if there is one and this system can watch it.
 
-    Attributes
-    ----------
-    due : float
-        When to look again, by `time.perf_counter`; infinite if there is no launcher to watch.
+    The thread is none of the `threading` module's, since it never communicates: no rank waits for it.
     """
-
-    def __init__(self) -> None:
-        self.due = math.inf
-        self._launcher: Ancestor | None = None
-        self._poll = select.poll()
-        self._ended_at = math.inf
-
-    def start(self) -> None:
-        """Begin to watch the launcher, if there is one and this system can watch it."""
-        self._launcher = find_launcher(os.getppid())
-        if self._launcher is not None and hasattr(os, "pidfd_open"):
-            with suppress(OSError):
-                # Readable once the process has ended; its number may go to another one.
-                self._poll.register(os.pidfd_open(self._launcher.pid), select.POLLIN)
-                self.due = 0.0
-
-    def stop(self) -> None:
-        """Watch no more, in a forked child: it is its parent's to end."""
-        self.due = math.inf
-
-    def look(self, now: float) -> None:
-        """End this process if the launcher has ended; looks once a second at most."""
-        if now > self.due:
-            self.due = now + _INTERVAL
-            if self._poll.poll(0):
-                self._end(now)
-
-    def _end(self, now: float) -> None:
-        """Do as launchers do: ask the process to end, and end it if it goes on."""
-        remove_mpi_files()
-        if now > self._ended_at + _PATIENCE:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._ended_at = min(self._ended_at, now)
-        with suppress(Exception):
-            # Nobody may read it any more.
-            sys.stderr.write(
-                f"arraycomm: the launcher has died ({self._launcher}); so this rank ends\n"
-            )
-            sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGTERM)
+    launcher = find_launcher(os.getppid())
+    if launcher is not None and hasattr(os, "pidfd_open"):
+        with suppress(OSError, RuntimeError):
+            # Readable once the process has ended; its number may go to another one.
+            ended = select.poll()
+            ended.register(os.pidfd_open(launcher.pid), select.POLLIN)
+            _thread.start_new_thread(_end_with, (launcher, ended))
 
 
-watch: Final = LauncherWatch()
+def _end_with(launcher: Ancestor, ended: select.poll) -> None:
+    """Do as launchers do once this one has ended: ask the process to end, and end it if it goes on."""
+    ended.poll()
+    remove_mpi_files()
+    with suppress(Exception):
+        # Nobody may read it any more.
+        sys.stderr.write(f"arraycomm: the launcher has died ({launcher}); so this rank ends\n")
+        sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_PATIENCE)
+    remove_mpi_files()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from arraycomm._protocol import clock, launcher
+from arraycomm._protocol import clock
 
 # Seconds after which a wait sleeps between polls, instead of only giving up the core.
 PATIENCE: Final = 0.02
@@ -60,7 +60,6 @@ def done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> boo
 
     What came says better why others have left since.
     """
-    launcher.watch.look(time.perf_counter())
     try:
         watch(waited)
     except Exception:

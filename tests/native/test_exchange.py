@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import native_path
 from arraycomm._collectives.native_path import NativeAllreduce
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
@@ -227,25 +226,12 @@ def test_another_thread_is_refused_during_a_wait() -> None:
     assert [type(error) for error in errors] == [ac.ConcurrentUseError, ac.CommTimeoutError]
 
 
-def test_the_launcher_is_looked_at_once_a_second() -> None:
-    comm = _single()
-    x, out = np.ones(2), np.empty(2)
-    with mock.patch.object(native_path, "watch") as watch:
-        for _ in range(3):
-            comm.allreduce(x, out=out)
-        time.sleep(1.01)
-        before = watch.look.call_count
-        for _ in range(3):
-            comm.allreduce(x, out=out)
-    assert watch.look.call_count == before + 1
-
-
 def test_calls_keep_nothing_alive() -> None:
     [transport] = make_group(1)
     memory: weakref.ref[Group] = weakref.ref(transport._group)
     comm = internals.communicator(transport)
     x, out = np.ones(2), np.empty(2)
-    held = [x, out, x.dtype, native_path]
+    held = [x, out, x.dtype]
     comm.allreduce(x, out=out)
     before = [sys.getrefcount(one) for one in held]
     for _ in range(100):

@@ -82,14 +82,19 @@ def test_interrupts_that_follow_the_first_do_no_harm() -> None:
 
 
 # One rank waits for ever, the others call for ever; all say who they are.
+# One rank ignores the request to end, and another one is in a call that does not look at anything.
 ENDLESS = """
-import os, sys, numpy as np, arraycomm as ac
+import os, signal, sys, time, numpy as np, arraycomm as ac
+from arraycomm._protocol import launcher
+launcher._PATIENCE = 1.0
 comm = ac.init()
-part = comm.split(int(comm.rank == 2))
+part = comm.split(comm.rank)
 sys.stdout.write(f"rank {os.getpid()};\\n")
 sys.stdout.flush()
+if comm.rank == 1:
+    time.sleep(1000)
 if comm.rank == 2:
-    comm.recv(0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 while True:
     part.allreduce(np.ones(5))
 """
