@@ -38,7 +38,12 @@ class WaitClock:
             self._last = seen
             return seen - self._missed
 
+    def last_look(self) -> float:
+        """Return when somebody looked last; this is no look."""
+        return self._last
+
 
 _clock = WaitClock()
 os.register_at_fork(after_in_child=_clock.begin_anew)
 now: Final = _clock.now
+last_look: Final = _clock.last_look

@@ -15,9 +15,8 @@ from typing import Any, Final, NoReturn
 
 from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError, TransportError
-from arraycomm._protocol import clock
+from arraycomm._protocol import clock, process_watch
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.launcher import watch_launcher
 from arraycomm._protocol.leaving import all_left_well, leave_in_step
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.control import ENDED, FAILED, FINALIZED, GONE
@@ -144,7 +143,7 @@ def watch_exit() -> None:
     atexit.register(_at_exit)
     _watch_mpi()
     _launch.claim(os.environ, os.getpid())
-    watch_launcher()
+    process_watch.start()
 
 
 def _watch_exceptions() -> None:

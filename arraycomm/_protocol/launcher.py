@@ -1,22 +1,9 @@
-"""Ends this process if its launcher has died: a job that nobody can end any more would go on for ever.
-
-Some launchers take their ranks along even if they are killed, and some do not. A rank may never come back
-from a call of MPI then: Open MPI can lock itself out when a connection breaks. So a thread watches.
-"""
+"""The launcher of this process: the ancestor that started it as a rank of a job."""
 
 from __future__ import annotations
 
-import _thread
-import os
-import select
-import signal
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
-
-from arraycomm._transports.mpi_files import remove_mpi_files
 
 # The processes that start ranks on their node, by the names that the kernel cuts to 15 letters.
 _LAUNCHERS: Final = frozenset(
@@ -25,8 +12,6 @@ _LAUNCHERS: Final = frozenset(
         *("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr", "slurmstepd"),
     )
 )
-# Seconds that a program has to act on the signal.
-_PATIENCE: Final = 10.0
 
 
 class Ancestor(NamedTuple):
@@ -52,31 +37,3 @@ def find_launcher(pid: int) -> Ancestor | None:
             return Ancestor(pid, name)
         pid = int(rest.split()[1])
     return None
-
-
-def watch_launcher() -> None:
-    """Begin to watch the launcher, if there is one and this system can watch it.
-
-    The thread is none of the `threading` module's, since it never communicates: no rank waits for it.
-    """
-    launcher = find_launcher(os.getppid())
-    if launcher is not None and hasattr(os, "pidfd_open"):
-        with suppress(OSError, RuntimeError):
-            # Readable once the process has ended; its number may go to another one.
-            ended = select.poll()
-            ended.register(os.pidfd_open(launcher.pid), select.POLLIN)
-            _thread.start_new_thread(_end_with, (launcher, ended))
-
-
-def _end_with(launcher: Ancestor, ended: select.poll) -> None:
-    """Do as launchers do once this one has ended: ask the process to end, and end it if it goes on."""
-    ended.poll()
-    remove_mpi_files()
-    with suppress(Exception):
-        # Nobody may read it any more.
-        sys.stderr.write(f"arraycomm: the launcher has died ({launcher}); so this rank ends\n")
-        sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_PATIENCE)
-    remove_mpi_files()
-    os.kill(os.getpid(), signal.SIGKILL)

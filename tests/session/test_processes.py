@@ -85,8 +85,8 @@ def test_interrupts_that_follow_the_first_do_no_harm() -> None:
 # One rank ignores the request to end, and another one is in a call that does not look at anything.
 ENDLESS = """
 import os, signal, sys, time, numpy as np, arraycomm as ac
-from arraycomm._protocol import launcher
-launcher._PATIENCE = 1.0
+from arraycomm._protocol import process_watch
+process_watch._PATIENCE = 1.0
 comm = ac.init()
 part = comm.split(comm.rank)
 sys.stdout.write(f"rank {os.getpid()};\\n")
@@ -148,6 +148,46 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path) -> None:
     finally:
         for pid in living():
             os.kill(pid, signal.SIGKILL)
+
+
+# Rank 0 handles a signal while it waits, which may take its time. Then, on rank 1, a test of a request does
+# not come back, as those of Open MPI after a connection has broken.
+KEPT = """
+import ctypes, functools, signal, sys, time, numpy as np, arraycomm as ac
+from arraycomm._protocol import process_watch
+from arraycomm._transports import mpi
+process_watch._FOR_EVER = 2.0
+comm = ac.init()
+if comm.rank == 0:
+    signal.signal(signal.SIGALRM, lambda *_: time.sleep(3.5))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    comm.recv(1)
+    sys.stdout.write("went on;")
+    sys.stdout.flush()
+else:
+    time.sleep(0.4)
+    comm.send(1, 0)
+    class Request:
+        Test = functools.partial(ctypes.CDLL(None).sleep, 1000)
+    class Movement(mpi._Movement):
+        def __init__(self, request, *buffers):
+            super().__init__(request, *buffers)
+            self._request = Request()
+    mpi._Movement = Movement
+comm.reduce(np.ones(3_000_000))
+"""
+
+
+@needs_mpiexec
+def test_a_rank_that_mpi_keeps_ends() -> None:
+    """Its timeout is half an hour, and would never be raised."""
+    result = run_python("-c", KEPT, ranks=2, timeout=60)
+    assert result.returncode != 0
+    assert "went on;" in result.stdout
+    assert (
+        "arraycomm: MPI has not come back from a call for 2 s; so this rank ends" in result.stderr
+    )
+    assert "finished = self._request.Test()" in result.stderr
 
 
 FAILING = """

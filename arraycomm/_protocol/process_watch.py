@@ -1,0 +1,91 @@
+"""A thread that ends this process if nothing else would: its launcher has died, or MPI keeps it for ever.
+
+Some launchers take their ranks along even if they are killed, and some do not: nobody could end such a job.
+And errors are raised by ranks that wait, between calls of MPI. Open MPI may not come back from such a call
+once a connection to another host has broken.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from arraycomm import _transports
+from arraycomm._protocol import clock
+from arraycomm._protocol.launcher import Ancestor, find_launcher
+from arraycomm._transports.base import Handle
+from arraycomm._transports.mpi_files import remove_mpi_files
+
+# Seconds between two looks, and those after which MPI keeps a rank for ever: it comes back at once.
+_INTERVAL: Final = 1.0
+_FOR_EVER: Final = 60.0
+# Seconds that a program has to act on the signal.
+_PATIENCE: Final = 10.0
+_TRANSPORTS: Final = str(Path(str(_transports.__file__)).parent)
+
+
+def start() -> None:
+    """Begin to watch.
+
+    The thread is none of the `threading` module's, since it never communicates: no rank waits for it.
+    """
+    launcher, ended = find_launcher(os.getppid()), select.poll()
+    if launcher is not None and hasattr(os, "pidfd_open"):
+        with suppress(OSError):
+            # Readable once the process has ended; its number may go to another one.
+            ended.register(os.pidfd_open(launcher.pid), select.POLLIN)
+    with suppress(RuntimeError):
+        _thread.start_new_thread(_watch, (launcher, ended))
+
+
+def _watch(launcher: Ancestor | None, ended: select.poll) -> None:
+    """Look now and then, until this process has to end."""
+    looked, kept = clock.last_look(), 0.0
+    while not ended.poll(1000 * _INTERVAL):
+        if (last := clock.last_look()) != looked or not _kept_by_mpi():
+            looked, kept = last, 0.0
+            continue
+        # Counted, and not measured: this process may have been stopped.
+        kept += _INTERVAL
+        if kept >= _FOR_EVER:
+            _end(f"MPI has not come back from a call for {_FOR_EVER:g} s", _kept_by_mpi())
+    _end(f"the launcher has died ({launcher})")
+
+
+def _kept_by_mpi() -> list[str]:
+    """Return the stack of a thread that is in a call of MPI by which a handle finds out whether it is done."""
+    for frame in sys._current_frames().values():
+        if _polls(frame):
+            return traceback.format_stack(frame)
+    return []
+
+
+def _polls(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename.startswith(_TRANSPORTS):
+        if frame.f_code.co_name == Handle.done.__name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end(reason: str, stack: Sequence[str] = ()) -> None:
+    """Do as launchers do: ask the process to end, and end it if it goes on."""
+    remove_mpi_files()
+    with suppress(Exception):
+        # Nobody may read it any more.
+        sys.stderr.write("".join([f"arraycomm: {reason}; so this rank ends\n", *stack]))
+        sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_PATIENCE)
+    remove_mpi_files()
+    os.kill(os.getpid(), signal.SIGKILL)
