@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import traceback
-from sys import _current_frames
 
 from arraycomm._errors import CommTimeoutError
 
@@ -60,7 +60,7 @@ class Interruptible:
 
 def stack_of(ident: int) -> str:
     """Return the stack of a thread as text, from the first frame of the user's code."""
-    frame = _current_frames().get(ident)
+    frame = sys._current_frames().get(ident)
     frames = traceback.extract_stack(frame) if frame else []
     ours = [number for number, entry in enumerate(frames) if _calls_user(entry.filename)]
     return "".join(traceback.format_list(frames[ours[-1] + 1 if ours else 0 :]))

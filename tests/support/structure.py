@@ -32,8 +32,8 @@ CORE = [
     "_folds/by_numpy",
 ]
 
-# Documented, in spite of their names: those of named tuples.
-PUBLIC = {"_asdict", "_replace"}
+# Documented, in spite of their names: those of named tuples, and of `sys`.
+PUBLIC = {"_asdict", "_replace", "_current_frames"}
 
 Trees = dict[str, ast.Module]
 
