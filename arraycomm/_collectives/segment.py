@@ -42,12 +42,16 @@ _ALL: Final = slice(None)
 
 
 class ChunkTask(NamedTuple):
-    """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go."""
+    """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go.
+
+    `fold` writes the results of a whole chunk, if that is done in another way than row by row.
+    """
 
     fill: Callable[[], None]
     dtype: DType
     rows: Sequence[Array]
     targets: Callable[[], Targets]
+    fold: Callable[[str], None] | None = None
 
 
 class _StepReached:
@@ -135,6 +139,9 @@ class SharedSegment:
 
 
 def _fold(chunk_task: ChunkTask, op: str) -> None:
+    if chunk_task.fold is not None:
+        chunk_task.fold(op)
+        return
     for part, target in chunk_task.targets():
         fold(op, chunk_task.dtype, [row[part] for row in chunk_task.rows], target)
 
