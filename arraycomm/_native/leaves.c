@@ -7,6 +7,7 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "folds.h"
 #include "slots.h"
@@ -120,15 +121,20 @@ static const char *memory_of(const Leaves *self, const Part *part)
 static PyObject *leaves_fill(Leaves *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Py_buffer row, table;
-    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "fill takes a row and parts");
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "fill takes a row, parts, and whether to stream");
+    const int stream = PyObject_IsTrue(args[2]);
+    if (stream < 0) return NULL;
     if (PyObject_GetBuffer(args[0], &row, PyBUF_WRITABLE)) return NULL;
     const Py_ssize_t count = take_parts(self, args[1], row.len, 1, &table);
     if (count >= 0) {
         const Part *const parts = table.buf;
         Py_BEGIN_ALLOW_THREADS
-        for (const Part *part = parts; part < parts + count; ++part)
-            stream_copy((char *)row.buf + part->at, memory_of(self, part), (size_t)part->nbytes);
-        end_stream();
+        for (const Part *part = parts; part < parts + count; ++part) {
+            char *const into = (char *)row.buf + part->at;
+            if (stream) stream_copy(into, memory_of(self, part), (size_t)part->nbytes);
+            else memcpy(into, memory_of(self, part), (size_t)part->nbytes);
+        }
+        if (stream) end_stream();
         Py_END_ALLOW_THREADS
         PyBuffer_Release(&table);
     }
@@ -184,7 +190,7 @@ end:
 
 static PyMethodDef leaves_methods[] = {
     {"fill", (PyCFunction)(void (*)(void))leaves_fill, METH_FASTCALL,
-     PyDoc_STR("fill(row, parts): copy parts of the leaves into a row, past the caches.")},
+     PyDoc_STR("fill(row, parts, stream): copy parts of the leaves into a row, past the caches or through them.")},
     {"fold", (PyCFunction)(void (*)(void))leaves_fold, METH_VARARGS,
      PyDoc_STR("fold(number, rows, own, parts, out): fold parts of rows; those of one's own row come from the leaves, "
                "and `out` must not overlap these.")},

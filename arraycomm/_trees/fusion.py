@@ -112,8 +112,9 @@ class Fusion:
         if segment is not None:
             held = None if may_overwrite else self._held(sources)
             if held is not None:
+                streams = segment.streams(self.nbytes)
                 layouts = self._layouts_in(segment)
-                tasks = (layout.held_task(held, packed.buffer) for layout in layouts)
+                tasks = (each.held_task(held, packed.buffer, streams=streams) for each in layouts)
                 yield from segment.reduce(tasks, op)
                 return _NONE
             assert not isinstance(sources, Held)
@@ -129,7 +130,7 @@ class Fusion:
     def pack(self, packed: Packed, sources: Sources | Held) -> None:
         """Copy the leaves in; None stands for zeros."""
         if isinstance(sources, Held):
-            sources.fill(packed.buffer, self._whole)
+            sources.fill(packed.buffer, self._whole, streams=False)
         else:
             packed.pack(sources)
 

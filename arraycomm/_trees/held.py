@@ -24,9 +24,9 @@ class Held:
     def __init__(self, leaves: Any) -> None:
         self._leaves = leaves
 
-    def fill(self, row: Bytes, parts: Array) -> None:
-        """Copy parts of the leaves into a row, past the caches."""
-        self._leaves.fill(row, parts)
+    def fill(self, row: Bytes, parts: Array, *, streams: bool) -> None:
+        """Copy parts of the leaves into a row, past the caches if it `streams`."""
+        self._leaves.fill(row, parts, streams)
 
     def fold(
         self, op: str, dtype: DType, rows: Sequence[Bytes], own: int, parts: Array, out: Bytes

@@ -59,11 +59,11 @@ class ChunkLayout:
         targets = partial(self.targets, flats, buffer, over)
         return ChunkTask(partial(self.fill, arrays, flats), self.dtype, self.rows, targets)
 
-    def held_task(self, held: Held, buffer: Bytes) -> ChunkTask:
+    def held_task(self, held: Held, buffer: Bytes, *, streams: bool) -> ChunkTask:
         """Return the chunk of one call, with leaves whose memory is held; its results go to the buffer."""
         into = buffer[self.span]
         return ChunkTask(
-            partial(held.fill, self._bytes[self._rank], self._table),
+            partial(held.fill, self._bytes[self._rank], self._table, streams=streams),
             self.dtype,
             self.rows,
             lambda: [(slice(None), into.view(self.dtype))],

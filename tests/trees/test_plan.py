@@ -228,9 +228,9 @@ def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) 
         copied.extend(into.nbytes for *_, into in way.ends)
         fill(way, arrays, flats)
 
-    def counting_held(held: Any, row: Any, parts: Any) -> None:
+    def counting_held(held: Any, row: Any, parts: Any, **how: Any) -> None:
         copied.extend(nbytes for _, _, nbytes, _ in parts.tolist())
-        fill_held(held, row, parts)
+        fill_held(held, row, parts, **how)
 
     monkeypatch.setattr(fusion.Held, "fill", counting_held)
     monkeypatch.setattr(fusion.Packed, "pack", counting_pack)
