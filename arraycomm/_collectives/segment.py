@@ -33,9 +33,15 @@ from arraycomm._transports.shared_files import SharesFiles
 # ranks, folding all rows takes longer than the step and the copy.
 MAX_WHOLE_FOLDS: Final = 3
 _CHUNK_BYTES: Final = 512 << 10
+# With more ranks, which wait for more, a chunk is up to so many times as long, if the segment has at most so
+# many bytes then.
+_LONG_CHUNK: Final = 4
+_SEGMENT_BYTES: Final = 48 << 20
 # If all ranks' arrays fit in the caches, copies through these may be quicker: so many copies are tried.
 _CACHED_BYTES: Final = 8 << 20
 _TRIALS: Final = 12
+_MEASURED_RANKS: Final = 8
+_ONE_COPY_BYTES: Final = 8 << 20
 # Chunks that are under way at once. A rank that publishes chunk k has folded chunk k - 2, and so
 # every rank has published chunk k - 2. These ranks have folded chunk k - 4, whose row chunk k
 # reuses.
@@ -60,6 +66,14 @@ class ChunkTask(NamedTuple):
     rows: Sequence[Array]
     targets: Callable[[], Targets]
     fold: Callable[[str], None] | None = None
+
+
+def chunk_bytes(size: int) -> int:
+    """Return the bytes of a chunk in the segment of `size` ranks, a multiple of 64."""
+    if size <= MAX_WHOLE_FOLDS:
+        return _CHUNK_BYTES
+    fit = _SEGMENT_BYTES // ((ROWS * size + FOLDED) * _CHUNK_BYTES)
+    return _CHUNK_BYTES * max(min(_LONG_CHUNK, fit), 1)
 
 
 class _StepReached:
@@ -100,16 +114,16 @@ class SharedSegment:
         self.control = control
         self.native = native
         self._streams_small = native
-        self.chunk_bytes = _CHUNK_BYTES
-        rows = memory.reshape(-1, _CHUNK_BYTES)
-        self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, _CHUNK_BYTES)
+        self.chunk_bytes = chunk_bytes(control.size)
+        rows = memory.reshape(-1, self.chunk_bytes)
+        self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, self.chunk_bytes)
         self._folded = rows[ROWS * control.size :]
         self._reached = _StepReached(control)
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Return the bytes of memory that a group of `size` ranks shares."""
-        return (ROWS * size + FOLDED) * _CHUNK_BYTES
+        return (ROWS * size + FOLDED) * chunk_bytes(size)
 
     def streams(self, nbytes: int) -> bool:
         """Tell whether this rank better copies past its caches, if a call has so many bytes in all."""
@@ -212,14 +226,22 @@ _opened: Final[WeakKeyDictionary[Link, SharedSegment | None]] = WeakKeyDictionar
 
 
 def is_preferred(link: Link, nbytes: int) -> bool:
-    """Tell whether so many bytes are better reduced through a segment than in another way.
+    """Tell whether so many bytes are better reduced through a segment, if all ranks have the native part.
 
-    One chunk is. For more of them the movements of many ranks have fewer steps. All ranks have to have
-    the native part as well: see `SharedSegment.native`.
+    See `SharedSegment.native` and `is_quicker`.
     """
-    if nbytes <= _CHUNK_BYTES:
-        return link.slot[1] and isinstance(link, SharesFiles)
-    return link.slot[1] and link.size <= MAX_WHOLE_FOLDS and _copies_twice(link)
+    shares = link.slot[1] and isinstance(link, SharesFiles)
+    return shares and is_quicker(nbytes, link.size, copies_twice=_copies_twice(link))
+
+
+def is_quicker(nbytes: int, size: int, *, copies_twice: bool) -> bool:
+    """Tell whether a segment is quicker than the transport's movements, as was measured with up to 8 ranks.
+
+    `copies_twice` is whether the transport copies each byte into shared memory and out of it again. If it
+    does not, a segment has more copies and fewer steps, and many bytes take longer.
+    """
+    few = nbytes <= _CHUNK_BYTES
+    return few or (size <= _MEASURED_RANKS and (copies_twice or nbytes <= _ONE_COPY_BYTES))
 
 
 def _copies_twice(link: Link) -> bool:

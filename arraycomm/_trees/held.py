@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class Held:
         self._leaves.fold(number_of(op, dtype), rows, own, parts, out)
 
 
-def hold(specs: Sequence[Spec]) -> Any:
+def hold(specs: Sequence[Spec]) -> Callable[[list[Any]], Held | None]:
     """Return what holds a list of arrays of these dtypes and shapes; for others it returns None."""
     dtypes, shapes = tuple(dtype for dtype, _ in specs), tuple(shape for _, shape in specs)
 
