@@ -43,8 +43,12 @@ def native_part() -> dict[str, Any]:
         return {}
     extension = Extension(
         "arraycomm._native.compiled",
-        sources=[f"{NATIVE}/{name}.c" for name in ("module", "folds", "exchange", "slots")],
-        depends=[f"{NATIVE}/{name}.h" for name in ("kernels", "folds", "exchange", "slots")],
+        sources=[
+            f"{NATIVE}/{name}.c" for name in ("module", "folds", "exchange", "leaves", "slots")
+        ],
+        depends=[
+            f"{NATIVE}/{name}.h" for name in ("kernels", "folds", "exchange", "leaves", "slots")
+        ],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
         extra_compile_args=[*OPTIONS, "-fvisibility=hidden"],
         py_limited_api=True,

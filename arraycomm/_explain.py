@@ -30,7 +30,7 @@ _IN_WORDS: Final = {
     Algorithm.EXCHANGE: "each rank takes the other's elements, chunk by chunk, and folds all",
     Algorithm.SLICES: "chunk by chunk: each rank folds a slice of all ranks' elements, "
     "then slices are gathered",
-    Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share: every rank folds all",
+    Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share, from where they fold them",
     Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of all ranks, "
     "which they share",
     Algorithm.FUNCTION: "one rank gathers all ranks' elements, folds them by the function, "

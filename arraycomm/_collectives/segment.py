@@ -7,9 +7,12 @@ chunk and then folds the one before, so that it seldom waits for ranks that are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
+from time import perf_counter
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,10 +33,21 @@ from arraycomm._transports.shared_files import SharesFiles
 # ranks, folding all rows takes longer than the step and the copy.
 MAX_WHOLE_FOLDS: Final = 3
 _CHUNK_BYTES: Final = 512 << 10
+# With more ranks, which wait for more, a chunk is up to so many times as long, if the segment has at most so
+# many bytes then.
+_LONG_CHUNK: Final = 4
+_SEGMENT_BYTES: Final = 48 << 20
+# If all ranks' arrays fit in the caches, copies through these may be quicker: so many copies are tried.
+_CACHED_BYTES: Final = 8 << 20
+_TRIALS: Final = 12
+_MEASURED_RANKS: Final = 8
+_ONE_COPY_BYTES: Final = 8 << 20
 # Chunks that are under way at once. A rank that publishes chunk k has folded chunk k - 2, and so
 # every rank has published chunk k - 2. These ranks have folded chunk k - 4, whose row chunk k
 # reuses.
 ROWS: Final = 4
+# Folded chunks: while ranks take one, some have folded the next, and some go on to the one after that.
+FOLDED: Final = 3
 
 
 # Where elements of a chunk go: which of them, and the memory for their results.
@@ -42,12 +56,24 @@ _ALL: Final = slice(None)
 
 
 class ChunkTask(NamedTuple):
-    """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go."""
+    """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go.
+
+    `fold` writes the results of a whole chunk, if that is done in another way than row by row.
+    """
 
     fill: Callable[[], None]
     dtype: DType
     rows: Sequence[Array]
     targets: Callable[[], Targets]
+    fold: Callable[[str], None] | None = None
+
+
+def chunk_bytes(size: int) -> int:
+    """Return the bytes of a chunk in the segment of `size` ranks, a multiple of 64."""
+    if size <= MAX_WHOLE_FOLDS:
+        return _CHUNK_BYTES
+    fit = _SEGMENT_BYTES // ((ROWS * size + FOLDED) * _CHUNK_BYTES)
+    return _CHUNK_BYTES * max(min(_LONG_CHUNK, fit), 1)
 
 
 class _StepReached:
@@ -69,13 +95,13 @@ class _StepReached:
 
 
 class SharedSegment:
-    """Rows of memory for the chunks of each rank that are under way, and one for folded chunks.
+    """Rows of memory for the chunks of each rank that are under way, and some for folded chunks.
 
     Attributes
     ----------
     control : SharedControl
         Its steps say which chunks every rank has published.
-    streams : bool
+    native : bool
         Whether all ranks can copy past their caches. If they cannot, and the cores of two ranks have no
         cache in common, a copy takes several times as long.
     chunk_bytes : int
@@ -84,25 +110,46 @@ class SharedSegment:
         Bytes, shape (ROWS, size, chunk_bytes); chunk k uses the rows k modulo ROWS.
     """
 
-    def __init__(self, control: SharedControl, memory: Bytes, *, streams: bool) -> None:
+    def __init__(self, control: SharedControl, memory: Bytes, *, native: bool) -> None:
         self.control = control
-        self.streams = streams
-        self.chunk_bytes = _CHUNK_BYTES
-        rows = memory.reshape(-1, _CHUNK_BYTES)
-        self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, _CHUNK_BYTES)
-        self._folded = rows[ROWS * control.size]
+        self.native = native
+        self._streams_small = native
+        self.chunk_bytes = chunk_bytes(control.size)
+        rows = memory.reshape(-1, self.chunk_bytes)
+        self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, self.chunk_bytes)
+        self._folded = rows[ROWS * control.size :]
         self._reached = _StepReached(control)
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Return the bytes of memory that a group of `size` ranks shares."""
-        return (ROWS * size + 1) * _CHUNK_BYTES
+        return (ROWS * size + FOLDED) * chunk_bytes(size)
+
+    def streams(self, nbytes: int) -> bool:
+        """Tell whether this rank better copies past its caches, if a call has so many bytes in all."""
+        return self.native and (nbytes > _CACHED_BYTES or self._streams_small)
+
+    def measure(self) -> Steps:
+        """Find out how long chunks take through the caches and past them; collective."""
+        control, rows = self.control, self.rows
+        source, best = np.ones(self.chunk_bytes, np.uint8), [math.inf, math.inf]
+        for trial in range(_TRIALS):
+            past = trial & 1
+            row = rows[past]
+            started = perf_counter()
+            (compiled.copy if past else np.copyto)(row[control.rank], source)
+            published = perf_counter()
+            control.post()
+            yield control
+            reached = perf_counter()
+            np.copyto(source, row[control.rank - 1])
+            best[past] = min(best[past], published - started + perf_counter() - reached)
+        self._streams_small = best[1] < best[0]
 
     def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str) -> Steps:
         """Reduce chunk after chunk; each task fills this rank's row and names the targets."""
         if self.control.size > MAX_WHOLE_FOLDS:
-            for chunk_task in chunk_tasks:
-                yield from self._reduce_together(chunk_task, op)
+            yield from self._reduce_together(chunk_tasks, op)
             return
         control, reached, last = self.control, self._reached, None
         for chunk_task in chunk_tasks:
@@ -117,24 +164,44 @@ class SharedSegment:
             yield control
             _fold(last, op)
 
-    def _reduce_together(self, chunk_task: ChunkTask, op: str) -> Steps:
-        """Fold a part of the chunk for all ranks, and take the parts that they fold."""
-        control, rows = self.control, chunk_task.rows
-        chunk_task.fill()
-        control.post()
-        yield control
-        count, folded = len(rows[0]), self._folded[: rows[0].nbytes].view(chunk_task.dtype)
-        own = slice(
-            count * control.rank // control.size, count * (control.rank + 1) // control.size
-        )
+    def _reduce_together(self, chunk_tasks: Iterable[ChunkTask], op: str) -> Steps:
+        """Fold a part of each chunk for all ranks, and take the parts that they fold.
+
+        A step publishes a chunk, and this rank's part of the one before. What all ranks have folded is taken
+        once they have posted the next step.
+        """
+        published: ChunkTask | None = None
+        done: ChunkTask | None = None
+        for number, chunk_task in enumerate(chain(chunk_tasks, (None, None))):
+            if chunk_task is not None:
+                chunk_task.fill()
+            if number:
+                yield self.control
+            if published is not None:
+                self._fold_part(published, number, op)
+            if chunk_task is not None or published is not None:
+                self.control.post()
+            if done is not None:
+                folded = self._folded_of(done, number - 1)
+                for part, target in done.targets():
+                    target[...] = folded[part]
+            published, done = chunk_task, published
+
+    def _fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
+        rows, rank, size = chunk_task.rows, self.control.rank, self.control.size
+        folded, count = self._folded_of(chunk_task, number), len(rows[0])
+        own = slice(count * rank // size, count * (rank + 1) // size)
         fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])
-        control.post()
-        yield control
-        for part, target in chunk_task.targets():
-            target[...] = folded[part]
+
+    def _folded_of(self, chunk_task: ChunkTask, number: int) -> Flat:
+        folded: Flat = self._folded[number % FOLDED]
+        return folded[: chunk_task.rows[0].nbytes].view(chunk_task.dtype)
 
 
 def _fold(chunk_task: ChunkTask, op: str) -> None:
+    if chunk_task.fold is not None:
+        chunk_task.fold(op)
+        return
     for part, target in chunk_task.targets():
         fold(op, chunk_task.dtype, [row[part] for row in chunk_task.rows], target)
 
@@ -151,7 +218,7 @@ class MemoryOpened(Detail):
     """Whether a rank could open the memory, and whether it has the native part."""
 
     opened: bool
-    streams: bool
+    native: bool
 
 
 # The segments of links, or None for those that cannot have one.
@@ -159,14 +226,22 @@ _opened: Final[WeakKeyDictionary[Link, SharedSegment | None]] = WeakKeyDictionar
 
 
 def is_preferred(link: Link, nbytes: int) -> bool:
-    """Tell whether so many bytes are better reduced through a segment than in another way.
+    """Tell whether so many bytes are better reduced through a segment, if all ranks have the native part.
 
-    One chunk is. For more of them the movements of many ranks have fewer steps. All ranks have to have
-    the native part as well: see `SharedSegment.streams`.
+    See `SharedSegment.native` and `is_quicker`.
     """
-    if nbytes <= _CHUNK_BYTES:
-        return link.slot[1] and isinstance(link, SharesFiles)
-    return link.slot[1] and link.size <= MAX_WHOLE_FOLDS and _copies_twice(link)
+    shares = link.slot[1] and isinstance(link, SharesFiles)
+    return shares and is_quicker(nbytes, link.size, copies_twice=_copies_twice(link))
+
+
+def is_quicker(nbytes: int, size: int, *, copies_twice: bool) -> bool:
+    """Tell whether a segment is quicker than the transport's movements, as was measured with up to 8 ranks.
+
+    `copies_twice` is whether the transport copies each byte into shared memory and out of it again. If it
+    does not, a segment has more copies and fewer steps, and many bytes take longer.
+    """
+    few = nbytes <= _CHUNK_BYTES
+    return few or (size <= _MEASURED_RANKS and (copies_twice or nbytes <= _ONE_COPY_BYTES))
 
 
 def _copies_twice(link: Link) -> bool:
@@ -185,7 +260,7 @@ def _is_mpich() -> bool:
 def streaming_segment_of(link: Link) -> Steps:
     """Return the segment of a link if all ranks can copy past their caches, else None; collective."""
     segment = yield from segment_of(link)
-    return segment if segment is not None and segment.streams else None
+    return segment if segment is not None and segment.native else None
 
 
 def segment_of(link: Link) -> Steps:
@@ -209,11 +284,14 @@ def forbid_segment(transport: Transport) -> None:
 
 
 def _open(transport: Transport) -> Steps:
-    memory, streams = yield from share(transport, SharedSegment.nbytes(transport.size))
+    memory, native = yield from share(transport, SharedSegment.nbytes(transport.size))
     control = transport.control
     if memory is None or not isinstance(control, SharedControl):
         return None
-    return SharedSegment(control, memory, streams=streams)
+    segment = SharedSegment(control, memory, native=native)
+    if native:
+        yield from segment.measure()
+    return segment
 
 
 def share(transport: Transport, nbytes: int) -> Steps:
@@ -236,17 +314,18 @@ def share(transport: Transport, nbytes: int) -> Steps:
             transport.close_memory(name)
     if memory is None or not all(reply.opened for reply in replies):
         return None, False
-    return memory, all(reply.streams for reply in replies)
+    return memory, all(reply.native for reply in replies)
 
 
 def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[ChunkTask]:
     """Cut an array into chunks, whose folds go to `target`; the two may be the same memory."""
     step, rank = segment.chunk_bytes // source.itemsize, segment.control.rank
     apart = not np.may_share_memory(source, target)
+    copy = compiled.copy if segment.streams(source.nbytes) else np.copyto
     for number, start in enumerate(range(0, len(source), step)):
         part, into = source[start : start + step], target[start : start + step]
         rows = list(segment.rows[number % ROWS, :, : part.nbytes].view(part.dtype))
-        fill = partial(compiled.copy, rows[rank], part)
+        fill = partial(copy, rows[rank], part)
         if apart:
             # Still in the cache, where the copy is not.
             rows[rank] = part

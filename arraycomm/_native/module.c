@@ -1,4 +1,4 @@
-/* What Python sees of the native part: folds here, and the exchange of slots in exchange.c.
+/* What Python sees of the native part: folds here, the exchange of slots in exchange.c, and leaves in leaves.c.
  *
  * Only the limited API of Python 3.11 is used, so that one build serves every later version, and no
  * header of NumPy: arrays come in by the buffer protocol. */
@@ -9,6 +9,7 @@
 
 #include "exchange.h"
 #include "folds.h"
+#include "leaves.h"
 #include "slots.h"
 
 /* Up to so many rows need no memory of their own; with fewer bytes, letting other threads run takes
@@ -156,6 +157,7 @@ static PyObject *py_copy(PyObject *module, PyObject *const *args, Py_ssize_t nar
     if (check_rows(&buffers, 1, 1)) goto end;
     Py_BEGIN_ALLOW_THREADS
     stream_copy(buffers.all[1].buf, buffers.all[0].buf, (size_t)buffers.all[0].len);
+    end_stream();
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
 end:
@@ -212,7 +214,7 @@ static PyMethodDef methods[] = {
 static int exec_module(PyObject *module)
 {
     use_level(level_count() - 1);
-    return add_exchange(module);
+    return add_exchange(module) || add_leaves(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};

@@ -89,13 +89,20 @@ void stream_copy(void *out, const void *from, size_t nbytes)
         _mm_stream_si128((__m128i *)to + 3, d);
     }
     memcpy(to, x, nbytes);
-    /* The stamp that is written next must not be seen before. */
+}
+
+void end_stream(void)
+{
     _mm_sfence();
 }
 #else
 void stream_copy(void *out, const void *from, size_t nbytes)
 {
     memcpy(out, from, nbytes);
+}
+
+void end_stream(void)
+{
 }
 #endif
 

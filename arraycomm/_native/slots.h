@@ -35,6 +35,9 @@ bool same_digests(const Slots *slots, int64_t step);
 /* Copy past the caches: what lies in this core's, other cores may read more slowly than main memory. */
 void stream_copy(void *out, const void *from, size_t nbytes);
 
+/* To be called after such copies: a stamp that is written next must not be seen before them. */
+void end_stream(void);
+
 /* Nanoseconds of a clock that only differences of have a meaning. */
 int64_t clock_now(void);
 

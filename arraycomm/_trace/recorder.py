@@ -91,7 +91,7 @@ class _Call:
             slices = self.operation == Allreduce.name
             return self.algorithm if by_movement else Algorithm.SLICES if slices else _MOVEMENT
         segment = opened(group.transport)
-        if self.algorithm is Algorithm.SEGMENT and (segment is None or not segment.streams):
+        if self.algorithm is Algorithm.SEGMENT and (segment is None or not segment.native):
             return Algorithm.STEPS
         if self.algorithm or not self.stepped:
             return self.algorithm or Algorithm.HEADER

@@ -16,7 +16,9 @@ from arraycomm._entries import opaque
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Signature, encode
 from arraycomm._transports.base import Bytes, Steps
+from arraycomm._trees.buffers import Sources
 from arraycomm._trees.fusion import Fusion, TreeMemory
+from arraycomm._trees.held import Held
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.leaves import NONE, Leaves, Parts
 from arraycomm._trees.pytrees import Flat, flatten
@@ -86,6 +88,8 @@ class Plan(ProcessBound):
         self.signature = _signature("Plan", op, leaves)
         self._beside: Fusion | None = None
         self.present = [index for index, spec in enumerate(self._specs) if spec is not None]
+        # Whether every leaf is an array, and none is tied to another.
+        self._plain = len(self.present) == len(self._index)
         # Encoded headers, by device flag.
         self._prefixes: dict[int, bytes] = {}
 
@@ -109,6 +113,11 @@ class Plan(ProcessBound):
             prefix = encode(self.signature, payload, device_flag=device_flag)
             self._prefixes[device_flag] = prefix
         return prefix
+
+    def hold(self, leaves: list[Any]) -> Held | None:
+        """Hold all leaves at once, if they are NumPy's, contiguous, and those of the plan; else None."""
+        distinct = self._plain and len(set(map(id, leaves))) == len(leaves)
+        return self.fusion.hold(leaves) if distinct else None
 
     def check_structure(self, flat: Flat) -> None:
         """Raise unless the tree has the plan's structure."""
@@ -200,27 +209,29 @@ class RunPlan(Operation):
         flat = flatten(tree)
         plan.check_structure(flat)
         super().__init__(context, context.place_tree(flat.leaves))
-        self._plan = plan
-        self._leaves = leaves = Leaves(flat, self.placement.view)
-        plan.check_leaves(leaves)
-        self._parts = self._parts_on_devices()
-        if self._parts is None:
-            self._fusion, self._present = plan.fusion, plan.present
-            self._sources = [leaf for leaf in leaves.views if leaf is not None]
-        else:
-            self._fusion = plan.fusion_beside_devices(self._parts.specs)
-            self._present, self._sources = self._parts.present, self._parts.sources
-            self.nbytes, self.copies = self._parts.device_bytes, len(self._parts.on_device)
+        self._plan, self._flat = plan, flat
+        self._fusion, self._present = plan.fusion, plan.present
+        self._parts: Parts | None = None
+        on_host = not isinstance(self.placement, DevicePlacement)
+        self._held = plan.hold(flat.leaves) if on_host else None
+        self._sources = self._held or self._views(on_host=on_host)
         self._packed = self._fusion.acquire()
         self.signature = plan.signature
         self.nbytes += self._fusion.nbytes
-        self.copies += len(self._sources)
+        self.copies += len(self._fusion.specs)
 
-    def _parts_on_devices(self) -> Parts | None:
-        if not isinstance(self.placement, DevicePlacement):
-            return None
-        parts = Parts(self._leaves.views, self._leaves.dtypes())
-        return parts if parts.on_device else None
+    def _views(self, *, on_host: bool) -> Sources:
+        """Look at each leaf, and return those on the host."""
+        plan, self._leaves = self._plan, Leaves(self._flat, self.placement.view)
+        views = self._leaves.views
+        plan.check_leaves(self._leaves)
+        parts = None if on_host else Parts(views, self._leaves.dtypes())
+        if parts is None or not parts.on_device:
+            return [leaf for leaf in views if leaf is not None]
+        self._parts, self._present = parts, parts.present
+        self._fusion = plan.fusion_beside_devices(parts.specs)
+        self.nbytes, self.copies = parts.device_bytes, len(parts.on_device)
+        return parts.sources
 
     def pack(self, room: int) -> Bytes | None:
         nbytes = self._fusion.nbytes
@@ -229,7 +240,7 @@ class RunPlan(Operation):
         if not inline:
             reserve(self.group.transport, self._fusion.longest)
             return None
-        self._packed.pack(self._sources)
+        self._fusion.pack(self._packed, self._sources)
         return self._packed.buffer
 
     def steps(self, agreement: Agreement) -> Steps:
@@ -243,8 +254,10 @@ class RunPlan(Operation):
         )
 
     def result(self, agreement: Agreement) -> Any:
-        views, packed = self._leaves.views, self._packed
-        return self._leaves.rebuild(results(views, self._present, packed, ready=self._reduced))
+        if self._held is not None:
+            return self._flat.rebuild(self._fusion.arrays(self._packed))
+        made = results(self._leaves.views, self._present, self._packed, ready=self._reduced)
+        return self._leaves.rebuild(made)
 
 
 def _signature(operation: str, op: str, leaves: Leaves) -> Signature:

@@ -9,6 +9,7 @@ from functools import partial
 from arraycomm._arrays.buffer import Array
 from arraycomm._collectives.segment import ChunkTask, SharedSegment, Targets
 from arraycomm._transports.base import Bytes
+from arraycomm._trees.held import Held, table_of
 from arraycomm._trees.layout import ALIGNMENT, Chunk, Spec
 
 
@@ -32,7 +33,9 @@ class ChunkLayout:
     ) -> None:
         self.dtype, self.span = chunk.dtype, slice(chunk.start, chunk.stop)
         self._parts = chunk.parts
+        self._table = table_of(chunk.parts)
         rows = segment.rows[number, :, : chunk.stop - chunk.start]
+        self._bytes, self._rank = list(rows), segment.control.rank
         self.rows = list(rows.view(chunk.dtype))
         self.leaves: list[tuple[int, Array]] = []
         self.ends: list[tuple[int, slice, Bytes]] = []
@@ -55,6 +58,17 @@ class ChunkLayout:
         """Return the chunk of one call, with these leaves; the results of some go over them."""
         targets = partial(self.targets, flats, buffer, over)
         return ChunkTask(partial(self.fill, arrays, flats), self.dtype, self.rows, targets)
+
+    def held_task(self, held: Held, buffer: Bytes, *, streams: bool) -> ChunkTask:
+        """Return the chunk of one call, with leaves whose memory is held; its results go to the buffer."""
+        into = buffer[self.span]
+        return ChunkTask(
+            partial(held.fill, self._bytes[self._rank], self._table, streams=streams),
+            self.dtype,
+            self.rows,
+            lambda: [(slice(None), into.view(self.dtype))],
+            lambda op: held.fold(op, self.dtype, self._bytes, self._rank, self._table, into),
+        )
 
     def targets(
         self, flats: Mapping[int, Bytes | None], buffer: Bytes, over: frozenset[int]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -52,8 +54,10 @@ def _check(comm: Communicator) -> None:
         assert same_result(comm.allreduce(x, op, out=x), want, op)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_large_arrays_go_through_the_segment(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "streams"), [(2, True), (3, False), (4, True), (4, False)])
+def test_large_arrays_go_through_the_segment(monkeypatch, ranks: int, streams: bool) -> None:
+    monkeypatch.setattr(segment.SharedSegment, "streams", lambda *_: streams)
+
     def check(comm: Communicator) -> None:
         _check(comm)
         assert internals.segment(comm) is not None
@@ -66,6 +70,48 @@ def test_a_rank_without_the_native_part_keeps_all_from_it(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(segment, "compiled", None)
         run(2, _check)
+
+
+@pytest.mark.parametrize("slow", ["copy", "copyto"])
+def test_ranks_measure_which_copies_are_quicker(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    """Large arrays are copied past the caches in any case."""
+    module = {"copy": segment.compiled, "copyto": np}[slow]
+    copy = getattr(module, slow)
+
+    def late(*arrays: np.ndarray) -> None:
+        time.sleep(0.002)
+        copy(*arrays)
+
+    def check(comm: Communicator) -> None:
+        comm.allreduce(np.ones(10**6))
+        assert internals.segment(comm).streams(1 << 20) == (slow == "copyto")
+        assert internals.segment(comm).streams(1 << 30)
+
+    monkeypatch.setattr(module, slow, late)
+    run(2, check)
+
+
+def test_the_segment_is_used_as_was_measured() -> None:
+    one = segment._CHUNK_BYTES
+    for size, nbytes, twice, once in [
+        (2, one, True, True),
+        (64, one, True, True),
+        (64, one + 1, False, False),
+        (8, 8 << 20, True, True),
+        (2, (8 << 20) + 1, True, False),
+        (8, 1 << 30, True, False),
+    ]:
+        assert segment.is_quicker(nbytes, size, copies_twice=True) == twice
+        assert segment.is_quicker(nbytes, size, copies_twice=False) == once
+
+
+def test_a_segment_of_more_ranks_has_longer_chunks_and_not_too_much_memory() -> None:
+    lengths = {size: segment.chunk_bytes(size) // segment._CHUNK_BYTES for size in (2, 3, 4)}
+    assert lengths == {2: 1, 3: 1, 4: 4}
+    for size in (4, 8, 16, 32, 64):
+        at_least = (segment.ROWS * size + segment.FOLDED) * segment._CHUNK_BYTES
+        nbytes = segment.SharedSegment.nbytes(size)
+        assert at_least <= nbytes <= max(at_least, segment._SEGMENT_BYTES)
 
 
 def test_ranks_without_shared_memory_do_without() -> None:

@@ -76,7 +76,7 @@ TREES: Final = (
         "with four ranks or more, nobody folds the last rank's part of a chunk",
         _SEGMENT,
         "        fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])",
-        "        if control.rank < control.size - 1:\n"
+        "        if rank < size - 1:\n"
         "            fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])",
         ("shared_memory_does_not_matter",),
     ),

@@ -215,9 +215,9 @@ def test_plans_of_the_same_shapes_share_their_memory(on_ranks, size) -> None:
 
 
 def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) -> None:
-    """By whichever way it goes in: leaf by leaf, or chunk by chunk."""
+    """By whichever way it goes in: leaf by leaf, or chunk by chunk, or many leaves at once."""
     copied: list[int] = []
-    pack, fill = fusion.Packed.pack, fusion.ChunkLayout.fill
+    pack, fill, fill_held = fusion.Packed.pack, fusion.ChunkLayout.fill, fusion.Held.fill
 
     def counting_pack(packed: Any, sources: Any) -> None:
         copied.extend(source.array.nbytes for source in sources)
@@ -228,6 +228,11 @@ def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) 
         copied.extend(into.nbytes for *_, into in way.ends)
         fill(way, arrays, flats)
 
+    def counting_held(held: Any, row: Any, parts: Any, **how: Any) -> None:
+        copied.extend(nbytes for _, _, nbytes, _ in parts.tolist())
+        fill_held(held, row, parts, **how)
+
+    monkeypatch.setattr(fusion.Held, "fill", counting_held)
     monkeypatch.setattr(fusion.Packed, "pack", counting_pack)
     monkeypatch.setattr(fusion.ChunkLayout, "fill", counting_fill)
 

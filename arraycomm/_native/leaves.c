@@ -1,0 +1,225 @@
+/* See leaves.h.
+ *
+ * `hold` takes the memory of all leaves of a tree at once, if they are what the caller expects. Many leaves are
+ * then copied or folded in one call. Which of their bytes, and where these lie, says a table of parts. */
+
+#include "leaves.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "folds.h"
+#include "slots.h"
+
+/* Each rank folds all rows only if there are few. */
+enum { MOST_ROWS = 8 };
+
+/* The bytes of a leaf from `first`, and where they begin in a row. */
+typedef struct {
+    int64_t leaf, first, nbytes, at;
+} Part;
+
+typedef struct {
+    PyObject ob_base;
+    Py_ssize_t count;
+    Py_buffer *leaves;
+} Leaves;
+
+static PyObject *dtype_name;
+static PyTypeObject *leaves_type;
+
+static void leaves_dealloc(Leaves *self)
+{
+    PyTypeObject *const type = Py_TYPE((PyObject *)self);
+    while (self->count) PyBuffer_Release(&self->leaves[--self->count]);
+    PyMem_Free(self->leaves);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF((PyObject *)type);
+}
+
+/* ---- taking the memory ------------------------------------------------------------------------- */
+
+static bool has_dtype(PyObject *array, PyObject *dtype)
+{
+    PyObject *const found = PyObject_GetAttr(array, dtype_name);
+    if (found == NULL) PyErr_Clear();
+    Py_XDECREF(found);
+    return found == dtype;
+}
+
+static bool has_shape(const Py_buffer *buffer, PyObject *shape)
+{
+    if (PyTuple_Size(shape) != buffer->ndim) return false;
+    for (int axis = 0; axis < buffer->ndim; ++axis)
+        if (PyLong_AsSsize_t(PyTuple_GetItem(shape, axis)) != buffer->shape[axis]) return false;
+    return true;
+}
+
+static bool hold_one(Leaves *self, PyObject *array, PyObject *type, PyObject *dtype, PyObject *shape)
+{
+    Py_buffer *const buffer = &self->leaves[self->count];
+    if ((PyObject *)Py_TYPE(array) != type || !has_dtype(array, dtype)) return false;
+    if (PyObject_GetBuffer(array, buffer, PyBUF_ND)) {
+        PyErr_Clear();
+        return false;
+    }
+    ++self->count;
+    return has_shape(buffer, shape);
+}
+
+static PyObject *py_hold(PyObject *module, PyObject *args)
+{
+    PyObject *type, *arrays, *dtypes, *shapes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OO!O!O!", &type, &PyList_Type, &arrays, &PyTuple_Type, &dtypes, &PyTuple_Type,
+                          &shapes))
+        return NULL;
+    const Py_ssize_t count = PyTuple_Size(dtypes);
+    if (PyTuple_Size(shapes) != count) return PyErr_Format(PyExc_ValueError, "a leaf has one dtype and one shape");
+    if (PyList_Size(arrays) != count) Py_RETURN_NONE;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(leaves_type, Py_tp_alloc);
+    Leaves *self = (Leaves *)allocate(leaves_type, 0);
+    if (self == NULL) return NULL;
+    self->leaves = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
+    bool held = self->leaves != NULL;
+    for (Py_ssize_t leaf = 0; held && leaf < count; ++leaf)
+        held = hold_one(self, PyList_GetItem(arrays, leaf), type, PyTuple_GetItem(dtypes, leaf),
+                        PyTuple_GetItem(shapes, leaf));
+    if (held) return (PyObject *)self;
+    Py_DECREF((PyObject *)self);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- copying and folding ----------------------------------------------------------------------- */
+
+/* Take a table whose parts lie in the leaves and in `room` bytes, as whole elements; the parts' number, or -1. */
+static Py_ssize_t take_parts(const Leaves *self, PyObject *table, Py_ssize_t room, int64_t itemsize, Py_buffer *buffer)
+{
+    if (PyObject_GetBuffer(table, buffer, PyBUF_SIMPLE)) return -1;
+    const Part *const parts = buffer->buf;
+    const Py_ssize_t count = buffer->len / (Py_ssize_t)sizeof(Part);
+    bool fit = (uintptr_t)parts % sizeof(int64_t) == 0 && buffer->len % (Py_ssize_t)sizeof(Part) == 0;
+    for (Py_ssize_t place = 0; fit && place < count; ++place) {
+        const Part part = parts[place];
+        fit = part.leaf >= 0 && part.leaf < self->count && part.first >= 0 && part.nbytes >= 0 && part.at >= 0 &&
+              part.nbytes <= self->leaves[part.leaf].len - part.first && part.nbytes <= room - part.at &&
+              part.nbytes % itemsize == 0;
+    }
+    if (fit) return count;
+    PyBuffer_Release(buffer);
+    PyErr_SetString(PyExc_ValueError, "the parts do not lie in the leaves and in the memory for them");
+    return -1;
+}
+
+static const char *memory_of(const Leaves *self, const Part *part)
+{
+    return (const char *)self->leaves[part->leaf].buf + part->first;
+}
+
+static PyObject *leaves_fill(Leaves *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_buffer row, table;
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "fill takes a row, parts, and whether to stream");
+    const int stream = PyObject_IsTrue(args[2]);
+    if (stream < 0) return NULL;
+    if (PyObject_GetBuffer(args[0], &row, PyBUF_WRITABLE)) return NULL;
+    const Py_ssize_t count = take_parts(self, args[1], row.len, 1, &table);
+    if (count >= 0) {
+        const Part *const parts = table.buf;
+        Py_BEGIN_ALLOW_THREADS
+        for (const Part *part = parts; part < parts + count; ++part) {
+            char *const into = (char *)row.buf + part->at;
+            if (stream) stream_copy(into, memory_of(self, part), (size_t)part->nbytes);
+            else memcpy(into, memory_of(self, part), (size_t)part->nbytes);
+        }
+        if (stream) end_stream();
+        Py_END_ALLOW_THREADS
+        PyBuffer_Release(&table);
+    }
+    PyBuffer_Release(&row);
+    return count < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* Fold each part of all rows; those of row `own` are read from the leaves, where they are in the cache. */
+static void fold_parts(const Leaves *self, int fold, const Py_buffer *rows, int size, int own, const Part *parts,
+                       Py_ssize_t count, char *out)
+{
+    for (const Part *part = parts; part < parts + count; ++part) {
+        const void *addresses[MOST_ROWS];
+        for (int row = 0; row < size; ++row) addresses[row] = (const char *)rows[row].buf + part->at;
+        addresses[own] = memory_of(self, part);
+        void *const into = out + part->at;
+        run_fold(fold, addresses, size, &into, false, (size_t)part->nbytes / fold_itemsize(fold));
+    }
+}
+
+static PyObject *leaves_fold(Leaves *self, PyObject *args)
+{
+    PyObject *arrays, *table, *out, *result = NULL;
+    int fold, own, taken = 0;
+    Py_buffer rows[MOST_ROWS + 1], parts;
+    if (!PyArg_ParseTuple(args, "iOiOO", &fold, &arrays, &own, &table, &out)) return NULL;
+    const Py_ssize_t size = PySequence_Size(arrays);
+    if (size < 0) return NULL;
+    if (size > MOST_ROWS || own < 0 || own >= size || fold < 0 || fold >= DTYPES * OPS)
+        return PyErr_Format(PyExc_ValueError, "there is no such fold, or not this number of rows");
+    for (; taken <= size; ++taken) {
+        PyObject *const array = taken < size ? PySequence_GetItem(arrays, taken) : Py_NewRef(out);
+        const int failed = !array || PyObject_GetBuffer(array, &rows[taken], taken < size ? PyBUF_SIMPLE : PyBUF_WRITABLE);
+        Py_XDECREF(array);
+        if (failed) goto end;
+        if (rows[taken].len != rows[0].len) {
+            ++taken;
+            PyErr_SetString(PyExc_ValueError, "rows and results must have the same elements");
+            goto end;
+        }
+    }
+    const Py_ssize_t count = take_parts(self, table, rows[0].len, (int64_t)fold_itemsize(fold), &parts);
+    if (count < 0) goto end;
+    Py_BEGIN_ALLOW_THREADS
+    fold_parts(self, fold, rows, (int)size, own, parts.buf, count, rows[size].buf);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&parts);
+    result = Py_NewRef(Py_None);
+end:
+    while (taken) PyBuffer_Release(&rows[--taken]);
+    return result;
+}
+
+static PyMethodDef leaves_methods[] = {
+    {"fill", (PyCFunction)(void (*)(void))leaves_fill, METH_FASTCALL,
+     PyDoc_STR("fill(row, parts, stream): copy parts of the leaves into a row, past the caches or through them.")},
+    {"fold", (PyCFunction)(void (*)(void))leaves_fold, METH_VARARGS,
+     PyDoc_STR("fold(number, rows, own, parts, out): fold parts of rows; those of one's own row come from the leaves, "
+               "and `out` must not overlap these.")},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot leaves_slots[] = {
+    {Py_tp_dealloc, leaves_dealloc},
+    {Py_tp_methods, leaves_methods},
+    {0, NULL},
+};
+
+static PyType_Spec leaves_spec = {
+    .name = "arraycomm._native.compiled.Leaves",
+    .basicsize = sizeof(Leaves),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = leaves_slots,
+};
+
+static PyMethodDef functions[] = {
+    {"hold", py_hold, METH_VARARGS,
+     PyDoc_STR("hold(type, arrays, dtypes, shapes): take the memory of arrays; None if one is not of this type, dtype "
+               "and shape, or not contiguous.")},
+    {NULL, NULL, 0, NULL},
+};
+
+int add_leaves(PyObject *module)
+{
+    dtype_name = PyUnicode_InternFromString("dtype");
+    leaves_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &leaves_spec, NULL);
+    return dtype_name && leaves_type ? PyModule_AddFunctions(module, functions) : -1;
+}
