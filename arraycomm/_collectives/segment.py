@@ -108,12 +108,16 @@ class SharedSegment:
         The largest size of a chunk.
     rows : ndarray
         Bytes, shape (ROWS, size, chunk_bytes); chunk k uses the rows k modulo ROWS.
+    position : int
+        The next chunk. Calls without headers go on counting: the last chunks of a call may still be folded by
+        other ranks. After a header all rows are free.
     """
 
     def __init__(self, control: SharedControl, memory: Bytes, *, native: bool) -> None:
         self.control = control
         self.native = native
         self._streams_small = native
+        self.position = 0
         self.chunk_bytes = chunk_bytes(control.size)
         rows = memory.reshape(-1, self.chunk_bytes)
         self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, self.chunk_bytes)
@@ -322,9 +326,10 @@ def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[
     step, rank = segment.chunk_bytes // source.itemsize, segment.control.rank
     apart = not np.may_share_memory(source, target)
     copy = compiled.copy if segment.streams(source.nbytes) else np.copyto
-    for number, start in enumerate(range(0, len(source), step)):
+    for start in range(0, len(source), step):
         part, into = source[start : start + step], target[start : start + step]
-        rows = list(segment.rows[number % ROWS, :, : part.nbytes].view(part.dtype))
+        rows = list(segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype))
+        segment.position += 1
         fill = partial(copy, rows[rank], part)
         if apart:
             # Still in the cache, where the copy is not.

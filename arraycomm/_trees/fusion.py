@@ -184,6 +184,8 @@ class Fusion:
                 ChunkLayout(chunk, segment, number % ROWS, self.specs) for number, chunk in chunks
             )
             self._are_cut = {leaf for layout in self._layouts for leaf, *_ in layout.ends}
+        # They begin with the first rows, which are free after the header.
+        segment.position = len(self._layouts)
         return self._layouts
 
     def _arrays(self, packed: Packed, sources: Sources) -> list[Array | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -64,6 +66,33 @@ def test_large_arrays_go_through_the_segment(monkeypatch, ranks: int, streams: b
         assert ac.explain(np.zeros(10**6), comm=comm).algorithm == "segment"
 
     run(ranks, check)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_calls_without_headers_wait_for_slow_ranks(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some ranks still fold the chunks of one call while others publish those of the next."""
+    fold, slow = segment._fold, set[int]()
+
+    def fold_slowly(*chunk: Any) -> None:
+        time.sleep(0.002 * (threading.get_ident() in slow))
+        fold(*chunk)
+
+    def check(comm: Communicator) -> None:
+        unchecked, plan = comm.dup(check=False), None
+        if comm.rank == comm.size - 1:
+            slow.add(threading.get_ident())
+        for number, chunks in enumerate([1, 1, 2, 3, 1, 5, 4, 1, 2, 2]):
+            x = np.full(chunks * (32 << 10) // 4, number + 1, np.float32)
+            assert (unchecked.allreduce(x) == (number + 1) * comm.size).all()
+            plan = unchecked.plan({"x": x, "y": x[1:]}, "sum")
+            assert (plan({"x": x, "y": x[1:]})["x"] == (number + 1) * comm.size).all()
+        assert internals.segment(unchecked) is not None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment, "_fold", fold_slowly)
+        run(ranks, check)
 
 
 def test_a_rank_without_the_native_part_keeps_all_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
