@@ -19,6 +19,8 @@ RANKS ?=
 # How many examples each law is tried on; more than the default make a long hunt. Under mpiexec each costs more.
 EXAMPLES ?=
 few := EXAMPLES=$(or $(EXAMPLES),6)
+# The rest of them run on ranks: 6 over each control channel of each MPI, and 6 with the wheel.
+alone := EXAMPLES=$(or $(EXAMPLES),10)
 # EVERY=1 runs each row of every crossed table; without it those among which every pair of values occurs.
 EVERY ?=
 PYTEST_ARGS ?=
@@ -133,7 +135,7 @@ test-quick: $(call tested,.venv)
 
 test-alone: $(call tested,.venv)
 	@echo '== tests, one process'
-	.venv/bin/python -m pytest $(by_file) $(PYTEST_ARGS) $(wildcard properties) tests
+	$(alone) .venv/bin/python -m pytest $(by_file) $(PYTEST_ARGS) $(wildcard properties) tests
 
 test-mpich: $(call tested,.venv)
 	@echo '== tests of communication, $(even) ranks under MPICH'

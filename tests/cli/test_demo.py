@@ -89,7 +89,7 @@ def test_one_rank_needs_no_launcher_and_ends_well_if_no_picture_can_be_written(
 @needs_digits
 @needs_mpiexec
 def test_ctrl_c_ends_the_ranks_and_says_so_in_one_line(tmp_path: Path) -> None:
-    options = ["--frameworks", "numpy", "--epochs", "100000"]
+    options = ["--frameworks", "numpy", "--ranks", "2", "--epochs", "100000"]
     command = [sys.executable, "-m", "arraycomm", "demo", *options]
     environment = os.environ | SETTINGS
     with subprocess.Popen(

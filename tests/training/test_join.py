@@ -11,7 +11,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
 from tests.adapters.arrays import MAKERS, elements
 from tests.adapters.remote import Remote
-from tests.support.on_ranks import SIZES
+from tests.support.on_ranks import SIZES, alone
 
 # How many batches each rank has.
 BATCHES = [
@@ -237,6 +237,8 @@ def test_optimizers_take_part(on_ranks, batches) -> None:
     assert on_ranks(size, check) == [pytest.approx(want, rel=1e-14)] * size
 
 
+# Over MPI the contract of the adapters has joins: each rank would load torch's optimizers for these two alone.
+@alone
 @pytest.mark.parametrize("batches", BATCHES)
 def test_torch_parameters_and_state_are_the_same_without_synchronizing(on_ranks, batches) -> None:
     torch = pytest.importorskip("torch")
@@ -277,6 +279,7 @@ def test_torch_parameters_and_state_are_the_same_without_synchronizing(on_ranks,
     assert results[0][1] == pytest.approx(other.tolist(), rel=1e-5, abs=1e-6)
 
 
+@alone
 def test_no_weight_leaves_torch_parameters_untouched(on_ranks, size) -> None:
     torch = pytest.importorskip("torch")
 

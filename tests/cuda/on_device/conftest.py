@@ -7,7 +7,8 @@ and this those with one rank, with ranks that are threads, and the programs that
     python -m pytest tests/cuda/on_device
 
 CuPy has to be installed; PyTorch with CUDA, JAX with CUDA, mpi4py and Hypothesis for the tests of
-each. Without a device everything here is skipped, with the reason.
+each. Without a device everything here is skipped, with the reason, and one call of each test is enough
+to say so.
 """
 
 from __future__ import annotations
@@ -57,12 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(import_module("tests.conftest"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(here):
-            # What libraries of CUDA's warn of is no failure of what is tested.
-            item.add_marker(pytest.mark.filterwarnings("default"))
+    own = [item for item in items if item.path.is_relative_to(here)]
+    for item in own:
+        # What libraries of CUDA's warn of is no failure of what is tested.
+        item.add_marker(pytest.mark.filterwarnings("default"))
+    if device.missing() is None:
+        return
+    first = {item.nodeid.partition("[")[0]: item for item in reversed(own)}.values()
+    left_out = set(own).difference(first)
+    config.hook.pytest_deselected(items=[item for item in own if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="package", autouse=True)
