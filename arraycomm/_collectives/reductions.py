@@ -94,6 +94,7 @@ class Reduce(Reduction):
     """See `Communicator.reduce`."""
 
     name, code = "reduce", 3
+    overlaps = True
 
     def __init__(self, context: Context, x: Any, op: str | Op, root: int, out: Any) -> None:
         root = check_root(root, context.group.size)
