@@ -231,8 +231,9 @@ def _in_slices(
     If it is `whole`, each rank gets and folds all of the chunk, and nothing moves after that.
     """
     size, rank, dtype = link.size, link.rank, source.dtype
-    ranges = _chunks(link, source)
-    if link.overlaps:
+    if not link.overlaps:
+        ranges = _chunks(link, source)
+    else:
         chunk = chunks.overlapping_chunk(source.nbytes, size, link.crossovers.chunk)
         ranges = _ranges(len(source), max(chunk // source.itemsize, size))
     cuts = [[r.start, r.stop] if whole else _bounds(r, size) for r in ranges]
@@ -284,7 +285,7 @@ def _gather_rows(link: Link, source: Flat) -> Generator[Handle, None, list[Flat]
 def _chunks(link: Link, array: Flat, rows: int = 1) -> Iterator[range]:
     """Cut `array`, of which `rows` are moved at once, into ranges that are small enough."""
     step = (link.chunk_bytes or selection.CHUNK_BYTES) // (array.itemsize * rows)
-    return _ranges(len(array), max(step, link.size))
+    return _ranges(len(array), max(step, link.size // rows))
 
 
 def _ranges(count: int, step: int) -> Iterator[range]:
