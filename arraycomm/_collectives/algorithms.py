@@ -51,15 +51,9 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
             rows = yield from _gather_rows(link, source)
             link.fold(op, source.dtype, rows, target)
         case Algorithm.EXCHANGE:
-            yield from _in_overlapping_exchanges(link, source, target, op)
-        case _ if link.overlaps:
-            yield from _in_overlapping_slices(link, source, target, op)
+            yield from _in_slices(link, source, target, op, whole=True)
         case _:
-            for chunk in _chunks(link, source):
-                bounds = _bounds(chunk, link.size)
-                part = target[bounds[link.rank] : bounds[link.rank + 1]]
-                yield from _fold_slice(link, source, part, bounds, op)
-                yield link.allgather(blocks_of(target, bounds))
+            yield from _in_slices(link, source, target, op)
 
 
 def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) -> Moves:
@@ -77,12 +71,7 @@ def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) ->
             if target is not None and into is not None:
                 link.fold(op, source.dtype, rows_of(into, link.size), target)
         case _:
-            for chunk in _chunks(link, source):
-                bounds = _bounds(chunk, link.size)
-                part = link.empty(bounds[link.rank + 1] - bounds[link.rank], source.dtype)
-                yield from _fold_slice(link, source, part, bounds, op)
-                into_blocks = None if target is None else blocks_of(target, bounds)
-                yield link.gather(raw(part), into_blocks, root)
+            yield from _in_slices(link, source, target, op, root)
 
 
 def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat, op: str) -> Moves:
@@ -92,12 +81,20 @@ def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat
         link.fold(op, source.dtype, [_unaliased(source, target)], target)
         return
     longest = max(end - start for start, end in pairwise(bounds))
-    for columns in _chunks(link, source[:longest], size):
-        part = target[columns.start : columns.stop]
-        rows = link.take(size * len(part), source.dtype)
-        sent = columns_of(link, source, bounds, columns)
-        yield link.alltoall(sent, in_order(rows, [len(part)] * size))
-        link.fold(op, source.dtype, rows_of(rows, size), part)
+    cuts = list(_chunks(link, source[:longest], size))
+    parts = [target[columns.start : columns.stop] for columns in cuts]
+    halves = chunks.halves(link, len(cuts), size * max(map(len, parts), default=0), source.dtype)
+
+    def begin(number: int) -> Handle:
+        rows = halves[number & 1][: size * len(parts[number])]
+        sent = columns_of(link, source, bounds, cuts[number])
+        return link.alltoall(sent, in_order(rows, [len(parts[number])] * size))
+
+    def fold(number: int) -> None:
+        rows = halves[number & 1][: size * len(parts[number])]
+        link.fold(op, source.dtype, rows_of(rows, size), parts[number])
+
+    yield from chunks.one_by_one(link, len(cuts), begin, fold)
 
 
 def scan(link: Link, source: Flat, target: Flat | None, op: str, inclusive: bool) -> Moves:
@@ -106,20 +103,29 @@ def scan(link: Link, source: Flat, target: Flat | None, op: str, inclusive: bool
     Each rank folds all prefixes of its slice. Exclusive, rank 0 has no target.
     """
     size = link.size
-    for chunk in _chunks(link, source):
-        bounds = _bounds(chunk, size)
-        count = bounds[link.rank + 1] - bounds[link.rank]
-        rows, outs = rows_of(link.take(2 * size * count, source.dtype), 2)
-        yield link.alltoall(blocks_of(source, bounds), in_order(rows, [count] * size))
+    cuts = [_bounds(chunk, size) for chunk in _chunks(link, source)]
+    counts = [bounds[link.rank + 1] - bounds[link.rank] for bounds in cuts]
+    halves = chunks.halves(link, len(cuts), 2 * size * max(counts, default=0), source.dtype)
+
+    def parts(number: int) -> list[Flat]:
+        return rows_of(halves[number & 1][: 2 * size * counts[number]], 2)
+
+    def begin(number: int) -> Handle:
+        into = in_order(parts(number)[0], [counts[number]] * size)
+        return link.alltoall(blocks_of(source, cuts[number]), into)
+
+    def fold(number: int) -> None:
+        rows, outs = parts(number)
         link.prefixes(op, source.dtype, rows_of(rows, size), rows_of(outs, size))
-        counts = [count] * size
-        if not inclusive:
-            # Prefix r belongs to rank r + 1; the last belongs to nobody, and rank 0 gets none.
-            counts[0] = 0
-        yield link.alltoall(
-            in_order(outs[: sum(counts)], counts),
-            nothing(link) if target is None else blocks_of(target, bounds),
-        )
+
+    def after(number: int) -> Handle:
+        # Exclusive, prefix r belongs to rank r + 1; the last belongs to nobody, and rank 0 gets none.
+        lengths = [counts[number] if rank or inclusive else 0 for rank in range(size)]
+        outs = in_order(parts(number)[1][: sum(lengths)], lengths)
+        into = nothing(link) if target is None else blocks_of(target, cuts[number])
+        return link.alltoall(outs, into)
+
+    yield from chunks.one_by_one(link, len(cuts), begin, fold, after)
 
 
 def gatherv(
@@ -212,85 +218,60 @@ def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Moves:
             link.fold(op, dtype, [row.view(dtype) for row in rows], target[piece])
 
 
-def _in_overlapping_slices(link: Link, source: Flat, target: Flat, op: str) -> Moves:
-    """Fold a slice of each chunk while the next chunk's slices, and the folded ones before, are under way."""
-    size, rank, dtype = link.size, link.rank, source.dtype
-    chunk = chunks.overlapping_chunk(source.nbytes, size, link.crossovers.chunk)
-    step = chunk // source.itemsize
-    cuts = [_bounds(chunk, size) for chunk in _ranges(len(source), max(step, size))]
-    longest = max(bounds[rank + 1] - bounds[rank] for bounds in cuts)
-    scratch = link.take((1 + min(2, len(cuts)) * (size - 1)) * longest, dtype)
-    halves = rows_of(scratch[longest:], min(2, len(cuts)))
-    aliased = overlap(source, target)
-    gathering: Handle | None = None
-    scattered: list[Handle] = []
-    for number, bounds in enumerate(cuts):
-        if number == 0:
-            scattered.append(_scatter(link, source, bounds, halves[0]))
-        if number + 1 < len(cuts):
-            into = halves[(number + 1) & 1]
-            scattered.append(_scatter(link, source, cuts[number + 1], into))
-        yield scattered.pop(0)
-        own = slice(bounds[rank], bounds[rank + 1])
-        count = own.stop - own.start
-        rows = rows_of(halves[number & 1][: (size - 1) * count], size - 1)
-        if aliased:
-            scratch[:count] = source[own]
-        rows.insert(rank, scratch[:count] if aliased else source[own])
-        link.fold(op, dtype, rows, target[own])
-        if gathering is not None:
-            yield gathering
-        gathering = link.allgather(blocks_of(target, bounds))
-    assert gathering is not None
-    yield gathering
+def _in_slices(
+    link: Link,
+    source: Flat,
+    target: Flat,
+    op: str,
+    root: int | None = None,
+    whole: bool = False,
+) -> Moves:
+    """Fold a slice of each chunk on each rank, for all ranks, or for a root, which alone has a target then.
 
-
-def _in_overlapping_exchanges(link: Link, source: Flat, target: Flat, op: str) -> Moves:
-    """Fold all ranks' elements of a chunk while those of the next one are under way."""
+    If it is `whole`, each rank gets and folds all of the chunk, and nothing moves after that.
+    """
     size, rank, dtype = link.size, link.rank, source.dtype
-    chunk = chunks.overlapping_chunk(source.nbytes, size, link.crossovers.chunk)
-    step = max(chunk // source.itemsize, 1)
-    cuts = [slice(chunk.start, chunk.stop) for chunk in _ranges(len(source), step)]
-    scratch = link.take((2 * size - 1) * step, dtype)
-    halves = rows_of(scratch[step:], 2)
-    aliased = overlap(source, target)
+    if not link.overlaps:
+        ranges = _chunks(link, source)
+    else:
+        chunk = chunks.overlapping_chunk(source.nbytes, size, link.crossovers.chunk)
+        ranges = _ranges(len(source), max(chunk // source.itemsize, size))
+    cuts = [[r.start, r.stop] if whole else _bounds(r, size) for r in ranges]
+    owns = [slice(*(cut if whole else cut[rank : rank + 2])) for cut in cuts]
+    longest = max(own.stop - own.start for own in owns)
+    halves = chunks.halves(link, len(cuts), size * longest, dtype)
+    # What goes to a root is still on its way while the next chunk is folded.
+    results = [] if root is None else rows_of(link.empty(2 * longest, dtype), 2)
+    aliased = root is None and overlap(source, target)
+
+    def part(number: int) -> Flat:
+        own = owns[number]
+        return results[number & 1][: own.stop - own.start] if results else target[own]
 
     def begin(number: int) -> Handle:
-        part = source[cuts[number]]
-        counts = [0 if peer == rank else len(part) for peer in range(size)]
-        own = raw(part)
-        sent = Blocks(own, [0 if peer == rank else len(own) for peer in range(size)], [0] * size)
-        return link.alltoall(sent, in_order(halves[number & 1][: sum(counts)], counts))
+        own = source[owns[number]]
+        counts = [0 if peer == rank else len(own) for peer in range(size)]
+        sent = Blocks(raw(own), [n * source.itemsize for n in counts], [0] * size)
+        if not whole:
+            sent = blocks_of(source, cuts[number])
+            sent = sent._replace(counts=[n * (r != rank) for r, n in enumerate(sent.counts)])
+        return link.alltoall(sent, in_order(halves[number & 1], counts))
 
-    handle = begin(0)
-    for number, part in enumerate(cuts):
-        after = begin(number + 1) if number + 1 < len(cuts) else None
-        yield handle
-        count = len(source[part])
-        rows = rows_of(halves[number & 1][: (size - 1) * count], size - 1)
+    def fold(number: int) -> None:
+        own, into = source[owns[number]], part(number)
+        *rows, spare = rows_of(halves[number & 1][: size * len(into)], size)
         if aliased:
-            scratch[:count] = source[part]
-        rows.insert(rank, scratch[:count] if aliased else source[part])
-        link.fold(op, dtype, rows, target[part])
-        if after is not None:
-            handle = after
+            spare[...] = own
+        rows.insert(rank, spare if aliased else own)
+        link.fold(op, dtype, rows, into)
 
+    def after(number: int) -> Handle:
+        if root is None:
+            return link.allgather(blocks_of(target, cuts[number]))
+        into = None if target is None else blocks_of(target, cuts[number])
+        return link.gather(raw(part(number)), into, root)
 
-def _scatter(link: Link, source: Flat, bounds: Sequence[int], into: Flat) -> Handle:
-    """Send the other ranks their slices of a chunk, and receive this rank's slice of each."""
-    count = bounds[link.rank + 1] - bounds[link.rank]
-    counts = [0 if rank == link.rank else count for rank in range(link.size)]
-    sent = blocks_of(source, bounds)
-    lengths = [0 if rank == link.rank else n for rank, n in enumerate(sent.counts)]
-    return link.alltoall(sent._replace(counts=lengths), in_order(into, counts))
-
-
-def _fold_slice(link: Link, source: Flat, part: Flat, bounds: Sequence[int], op: str) -> Moves:
-    """Collect this rank's slice of a chunk from all ranks, and fold it into `part`."""
-    count = bounds[link.rank + 1] - bounds[link.rank]
-    rows = link.take(link.size * count, source.dtype)
-    yield link.alltoall(blocks_of(source, bounds), in_order(rows, [count] * link.size))
-    link.fold(op, source.dtype, rows_of(rows, link.size), part)
+    yield from chunks.one_by_one(link, len(cuts), begin, fold, None if whole else after)
 
 
 def _gather_rows(link: Link, source: Flat) -> Generator[Handle, None, list[Flat]]:
@@ -304,7 +285,7 @@ def _gather_rows(link: Link, source: Flat) -> Generator[Handle, None, list[Flat]
 def _chunks(link: Link, array: Flat, rows: int = 1) -> Iterator[range]:
     """Cut `array`, of which `rows` are moved at once, into ranges that are small enough."""
     step = (link.chunk_bytes or selection.CHUNK_BYTES) // (array.itemsize * rows)
-    return _ranges(len(array), max(step, link.size))
+    return _ranges(len(array), max(step, link.size // rows))
 
 
 def _ranges(count: int, step: int) -> Iterator[range]:

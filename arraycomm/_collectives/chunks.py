@@ -1,14 +1,17 @@
-"""How long the chunks of a reduction are whose movements overlap, and the scratch memory of large reductions."""
+"""The chunks of large reductions: how long they are, their scratch memory, and how they follow one another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isqrt
 from typing import Final
 
 import numpy as np
 
 from arraycomm._collectives import selection
-from arraycomm._transports.base import Link, Transport
+from arraycomm._collectives.blocks import rows_of
+from arraycomm._dtypes import DType
+from arraycomm._transports.base import Flat, Handle, Link, Steps, Transport
 
 # Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many bytes.
 _OVERLAPPING: Final = 4
@@ -51,6 +54,37 @@ def scratch_bytes(link: Link, nbytes: int) -> int:
     size, measured, room = link.size, link.crossovers, 2 * selection.CHUNK_BYTES
     if link.overlaps:
         chunk = min(_best_chunk(nbytes, size, measured.chunk), nbytes) + _LINE
-        # An exchange needs a third one.
-        room = max(room, (3 if size == 2 else 2) * chunk)
+        # Two chunks are on their way. Of an exchange all ranks' are here, and in a scan what is folded as well.
+        room = max(2 * room, (4 if size == 2 else 2) * chunk)
     return max(room, size * min(nbytes, measured.gather or 0)) + _LINE * size
+
+
+def one_by_one(
+    link: Link,
+    count: int,
+    begin: Callable[[int], Handle],
+    fold: Callable[[int], None],
+    after: Callable[[int], Handle] | None = None,
+) -> Steps:
+    """Let a chunk `begin` to move to where it is folded, `fold` it, and move the result `after` that.
+
+    If movements overlap, the next chunk is on its way while one is folded, and so is the result before.
+    """
+    begun, last = list[Handle](), None
+    for number in range(count):
+        ahead = min(number + 1 + link.overlaps, count)
+        begun += [begin(further) for further in range(number + len(begun), ahead)]
+        yield begun.pop(0)
+        fold(number)
+        if last is not None:
+            yield last
+        last = after and after(number)
+        if last is not None and not (link.overlaps and number + 1 < count):
+            yield last
+            last = None
+
+
+def halves(link: Link, chunks: int, length: int, dtype: DType) -> list[Flat]:
+    """Return scratch memory for so many chunks, of which two may be on their way: the even and the odd ones."""
+    count = 1 + (link.overlaps and chunks > 1)
+    return rows_of(link.take(count * length, dtype), count) * (3 - count)

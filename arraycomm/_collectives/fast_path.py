@@ -131,7 +131,7 @@ class FastAllreduce:
         self._quiet.run(np.seterr, all="ignore")
         end = PAYLOAD + self._nbytes
         self._rows = [
-            [row[PAYLOAD:end].view(dtype).reshape(shape) for row in rows] for rows in control.rows
+            rows[:, PAYLOAD:end].view(dtype).reshape(len(rows), *shape) for rows in control.rows
         ]
         self._own = [
             np.frombuffer(slot, np.uint8)[PAYLOAD:end].view(dtype).reshape(shape)
@@ -191,7 +191,7 @@ class FastAllreduce:
                 self.give_up(error)
                 raise
             words, digest = control.words[parity], self._digest
-            for place in self._digests:
+            for place in () if control.alike[parity] else self._digests:
                 if words[place] != digest:
                     self.settle(x, out)
                     return True

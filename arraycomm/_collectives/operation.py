@@ -168,10 +168,9 @@ class ArrayOperation(Operation):
     def pack(self, room: int) -> Bytes | None:
         return self.flat.view(np.uint8) if self.flat.nbytes <= room else None
 
-    def rows(self, agreement: Agreement) -> list[Flat]:
-        """Return every rank's elements, which came with the headers."""
-        nbytes, dtype = self.flat.nbytes, self.flat.dtype
-        return [agreement.payload(rank, nbytes).view(dtype) for rank in range(self.group.size)]
+    def rows(self, agreement: Agreement) -> Flat:
+        """Return every rank's elements, which came with the headers: one row a rank."""
+        return agreement.payloads(self.flat.nbytes).view(self.flat.dtype)
 
 
 class SmallExchange(Operation):

@@ -62,7 +62,7 @@ class Reduction(ArrayOperation):
         """Reduce by a function of the user's."""
         return function_reductions.reduce(self, op, agreement, self.into, self.root)
 
-    def folded_rows(self, agreement: Agreement) -> list[Flat]:
+    def folded_rows(self, agreement: Agreement) -> Flat:
         """Return what is folded of the elements that have come with the headers."""
         return self.rows(agreement)
 
@@ -94,6 +94,7 @@ class Reduce(Reduction):
     """See `Communicator.reduce`."""
 
     name, code = "reduce", 3
+    overlaps = True
 
     def __init__(self, context: Context, x: Any, op: str | Op, root: int, out: Any) -> None:
         root = check_root(root, context.group.size)
@@ -132,9 +133,9 @@ class ReduceScatter(Reduction):
         into = self.target.flat
         return function_reductions.reduce_scatter(self, op, agreement, self._bounds, into)
 
-    def folded_rows(self, agreement: Agreement) -> list[Flat]:
+    def folded_rows(self, agreement: Agreement) -> Flat:
         start, end = self._bounds[self.group.rank : self.group.rank + 2]
-        return [row[start:end] for row in self.rows(agreement)]
+        return self.rows(agreement)[:, start:end]
 
 
 class Scan(Reduction):
@@ -156,7 +157,7 @@ class Scan(Reduction):
     def by_function(self, op: Op, agreement: Agreement) -> Steps:
         return function_reductions.scan(self, op, agreement, self.into, self.inclusive)
 
-    def folded_rows(self, agreement: Agreement) -> list[Flat]:
+    def folded_rows(self, agreement: Agreement) -> Flat:
         return self.rows(agreement)[: self._count]
 
 

@@ -58,6 +58,26 @@ static int take_all(Buffers *buffers, PyObject *arrays, Py_ssize_t count, int fl
     return 0;
 }
 
+/* Take the rows of one array, each of which has to be contiguous; the caller keeps the array. */
+static int take_rows(Buffers *buffers, PyObject *array)
+{
+    Py_buffer whole;
+    if (PyObject_GetBuffer(array, &whole, PyBUF_STRIDES)) return -1;
+    Py_ssize_t nbytes = whole.itemsize;
+    bool contiguous = whole.ndim > 0;
+    for (int axis = whole.ndim - 1; axis > 0; --axis) {
+        contiguous = contiguous && (whole.strides[axis] == nbytes || whole.shape[axis] <= 1);
+        nbytes *= whole.shape[axis];
+    }
+    for (Py_ssize_t row = 0; contiguous && row < whole.shape[0]; ++row) {
+        Py_buffer *taken = &buffers->all[buffers->count++];
+        *taken = (Py_buffer){.buf = (char *)whole.buf + row * whole.strides[0], .len = nbytes};
+    }
+    PyBuffer_Release(&whole);
+    if (!contiguous) PyErr_SetString(PyExc_ValueError, "each row must be contiguous");
+    return contiguous ? 0 : -1;
+}
+
 static bool overlap(const Py_buffer *one, const Py_buffer *other)
 {
     const uintptr_t a = (uintptr_t)one->buf, b = (uintptr_t)other->buf;
@@ -125,7 +145,7 @@ static PyObject *reduce_rows(PyObject *const *args, Py_ssize_t nargs, bool every
     Buffers buffers;
     PyObject *result = NULL;
     if (make_room(&buffers, every ? 2 * rows : rows + 1)) return NULL;
-    if (take_all(&buffers, args[1], rows, PyBUF_SIMPLE)) goto end;
+    if (PyObject_CheckBuffer(args[1]) ? take_rows(&buffers, args[1]) : take_all(&buffers, args[1], rows, PyBUF_SIMPLE)) goto end;
     if (every ? take_all(&buffers, args[2], rows, PyBUF_WRITABLE) : take(&buffers, args[2], PyBUF_WRITABLE)) goto end;
     if (check_rows(&buffers, rows, fold_itemsize(fold)) || run(&buffers, fold, rows, every)) goto end;
     result = Py_NewRef(Py_None);
@@ -199,7 +219,7 @@ static PyMethodDef methods[] = {
     {"find_fold", py_find_fold, METH_VARARGS,
      PyDoc_STR("find_fold(op, dtype): return the number of a reduction, or -1.")},
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL,
-     PyDoc_STR("fold(number, rows, out): write the fold of the rows, in their order, to `out`.")},
+     PyDoc_STR("fold(number, rows, out): write the fold of the rows, a sequence or one array, in their order, to `out`.")},
     {"prefixes", (PyCFunction)(void (*)(void))py_prefixes, METH_FASTCALL,
      PyDoc_STR("prefixes(number, rows, outs): write the fold of the rows up to row k to `outs[k]`.")},
     {"copy", (PyCFunction)(void (*)(void))py_copy, METH_FASTCALL,

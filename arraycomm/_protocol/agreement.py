@@ -92,7 +92,7 @@ def settle(
 ) -> Generator[Handle, None, Agreement]:
     """Judge the step in which all ranks have shown their signatures; see `agree`."""
     agreement = Agreement(control)
-    if agreement.agree(control.rank, control.peers):
+    if agreement.agree():
         return agreement
     verdict = _judge(agreement)
     agreement.mixed = len(agreement.device_flags()) > 1

@@ -103,26 +103,28 @@ class Headers:
 
     def __init__(self, control: ControlChannel, steps_ago: int = 0) -> None:
         parity = (control.step - steps_ago) & 1
-        self.rows, self.words = control.rows[parity], control.words[parity]
-        self.size, self.stride = control.size, control.stride
+        self.rows, self.size = control.rows[parity], control.size
+        self.words, self.stride = control.words[parity], control.stride
+        if control.alike[parity]:
+            # Everyone's words are those of this rank.
+            self.words, self.stride = control.my_words[parity], 0
 
     def _word(self, rank: int, field: int) -> int:
         word: int = self.words[rank * self.stride + field]
         return word
 
     def _all(self, field: int) -> list[int]:
-        return [self.words[base + field] for base in range(0, self.size * self.stride, self.stride)]
-
-    def agree(self, rank: int, peers: list[int]) -> bool:
-        """Tell whether the peers show what this rank does."""
         words, stride = self.words, self.stride
-        own = words[rank * stride + _DIGEST]
-        return all(words[peer * stride + _DIGEST] == own for peer in peers)
+        return words[field::stride].tolist() if stride else [words[field]] * self.size
+
+    def agree(self) -> bool:
+        """Tell whether all ranks show the same."""
+        return not self.stride or len(set(self._all(_DIGEST))) == 1
 
     @staticmethod
-    def digest_words(control: ControlChannel) -> list[int]:
-        """Return where among the words of a step the digests of the other ranks are."""
-        return [peer * control.stride + _DIGEST for peer in control.peers]
+    def digest_words(control: ControlChannel) -> range:
+        """Return where among the words of a step the digests of all ranks are."""
+        return range(_DIGEST, control.size * control.stride, control.stride)
 
     def statuses(self) -> list[Status]:
         """Return what each rank does in this step."""
@@ -165,6 +167,11 @@ class Headers:
         """Return the bytes that came with a rank's header."""
         row: Bytes = self.rows[rank, PAYLOAD : PAYLOAD + nbytes]
         return row
+
+    def payloads(self, nbytes: int) -> Bytes:
+        """Return the bytes that came with all headers, if every rank sent so many: one row a rank."""
+        rows: Bytes = self.rows[:, PAYLOAD : PAYLOAD + nbytes]
+        return rows
 
     def raw_length(self, rank: int) -> int:
         """Return the free word of a rank's header."""

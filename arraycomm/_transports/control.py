@@ -28,6 +28,8 @@ _LEAST: Final = 4 << 10
 # The least bytes of a slot between nodes, and the most that all slots of a step have as payload there.
 _MESSAGE_SLOT: Final = 256
 _MESSAGES: Final = 256 << 10
+# Up to so many bytes of payload a rank, nodes send one header for all ranks that show the same.
+COMMON: Final = 1 << 10
 
 # How a rank left a group; 0 if it has not. FAILED: it will make no further call here. GONE: its
 # error has been printed, and its process ends. Without an error: what it ran came to its end
@@ -62,6 +64,8 @@ class ControlChannel:
         For each parity, the slots as bytes, shape (size, slot).
     mine : list of memoryview
         For each parity, the slot that this rank writes, as bytes.
+    alike : list of bool
+        For each parity, whether all ranks show the words of this one: others' slots may then lack them.
     """
 
     shared = False
@@ -77,6 +81,7 @@ class ControlChannel:
         self.mine = [slot.data for slot in mine]
         self.my_words = [slot.cast("q") for slot in self.mine]
         self.stride: int = self.slot // 8
+        self.alike = [False, False]
         # Words 1 to 15 of this rank's slots, if they are known.
         self.shown: list[bytes | None] = [None, None]
         # The last step in which a rank left a `raise_together` block by an exception, and how many

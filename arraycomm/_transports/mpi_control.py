@@ -1,8 +1,8 @@
 """The control channel between nodes: shared memory on each node, and messages between nodes.
 
 A step has three parts. The ranks of a node write their slots to memory that they share. The first of them
-exchanges the slots of all with the first ranks of the other nodes, and then says so to its node. If the ranks of
-a node cannot share memory, each counts as a node.
+exchanges the slots of all with the first ranks of the other nodes, and then says so to its node, and whether all
+ranks show the same. If the ranks of a node cannot share memory, each counts as a node.
 
 Between steps, a rank may send short control messages: that it has left, or a request for the wait
 status of others. Ranks look for such messages while they wait.
@@ -66,10 +66,10 @@ class MpiControl(ControlChannel):
         slots = memory[: 2 * size * slot].reshape(2, size, slot)
         super().__init__(rank, size, [*slots], [*slots[:, rank]])
         words = memory[2 * size * slot :].data.cast("q")
-        # For each parity, how many bytes of its payload a rank of this node shows; and the last step
-        # that is complete on this node.
+        # For each parity, how many bytes of its payload a rank of this node shows; the last step that is complete
+        # on this node; and for each parity whether all ranks show the same.
         self._lengths = [words[:size], words[size : 2 * size]]
-        self._complete = words[2 * size :]
+        self._complete, self._alike = words[2 * size :][:1], words[2 * size + 1 :]
         own = next(number for number, ranks in enumerate(members) if rank in ranks)
         self._neighbours = [peer for peer in members[own] if peer != rank]
         self._stamps = [peer * self.stride for peer in self._neighbours]
@@ -112,6 +112,8 @@ class MpiControl(ControlChannel):
         if self._complete[0] < self.step:
             return False
         fence()
+        parity = self.step & 1
+        self.alike[parity] = bool(self._alike[parity])
         return True
 
     def _lead(self) -> bool:
@@ -127,6 +129,8 @@ class MpiControl(ControlChannel):
                 if exchange is not None and not exchange.received():
                     return False
                 self._received = True
+                parity = self.step & 1
+                self._alike[parity] = self.alike[parity] = exchange is not None and exchange.alike
                 if self._stamps:
                     fence()
                     self._complete[0] = self.step
@@ -241,5 +245,5 @@ def _node_memory(comm: MPI.Intracomm, nodes: Sequence[int]) -> tuple[Any, list[l
 
 
 def _nbytes(size: int) -> int:
-    """Return the bytes that the ranks of a node share: the slots, their lengths, and the last complete step."""
-    return 2 * size * message_slot(size) + (2 * size + 1) * 8
+    """Return the bytes that the ranks of a node share: the slots, and the words about them."""
+    return 2 * size * message_slot(size) + (2 * size + 3) * 8

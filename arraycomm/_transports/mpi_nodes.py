@@ -4,7 +4,10 @@ One rank of each node sends and receives. Two ranks alone on their nodes send on
 lie in memory. Otherwise the slots of a node travel as records, and in ⌈log₂ nodes⌉ rounds: in round k each node
 passes on what it knows to the node 2^k before it (Bruck et al. 1997).
 
-A record is the number of payload bytes, the words in front of the payload, and the payload, in whole words.
+A record is the number of payload bytes, the words in front of the payload, and the payload, in whole words. Ranks
+that show the same words, and little else, have a common record: the words once, and everyone's payload. It begins
+with the complement of the number. So a header costs the same on any number of ranks that agree, and whoever finds
+two records that differ passes on a record for each rank.
 """
 
 from __future__ import annotations
@@ -16,19 +19,30 @@ from typing import Any, Final
 import numpy as np
 from mpi4py import MPI
 
-from arraycomm._transports.control import PAYLOAD
+from arraycomm._transports.control import COMMON, PAYLOAD
 
 _TAG: Final = 0
 _WORD: Final = 8
+_WORDS: Final = PAYLOAD // _WORD
 # Persistent messages that are kept, one for each length of a slot that has been sent.
 _KEPT: Final = 64
 
-Rows = Sequence[np.ndarray[Any, Any]]
+Bytes = np.ndarray[Any, Any]
+Rows = Sequence[Bytes]
 Lengths = Sequence[memoryview]
 
 
 class NodeExchange(abc.ABC):
-    """The messages of one step; each step is finished before the next one begins."""
+    """The messages of one step; each step is finished before the next one begins.
+
+    Attributes
+    ----------
+    alike : bool
+        Whether all ranks show the same words in front of the payload, once all has been received. Then no more than
+        the payload is put into the slots of other nodes.
+    """
+
+    alike = False
 
     @abc.abstractmethod
     def start(self, parity: int) -> None:
@@ -129,14 +143,16 @@ class Rounds(NodeExchange):
             )
             for shift in (1 << k for k in range((count - 1).bit_length()))
         ]
-        self._box = np.empty(comm.size * (_WORD + rows[0].shape[1]), np.uint8)
-        self._words = self._box.data.cast("q")
+        # Each has room for all records, and a message behind them.
+        self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
+        self._take_other_box()
 
     def start(self, parity: int) -> None:
         self._parity, self._round = parity, 0
         self._sending: list[MPI.Request] = []
-        self._own_end = self._end = self._pack(parity)
-        # How many records the box has.
+        self._end = 0
+        self.alike = self._have_common(parity)
+        (self._pack_common if self.alike else self._pack)(parity)
         self._known = len(self._members)
         self._begin_round()
 
@@ -145,8 +161,9 @@ class Rounds(NodeExchange):
             status = MPI.Status()
             if not self._receiving.Test(status):
                 return False
-            self._end += status.Get_count(MPI.BYTE)
-            self._known += self._plan[self._round][3]
+            count = self._plan[self._round][3]
+            self._add(self._box[self._end :][: status.Get_count(MPI.BYTE)], count)
+            self._known += count
             self._round += 1
             if self._round < len(self._plan):
                 self._begin_round()
@@ -157,38 +174,105 @@ class Rounds(NodeExchange):
     def sent(self) -> bool:
         return MPI.Request.Testall(self._sending)
 
+    def _take_other_box(self) -> None:
+        self._boxes.reverse()
+        self._box = self._boxes[0]
+        self._words = self._box.data.cast("q")
+
     def _begin_round(self) -> None:
         to, origin, sent, _ = self._plan[self._round]
         into, out = self._box[self._end :], self._box[: self._end_of(sent)]
         self._receiving = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
         self._sending.append(self._comm.Isend([out, MPI.BYTE], to, _TAG))
 
-    def _pack(self, parity: int) -> int:
-        """Write the records of this node; return where they end."""
-        rows, lengths, end = self._rows[parity], self._lengths[parity], 0
+    def _have_common(self, parity: int) -> bool:
+        """Tell whether the ranks of this node have a common record."""
+        members, lengths = self._members, self._lengths[parity]
+        nbytes = lengths[members[0]]
+        if nbytes > COMMON or any(lengths[rank] != nbytes for rank in members[1:]):
+            return False
+        if len(members) == 1:
+            return True
+        words = self._rows[parity][members, _WORD:PAYLOAD]
+        return bool((words == words[0]).all())
+
+    def _pack_common(self, parity: int) -> None:
+        """Write the common record of this node."""
+        rows, members = self._rows[parity], self._members
+        nbytes = self._lengths[parity][members[0]]
+        self._words[0] = ~nbytes
+        self._box[_WORD:PAYLOAD] = rows[members[0], _WORD:PAYLOAD]
+        self._each = _whole(nbytes)
+        self._end = PAYLOAD + len(members) * self._each
+        if nbytes:
+            payloads = self._box[PAYLOAD : self._end].reshape(len(members), self._each)
+            payloads[...] = rows[members, PAYLOAD : PAYLOAD + self._each]
+
+    def _pack(self, parity: int) -> None:
+        """Write the records of this node."""
+        rows, lengths = self._rows[parity], self._lengths[parity]
         for rank in self._members:
-            start, end = end + _WORD, end + _record(lengths[rank])
-            self._words[start // _WORD - 1] = lengths[rank]
-            self._box[start:end] = rows[rank, : end - start]
-        return end
+            start, self._end = self._end, self._end + _record(lengths[rank])
+            self._box[start : self._end] = rows[rank, : self._end - start]
+            self._words[start // _WORD] = lengths[rank]
+
+    def _add(self, message: Bytes, count: int) -> None:
+        """Add the records of so many ranks, which have come behind the others."""
+        first, words = self._end // _WORD, self._words
+        if self.alike:
+            if words[first : first + _WORDS] == words[:_WORDS]:
+                if len(message) > PAYLOAD:
+                    end = self._end + len(message) - PAYLOAD
+                    self._box[self._end : end] = message[PAYLOAD:]
+                    self._end = end
+                return
+            # What is on its way is still to be sent from where it is.
+            common = self._box[: self._end]
+            self._take_other_box()
+            self.alike, self._end = False, 0
+            self._write_records(common, self._known)
+            self._write_records(message, count)
+        elif words[first] < 0:
+            self._write_records(message.copy(), count)
+        else:
+            self._end += len(message)
+
+    def _write_records(self, message: Bytes, count: int) -> None:
+        """Write a record for each of so many ranks, which may have a common one in the message."""
+        nbytes = int(message[:_WORD].view(np.int64)[0])
+        if nbytes >= 0:
+            self._box[self._end :][: len(message)] = message
+            self._end += len(message)
+            return
+        start, stride = self._end, _record(~nbytes)
+        self._end += count * stride
+        records = self._box[start : self._end].reshape(count, stride)
+        records[:, :PAYLOAD] = message[:PAYLOAD]
+        records[:, :_WORD].view(np.int64)[...] = ~nbytes
+        records[:, PAYLOAD:] = message[PAYLOAD:].reshape(count, stride - PAYLOAD)
 
     def _unpack(self) -> None:
-        """Put the records of the other nodes into their slots."""
+        """Put what other nodes show into their slots."""
         rows, box, others = self._rows[self._parity], self._box, self._others
-        own, end, count = self._own_end, self._end, len(others)
+        own, end, count = self._end_of(len(self._members)), self._end, len(others)
+        if self.alike:
+            if self._each:
+                payloads = box[own:end].reshape(count, self._each)
+                rows[others, PAYLOAD : PAYLOAD + self._each] = payloads
+            return
         stride = self._stride(own, end, count)
         if stride:
-            records = box[own:end].reshape(count, stride)
-            rows[others, : stride - _WORD] = records[:, _WORD:]
+            rows[others, _WORD:stride] = box[own:end].reshape(count, stride)[:, _WORD:]
             return
-        start = own
         for rank in others:
-            record = box[start + _WORD : self._skip(start, 1)]
-            rows[rank, : len(record)] = record
-            start += _WORD + len(record)
+            record = box[own : self._skip(own, 1)]
+            rows[rank, _WORD : len(record)] = record[_WORD:]
+            own += len(record)
 
     def _end_of(self, count: int) -> int:
-        """Return where the first `count` records end."""
+        """Return where the first `count` records end, or a common record of so many ranks."""
+        if self.alike:
+            return PAYLOAD + count * self._each
         if count == self._known:
             return self._end
         stride = self._stride(0, self._end, self._known)
@@ -212,4 +296,8 @@ class Rounds(NodeExchange):
 
 def _record(nbytes: int) -> int:
     """Return the length of a record with so many bytes of payload."""
-    return _WORD + PAYLOAD + -(-nbytes // _WORD) * _WORD
+    return PAYLOAD + _whole(nbytes)
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // _WORD) * _WORD

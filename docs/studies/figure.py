@@ -25,12 +25,12 @@ STYLE: Final = """\
     text{fill:#222}.small{font-size:12px;fill:#555}.middle{text-anchor:middle}.end{text-anchor:end}
     .curve{fill:none;stroke-width:2.2;stroke-linejoin:round}
     .own{stroke:#1f5fbf}.header{stroke:#1f5fbf;stroke-dasharray:2 4}
-    .better{stroke:#11845b}.digests{stroke:#11845b;stroke-dasharray:2 4}
+    .better{stroke:#11845b}
     .mpi{stroke:#c2570c;stroke-dasharray:9 4}.gloo{stroke:#8250df;stroke-dasharray:3 3}
     .mpi4py{stroke:#c2570c}.bar{fill:#1f5fbf}.lost{fill:#c2570c}.one{stroke:#222;stroke-width:1.4;stroke-dasharray:4 3}
     @media (prefers-color-scheme:dark){
       .page{fill:#1e2129}.frame{stroke:#999}.grid{stroke:#3a3f4b}text{fill:#e6e6e6}.small{fill:#b8bcc6}
-      .own,.header{stroke:#7fb0ff}.better,.digests{stroke:#4fd1a1}.mpi,.mpi4py{stroke:#ffa45c}.gloo{stroke:#c297ff}
+      .own,.header{stroke:#7fb0ff}.better{stroke:#4fd1a1}.mpi,.mpi4py{stroke:#ffa45c}.gloo{stroke:#c297ff}
       .bar{fill:#7fb0ff}.lost{fill:#ffa45c}.one{stroke:#e6e6e6}
     }
 """

@@ -60,12 +60,25 @@ def test_float32_is_rounded_to_float16_as_numpy_does_it(extreme) -> None:
         assert np.array_equal(half.view(np.uint16), expected.view(np.uint16))
 
 
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
+def test_rows_of_one_array_are_folded_as_others(dtype, op) -> None:
+    for rows, count in product((1, 2, 17), (0, 1, 5)):
+        slots = np.zeros((rows, count + 7), dtype)
+        slots[:, 2 : 2 + count] = [sample(dtype, count, rank, op) for rank in range(rows)]
+        block = slots[:, 2 : 2 + count]
+        one, other = np.empty((2, count), dtype)
+        fold(op, dtype, block, one)
+        fold(op, dtype, list(block), other)
+        assert one.tobytes() == other.tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_arrays_without_dimensions_are_folded(dtype) -> None:
     rows = [np.array(value).astype(dtype) for value in (1, 2, 3)]
     out = np.empty((), dtype)
-    fold_function("sum", out.dtype)(rows, out)
-    assert float(out) == 6
+    for taken in (rows, np.array(rows)):
+        fold_function("sum", out.dtype)(taken, out)
+        assert float(out) == 6
 
 
 def test_order_of_the_rows_matters() -> None:

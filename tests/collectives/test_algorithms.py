@@ -112,8 +112,15 @@ def test_scratch_memory_is_taken_beforehand(size, count, itemsize, measured) -> 
     link: Any = SimpleNamespace(
         rank=size - 1, size=size, overlaps=True, crossovers=measured, take=take, slot=(-1, False)
     )
-    link.native = lambda *_: False
+    link.native, link.chunk_bytes = lambda *_: False, 0
     array = np.broadcast_to(np.zeros(1, f"V{itemsize}"), count)
-    with pytest.raises(TakenError):
-        next(algorithms.allreduce(link, array, array, "sum"))
-    assert taken[0] <= scratch_bytes(link, array.nbytes)
+    bounds = [count * r // size for r in range(size + 1)]
+    part = array[bounds[-2] :]
+    for moves, nbytes in (
+        (algorithms.allreduce(link, array, array, "sum"), array.nbytes),
+        (algorithms.reduce_scatter(link, array, bounds, part, "sum"), 0),
+        (algorithms.scan(link, array, array, "sum", True), 0),
+    ):
+        with pytest.raises(TakenError):
+            next(moves)
+        assert taken.pop() <= scratch_bytes(link, nbytes)

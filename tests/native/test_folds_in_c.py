@@ -141,6 +141,8 @@ def test_what_does_not_fit_is_refused() -> None:
         (ValueError, "must not overlap a row", [row, out], out),
         (ValueError, "there must be a row", [], out),
         (ValueError, "contiguous", [np.zeros(8, np.float32)[::2]], out),
+        (ValueError, "each row must be contiguous", np.zeros((2, 8), np.float32)[:, ::2], out),
+        (ValueError, "must have the same elements", np.zeros((2, 3), np.float32), out),
         (ValueError, "read-only", [row], locked),
         (TypeError, "bytes-like", [None], out),
     ):  # fmt: skip

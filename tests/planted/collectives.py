@@ -150,9 +150,9 @@ ALGORITHMS: Final = (
         "last rank skipped in one slice",
         "rank 0 folds its slice without the last rank's",
         _ALGORITHMS,
-        "    link.fold(op, source.dtype, rows_of(rows, link.size), part)",
-        "    most = link.size - (link.rank == 0 < len(source) > 1000)\n"
-        "    link.fold(op, source.dtype, rows_of(rows, link.size)[:most], part)",
+        "        link.fold(op, dtype, rows, into)",
+        "        most = size - (rank == 0 < len(source) > 1000)\n"
+        "        link.fold(op, dtype, rows[:most], into)",
         ("way_does_not_matter",),
     ),
     Fault(

@@ -19,8 +19,8 @@ HEADERS: Final = (
         "header off for one operation",
         "what ranks pass to `allgatherv` is not compared",
         _AGREEMENT,
-        "    if agreement.agree(control.rank, control.peers):",
-        '    if signature.operation == "allgatherv" or agreement.agree(control.rank, control.peers):',
+        "    if agreement.agree():",
+        '    if signature.operation == "allgatherv" or agreement.agree():',
         _DISAGREEMENT,
     ),
     Fault(

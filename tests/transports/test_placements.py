@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -95,6 +96,35 @@ def test_sums_have_the_bits_of_the_order_of_ranks(comm: Communicator, count: int
     assert comm.allreduce(x, out=x).tobytes() == expected.tobytes()
     reduced = comm.reduce(rows[comm.rank], root=1)
     assert comm.rank != 1 or reduced.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("chunk", [0, 64 << 10])
+def test_chunks_that_overlap_have_the_bits_of_the_order_of_ranks(
+    comm: Communicator, chunk: int
+) -> None:
+    """The results of one are on their way to other ranks while the next is folded."""
+    internals.transport(comm).chunk_bytes = chunk
+    internals.transport(comm).crossovers = Crossovers(chunk=chunk or None)
+    count, size, rank = 70_001, comm.size, comm.rank
+    blocks = [
+        np.random.default_rng(r).standard_normal((size, count), np.float32) for r in range(size)
+    ]
+    *_, total = sums = list(accumulate(block[0] for block in blocks))
+    x = blocks[rank][0].copy()
+    assert comm.scan(x).tobytes() == sums[rank].tobytes()
+    before = comm.exscan(x)
+    assert rank == 0 or before.tobytes() == sums[rank - 1].tobytes()
+    *_, share = accumulate(block[rank] for block in blocks)
+    assert comm.reduce_scatter(blocks[rank]).tobytes() == share.tobytes()
+    for root in range(size):
+        into = np.empty_like(x) if rank == root else None
+        comm.reduce(x, root=root, out=into)
+        assert into is None or into.tobytes() == total.tobytes()
+    # In place, which only the root's is; the others' stay.
+    comm.reduce(x, root=1, out=x if rank == 1 else None)
+    assert x.tobytes() == (total if rank == 1 else blocks[rank][0]).tobytes()
+    x = blocks[rank][0].copy()
+    assert comm.scan(x, out=x).tobytes() == sums[rank].tobytes()
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,11 @@ def _local(alone: dict[str, Any]) -> Machine:
         return (_at(alone, f"{what} {many}") - _at(alone, f"{what} {few}")) / (many - few)
 
     fold_byte = slope("fold", 2, 8) / _FOLDED
-    slot = slope("messages header", 64, 1024)
-    row = slope("messages small", 64, 1024) - slot
+    slot = slope("shared header", 64, 1024)
+    row = slope("messages small", 64, 1024)
     chunks = SLICED / CHUNK_BYTES
-    part = (slope("messages slices", 64, 1024) - slot) / chunks
-    call = _at(alone, "messages small 2") - 2 * (slot + row)
+    part = slope("messages slices", 64, 1024) / chunks
+    call = _at(alone, "messages small 2") - 2 * row
     steps = STEPPED / model.payload(2, shared=True)
     stepped = _at(alone, "shared steps 2") - _at(alone, "shared header 2") - STEPPED * fold_byte
     step = stepped / steps - 2 * (slot + row)

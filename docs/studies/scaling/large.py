@@ -54,8 +54,8 @@ def own(size: int, nbytes: int, machine: Machine, chunk: int | None = None) -> f
 
 
 def better(size: int, nbytes: int, machine: Machine) -> float:
-    """Return the seconds of the fastest algorithm in rank order, with a header of digests."""
-    return model.header_of_digests(size, machine) + model.in_rank_order(size, nbytes, machine)
+    """Return the seconds of the fastest algorithm in rank order, with the header."""
+    return model.header_of_messages(size, machine) + model.in_rank_order(size, nbytes, machine)
 
 
 def first(holds: Callable[[int], bool]) -> int | None:
@@ -69,18 +69,6 @@ def first(holds: Callable[[int], bool]) -> int | None:
 
 
 # Where curves cross
-
-
-def header_times(machine: Machine, times: float) -> int | None:
-    """Return from how many ranks on the header takes so many times a header of digests."""
-    return first(lambda p: header(p, machine) > times * model.header_of_digests(p, machine))
-
-
-def dearer_than_mpi(machine: Machine) -> int | None:
-    """Return from how many ranks on the header takes twice an MPI_Allreduce of 8 bytes."""
-    return first(
-        lambda p: model.header_of_messages(p, machine) > 2 * model.mpi_allreduce(p, 8, machine)
-    )
 
 
 def latencies(size: int, nbytes: int, machine: Machine) -> float:

@@ -123,6 +123,7 @@ class _PretendedMessages(ControlChannel):
         self._sent = mine
         self._seen: list[bytes | None] = [None, None]
         self._pending = False
+        self.alike = [True, True]
 
     def post(self, nbytes: int | None = None) -> None:
         self.step += 1

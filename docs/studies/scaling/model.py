@@ -16,11 +16,8 @@ from typing import Final, NamedTuple
 from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.base import DIRECT_RANKS
-from arraycomm._transports.control import PAYLOAD, message_slot, shared_slot
+from arraycomm._transports.control import COMMON, PAYLOAD, message_slot, shared_slot
 
-DIGEST_BYTES: Final = 64
-# What a rank shows between nodes in front of its payload, if more than two ranks do: a length before the rest.
-RECORD_BYTES: Final = 8 + PAYLOAD
 ELEMENT: Final = 4  # float32
 # Where MPICH 5.0.2 leaves recursive doubling (powers of two) and Bruck's algorithm (others) for a
 # ring in MPI_Iallgather and MPI_Iallgatherv, by the bytes that every rank has in the end.
@@ -135,11 +132,6 @@ def bruck_alltoall(size: int, nbytes: float, per_node: int = 1) -> Movement:
     ]
 
 
-def dissemination(size: int, nbytes: float, per_node: int = 1) -> Movement:
-    """Let everyone hear of everyone: ⌈log₂ p⌉ (α + n β); for min and max, which may count twice."""
-    return [Rounds(1, nbytes, leaving(d, size, per_node)) for d in _distances(size)]
-
-
 def doubling(size: int, nbytes: float, per_node: int = 1) -> Movement:
     """Allreduce of everything in each round: log₂ p (α + n β), and two rounds more for other p."""
     whole = [
@@ -225,15 +217,18 @@ def sent_bytes(movement: Sequence[Rounds]) -> float:
 def header_movement(size: int, shared: bool, per_node: int = 1, payload_bytes: int = 0) -> Movement:
     """Return the messages of a header, of the first rank of a node: none in shared memory.
 
-    Without shared memory, each rank of a single node counts as a node.
+    Ranks that agree have one header in common if their payload is small. Without shared memory, each rank of a
+    single node counts as a node.
     """
     if shared:
         return []
     alone = size <= per_node
     nodes = size if alone else -(-size // per_node)
-    # Two ranks know whose message it is, and how long.
-    record = PAYLOAD + payload_bytes if nodes == size == 2 else RECORD_BYTES + _words(payload_bytes)
-    return bruck(nodes, record * size, per_node if alone else 1)
+    # Two ranks know how long their messages are.
+    record = payload_bytes if nodes == size == 2 else _words(payload_bytes)
+    of_all, of_each = (PAYLOAD, 0) if payload_bytes <= COMMON else (0, PAYLOAD)
+    rounds = bruck(nodes, (of_each + record) * size, per_node if alone else 1)
+    return [moved._replace(nbytes=of_all + moved.nbytes) for moved in rounds]
 
 
 def _words(nbytes: float) -> int:
@@ -306,13 +301,13 @@ def header_in_shared_memory(size: int, machine: Machine) -> float:
 
 
 def header_of_messages(size: int, machine: Machine) -> float:
-    """The header between nodes: records of 136 bytes in few rounds, each of which is read; λ + … + p σ.
+    """The header between nodes, of ranks that agree: λ + ⌈log₂ N⌉ (α + 128 β).
 
     The first rank of a node waits until it sees the slots of its node, and the others until they see all.
     """
     moved = _seconds_of_header(size, machine, 0)
     seen = 2 * machine.seen if _are_shared(size, machine) else 0.0
-    return machine.call + moved + seen + size * machine.slot
+    return machine.call + moved + seen
 
 
 def _seconds_of_header(size: int, machine: Machine, payload_bytes: float) -> float:
@@ -324,12 +319,6 @@ def _seconds_of_header(size: int, machine: Machine, payload_bytes: float) -> flo
 def _are_shared(size: int, machine: Machine) -> bool:
     """Tell whether several ranks of a node share what the first of them gets from other nodes."""
     return 1 < machine.per_node < size
-
-
-def header_of_digests(size: int, machine: Machine) -> float:
-    """A header that is a reduction, min and max of the digests: λ + ⌈log₂ p⌉ (α + 64 β)."""
-    moved = seconds(dissemination(size, DIGEST_BYTES, machine.per_node), machine)
-    return machine.call + moved
 
 
 def header(size: int, machine: Machine, shared: bool) -> float:
@@ -357,13 +346,17 @@ def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> floa
 
 
 def in_header(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
-    """What the header brought along is folded: p φ + (p − 1) n γ, and (p − 1) n β between nodes."""
+    """What the header brought along is folded: p φ + (p − 1) n γ, and (p − 1) n β between nodes.
+
+    If it is more than a little, every rank's header comes along and is read.
+    """
     moved = 0.0
     if shared or _are_shared(size, machine):
         moved = (size - 1) * nbytes * machine.seen_byte
     if not shared:
         bare = _seconds_of_header(size, machine, 0)
         moved += _seconds_of_header(size, machine, nbytes) - bare
+        moved += size * machine.slot if nbytes > COMMON else 0.0
     return moved + _fold_rows(size, nbytes, machine)
 
 

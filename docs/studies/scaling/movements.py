@@ -115,26 +115,30 @@ def bcast(size: int, nbytes: int, root: int) -> Iterator[Step]:
         yield _sent(to, np.full(size, nbytes))
 
 
-def among_nodes(nodes: Sequence[int], records: Sequence[int]) -> Iterator[Step]:
-    """The first rank of each node sends what its node knows to another node, until all know all records."""
+def among_nodes(nodes: Sequence[int], records: Sequence[int], first: int = 0) -> Iterator[Step]:
+    """The first rank of each node sends what its node knows to another node, until all know all records.
+
+    Each message begins with so many bytes more.
+    """
     size = len(nodes)
-    names, first, place = np.unique(np.asarray(nodes), return_index=True, return_inverse=True)
+    names, leaders, place = np.unique(np.asarray(nodes), return_index=True, return_inverse=True)
     known = np.zeros(len(names), np.int64)
     np.add.at(known, place, records)
-    for step in _bruck(known):
+    for step in _bruck(known, first):
         to, nbytes = np.full(size, NOBODY), np.zeros(size, np.int64)
-        to[first], nbytes[first] = np.where(step.to == NOBODY, NOBODY, first[step.to]), step.nbytes
+        to[leaders] = np.where(step.to == NOBODY, NOBODY, leaders[step.to])
+        nbytes[leaders] = step.nbytes
         yield Step(to, nbytes)
 
 
-def _bruck(counts: Ranks) -> Iterator[Step]:
+def _bruck(counts: Ranks, first: int = 0) -> Iterator[Step]:
     """Everyone sends all blocks it has, as far as they are news, to the rank so many before it."""
     size = len(counts)
     before = np.concatenate([[0], np.cumsum(np.concatenate([counts, counts]))])
     rank, known = np.arange(size), 1
     while known < size:
         news = min(known, size - known)
-        yield _sent((rank - known) % size, before[rank + news] - before[rank])
+        yield _sent((rank - known) % size, first + before[rank + news] - before[rank])
         known *= 2
 
 

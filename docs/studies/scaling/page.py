@@ -85,8 +85,7 @@ def drawn(results: dict[str, Any]) -> str:
     legend = [
         ("own", "arraycomm, with its header"),
         ("header", "the header alone"),
-        ("better", "fastest in rank order, header of digests (not built)"),
-        ("digests", "a header of digests alone (not built)"),
+        ("better", "fastest in rank order (not built)"),
         ("mpi", "MPI_Allreduce: doubling or Rabenseifner"),
     ]
     panels = [
@@ -101,7 +100,6 @@ def drawn(results: dict[str, Any]) -> str:
 def _panel(title: str, nbytes: int, machine: Machine) -> Panel:
     curves = {
         "header": lambda p: header(p, machine),
-        "digests": lambda p: model.header_of_digests(p, machine),
         "mpi": lambda p: model.mpi_allreduce(p, nbytes, machine),
         "better": lambda p: better(p, nbytes, machine),
         "own": lambda p: own(p, nbytes, machine),
@@ -120,7 +118,6 @@ def _rounds(one: Machine, many: Machine) -> str:
         "ring",
         "bruck",
         "bruck_alltoall",
-        "dissemination",
         "doubling",
         "rabenseifner",
     )
@@ -322,8 +319,7 @@ def _large(results: dict[str, Any]) -> str:
 
 def _headers(one: Machine, many: Machine) -> Table:
     costs: dict[str, Callable[[int, Machine], float]] = {
-        "as built": header,
-        "a reduction of digests (not built)": model.header_of_digests,
+        "header": header,
         "`MPI_Allreduce` of 8 B, for comparison": lambda p, m: model.mpi_allreduce(p, 8, m),
     }
     rows = [
@@ -342,7 +338,7 @@ def _choices(machine: Machine) -> Table:
         rows += [
             [f"{title}: {algorithms}", *(time_text(own(size, nbytes, machine)) for size in SHOWN)],
             [
-                f"{title}: fastest in rank order, digests (not built)",
+                f"{title}: fastest in rank order (not built)",
                 *(time_text(better(size, nbytes, machine)) for size in SHOWN),
             ],
             [

@@ -87,14 +87,6 @@ def bruck_alltoall(size: int, nbytes: float) -> Iterator[Step]:
         bit *= 2
 
 
-def dissemination(size: int, nbytes: float) -> Iterator[Step]:
-    """Everyone sends all it knows to a rank that is twice as far in each round."""
-    distance = 1
-    while distance < size:
-        yield _shift(size, distance, nbytes)
-        distance *= 2
-
-
 def doubling(size: int, nbytes: float) -> Iterator[Step]:
     """Pairs exchange everything, at doubling distances."""
     pairs = _pairs(size, [nbytes] * (size.bit_length() - 1), nbytes)

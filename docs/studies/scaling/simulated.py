@@ -10,7 +10,7 @@ import numpy as np
 from arraycomm import Communicator
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
-from arraycomm._transports.control import PAYLOAD, ControlChannel, message_slot, shared_slot
+from arraycomm._transports.control import COMMON, PAYLOAD, ControlChannel, message_slot, shared_slot
 from arraycomm._transports.notes import ExitNotice
 from docs.studies.scaling import movements
 from docs.studies.scaling.measure import communicator
@@ -240,8 +240,12 @@ def _bcast(parts: Sequence[tuple[Bytes, int]]) -> Plan:
 def _sent(parts: Sequence[tuple[memoryview, Bytes, int, int]]) -> Plan:
     nodes, shown = [part[3] for part in parts], [part[2] for part in parts]
     pair = len(set(nodes)) == len(nodes) == 2
-    records = [PAYLOAD + n if pair else 8 + PAYLOAD + -(-n // 8) * 8 for n in shown]
-    schedule = movements.among_nodes(nodes, records)
+    alike = len({bytes(part[0][8:PAYLOAD]) for part in parts}) == len(set(shown)) == 1
+    records = [n if pair else -(-n // 8) * 8 for n in shown]
+    if alike and shown[0] <= COMMON:
+        schedule = movements.among_nodes(nodes, records, PAYLOAD)
+    else:
+        schedule = movements.among_nodes(nodes, [PAYLOAD + nbytes for nbytes in records])
     return Plan(schedule, _shown(parts).deliver, needed=True, by_nodes=True)
 
 

@@ -1,0 +1,149 @@
+"""The rounds in which nodes tell one another what their ranks show, over messages that a list stands for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+
+from arraycomm._transports import mpi_nodes
+from arraycomm._transports.control import PAYLOAD
+
+_ROOM = 2048
+
+
+class _Messages:
+    """What ranks have sent to one another, and is not yet received."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        self.lengths: list[int] = []
+
+    def of(self, rank: int) -> SimpleNamespace:
+        def send(what: list[Any], to: int, tag: int) -> SimpleNamespace:
+            self.lengths.append(len(what[0]))
+            # MPI may read a message late: nothing may have written over it until it has been taken.
+            self.sent[rank, to].append((what[0], what[0].copy()))
+            return SimpleNamespace(Test=lambda: True)
+
+        def receive(into: list[Any], origin: int, tag: int) -> SimpleNamespace:
+            def test(status: Any) -> bool:
+                if not (waiting := self.sent[origin, rank]):
+                    return False
+                message, as_sent = waiting.pop(0)
+                assert (message == as_sent).all()
+                into[0][: len(message)] = message
+                status.Get_count = lambda kind: len(message)
+                return True
+
+            return SimpleNamespace(Test=test)
+
+        return SimpleNamespace(size=self.size, Isend=send, Irecv=receive)
+
+
+class _Shown(NamedTuple):
+    """What a rank shows: one of two headers, and so many bytes."""
+
+    header: int
+    nbytes: int
+
+
+class _Nodes:
+    """Ranks on nodes, of which each has its own memory."""
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self.members = [[r for r, n in enumerate(nodes) if n == node] for node in set(nodes)]
+        size = len(nodes)
+        self.messages = _Messages(size)
+        self.rows = [np.zeros((2, size, PAYLOAD + _ROOM), np.uint8) for _ in self.members]
+        self.lengths = [np.zeros((2, size), np.int64) for _ in self.members]
+        self.exchanges = [
+            mpi_nodes.Rounds(
+                self.messages.of(ranks[0]),
+                self.members,
+                own,
+                list(self.rows[own]),
+                [row.data for row in self.lengths[own]],
+            )
+            for own, ranks in enumerate(self.members)
+        ]
+
+    def step(self, number: int, shown: Sequence[_Shown]) -> None:
+        """Make a step; check what each node knows then."""
+        parity = number & 1
+        for own, ranks in enumerate(self.members):
+            self.rows[own][parity] = 255
+            for rank in ranks:
+                self.lengths[own][parity, rank] = shown[rank].nbytes
+                row = _row(number, rank, shown[rank])
+                self.rows[own][parity, rank, : len(row)] = row
+            self.exchanges[own].start(parity)
+        waiting = list(self.exchanges)
+        for _ in range(len(waiting) + 1):
+            # The last ones first, so that messages wait.
+            waiting = [exchange for exchange in reversed(waiting) if not exchange.received()]
+        assert not waiting
+        alike = len({len(_row(0, 0, rank)) for rank in shown}) == len(set(shown)) == 1
+        for own, exchange in enumerate(self.exchanges):
+            assert exchange.alike == (alike and shown[0].nbytes <= 1024)
+            for rank, by in enumerate(shown):
+                row = _row(number, rank, by)
+                start = PAYLOAD if exchange.alike and rank not in self.members[own] else 8
+                assert (self.rows[own][parity, rank, start : len(row)] == row[start:]).all()
+
+
+def _row(number: int, rank: int, shown: _Shown) -> Any:
+    """Return the slot of a rank, whose payload nobody else has."""
+    words = np.arange(PAYLOAD) + 100 * shown.header + number
+    payload = np.arange(shown.nbytes) * 7 + 31 * rank + number
+    return np.concatenate([words, payload]).astype(np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing go by MPI."""
+    monkeypatch.setattr(mpi_nodes, "MPI", SimpleNamespace(BYTE=None, Status=SimpleNamespace))
+
+
+_LENGTHS = st.sampled_from([0, 5, 8, 1000, 1024, 1032, _ROOM])
+_ALIKE = st.builds(_Shown, st.just(0), _LENGTHS).map(lambda shown: [shown] * 12)
+_ANY = st.lists(st.builds(_Shown, st.integers(0, 1), _LENGTHS), min_size=12, max_size=12)
+_FEW = st.tuples(_ALIKE, st.integers(0, 11), st.builds(_Shown, st.just(1), _LENGTHS)).map(
+    lambda drawn: [*drawn[0][: drawn[1]], drawn[2], *drawn[0][drawn[1] + 1 :]]
+)
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=2, max_size=12).filter(lambda nodes: len(set(nodes)) > 1),
+    st.lists(st.one_of(_ALIKE, _FEW, _ANY), min_size=1, max_size=5),
+)
+def test_every_node_knows_what_each_rank_shows(nodes: list[int], steps: list[list[_Shown]]) -> None:
+    made = _Nodes(nodes)
+    for number, shown in enumerate(steps, 1):
+        made.step(number, shown[: len(nodes)])
+
+
+@pytest.mark.parametrize(("nodes", "rounds"), [(3, 2), (8, 3), (9, 4), (33, 6)])
+def test_messages_are_few_and_do_not_grow_with_the_ranks_that_agree(
+    nodes: int, rounds: int
+) -> None:
+    made = _Nodes([rank // 3 for rank in range(3 * nodes)])
+    made.step(1, [_Shown(0, 0)] * (3 * nodes))
+    assert made.messages.lengths == [PAYLOAD] * (nodes * rounds)
+    # Elements go without the words in front of them.
+    made.messages.lengths.clear()
+    made.step(2, [_Shown(0, 16)] * (3 * nodes))
+    assert sum(made.messages.lengths) == nodes * (rounds * PAYLOAD + (nodes - 1) * 3 * 16)
+    # One rank that differs costs the words of all.
+    made.messages.lengths.clear()
+    made.step(3, [_Shown(int(rank == 4), 0) for rank in range(3 * nodes)])
+    assert max(made.messages.lengths) > PAYLOAD
