@@ -15,15 +15,12 @@ from weakref import WeakKeyDictionary
 
 from arraycomm._collectives.messages import TAGS, Messenger
 from arraycomm._collectives.native_path import fast_paths_of
-from arraycomm._collectives.selection import most_in_steps
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.numbered import NumberedGradients, Numbering
 from arraycomm._transports.base import Bytes
-from arraycomm._trees.fusion import Fusion
-from arraycomm._trees.in_segment import AllreduceInSegment
 
 
 class _PlaceGuard(PrivateGuard):
@@ -63,10 +60,6 @@ def _note(place: int) -> str:
     return f", call {place} of a program"
 
 
-# Layouts of large arrays that are kept, without their memory.
-_MAX_FUSIONS: Final = 64
-
-
 class ProgramCalls:
     """The calls of programs over the ranks of one communicator.
 
@@ -85,9 +78,7 @@ class ProgramCalls:
         self._guard = _PlaceGuard(shared)
         runner_of(self.comm).set_guard(self._guard)
         self._fast = fast_paths_of(runner_of(self.comm))
-        self._fusions: dict[tuple[Any, ...], Fusion] = {}
         self._messenger = Messenger(group_of(self.comm), runner_of(self.comm).statistics)
-        self._large = most_in_steps(group_of(self.comm).inline_bytes)
 
     @property
     def place(self) -> int:
@@ -107,8 +98,6 @@ class ProgramCalls:
         place = self.place
         if not place:
             return self.comm.allreduce(x, op, out=out)
-        if x.nbytes > self._large:
-            return self._allreduce_large(x, op, out)
         key = (place, op, x.dtype, x.shape)
         fast = None if self._guard.refuses else self._fast.paths.get(key)
         if fast is not None and (result := fast(x, out)) is not None:
@@ -117,15 +106,6 @@ class ProgramCalls:
         if fast is None:
             self._fast.keep(key, x, op, _note(place))
         return result
-
-    def _allreduce_large(self, x: Any, op: str, out: Any) -> Any:
-        spec = (x.dtype, x.shape)
-        if spec not in self._fusions:
-            if len(self._fusions) == _MAX_FUSIONS:
-                self._fusions.clear()
-            self._fusions[spec] = Fusion((spec,), x.nbytes)
-        fusion, memory = self._fusions[spec], trees_of(self.comm)
-        return runner_of(self.comm).call(AllreduceInSegment, memory, fusion, x, op, out)
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:

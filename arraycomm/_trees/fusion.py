@@ -139,11 +139,6 @@ class Fusion:
             return sources
         return self.hold([None if source is None else source.array for source in sources])
 
-    def reduce_into(self, segment: SharedSegment, into: Bytes, sources: Sources, op: str) -> Steps:
-        """Reduce the ranks' leaves into memory of the caller, without gaps between leaves."""
-        packed = Packed(self.buckets, self._slots, into)
-        yield from self._reduce_chunks(segment, packed, sources, op)
-
     def fold_payloads(self, group: Group, packed: Packed, agreement: Agreement, op: str) -> None:
         """Fold the payloads of the ranks' headers into `packed`."""
         rows = [packed.split(agreement.payload(r, self.nbytes)) for r in range(group.size)]
