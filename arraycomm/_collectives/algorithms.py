@@ -238,7 +238,7 @@ def _in_slices(
         ranges = _ranges(len(source), max(chunk // source.itemsize, size))
     cuts = [[r.start, r.stop] if whole else _bounds(r, size) for r in ranges]
     owns = [slice(*(cut if whole else cut[rank : rank + 2])) for cut in cuts]
-    longest = max(own.stop - own.start for own in owns)
+    longest = max((own.stop - own.start for own in owns), default=0)
     halves = chunks.halves(link, len(cuts), size * longest, dtype)
     # What goes to a root is still on its way while the next chunk is folded.
     results = [] if root is None else rows_of(link.empty(2 * longest, dtype), 2)

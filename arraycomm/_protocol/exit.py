@@ -143,7 +143,7 @@ def watch_exit() -> None:
     atexit.register(_at_exit)
     _watch_mpi()
     _launch.claim(os.environ, os.getpid())
-    process_watch.start()
+    process_watch.start(over_mpi=mpi_has_peers())
 
 
 def _watch_exceptions() -> None:

@@ -34,12 +34,14 @@ _PATIENCE: Final = 10.0
 _TRANSPORTS: Final = str(Path(str(_transports.__file__)).parent)
 
 
-def start() -> None:
-    """Begin to watch.
+def start(*, over_mpi: bool) -> None:
+    """Begin to watch, if there is a launcher, or if this process communicates over MPI.
 
     The thread is none of the `threading` module's, since it never communicates: no rank waits for it.
     """
     launcher, ended = find_launcher(os.getppid()), select.poll()
+    if launcher is None and not over_mpi:
+        return
     if launcher is not None and hasattr(os, "pidfd_open"):
         with suppress(OSError):
             # Readable once the process has ended; its number may go to another one.
