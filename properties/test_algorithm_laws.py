@@ -84,17 +84,11 @@ def _check(comm, reduction: Reduction, root: int) -> None:
 def test_way_does_not_matter(comm, reduction, way, root) -> None:
     with _choosing(way):
         _check(comm, reduction, root)
-
-
-@given(way=st.sampled_from(("steps", "gather", "slices")))
-def test_empty_arrays_go_every_way(comm, way) -> None:
-    internals.set_inline_bytes(comm, -1)
-    empty = np.empty((comm.size, 0), np.float32)
-    with _choosing(way):
-        for root in range(comm.size):
-            comm.reduce(empty, root=root)
+        # It is seldom drawn.
+        empty = np.empty((comm.size, 0), np.float32)
+        comm.reduce(empty, root=root)
         results = comm.allreduce(empty), comm.scan(empty), comm.reduce_scatter(empty)
-    assert [result.size for result in results] == [0, 0, 0]
+        assert [result.size for result in results] == [0, 0, 0]
 
 
 @given(
