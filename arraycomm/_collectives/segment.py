@@ -40,6 +40,8 @@ _SEGMENT_BYTES: Final = 48 << 20
 # If all ranks' arrays fit in the caches, copies through these may be quicker: so many copies are tried.
 _CACHED_BYTES: Final = 8 << 20
 _TRIALS: Final = 12
+# A segment was measured with up to so many ranks. Beside a transport that copies each byte once, it is quicker up
+# to so many bytes.
 _MEASURED_RANKS: Final = 8
 _ONE_COPY_BYTES: Final = 8 << 20
 # Chunks that are under way at once. A rank that publishes chunk k has folded chunk k - 2, and so

@@ -39,7 +39,7 @@ class WaitClock:
             return seen - self._missed
 
     def last_look(self) -> float:
-        """Return when somebody looked last; this is no look."""
+        """Return the time of the last look, without looking."""
         return self._last
 
 

@@ -1,8 +1,8 @@
-"""A thread that ends this process if nothing else would: its launcher has died, or MPI keeps it for ever.
+"""A thread that ends this process if nothing else would: its launcher has died, or a call of MPI does not return.
 
-Some launchers take their ranks along even if they are killed, and some do not: nobody could end such a job.
-And errors are raised by ranks that wait, between calls of MPI. Open MPI may not come back from such a call
-once a connection to another host has broken.
+Some launchers end their ranks even if they are killed. Others do not, and then nobody could end the job. A rank
+that waits raises errors between its calls of MPI, but Open MPI may never return from one of these calls once a
+connection to another host has broken.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from arraycomm._protocol.launcher import Ancestor, find_launcher
 from arraycomm._transports.base import Handle
 from arraycomm._transports.mpi_files import remove_mpi_files
 
-# Seconds between two looks, and those after which MPI keeps a rank for ever: it comes back at once.
+# Seconds between two looks.
 _INTERVAL: Final = 1.0
+# The calls of MPI by which a rank polls return at once. One that takes so many seconds never returns.
 _FOR_EVER: Final = 60.0
 # Seconds that a program has to act on the signal.
 _PATIENCE: Final = 10.0
@@ -52,20 +53,20 @@ def start(*, over_mpi: bool) -> None:
 
 def _watch(launcher: Ancestor | None, ended: select.poll) -> None:
     """Look now and then, until this process has to end."""
-    looked, kept = clock.last_look(), 0.0
+    looked, stuck = clock.last_look(), 0.0
     while not ended.poll(1000 * _INTERVAL):
-        if (last := clock.last_look()) != looked or not _kept_by_mpi():
-            looked, kept = last, 0.0
+        if (last := clock.last_look()) != looked or not _stuck_in_mpi():
+            looked, stuck = last, 0.0
             continue
         # Counted, and not measured: this process may have been stopped.
-        kept += _INTERVAL
-        if kept >= _FOR_EVER:
-            _end(f"MPI has not come back from a call for {_FOR_EVER:g} s", _kept_by_mpi())
+        stuck += _INTERVAL
+        if stuck >= _FOR_EVER:
+            _end(f"a call of MPI has not returned for {_FOR_EVER:g} s", _stuck_in_mpi())
     _end(f"the launcher has died ({launcher})")
 
 
-def _kept_by_mpi() -> list[str]:
-    """Return the stack of a thread that is in a call of MPI by which a handle finds out whether it is done."""
+def _stuck_in_mpi() -> list[str]:
+    """Return the stack of a thread in which a handle asks MPI whether it is done; empty if there is none."""
     for frame in sys._current_frames().values():
         if _polls(frame):
             return traceback.format_stack(frame)

@@ -151,8 +151,8 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path) -> None:
 
 
 # Rank 0 handles a signal while it waits, which may take its time. Then, on rank 1, a test of a request does
-# not come back, as those of Open MPI after a connection has broken.
-KEPT = """
+# not return, as those of Open MPI after a connection has broken.
+STUCK = """
 import ctypes, functools, signal, sys, time, numpy as np, arraycomm as ac
 from arraycomm._protocol import process_watch
 from arraycomm._transports import mpi
@@ -179,14 +179,12 @@ comm.reduce(np.ones(3_000_000))
 
 
 @needs_mpiexec
-def test_a_rank_that_mpi_keeps_ends() -> None:
+def test_a_rank_ends_if_a_call_of_mpi_does_not_return() -> None:
     """Its timeout is half an hour, and would never be raised."""
-    result = run_python("-c", KEPT, ranks=2, timeout=60)
+    result = run_python("-c", STUCK, ranks=2, timeout=60)
     assert result.returncode != 0
     assert "went on;" in result.stdout
-    assert (
-        "arraycomm: MPI has not come back from a call for 2 s; so this rank ends" in result.stderr
-    )
+    assert "arraycomm: a call of MPI has not returned for 2 s; so this rank ends" in result.stderr
     assert "finished = self._request.Test()" in result.stderr
 
 
