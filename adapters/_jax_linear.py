@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 
 import arraycomm as ac
 from arraycomm._training.programs import ProgramCalls, calls_of
-from arraycomm.adapters._jax_messages import exchange, take_no_part
+from arraycomm.adapters._jax_messages import exchange
 from arraycomm.adapters._jax_primitive import Call, Make, bind
 
 Shape = tuple[int, ...]
@@ -208,11 +208,14 @@ class Sendrecv(Collective):
             raise ValueError(f"sendrecv: tag must be 0 to {ProgramCalls.tags[-1]}; got {self.tag}")
         return super().open(comm)
 
+    def is_identity(self, comm: ac.Communicator) -> bool:
+        return self.dest == self.source == comm.rank
+
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
         return exchange(calls, x, self.dest, self.source, self.tag, out)
 
     def refuse(self, calls: ProgramCalls, error: Exception) -> NoReturn:
-        take_no_part(calls, self.dest, self.source, self.tag)
+        calls.refuse(error, self.dest, self.source, self.tag)
         raise error
 
     def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:

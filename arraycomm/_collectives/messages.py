@@ -11,11 +11,13 @@ import math
 import operator
 import struct
 import time
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.views import view
 from arraycomm._callsite import call_site, describe_raise
 from arraycomm._collectives.arguments import check_rank
@@ -31,7 +33,7 @@ from arraycomm._collectives.refusals import wanted_kind
 from arraycomm._collectives.requests import Request, wait_for_each
 from arraycomm._collectives.statistics import Statistics
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
-from arraycomm._errors import PeerError, name_operation
+from arraycomm._errors import MismatchError, PeerError, name_operation
 from arraycomm._protocol.announced import check_payload, check_size, malformed
 from arraycomm._protocol.details import Description
 from arraycomm._protocol.engine import Task
@@ -40,13 +42,20 @@ from arraycomm._protocol.header import MAX_DIMS, has_room_for
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._protocol.waiting import Watch
 from arraycomm._protocol.watchdog import MessageWait, checked_timeout
-from arraycomm._transports.base import Bytes, Flat, Handle, Steps, Transport
+from arraycomm._transports.base import Bytes, Handle, Steps, Transport
 
 # Tags of the user's are below this, those of further pieces from it on.
 TAGS: Final = 1 << 20
-_ENVELOPE: Final = 4096
-_HEAD: Final = struct.Struct(f"<{6 + MAX_DIMS}q")
-_ROOM: Final = _ENVELOPE - _HEAD.size
+# Status, tag of the pieces, bytes, dtype, dimensions, bytes of text, place in a program; then the shape.
+_HEAD: Final = struct.Struct(f"<7q8x{MAX_DIMS}q")
+# To copy more elements into an envelope takes longer than a message of their own.
+_ROOM: Final = 64 << 10
+_ENVELOPE: Final = _HEAD.size + _ROOM
+# Where in a head the number of the further pieces is, and the place in a program.
+_WORD: Final = struct.Struct("<q")
+_PIECES_AT: Final = 8
+_PLACE_AT: Final = 48
+_SPARE: Final = 2
 _ELEMENTS, _RAISED = range(2)
 
 
@@ -54,7 +63,7 @@ class Message(NamedTuple):
     """One rank's part in a message: its steps, the other rank, and what it is, for errors.
 
     `peer` is None for a message from any rank, which the `status` names once it has come, together with
-    the tag and the bytes. `brief` is a message to send that is no more than an envelope with elements.
+    the tag and the bytes.
     """
 
     steps: Steps
@@ -64,7 +73,6 @@ class Message(NamedTuple):
     nbytes: int = 0
     copies: int = 0
     status: Status | None = None
-    brief: bool = False
 
 
 class _Finished(NamedTuple):
@@ -77,19 +85,33 @@ class _Finished(NamedTuple):
         return self.result
 
 
-class _Both:
-    """Two messages under way: some transports move one only if it is asked for."""
+class _Outgoing(NamedTuple):
+    """An array on its way: its envelope, with the elements if they are few, or the elements behind it.
 
-    def __init__(self, first: Handle, second: Handle) -> None:
-        self._first: Handle | None = first
-        self._second = second
+    `room` is the memory of an envelope that can be used again. Bytes and copies are counted.
+    """
 
-    def done(self) -> bool:
-        if self._first is not None and self._first.done():
-            self._first = None
-        return self._second.done() and self._first is None
+    envelope: Bytes
+    room: Bytes | None
+    data: Bytes | None
+    nbytes: int
+    copies: int
 
 
+class _Wait:
+    """What a thread waits for that makes a call without a request, for errors."""
+
+    __slots__ = ("doing", "peer", "tag")
+
+    def __init__(self, doing: str, peer: int, tag: int) -> None:
+        self.doing, self.peer, self.tag = doing, peer, tag
+
+    def __str__(self) -> str:
+        return f"{self.doing} rank {self.peer} with tag {self.tag}"
+
+
+# What a result is like, and what is wrong with that.
+Wanted = tuple[BufferView, Exception | None]
 _Pending = Request | _Finished
 
 
@@ -98,29 +120,28 @@ def _request(pending: _Pending) -> Request:
     return pending
 
 
-def _until(handle: Handle) -> Steps:
-    yield handle
-
-
-def _resumed(waiting: Handle, steps: Steps) -> Steps:
-    """Return steps that have begun already, up to what they wait for; they raise what ends the wait."""
-    try:
-        yield waiting
-    except BaseException as error:
-        steps.throw(error)
-        raise
-    return (yield from steps)
+def _no_place() -> int:
+    return 0
 
 
 class Messenger:
-    """Sends and receives the messages of one group."""
+    """Sends and receives the messages of one group.
 
-    def __init__(self, group: Group, statistics: Statistics) -> None:
+    `place` returns the place of the calling thread's call in its program, 0 outside of programs. Sender
+    and receiver must be at the same one if both are in programs.
+    """
+
+    def __init__(
+        self, group: Group, statistics: Statistics, place: Callable[[], int] = _no_place
+    ) -> None:
         self._group = group
+        self._place = place
         self._statistics = statistics
         self._host = HostPlacement(group)
         self._matcher = Matcher(group.transport)
         self._pieces = 0
+        # Envelopes that are used again: to touch fresh memory takes longer than a short message.
+        self._spare: list[Bytes] = []
 
     def isend(self, x: Any, dest: int, tag: int) -> Request:
         """Start to send an array."""
@@ -133,19 +154,47 @@ class Messenger:
 
     def send(self, x: Any, dest: int, tag: int, *, timeout: float | None) -> None:
         """Send an array."""
-        self._wait("send", self._send_awaited(x, dest, tag, timeout))
+        outgoing = self._outgoing(x) if self._is_plain((dest,), tag, None, timeout) else None
+        if outgoing is not None:
+            wait = _Wait("send to", dest, tag)
+            self._run(self._send_here(outgoing, wait), wait, "send")
+        else:
+            self._wait("send", self._send_awaited(x, dest, tag, timeout))
 
-    def recv(self, *arguments: Any, timeout: float | None) -> Any:
+    def recv(
+        self, source: Any, tag: Any, like: Any, out: Any, status: Any, *, timeout: float | None
+    ) -> Any:
         """Receive an array; the arguments are those of `irecv`."""
+        if self._is_plain((source,), tag, status, timeout):
+            wait = _Wait("recv from", source, tag)
+            return self._run(self._recv_here(wait, like, out, status or Status()), wait, "recv")
+        arguments = (source, tag, like, out, status)
         return self._wait("recv", self._recv_awaited(*arguments, timeout=timeout))[0]
 
     def sendrecv(
-        self, x: Any, dest: int, source: Any, tag: Any, *arguments: Any, timeout: float | None
+        self,
+        x: Any,
+        dest: int,
+        source: Any,
+        tag: Any,
+        like: Any,
+        out: Any,
+        status: Any,
+        *,
+        timeout: float | None,
     ) -> Any:
         """Send and receive at the same time; return what was received."""
+        plain = self._is_plain((dest, source), tag, status, timeout)
+        outgoing = self._outgoing(x) if plain else None
+        if outgoing is not None:
+            wait = _Wait("recv from", source, tag)
+            return self._run(
+                self._exchange(outgoing, dest, wait, like, out, status or Status()), wait, "recv"
+            )
+        arguments = (source, tag, like, out, status)
         sending = self._send_awaited(x, dest, tag, timeout)
         try:
-            receiving = self._recv_awaited(source, tag, *arguments, timeout=timeout)
+            receiving = self._recv_awaited(*arguments, timeout=timeout)
         except Exception:
             self._wait("send", sending)
             raise
@@ -158,40 +207,29 @@ class Messenger:
     def _recv_awaited(self, *arguments: Any, timeout: float | None) -> _Pending:
         return self._post("recv", self._receiving, *arguments, awaited=True, timeout=timeout)
 
-    def swap(self, data: Bytes, room: Bytes, dest: int, source: int, tag: int) -> None:
-        """Send bytes to one rank, and receive as many as `room` has, or fewer, from another.
+    def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
+        """Raise what is wrong with an array of `sendrecv`, and tell the rank that would have got it."""
+        doing = f"send to rank {dest} with tag {tag}"
 
-        They have no envelope: the other ranks take part by `swap` as well.
-        """
-        group, doing = self._group, f"sendrecv to rank {dest} and from rank {source} with tag {tag}"
-        if group.closed is not None:
-            raise group.closed_error("sendrecv")
-        started = time.perf_counter()
+        def refusing() -> Message:
+            return Message(_send_error(self._group.transport, error, dest, tag), dest, tag, doing)
+
+        sending = self._post("sendrecv", refusing, awaited=True)
+        receiving = self._recv_awaited(source, tag, None, None, None, timeout=None)
+        self._wait("sendrecv", sending, receiving)
+
+    def _run(self, steps: Steps, wait: _Wait, operation: str) -> Any:
+        """Make a call in this thread, without a request."""
+        group, started = self._group, time.perf_counter()
+
+        def watch(waited: float) -> None:
+            group.check_message(MessageWait([wait.peer], str(wait), call_site(), None), waited)
+
         with group.turn():
-            self._statistics.count("sendrecv", data.nbytes, 0)
-            steps = self._delivered(self._swap(data, room, dest, source, tag), "sendrecv")
-
-            def watch(waited: float) -> None:
-                peers = self._peers(source, alone=True)
-                group.check_message(MessageWait(peers, doing, call_site(), None), waited)
-
             try:
-                group.engine.run(steps, watch)
+                return group.engine.run(self._delivered(steps, operation), watch)
             finally:
-                self._statistics.add_seconds("sendrecv", time.perf_counter() - started)
-
-    def _swap(self, data: Bytes, room: Bytes, dest: int, source: int, tag: int) -> Steps:
-        group, transport = self._group, self._group.transport
-        sent, received = transport.send(data, dest, tag), transport.recv(room, source, tag)
-        receiving, sending = _until(_Both(sent, received)), _until(sent)
-        if group.tracer is not None:
-            site = call_site()
-            to = Message(sending, dest, tag, f"send to rank {dest} with tag {tag}", data.nbytes)
-            by = Message(receiving, source, tag, f"recv from rank {source} with tag {tag}")
-            sending = group.tracer.message(group, "send", to, sending, site, awaited=True)
-            receiving = group.tracer.message(group, "recv", by, receiving, site, awaited=True)
-        yield from receiving
-        yield from sending
+                self._statistics.add_seconds(operation, time.perf_counter() - started)
 
     def _wait(self, operation: str, *requests: _Pending) -> list[Any]:
         """Wait for messages; what interrupts the wait ends them."""
@@ -219,8 +257,8 @@ class Messenger:
         group = self._group
         if group.closed is not None:
             raise group.closed_error(operation)
-        # With nothing outstanding a blocking call is made in this thread, and needs no request.
-        alone = awaited and group.tracer is None and group.engine.idle
+        # With nothing outstanding a receive that is awaited is made in this thread, and needs no request.
+        alone = awaited and operation == "recv" and group.tracer is None and group.engine.idle
         site = "" if alone else call_site()
         with group.turn():
             try:
@@ -239,14 +277,10 @@ class Messenger:
                 wait = MessageWait(peers, message.doing, site or call_site(), timeout)
                 group.check_message(wait, waited)
 
-            group.unmatched += 1 if operation == "send" else -1
+            group.unmatched += -1 if operation == "recv" else 1
             steps = self._delivered(message.steps, operation)
-            if alone and operation == "recv":
+            if alone:
                 return self._received(steps, watch)
-            if alone and message.brief:
-                if (waiting := next(steps)).done():
-                    return _Finished(group.engine.run(steps))
-                steps = _resumed(waiting, steps)
             site = site or call_site()
             if group.tracer is not None:
                 steps = group.tracer.message(
@@ -288,6 +322,71 @@ class Messenger:
         # Not kept here: its traceback has this frame, and with it the arrays.
         raise undelivered.pop()
 
+    # In the calling thread
+
+    def _is_plain(self, peers: tuple[Any, ...], tag: Any, status: Any, timeout: Any) -> bool:
+        """Tell whether a call with these ranks needs no request: nothing is outstanding or traced."""
+        group = self._group
+        for peer in peers:
+            if type(peer) is not int or not 0 <= peer < group.size or peer == group.rank:
+                return False
+        return (
+            timeout is None
+            and type(tag) is int
+            and 0 <= tag < TAGS
+            and (status is None or type(status) is Status)
+            and group.closed is None
+            and group.tracer is None
+            and group.engine.idle
+        )
+
+    def _empty(self) -> Bytes:
+        """Return memory for an envelope."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return np.empty(_ENVELOPE, np.uint8)
+
+    def _give_back(self, room: Bytes | None) -> None:
+        """Use the memory of an envelope again that nothing reads any more."""
+        if room is not None and len(self._spare) < _SPARE:
+            self._spare.append(room)
+
+    def _send_here(self, outgoing: _Outgoing, wait: _Wait) -> Steps:
+        """Send a message."""
+        self._statistics.count("send", outgoing.nbytes, outgoing.copies)
+        self._group.unmatched += 1
+        yield from self._send(outgoing, wait.peer, wait.tag)
+
+    def _recv_here(self, wait: _Wait, like: Any, out: Any, status: Status) -> Steps:
+        """Receive a message."""
+        self._statistics.count("recv")
+        self._group.unmatched -= 1
+        wanted, place, envelope = _wanted_of(like, out), self._place(), self._empty()
+        # Nothing is outstanding, so no receive comes before this one.
+        yield self._group.transport.recv(envelope, wait.peer, wait.tag)
+        status.source, status.tag = wait.peer, wait.tag
+        return (yield from self._arrived(envelope, place, wanted, out, status))
+
+    def _exchange(
+        self, outgoing: _Outgoing, dest: int, wait: _Wait, like: Any, out: Any, status: Status
+    ) -> Steps:
+        """Receive a message beside one that is sent."""
+        self._statistics.count("send", outgoing.nbytes, outgoing.copies)
+        self._group.unmatched += 1
+        sent = self._begin(outgoing, dest, wait.tag)
+        result, undelivered = None, list[UndeliveredError]()
+        try:
+            result = yield from self._recv_here(wait, like, out, status)
+        except UndeliveredError as error:
+            undelivered.append(error)
+        wait.doing, wait.peer = "send to", dest
+        yield from sent
+        self._give_back(outgoing.room)
+        if undelivered:
+            raise undelivered.pop()
+        return result
+
     # Sending
 
     def _sending(self, x: Any, dest: int, tag: int) -> Message:
@@ -295,29 +394,57 @@ class Messenger:
         dest, tag = check_rank(dest, self._group.size, "dest"), _check_tag(tag)
         doing = f"send to rank {dest} with tag {tag}"
         try:
-            source = view(x)
-            check_movable(source.dtype)
-            flat, copies = flatten(source)
-            described = _described(source)
+            outgoing = self._read(x)
         except Exception as error:
             name_operation(error, "send")
             return Message(_send_error(transport, error, dest, tag), dest, tag, doing)
-        inline = len(described) + flat.nbytes <= _ROOM
-        steps = self._send(source, flat, described, dest, tag, inline=inline)
-        return Message(steps, dest, tag, doing, flat.nbytes, copies, brief=inline)
+        steps = self._send(outgoing, dest, tag)
+        return Message(steps, dest, tag, doing, outgoing.nbytes, outgoing.copies)
 
-    def _send(
-        self, source: BufferView, flat: Flat, described: bytes, dest: int, tag: int, *, inline: bool
-    ) -> Steps:
-        data, transport = flat.view(np.uint8), self._group.transport
+    def _outgoing(self, x: Any) -> _Outgoing | None:
+        """Return an array on its way, or None if there is something wrong with it."""
+        try:
+            return self._read(x)
+        except Exception:
+            return None
+
+    def _read(self, x: Any) -> _Outgoing:
+        """Return an array on its way."""
+        source = view(x)
+        head, array = _short_head(source.dtype, source.shape, self._place()), source.array
+        if head is not None and source.device_buffer is None:
+            room = self._empty()
+            envelope = room[: _HEAD.size + array.nbytes]
+            envelope[: _HEAD.size] = head
+            np.ndarray(array.shape, array.dtype, envelope, _HEAD.size)[...] = array
+            copies = int(source.copied) + int(not array.flags.c_contiguous)
+            return _Outgoing(envelope, room, None, array.nbytes, copies)
+        check_movable(source.dtype)
+        described, (flat, copies) = _described(source), flatten(source)
+        data: Bytes = flat.view(np.uint8)
+        start = _head(
+            _ELEMENTS, len(data), source.dtype, source.shape, len(described), self._place()
+        )
+        few = len(described) + len(data) <= _ROOM
+        text = bytearray(start + described + (data.tobytes() if few else b""))
+        return _Outgoing(
+            np.frombuffer(text, np.uint8), None, None if few else data, len(data), copies
+        )
+
+    def _begin(self, outgoing: _Outgoing, dest: int, tag: int) -> list[Handle]:
+        """Begin to send an envelope and what follows it."""
+        transport, envelope, data = self._group.transport, outgoing.envelope, outgoing.data
+        if data is None:
+            return [transport.send(envelope, dest, tag)]
         # A number for the further pieces, which no message under way has.
         self._pieces = pieces = (self._pieces + 1) % TAGS
-        head = _head(_ELEMENTS, pieces, len(data), source.dtype, source.shape, len(described))
-        envelope = head + described + (data.tobytes() if inline else b"")
-        handles = [transport.send(np.frombuffer(envelope, np.uint8), dest, tag)]
-        if not inline:
-            handles += [transport.send(piece, dest, TAGS + pieces) for piece in cut(data)]
-        yield from handles
+        _WORD.pack_into(envelope.data, _PIECES_AT, pieces)
+        handles = [transport.send(envelope, dest, tag)]
+        return handles + [transport.send(piece, dest, TAGS + pieces) for piece in cut(data)]
+
+    def _send(self, outgoing: _Outgoing, dest: int, tag: int) -> Steps:
+        yield from self._begin(outgoing, dest, tag)
+        self._give_back(outgoing.room)
 
     # Receiving
 
@@ -333,29 +460,47 @@ class Messenger:
         return Message(steps, rank, None, doing, status=status)
 
     def _recv(self, rank: int | None, tags: range, like: Any, out: Any, status: Status) -> Steps:
-        wanted = _wanted(like, out)
-        envelope = np.empty(_ENVELOPE, np.uint8)
+        wanted, place, envelope = _wanted_of(like, out), self._place(), self._empty()
         receive = self._matcher.recv(envelope, rank, tags)
         try:
             yield receive
         finally:
             self._matcher.drop(receive)
-        assert receive.source is not None
         status.source, status.tag = receive.source, receive.tag
+        return (yield from self._arrived(envelope, place, wanted, out, status))
+
+    def _arrived(
+        self, envelope: Bytes, place: int, wanted: Wanted | None, out: Any, status: Status
+    ) -> Steps:
+        """Read a message whose envelope has come."""
+        assert status.source is not None
         status.dtype, status.shape, status.nbytes = None, None, 0
-        return (yield from self._take(envelope, receive.source, wanted, out, status))
+        if place and (wrong := self._misplaced(place, envelope, status.source)) is not None:
+            wanted = (wanted_kind(None, None, None), wrong)
+        result = _short_result(envelope, out, status) if wanted is None else None
+        if result is None:
+            wanted = wanted or _wanted(None, out)
+            result = yield from self._take(envelope, status.source, wanted, out, status)
+        self._give_back(envelope)
+        return result
+
+    def _misplaced(self, place: int, envelope: Bytes, source: int) -> MismatchError | None:
+        """Return what is raised if the sender is at another place of its program."""
+        (theirs,) = _WORD.unpack_from(envelope.data, _PLACE_AT)
+        if theirs in (0, place):
+            return None
+        return MismatchError(
+            f"sendrecv: ranks must send and receive at the same place of their programs; rank "
+            f"{self._group.rank} receives in call {place} of its program what rank {source} sends in "
+            f"call {theirs}"
+        )
 
     def _take(
-        self,
-        envelope: Bytes,
-        source: int,
-        wanted: tuple[BufferView, Exception | None],
-        out: Any,
-        status: Status,
+        self, envelope: Bytes, source: int, wanted: Wanted, out: Any, status: Status
     ) -> Steps:
         """Read an envelope, and receive what follows it."""
         transport, (kind, wrong) = self._group.transport, wanted
-        state, pieces, nbytes, code, ndim, length, *dims = _HEAD.unpack_from(envelope.data)
+        state, pieces, nbytes, code, ndim, length, _, *dims = _HEAD.unpack_from(envelope.data)
         body = envelope[_HEAD.size :]
         if not 0 <= length <= _ROOM:
             raise malformed(source, f"a text of {length} bytes")
@@ -384,6 +529,43 @@ class Messenger:
             raise UndeliveredError(error) from error
 
 
+@lru_cache(maxsize=256)
+def _short_head(dtype: DType, shape: tuple[int, ...], place: int) -> Bytes | None:
+    """Return the head of a message with the elements behind it; None if it has no room for the shape."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not has_room_for(dtype, shape) or nbytes > _ROOM:
+        return None
+    return np.frombuffer(_head(_ELEMENTS, nbytes, dtype, shape, 0, place), np.uint8)
+
+
+def _short_result(envelope: Bytes, out: Array | None, status: Status) -> Array | None:
+    """Return the elements in an envelope as NumPy's array; None if they are not there, or not for `out`."""
+    found = _read_short(envelope[: _HEAD.size].tobytes())
+    if found is None:
+        return None
+    shape, dtype = found
+    elements: Array = np.ndarray(shape, dtype, envelope, _HEAD.size)
+    if out is None:
+        out = elements.copy()
+    elif out.dtype == dtype and out.shape == shape and out.flags.carray:
+        out[...] = elements
+    else:
+        return None
+    status.dtype, status.shape, status.nbytes = dtype, shape, elements.nbytes
+    return out
+
+
+@lru_cache(maxsize=256)
+def _read_short(head: bytes) -> tuple[tuple[int, ...], DType] | None:
+    state, _, nbytes, code, ndim, length, _, *dims = _HEAD.unpack(head)
+    shape = tuple(dims[: max(ndim, 0)])
+    if state != _ELEMENTS or length or code not in BY_CODE or not 0 <= nbytes <= _ROOM:
+        return None
+    dtype = BY_CODE[code].dtype
+    sound = min(shape, default=0) >= 0 and math.prod(shape) * dtype.itemsize == nbytes
+    return (shape, dtype) if sound else None
+
+
 def _described(source: BufferView) -> bytes:
     """Return what the receiver is told of dtype and shape if the head has no room for them."""
     description = Description.if_needed(source.dtype, source.shape)
@@ -399,12 +581,18 @@ def _described(source: BufferView) -> bytes:
 def _send_error(transport: Transport, error: Exception, dest: int, tag: int) -> Steps:
     """Tell the receiver why there is no message, and raise."""
     text = describe_raise(error).encode(errors="replace")[-_ROOM:]
-    head = _head(_RAISED, 0, 0, None, (), len(text))
+    head = _head(_RAISED, 0, None, (), len(text), 0)
     yield transport.send(np.frombuffer(head + text, np.uint8), dest, tag)
     raise UndeliveredError(error)
 
 
-def _wanted(like: Any, out: Any) -> tuple[BufferView, Exception | None]:
+def _wanted_of(like: Any, out: Any) -> Wanted | None:
+    """Return `_wanted`; None if it is NumPy's array, and no more is to be known of it."""
+    plain = like is None and (out is None or type(out) is np.ndarray)
+    return None if plain else _wanted(like, out)
+
+
+def _wanted(like: Any, out: Any) -> Wanted:
     """Tell what the result is like, or what is wrong with that: the message is taken all the same."""
     try:
         return wanted_kind(None, like, out), None
@@ -424,17 +612,17 @@ def _sender_raised(source: int, traceback: str) -> PeerError:
 
 def _head(
     status: int,
-    pieces: int,
     nbytes: int,
     dtype: DType | None,
     shape: tuple[int, ...],
     length: int,
+    place: int,
 ) -> bytes:
     fits = dtype is not None and has_room_for(dtype, shape)
     code = BY_DTYPE[dtype].code if fits and dtype is not None else 0
     dims = shape if fits else ()
     return _HEAD.pack(
-        *(status, pieces, nbytes, code, len(dims), length), *dims, *[0] * (MAX_DIMS - len(dims))
+        *(status, 0, nbytes, code, len(dims), length, place), *dims, *[0] * (MAX_DIMS - len(dims))
     )
 
 

@@ -7,12 +7,11 @@ that are made outside. Ranks compare the places, so that calls in another order 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from arraycomm._collectives.matching import Status
 from arraycomm._collectives.messages import TAGS, Messenger
 from arraycomm._collectives.native_path import fast_paths_of
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
@@ -20,7 +19,6 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.numbered import NumberedGradients, Numbering
-from arraycomm._transports.base import Bytes
 
 
 class _PlaceGuard(PrivateGuard):
@@ -31,14 +29,13 @@ class _PlaceGuard(PrivateGuard):
         # Of this thread: the runner says who calls from two threads at the same time.
         self.current = threading.local()
 
-    @property
-    def place(self) -> int:
-        """The place of this thread's call in its program, 1 or more; 0 outside of programs."""
+    def current_place(self) -> int:
+        """Return the place of this thread's call in its program, 1 or more; 0 outside of programs."""
         return getattr(self.current, "place", 0)
 
     def substitute(self, operation: Any) -> Any:
         """Return what makes the operation, with its place."""
-        place = self.place
+        place = self.current_place()
         if not place:
             return operation
 
@@ -60,6 +57,21 @@ def _note(place: int) -> str:
     return f", call {place} of a program"
 
 
+class _At:
+    """Puts a thread at a place of its program."""
+
+    __slots__ = ("_current", "_place")
+
+    def __init__(self, current: threading.local, place: int) -> None:
+        self._current, self._place = current, place
+
+    def __enter__(self) -> None:
+        self._current.place = self._place
+
+    def __exit__(self, *_: object) -> None:
+        self._current.place = 0
+
+
 class ProgramCalls:
     """The calls of programs over the ranks of one communicator.
 
@@ -78,16 +90,20 @@ class ProgramCalls:
         self._guard = _PlaceGuard(shared)
         runner_of(self.comm).set_guard(self._guard)
         self._fast = fast_paths_of(runner_of(self.comm))
-        self._messenger = Messenger(group_of(self.comm), runner_of(self.comm).statistics)
+        runner, place = runner_of(self.comm), self._guard.current_place
+        self._messenger = Messenger(group_of(self.comm), runner.statistics, place)
 
-    @property
-    def place(self) -> int:
-        """The place of this thread's call; 0 outside of programs."""
-        return self._guard.place
+    def sendrecv(
+        self, x: Any, dest: int, source: int, tag: int, out: Any, status: Status | None = None
+    ) -> Any:
+        """Send to one rank and receive from another, which are at the same place of their programs."""
+        return self._messenger.sendrecv(
+            x, dest, source, tag, None, out, status or Status(), timeout=None
+        )
 
-    def swap(self, data: Bytes, room: Bytes, dest: int, source: int, tag: int) -> None:
-        """Send bytes to one rank, and receive as many as `room` has, or fewer, from another."""
-        self._messenger.swap(data, room, dest, source, tag)
+    def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
+        """Raise what is wrong with an array of `sendrecv`, and tell the rank that would have got it."""
+        self._messenger.refuse(error, dest, source, tag)
 
     def fail(self, name: str, error: Exception) -> None:
         """Make the other ranks' next call raise, in step, because of an error that is raised here."""
@@ -95,7 +111,7 @@ class ProgramCalls:
 
     def allreduce(self, x: Any, op: Any, out: Any) -> Any:
         """Reduce an array at this thread's place, by the fast path of the place if there is one."""
-        place = self.place
+        place = self._guard.current_place()
         if not place:
             return self.comm.allreduce(x, op, out=out)
         key = (place, op, x.dtype, x.shape)
@@ -107,14 +123,9 @@ class ProgramCalls:
             self._fast.keep(key, x, op, _note(place))
         return result
 
-    @contextmanager
-    def at(self, place: int) -> Iterator[None]:
-        """Make the calls of a block at this place, 1 or more."""
-        self._guard.current.place = place
-        try:
-            yield
-        finally:
-            self._guard.current.place = 0
+    def at(self, place: int) -> _At:
+        """Return a context in which this thread's calls are made at this place, 1 or more."""
+        return _At(self._guard.current, place)
 
 
 _calls: Final[WeakKeyDictionary[Group, ProgramCalls]] = WeakKeyDictionary()

@@ -38,7 +38,7 @@ class Handle(Protocol):
     """A movement under way, or a step of the control channel."""
 
     def done(self) -> bool:
-        """Make progress with the movement and tell whether it is finished; never waits."""
+        """Make progress with all movements, and tell whether this one is finished; never waits."""
 
 
 class Blocks(NamedTuple):

@@ -598,7 +598,7 @@ def test_wrong_source_is_raised_once_the_other_half_is_done(on_ranks) -> None:
     on_ranks(2, check)
 
 
-WIDE = np.dtype([(f"field{k}", "f4") for k in range(500)])
+WIDE = np.dtype([(f"field{k}", "f4") for k in range(8000)])
 
 WRONG_ARRAYS: dict[str, tuple[type[Exception], Any]] = {
     "list": (TypeError, [1, 2]),
