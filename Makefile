@@ -28,7 +28,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 3
 BENCH_ARGS ?=
 # What of the benchmark a commit is compared by, how often it is run, and how much longer something may take.
-BENCH_MODES ?= latency bandwidth trees train jax adapters
+BENCH_MODES ?= latency bandwidth trees train jax adapters messages
 ROUNDS ?= 3
 AT_MOST ?= 1.1
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from arraycomm.cli.bench import adapters, device, jitted
+from arraycomm.cli.bench import adapters, device, jitted, messages
 from arraycomm.cli.bench.contenders import FRAMEWORKS, TITLES, installed, parse_dtype
 from arraycomm.cli.bench.train import MODELS
 from arraycomm.cli.bench.trees import TREES
@@ -19,7 +19,7 @@ _SIZES: Final = {
     "latency": (8, 64, 1 << 10, 16 << 10),
     "bandwidth": (64 << 10, 1 << 20, 8 << 20, 64 << 20),
 }
-_MODES: Final = (*_SIZES, "trees", "train", "jax", "adapters")
+_MODES: Final = (*_SIZES, "trees", "train", "jax", "adapters", "messages")
 # If sizes are given without a mode, smaller ones are measured for their latency.
 _LARGE: Final = 64 << 10
 _SUFFIXES: Final = {"K": 10, "M": 20, "G": 30}
@@ -52,7 +52,7 @@ def _add_contenders(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=list(_MODES),
         help="small arrays, large ones, or trees of float32, by default all of these; or steps of "
-        "training in torch; or programs that JAX has compiled; or steps with each adapter",
+        "training in torch; or programs that JAX has compiled; or steps with each adapter; or messages",
     )
     add("--sizes", type=_sizes, metavar="N,…", help="bytes of the arrays, for example 8,64K,1M")
     add(
@@ -183,6 +183,13 @@ def requested_programs(arguments: argparse.Namespace) -> Sequence[int]:
     if arguments.mode != "jax":
         return ()
     return jitted.SIZES if arguments.sizes is None else tuple(arguments.sizes)
+
+
+def requested_messages(arguments: argparse.Namespace) -> Sequence[int]:
+    """Return the bytes of the arrays that are sent from rank to rank."""
+    if arguments.mode != "messages":
+        return ()
+    return messages.SIZES if arguments.sizes is None else tuple(arguments.sizes)
 
 
 def requested_loops(arguments: argparse.Namespace) -> Sequence[str]:

@@ -39,6 +39,8 @@ TITLES: Final = {
     "jit-donated": "arraycomm, jit of a donated x",
     "optax": "arraycomm, optax",
     "adapter": "arraycomm, adapter",
+    "message": "arraycomm, sendrecv(out=)",
+    "fresh-message": "arraycomm, sendrecv",
     "reduction": "reduction alone",
     "mpi4py": "mpi4py Allreduce",
     "gloo": "gloo",
@@ -49,11 +51,13 @@ TITLES: Final = {
     "mpi4jax": "mpi4jax",
     "alone": "no communication, without arraycomm",
     "leafwise": "mpi4py Allreduce, leaf by leaf",
+    "mpi4py-message": "mpi4py Sendrecv",
+    "mpi4py-pickled": "mpi4py sendrecv, as a pickle",
 }
 # What arraycomm is compared with; all other contenders are arraycomm itself.
 REFERENCES: Final = (
     *("mpi4py", "gloo", "ddp", "nccl", "torch-nccl", "copy"),
-    *("mpi4jax", "alone", "leafwise"),
+    *("mpi4jax", "alone", "leafwise", "mpi4py-message", "mpi4py-pickled"),
 )
 FRAMEWORKS: Final = ("numpy", "torch", "jax")
 

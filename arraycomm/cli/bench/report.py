@@ -25,12 +25,14 @@ _UNITS: Final = {
     "train": ("ms per step", 1e3),
     "jax": ("µs per call", 1e6),
     "adapters": ("ms per step", 1e3),
+    "messages": ("µs per call", 1e6),
 }
 _SUBJECTS: Final = {
     "trees": "Trees of {}",
     "train": "Training in {}",
     "jax": "Compiled programs of {}",
     "adapters": "Each adapter in {}",
+    "messages": "Messages of {}",
 }
 _FIRST_COLUMN: Final = {"trees": "tree", "train": "model", "jax": "program", "adapters": "adapter"}
 _WITH_BANDWIDTH: Final = frozenset(("bandwidth", "trees"))
@@ -38,7 +40,7 @@ _WITH_BANDWIDTH: Final = frozenset(("bandwidth", "trees"))
 _ALL_COMPARED: Final = frozenset(("jax",))
 _OWN: Final = (
     *("out", "shared", "fresh", "unchecked", "plan", "tree", "step"),
-    *("jit", "jit-donated", "optax", "adapter"),
+    *("jit", "jit-donated", "optax", "adapter", "message", "fresh-message"),
 )
 _NOT_TIMED: Final = {"unsupported": "–", "wrong": "wrong", "error": "error"}
 

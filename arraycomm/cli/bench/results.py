@@ -14,11 +14,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from arraycomm.cli.bench import adapters, device, jitted, shallow_water
+from arraycomm.cli.bench import adapters, device, jitted, messages, shallow_water
 from arraycomm.cli.bench.arguments import (
     command,
     host_frameworks,
     requested_loops,
+    requested_messages,
     requested_models,
     requested_programs,
     requested_trees,
@@ -45,6 +46,7 @@ def measure_all(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
         _train_lines(field, arguments),
         _program_lines(field, arguments),
         _loop_lines(field, arguments),
+        _message_lines(field, arguments),
     )
     results["lines"] = list(_reported(lines, _how_many(arguments), field.rank == 0))
     return results
@@ -56,7 +58,7 @@ def _how_many(arguments: argparse.Namespace) -> int:
     programs = requested_programs(arguments)
     # A simulation in addition to the arrays.
     in_programs = len(programs) + 1 if programs else 0
-    others = (requested_trees, requested_models, requested_loops)
+    others = (requested_trees, requested_models, requested_loops, requested_messages)
     return len(arrays) + in_programs + sum(len(lines(arguments)) for lines in others)
 
 
@@ -155,6 +157,14 @@ def _loop_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
         keys = [key for key in adapters.KEYS if key in arguments.only]
         entries = [enter(field, case, key, "any", adapters.make_loop) for key in keys]
         yield {**measured(field, case, "adapters", entries, **_limits(arguments)), "model": name}
+
+
+def _message_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
+    for nbytes in requested_messages(arguments):
+        case = messages.MessageCase(nbytes, field)
+        keys = [key for key in messages.KEYS if key in arguments.only]
+        entries = [enter(field, case, key, "numpy", messages.make_message) for key in keys]
+        yield measured(field, case, "messages", entries, **_limits(arguments))
 
 
 def _limits(arguments: argparse.Namespace) -> dict[str, Any]:

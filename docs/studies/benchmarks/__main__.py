@@ -10,6 +10,7 @@ from docs.studies.benchmarks.runs import (
     RUNS,
     take,
     take_adapters,
+    take_messages,
     take_overlap,
     take_programs,
     take_training,
@@ -28,6 +29,7 @@ def main() -> int:
         take_training("20")
         take_programs("5")
         take_adapters("6")
+        take_messages("2")
     write()
     for run in failed:
         print(f"{run.title}: the benchmark failed", file=sys.stderr)

@@ -16,6 +16,7 @@ from docs.studies.benchmarks import charts
 from docs.studies.benchmarks.claims import CLAIMS, Claim
 from docs.studies.benchmarks.runs import (
     ADAPTERS,
+    MESSAGES,
     OVERLAP,
     PROGRAMS,
     RUNS,
@@ -200,6 +201,19 @@ python -m arraycomm bench adapters --ranks 2
 """
 
 
+BETWEEN_RANKS: Final = """\
+## Messages
+
+How long does `sendrecv` take, by which each rank sends an array to the next one and receives that of the one before? mpi4py's `Sendrecv` is told before what comes, and moves
+bytes alone. Its `sendrecv` pickles the array. arraycomm's message names dtype and shape, as a pickle does. While arraycomm waits it polls from
+Python, so that it can raise if the other rank has left.
+
+```sh
+python -m arraycomm bench messages --ranks 2
+```
+"""
+
+
 def stored() -> dict[str, dict[str, Any]]:
     """Return the figures there are, by the name of their run."""
     paths = {run.name: figures_of(run) for run in RUNS}
@@ -232,6 +246,7 @@ def tabled(figures: dict[str, dict[str, Any]]) -> str:
         (TRAINING_STEPS, TRAINING),
         (COMPILED_PROGRAMS, PROGRAMS),
         (EACH_ADAPTER, ADAPTERS),
+        (BETWEEN_RANKS, MESSAGES),
     ):
         if path.exists():
             parts += _of_one_mode(text, json.loads(path.read_text("utf-8")))

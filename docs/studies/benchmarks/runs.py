@@ -15,6 +15,7 @@ OVERLAP: Final = STUDY / "overlap.json"
 TRAINING: Final = STUDY / "train.json"
 PROGRAMS: Final = STUDY / "jax.json"
 ADAPTERS: Final = STUDY / "adapters.json"
+MESSAGES: Final = STUDY / "messages.json"
 # An environment with mpi4jax, which is built on its own; see docs/benchmarks.md.
 WITH_MPI4JAX: Final = ROOT / ".venv-mpi4jax"
 
@@ -82,6 +83,11 @@ def take_programs(seconds: str) -> None:
 def take_adapters(seconds: str) -> None:
     """Take the figures of a step with each adapter."""
     _take_mode("adapters", ADAPTERS, seconds)
+
+
+def take_messages(seconds: str) -> None:
+    """Take the figures of messages."""
+    _take_mode("messages", MESSAGES, seconds)
 
 
 def _take_mode(mode: str, figures: Path, seconds: str, environment: Path = ROOT / ".venv") -> None:
