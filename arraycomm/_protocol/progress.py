@@ -16,6 +16,8 @@ from arraycomm._transports.control import ControlChannel
 _GLANCE: Final = 2e-4
 # Polls between two times that the thread gives up the core.
 _POLLS: Final = 32
+# Seconds that the thread stays for the next program: to start another one takes longer than a short message.
+_LINGER: Final = 0.05
 
 
 class Program(Protocol):
@@ -26,7 +28,7 @@ class Program(Protocol):
 
 
 class ProgressThread:
-    """Calls `advance(polls)` in a thread that lives only while there are `active` programs."""
+    """Calls `advance(polls)` in a thread that lives while there are `active` programs, and a moment longer."""
 
     # Whether the system has refused this process a thread.
     refused: ClassVar[bool] = False
@@ -36,14 +38,21 @@ class ProgressThread:
     ) -> None:
         self._advance, self._active = advance, active
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        # Held by who looks at the thread's state: whether it waits for a program, and whether it may.
+        self._state = threading.Lock()
+        self._lingers, self._may_linger = False, True
+        # Released to end that wait.
+        self._wake = threading.Lock()
+        self._wake.acquire()
         # Whether a caller waits just now and pushes on by itself: two would take turns for the core.
         self.aside = False
 
     def start(self) -> None:
         """Start the thread, if it does not run."""
-        with self._starting:
-            if self._thread is None:
+        with self._state:
+            if self._lingers:
+                self._end_lingering()
+            elif self._thread is None:
                 thread = threading.Thread(target=self._run, name="arraycomm-progress", daemon=True)
                 try:
                     thread.start()
@@ -55,23 +64,46 @@ class ProgressThread:
 
     def join(self, seconds: float) -> None:
         """Wait for the thread, if it runs."""
-        if (thread := self._thread) is not None:
+        with self._state:
+            thread, self._may_linger = self._thread, False
+            if self._lingers:
+                self._end_lingering()
+        if thread is not None:
             thread.join(seconds)
+        self._may_linger = True
+
+    def _end_lingering(self) -> None:
+        self._lingers = False
+        self._wake.release()
 
     def _run(self) -> None:
-        while True:
+        while self._has_programs():
             if not self.aside:
                 # Some MPI move a piece of the data with each poll.
                 self._advance(_POLLS)
-            with self._starting:
-                if not self._active():
-                    self._thread = None
-                    return
             # Data moves only while somebody polls; ranks that are late come without that.
             if self._moves() and not self.aside:
                 give_up_core()
             else:
                 time.sleep(NAP)
+
+    def _has_programs(self) -> bool:
+        """Tell whether there are programs, after a moment in which one may come; if not, the thread ends."""
+        with self._state:
+            if self._active():
+                return True
+            self._lingers = lingers = self._may_linger
+        if lingers:
+            self._wake.acquire(timeout=_LINGER)
+        with self._state:
+            if lingers and not self._lingers:
+                # Released after the time was up, or acquired before.
+                self._wake.acquire(blocking=False)
+            self._lingers = False
+            if self._active():
+                return True
+            self._thread = None
+            return False
 
     def _moves(self) -> bool:
         """Tell whether data is under way, or has been until a moment ago."""
