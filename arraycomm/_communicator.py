@@ -672,7 +672,10 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         status: Status | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Send to one rank and receive from another at the same time; see `send` and `recv`."""
+        """Send to one rank and receive from another at the same time; see `send` and `recv`.
+
+        `out` may be memory of `x`.
+        """
         return self._messenger.sendrecv(x, dest, source, tag, like, out, status, timeout=timeout)
 
     def barrier(self, *, timeout: float | None = None) -> None:

@@ -185,14 +185,14 @@ class Messenger:
     ) -> Any:
         """Send and receive at the same time; return what was received."""
         plain = self._is_plain((dest, source), tag, status, timeout)
-        outgoing = self._outgoing(x) if plain else None
+        outgoing = self._outgoing(x, out) if plain else None
         if outgoing is not None:
             wait = _Wait("recv from", source, tag)
             return self._run(
                 self._exchange(outgoing, dest, wait, like, out, status or Status()), wait, "recv"
             )
         arguments = (source, tag, like, out, status)
-        sending = self._send_awaited(x, dest, tag, timeout)
+        sending = self._send_awaited(x, dest, tag, timeout, out)
         try:
             receiving = self._recv_awaited(*arguments, timeout=timeout)
         except Exception:
@@ -201,8 +201,10 @@ class Messenger:
         # What is wrong with its own argument is raised before what another rank has raised.
         return self._wait("recv", sending, receiving)[1]
 
-    def _send_awaited(self, x: Any, dest: int, tag: int, timeout: float | None) -> _Pending:
-        return self._post("send", self._sending, x, dest, tag, awaited=True, timeout=timeout)
+    def _send_awaited(
+        self, x: Any, dest: int, tag: int, timeout: float | None, out: Any = None
+    ) -> _Pending:
+        return self._post("send", self._sending, x, dest, tag, out, awaited=True, timeout=timeout)
 
     def _recv_awaited(self, *arguments: Any, timeout: float | None) -> _Pending:
         return self._post("recv", self._receiving, *arguments, awaited=True, timeout=timeout)
@@ -389,27 +391,27 @@ class Messenger:
 
     # Sending
 
-    def _sending(self, x: Any, dest: int, tag: int) -> Message:
+    def _sending(self, x: Any, dest: int, tag: int, out: Any = None) -> Message:
         transport = self._group.transport
         dest, tag = check_rank(dest, self._group.size, "dest"), _check_tag(tag)
         doing = f"send to rank {dest} with tag {tag}"
         try:
-            outgoing = self._read(x)
+            outgoing = self._read(x, out)
         except Exception as error:
             name_operation(error, "send")
             return Message(_send_error(transport, error, dest, tag), dest, tag, doing)
         steps = self._send(outgoing, dest, tag)
         return Message(steps, dest, tag, doing, outgoing.nbytes, outgoing.copies)
 
-    def _outgoing(self, x: Any) -> _Outgoing | None:
-        """Return an array on its way, or None if there is something wrong with it."""
+    def _outgoing(self, x: Any, out: Any = None) -> _Outgoing | None:
+        """Return `_read`, or None if there is something wrong with the array."""
         try:
-            return self._read(x)
+            return self._read(x, out)
         except Exception:
             return None
 
-    def _read(self, x: Any) -> _Outgoing:
-        """Return an array on its way."""
+    def _read(self, x: Any, out: Any = None) -> _Outgoing:
+        """Return an array on its way, which may be written to as `out` meanwhile."""
         source = view(x)
         head, array = _short_head(source.dtype, source.shape, self._place()), source.array
         if head is not None and source.device_buffer is None:
@@ -426,6 +428,8 @@ class Messenger:
             _ELEMENTS, len(data), source.dtype, source.shape, len(described), self._place()
         )
         few = len(described) + len(data) <= _ROOM
+        if not few and out is not None and _may_change(data, out):
+            data, copies = data.copy(), copies + 1
         text = bytearray(start + described + (data.tobytes() if few else b""))
         return _Outgoing(
             np.frombuffer(text, np.uint8), None, None if few else data, len(data), copies
@@ -564,6 +568,16 @@ def _read_short(head: bytes) -> tuple[tuple[int, ...], DType] | None:
     dtype = BY_CODE[code].dtype
     sound = min(shape, default=0) >= 0 and math.prod(shape) * dtype.itemsize == nbytes
     return (shape, dtype) if sound else None
+
+
+def _may_change(data: Bytes, out: Any) -> bool:
+    """Tell whether elements may change when `out` is written to."""
+    try:
+        into = view(out, "out")
+    except Exception:
+        # The receive raises it, and writes nothing.
+        return False
+    return into.copied or bool(np.may_share_memory(data, into.array))
 
 
 def _described(source: BufferView) -> bytes:

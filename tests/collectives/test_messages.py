@@ -284,6 +284,30 @@ def test_elements_go_into_out(on_ranks, kind) -> None:
     on_ranks(2, check)
 
 
+PARTS: dict[str, Callable[[Array], Array]] = {
+    "same": lambda memory: memory[2:],
+    "shifted": lambda memory: memory[:-2],
+    "reversed": lambda memory: memory[2:][::-1],
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("requests", [False, True], ids=["alone", "beside_requests"])
+def test_elements_go_into_memory_of_the_array_that_is_sent(on_ranks, kind, requests) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for count in LENGTHS:
+            memory = np.empty(count + 2)
+            x, out = memory[2:], PARTS[kind](memory)
+            x[...] = _numbered(count, comm.rank)
+            pending = [comm.iallreduce(1)] * requests
+            assert comm.sendrecv(x, right, left, out=out) is out
+            assert np.array_equal(out, _numbered(count, left))
+            ac.waitall(pending)
+
+    on_ranks(2, check)
+
+
 # Order
 
 
