@@ -31,7 +31,7 @@ Steps: TypeAlias = Generator["Handle", None, Any]
 # MPI before version 4 has 32-bit counts and offsets.
 MAX_BYTES: Final = 2**31 - 4096
 # Up to this many ranks of several nodes send each other messages of their own.
-DIRECT_RANKS: Final = 16
+DIRECT_RANKS: Final = 128
 
 
 class Handle(Protocol):

@@ -22,6 +22,8 @@ from arraycomm._transports.mpi_control import MpiControl, translated
 from arraycomm._transports.mpi_direct import DirectMessages
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_probe import MessageProbe
+from arraycomm._transports.mpi_relay import Broadcasts
+from arraycomm._transports.routes import Places
 from arraycomm._transports.shared_files import SharesFiles
 
 _SPINS = 64
@@ -88,13 +90,17 @@ class MPITransport(SharesFiles, Transport):
         # Between nodes, messages that nobody finds who looks for a user's.
         self._between: MPI.Intracomm | None = None
         self._direct: DirectMessages | None = None
+        self._broadcasts: Broadcasts | None = None
         self.control: ControlChannel
         if memory is None:
             self._between, self.overlaps = _duplicate(comm), True
             units = self._nodes if share else range(self.size)
             self.control = MpiControl(comm, self._between, units)
+            places = Places(self._nodes)
+            if self.size > 1:
+                self._broadcasts = Broadcasts(self._between, places)
             if 1 < self.size <= DIRECT_RANKS:
-                self._direct = DirectMessages(self._between, self._nodes)
+                self._direct = DirectMessages(self._between, places)
         else:
             self.control = SharedControl(self.rank, self.size, memory)
 
@@ -127,8 +133,8 @@ class MPITransport(SharesFiles, Transport):
         )
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
-        if self._direct is not None and self._direct.broadcasts:
-            return self._direct.bcast(buffer, root)
+        if self._broadcasts is not None:
+            return self._broadcasts.bcast(buffer, root)
         return self._start(lambda: self.mpi_comm.Ibcast([buffer, MPI.BYTE], root), buffer)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:

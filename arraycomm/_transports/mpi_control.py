@@ -25,6 +25,7 @@ from arraycomm._transports.memory_order import fence
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_nodes import NodeExchange, Pair, Rounds
 from arraycomm._transports.notes import ExitNotice
+from arraycomm._transports.wait_replies import ASKING, COLLECTING, WaitReplies
 
 # Larger than the tags of users' messages and of their further pieces.
 TAG: Final = 1 << 21
@@ -32,7 +33,7 @@ TAG: Final = 1 << 21
 # messages are short enough for MPI to send them at once.
 _MESSAGE: Final = struct.Struct("<5q")
 _MOST: Final = 3_000
-_EXITING, _ASKING, _WAITING = range(3)
+_EXITING: Final = 0
 
 
 def translated(error: MPI.Exception) -> TransportError:
@@ -87,9 +88,7 @@ class MpiControl(ControlChannel):
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self._own: ExitNotice | None = None
         self._notices: dict[int, ExitNotice] = {}
-        self._status = ""
-        # The other ranks' replies: the step that they had posted, and their wait status.
-        self._replies: dict[int, tuple[int, str]] = {}
+        self._replies = WaitReplies(rank, size, lambda: self.step, self._send)
 
     def post(self, nbytes: int | None = None) -> None:
         self.step = step = self.step + 1
@@ -156,7 +155,7 @@ class MpiControl(ControlChannel):
         words, step = self.words[self.step & 1], self.step
         here = [r for r in self._neighbours if words[r * self.stride] < step]
         elsewhere = [r for r in self.peers if r not in self._neighbours]
-        return sorted(here + [r for r in elsewhere if self._replies.get(r, (0, ""))[0] < step])
+        return sorted(here + [r for r in elsewhere if self._replies.step(r) < step])
 
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         first = self._own or ExitNotice(state, completed, text)
@@ -165,21 +164,20 @@ class MpiControl(ControlChannel):
             for peer in self.peers:
                 # A rank that has died needs no notice.
                 with suppress(TransportError):
-                    self._send(peer, _EXITING, completed, state, first.text)
+                    self._send(peer, _EXITING, completed, first.text, state)
 
     def exit_notices(self) -> dict[int, ExitNotice]:
         self.answer_requests()
         return self._notices
 
     def report_wait(self, status: str) -> None:
-        self._status = status
+        self._replies.status = status
 
     def ask_wait_status(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            self._send(rank, _ASKING, self.step, 0, self._status)
+        self._replies.ask(ranks)
 
     def wait_status(self, rank: int) -> str:
-        return self._replies.get(rank, (0, ""))[1]
+        return self._replies.wait_status(rank)
 
     def answer_requests(self) -> None:
         try:
@@ -187,6 +185,7 @@ class MpiControl(ControlChannel):
                 data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv([data, MPI.BYTE])
                 self._read(status.Get_source(), data.tobytes())
+            self._replies.go_on()
         except MPI.Exception as error:
             raise translated(error) from error
 
@@ -201,13 +200,12 @@ class MpiControl(ControlChannel):
             first = self._notices.get(source) or ExitNotice(state, step, text)
             self._notices[source] = first._replace(state=state)
             return
-        self._replies[source] = (step, text)
-        if kind == _ASKING and self._own is not None:
-            self._send(source, _EXITING, self._own.step, self._own.state, self._own.text)
-        elif kind == _ASKING:
-            self._send(source, _WAITING, self.step, 0, self._status)
+        if kind in (ASKING, COLLECTING) and (own := self._own) is not None:
+            self._send(source, _EXITING, own.step, own.text, own.state)
+        else:
+            self._replies.receive(source, kind, step, text)
 
-    def _send(self, peer: int, kind: int, step: int = 0, state: int = 0, text: str = "") -> None:
+    def _send(self, peer: int, kind: int, step: int, text: str, state: int = 0) -> None:
         data = text.encode(errors="replace")[-_MOST:]
         message = _MESSAGE.pack(self._number, kind, step, state, len(data)) + data
         try:

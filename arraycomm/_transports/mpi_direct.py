@@ -1,4 +1,4 @@
-"""Movements between nodes as messages of their own, a few ranks to each other; several may be under way.
+"""Movements between nodes as messages of their own, all ranks to each other; several may be under way.
 
 A block that all ranks get goes once to each other node, whose ranks take turns in receiving for the rest: the
 one that gets it passes it on there.
@@ -6,7 +6,7 @@ one that gets it passes it on there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi_control import translated
-from arraycomm._transports.mpi_relay import NODES, Relay, pieces_of, route
+from arraycomm._transports.routes import Places
 
 # The control channel has the tag 0. Messages that are passed on have tags of their own, one for each of
 # the movements that may overlap, since others may begin meanwhile.
@@ -60,31 +60,21 @@ class DirectMessages:
     ----------
     comm : MPI.Intracomm
         All ranks.
-    nodes : sequence of int
-        For each rank, a number that only the ranks on its node have too.
-
-    Attributes
-    ----------
-    broadcasts : bool
-        Whether the nodes are few enough for `bcast`.
+    places : Places
+        Which of them are on which node.
     """
 
-    def __init__(self, comm: MPI.Intracomm, nodes: Sequence[int]) -> None:
-        self._comm, self._rank, self._nodes = comm, comm.rank, nodes
-        members: dict[int, list[int]] = {}
-        for rank, node in enumerate(nodes):
-            members.setdefault(node, []).append(rank)
-        place = {rank: ranks.index(rank) for ranks in members.values() for rank in ranks}
-        own = members[nodes[comm.rank]]
+    def __init__(self, comm: MPI.Intracomm, places: Places) -> None:
+        self._comm, self._rank, place = comm, comm.rank, places.place
+        own = places.members[places.node[comm.rank]]
         self._neighbours = [rank for rank in own if rank != comm.rank]
-        others = [ranks for node, ranks in members.items() if node != nodes[comm.rank]]
+        others = [ranks for ranks in places.members if ranks is not own]
         # To whom on each other node this rank's block goes, and who on this node gets which blocks.
         self._delegates = [ranks[place[comm.rank] % len(ranks)] for ranks in others]
         self._taken = {
             rank: sorted(r for ranks in others for r in ranks if own[place[r] % len(own)] == rank)
             for rank in own
         }
-        self.broadcasts = len(members) <= NODES
         self._movements = 0
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
@@ -124,13 +114,6 @@ class DirectMessages:
             return later
 
         return _Messages(first, recv.buffer, then=then)
-
-    def bcast(self, buffer: Bytes, root: int) -> Handle:
-        """Make every rank's buffer that of `root`."""
-        self._movements += 1
-        pieces = pieces_of(buffer)
-        by = route(self._rank, root, self._nodes, len(pieces))
-        return Relay(self._comm, pieces, by, _PASSED_ON + self._movements % _OVERLAPPING)
 
     def _receive(self, requests: Requests, into: Bytes, origin: int, tag: int) -> None:
         if len(into):

@@ -1,68 +1,42 @@
-"""A broadcast of a few ranks on several nodes: each node gets one copy, in pieces that go on while the next ones come.
-
-The first rank on each node that gets a piece sends it to other nodes and to ranks of its own. Many pieces go from one
-to the next, each way; few pieces go by a binomial tree, since a rank far from the root would wait for all before it.
-"""
+"""Broadcasts between nodes: each rank passes on the pieces that come to it, by the routes of `routes.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final
 
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi_control import translated
+from arraycomm._transports.routes import Places, Route, pieces_of, route
 
-# A piece has at least so many bytes, and there are at most so many pieces: with 64 the whole took twice as long.
-_LEAST: Final = 1 << 20
-_MOST: Final = 4
-# On more nodes, pieces would have too far to go, and the MPI broadcasts itself.
-NODES: Final = _MOST
-
-
-class Route(NamedTuple):
-    """From whom a rank gets each piece, None for the root, and to whom it passes it on."""
-
-    origin: int | None
-    to: list[int]
+# Tags of broadcasts that may overlap; see `mpi_direct.py` for those of other movements.
+_TAG: Final = 1 << 10
+_OVERLAPPING: Final = 256
 
 
-def pieces_of(buffer: Bytes) -> list[Bytes]:
-    """Cut what is sent into pieces."""
-    step = max(_LEAST, -(-len(buffer) // _MOST))
-    return [buffer[start : start + step] for start in range(0, len(buffer), step)]
+class Broadcasts:
+    """The broadcasts of one rank.
 
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        All ranks; no other messages have these tags.
+    places : Places
+        Which of them are on which node.
+    """
 
-def route(rank: int, root: int, nodes: Sequence[int], pieces: int) -> Route:
-    """Return the route of so many pieces over a rank; `nodes` has a number for the node of each rank."""
-    members: dict[int, list[int]] = {nodes[root]: [root]}
-    for shift in range(1, len(nodes)):
-        member = (root + shift) % len(nodes)
-        members.setdefault(nodes[member], []).append(member)
-    own = members[nodes[rank]]
-    firsts = [ranks[0] for ranks in members.values()]
-    origin, to = None, _after(own, own.index(rank), pieces)
-    if rank == own[0]:
-        place = firsts.index(rank)
-        # Other nodes first: their links are slower.
-        to = _after(firsts, place, pieces) + to
-        if place:
-            origin = firsts[_before(len(firsts), place, pieces)]
-    else:
-        origin = own[_before(len(own), own.index(rank), pieces)]
-    return Route(origin, to)
+    def __init__(self, comm: MPI.Intracomm, places: Places) -> None:
+        self._comm, self._rank, self._places = comm, comm.rank, places
+        self._begun = 0
 
-
-def _after(ranks: Sequence[int], place: int, pieces: int) -> list[int]:
-    if pieces >= len(ranks):
-        return list(ranks[place + 1 : place + 2])
-    steps = (1 << bit for bit in range(place.bit_length(), len(ranks).bit_length()))
-    return [ranks[place + step] for step in steps if place + step < len(ranks)]
-
-
-def _before(count: int, place: int, pieces: int) -> int:
-    return place - 1 if pieces >= count else place - (1 << place.bit_length() - 1)
+    def bcast(self, buffer: Bytes, root: int) -> Relay:
+        """Make every rank's buffer that of `root`."""
+        self._begun += 1
+        pieces = pieces_of(buffer, len(self._places.members))
+        by = route(self._rank, root, self._places, len(pieces))
+        return Relay(self._comm, pieces, by, _TAG + self._begun % _OVERLAPPING)
 
 
 class Relay:

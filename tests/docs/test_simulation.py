@@ -256,13 +256,28 @@ def test_every_collective_gives_what_it_gives_on_ranks() -> None:
     assert (all_ranks(lambda c, x: c.ireduce(x, root=2))[2] == rows.sum(0)).all()
 
 
-def test_a_broadcast_is_a_tree() -> None:
-    sent = np.zeros(13, int)
-    for step in movements.bcast(13, 8, 4):
-        np.add.at(sent, np.flatnonzero(step.to != rounds.NOBODY), 1)
-    assert sent.sum() == 12
-    assert sent.argmax() == 4
-    assert sent.max() == 4
+@pytest.mark.parametrize("mebibytes", [1, 3, 40])
+@pytest.mark.parametrize("size", [2, 3, 7, 8, 13, 40, 100])
+def test_a_broadcast_takes_what_the_model_says(size: int, mebibytes: int) -> None:
+    nbytes, sent = mebibytes << 20, np.zeros(size, int)
+    for step in movements.bcast(range(size), nbytes, 0):
+        sent += np.where(step.to == rounds.NOBODY, 0, step.nbytes)
+    assert sent.sum() == (size - 1) * nbytes
+    assert sent.max() == model.sent_bytes(model.sent_by_root(size, nbytes))
+    machine = cluster(stored(), 1)
+    played = rounds.play(movements.bcast(range(size), nbytes, 0), size, machine)
+    assert played == pytest.approx(model.seconds(model.broadcast(size, nbytes), machine), rel=0.02)
+
+
+def test_a_broadcast_sends_one_copy_to_each_node() -> None:
+    nodes = [0, 1, 0, 2, 1, 0, 3, 3]
+    crossing = sum(
+        int(step.nbytes[rank])
+        for step in movements.bcast(nodes, 5 << 20, 3)
+        for rank in np.flatnonzero(step.to != rounds.NOBODY)
+        if nodes[rank] != nodes[step.to[rank]]
+    )
+    assert crossing == 3 * (5 << 20)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +293,7 @@ def test_a_broadcast_is_a_tree() -> None:
 )
 def test_few_ranks_gather_by_the_messages_of_the_library(nodes, monkeypatch) -> None:
     from arraycomm._transports import mpi_direct
+    from arraycomm._transports.routes import Places
 
     size = len(nodes)
     sent: Counter[tuple[int, int, int]] = Counter()
@@ -295,23 +311,13 @@ def test_few_ranks_gather_by_the_messages_of_the_library(nodes, monkeypatch) -> 
         np.zeros(sum(counts), np.uint8), counts, [0, *itertools.accumulate(counts)][:-1]
     )
     for rank in range(size):
-        assert mpi_direct.DirectMessages(noting(rank), nodes).allgather(blocks).done()
+        assert mpi_direct.DirectMessages(noting(rank), Places(nodes)).allgather(blocks).done()
     planned = Counter(
         (int(rank), int(step.to[rank]), int(step.nbytes[rank]))
         for step in movements.spread(counts, nodes)
         for rank in np.flatnonzero(step.to != rounds.NOBODY)
     )
     assert planned == sent
-
-
-def test_few_ranks_broadcast_by_as_many_messages_of_the_library() -> None:
-    from arraycomm._transports.mpi_relay import NODES, pieces_of, route
-
-    pieces = len(pieces_of(np.zeros(real.COLLECTIVE_BYTES, np.uint8)))
-    for size in range(2, NODES + 1):
-        sent = [pieces * len(route(rank, 0, range(size), pieces).to) for rank in range(size)]
-        planned = model.COLLECTIVES["bcast"](size, real.COLLECTIVE_BYTES)
-        assert max(sent) == model.messages(planned)
 
 
 def test_empty_blocks_are_no_messages() -> None:

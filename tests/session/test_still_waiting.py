@@ -97,17 +97,22 @@ def test_a_request_that_nobody_waits_for_yet_is_no_wait(capsys: pytest.CaptureFi
 
 @needs_mpiexec
 @pytest.mark.each_mpi
-def test_between_nodes_ranks_are_asked_where_they_are() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "late", "after"),
+    [pytest.param(3, 2, AFTER, id="3"), pytest.param(12, 0, 1.0, id="12")],
+)
+def test_between_nodes_ranks_are_asked_where_they_are(ranks: int, late: int, after: float) -> None:
+    """With more than a few ranks some ask for all; here the first of them is late."""
     program = (
         "import time, arraycomm as ac\n"
         "from tests.support import internals; internals.refuse_shared_memory()\n"
-        f"comm = ac.init(report_after={AFTER}); comm.barrier()\n"
-        "if comm.rank == 2: time.sleep(1.2)\n"
+        f"comm = ac.init(report_after={after}); comm.barrier()\n"
+        f"if comm.rank == {late}: time.sleep({after + LATE})\n"
         "comm.allreduce(1)"
     )
-    job = run_python("-c", program, ranks=3)
+    job = run_python("-c", program, ranks=ranks)
     assert job.returncode == 0, job.stderr
     (line,) = lines(job.stderr)
     assert line.endswith(
-        " in allreduce at <string>:5 for rank 2, which is in its own code since barrier"
+        f" in allreduce at <string>:5 for rank {late}, which is in its own code since barrier"
     )

@@ -17,6 +17,7 @@ from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import COMMON, PAYLOAD, message_slot, shared_slot
+from arraycomm._transports.routes import pieces_of
 
 ELEMENT: Final = 4  # float32
 # Where MPICH 5.0.2 leaves recursive doubling (powers of two) and Bruck's algorithm (others) for a
@@ -277,11 +278,44 @@ MOVEMENTS: Final[dict[str, Callable[[int, float, int], Movement]]] = {
 }
 
 
+def broadcast(size: int, nbytes: float) -> Movement:
+    """Broadcast in k pieces, one rank a node, until the last piece is everywhere.
+
+    In a chain (p + k − 2) (α + n β / k). In a binary tree each rank sends every piece twice, and a piece is as late
+    as it has gone to a second child: (2 k − 2 + about 2 log p) (α + n β / k).
+    """
+    pieces = pieces_of(range(int(nbytes)), size)
+    if _are_chained(size, len(pieces)):
+        steps = size + len(pieces) - 2
+    else:
+        numbers = range(max(size // 2, 1), size + 1)
+        steps = 2 * len(pieces) - 2 + max(n.bit_length() + n.bit_count() - 2 for n in numbers)
+    return [Rounds(steps, nbytes / max(len(pieces), 1), 1)]
+
+
+def sent_by_root(size: int, nbytes: float) -> Movement:
+    """Return the messages of the rank that sends most in a broadcast, with one rank a node."""
+    pieces = pieces_of(range(int(nbytes)), size)
+    copies = 1 if _are_chained(size, len(pieces)) else 2
+    return [Rounds(copies * len(pieces), nbytes / len(pieces), 1)]
+
+
+def scattered_and_gathered(size: int, nbytes: float) -> Movement:
+    """Broadcast as MPI libraries send large arrays: parts by a tree, then a ring."""
+    parts = [Rounds(1, nbytes / (2 << k), 1) for k in range(exponent(size))]
+    return parts + ring(size, nbytes)
+
+
+def _are_chained(size: int, pieces: int) -> bool:
+    return size < pieces + size.bit_length()
+
+
 # For each other collective: the messages of the rank that sends most, for `nbytes` a rank between nodes,
 # up to one chunk. In `scatter`, `alltoall` and `reduce_scatter` these are the slices of all ranks together.
 COLLECTIVES: Final[dict[str, Callable[[int, float], Movement]]] = {
     "barrier": lambda p, n: [],
-    "bcast": lambda p, n: [Rounds(exponent(p), n, 1)],
+    "bcast": sent_by_root,
+    "bcast of 32 MiB": lambda p, n: sent_by_root(p, 32 << 20),
     "allgather": lambda p, n: allgather_between(p, n * p),
     "gather": lambda p, n: [Rounds(1, n, 1)],
     "scatter": lambda p, n: [Rounds(p - 1, n / p, 1)],

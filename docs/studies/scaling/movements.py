@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from arraycomm._transports.routes import Places, pieces_of, route
 from docs.studies.scaling import model
 from docs.studies.scaling.rounds import NOBODY, Ranks, Step
 
@@ -104,15 +105,23 @@ def scatter(counts: Sequence[int], root: int) -> Iterator[Step]:
             yield _one(len(counts), root, rank, nbytes)
 
 
-def bcast(size: int, nbytes: int, root: int) -> Iterator[Step]:
-    """Whoever has the bytes sends them on, at halving distances, so that those who have them double."""
-    place = (np.arange(size) - root) % size
-    for k in reversed(range(model.exponent(size))):
-        distance = 1 << k
-        to = np.full(size, NOBODY)
-        sends = (place % (2 * distance) == 0) & (place + distance < size)
-        to[sends] = (np.flatnonzero(sends) + distance) % size
-        yield _sent(to, np.full(size, nbytes))
+def bcast(nodes: Sequence[int], nbytes: int, root: int) -> Iterator[Step]:
+    """Whoever has a piece passes it on by the routes of the library, one message after another."""
+    places, size = Places(nodes), len(nodes)
+    pieces = [len(piece) for piece in pieces_of(range(nbytes), len(places.members))]
+    routes = [route(rank, root, places, len(pieces)).to for rank in range(size)]
+    waiting = [[(n, to) for n in range(len(pieces)) for to in tos] for tos in routes]
+    here = [0] * size
+    here[root] = len(pieces)
+    while any(waiting):
+        step = Step(np.full(size, NOBODY), np.zeros(size, np.int64))
+        for rank in range(size):
+            if waiting[rank] and waiting[rank][0][0] < here[rank]:
+                number, step.to[rank] = waiting[rank].pop(0)
+                step.nbytes[rank] = pieces[number]
+        for peer in step.to[step.to != NOBODY]:
+            here[peer] += 1
+        yield step
 
 
 def among_nodes(nodes: Sequence[int], records: Sequence[int], first: int = 0) -> Iterator[Step]:

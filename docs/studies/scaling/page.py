@@ -311,10 +311,27 @@ def _large(results: dict[str, Any]) -> str:
         fold=1e-9 / one.fold_byte,
     )
     parts = [text, "### The header\n", as_markdown(_headers(one, many))]
+    parts += ["\n### Broadcast, one rank a node\n", as_markdown(_broadcasts(one))]
     for nodes, machine in (("one rank a node", one), ("64 ranks a node", many)):
         parts += [f"\n### Allreduce, {nodes}\n"]
         parts += [as_markdown(_choices(machine)), ""]
     return "\n".join(parts)
+
+
+def _broadcasts(machine: Machine) -> Table:
+    schedules = {
+        "chain or tree": model.broadcast,
+        "parts by a tree, then a ring": model.scattered_and_gathered,
+    }
+    rows = [
+        [
+            f"{size_name}: {name}",
+            *(time_text(model.seconds(schedule(size, nbytes), machine)) for size in SHOWN),
+        ]
+        for size_name, nbytes in {"1 MiB": 1 << 20, "100 MB": 100_000_000}.items()
+        for name, schedule in schedules.items()
+    ]
+    return Table("", ["", *(f"{size:,}" for size in SHOWN)], rows)
 
 
 def _headers(one: Machine, many: Machine) -> Table:

@@ -143,11 +143,13 @@ def sent(collective: str, size: int, machine: Machine) -> Sent:
     """
     network = Network(size, machine, moves_data=False)
     count = COLLECTIVE_BYTES // _DTYPE.itemsize
+    large = np.zeros((32 << 20) // _DTYPE.itemsize, _DTYPE)
     x, rows = np.zeros(count, _DTYPE), np.zeros((size, count // size), _DTYPE)
     gathered = np.zeros((size, count), _DTYPE)
     starts: dict[str, Callable[[Communicator], Request]] = {
         "barrier": lambda comm: comm.ibarrier(),
         "bcast": lambda comm: comm.ibcast(x),
+        "bcast of 32 MiB": lambda comm: comm.ibcast(large),
         "allgather": lambda comm: comm.iallgather(x, out=gathered),
         "gather": lambda comm: comm.igather(x, out=None if comm.rank else gathered),
         "scatter": lambda comm: comm.iscatter(None if comm.rank else rows),

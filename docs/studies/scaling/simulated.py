@@ -125,7 +125,7 @@ class SimulatedTransport(Transport):
         return self._meet(_scatter, send, recv, root)
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
-        return self._meet(_bcast, buffer, root)
+        return self._meet(_bcast, buffer, root, self._nodes)
 
     def _meet(self, planner: Planner, *part: object) -> Handle:
         self._begun += 1
@@ -225,16 +225,16 @@ def _scatter(parts: Sequence[tuple[Blocks | None, Bytes, int]]) -> Plan:
     return Plan(movements.scatter(sent.counts, root), deliver)
 
 
-def _bcast(parts: Sequence[tuple[Bytes, int]]) -> Plan:
-    root = parts[0][1]
+def _bcast(parts: Sequence[tuple[Bytes, int, Sequence[int]]]) -> Plan:
+    _, root, nodes = parts[0]
     sent = parts[root][0]
 
     def deliver() -> None:
-        for into, _ in parts:
+        for into, *_ in parts:
             if into is not sent:
                 into[...] = sent
 
-    return Plan(movements.bcast(len(parts), len(sent), root), deliver)
+    return Plan(movements.bcast(nodes, len(sent), root), deliver)
 
 
 def _sent(parts: Sequence[tuple[memoryview, Bytes, int, int]]) -> Plan:

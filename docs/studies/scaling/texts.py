@@ -39,6 +39,9 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 | "slices", for each chunk: all-to-all, fold | (p − 1) α + n β (p − 1) / p + p ψ + n γ (p − 1) / p |
 | … and allgather, by a ring or by a message to each | (p − 1) α + n β (p − 1) / p |
 | slices of the whole array, both exchanges in few rounds (**not built**) | 2 log p α + n β (log p / 2 + 1) + p ψ + n γ |
+| broadcast of k pieces by a chain | (p + k − 2) (α + n β / k) |
+| … by a binary tree | (2 k − 2 + about 2 log p) (α + n β / k) |
+| broadcast as MPI libraries do it: parts by a tree, then a ring | (log p + p − 1) α + 2 n β (p − 1) / p |
 | recursive doubling | log p (α + n β + n γ) |
 | Rabenseifner | 2 log p α + 2 n β (p − 1) / p + n γ (p − 1) / p |
 
@@ -49,7 +52,7 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
   as 32 KiB: then the latencies of all chunks and the fold of the one chunk that hides behind no message are least together. It has at least a quarter of the array or 4 MiB, whichever is less, at least 1 MiB,
   and at most 256 MiB; and chunks are about equally long. There chunks overlap: the elements of the next chunk are on their way while a chunk is folded.
   In the model, messages of a rank still go one by one; only folds hide behind them. What Python does is added in full.
-- Between nodes, up to 16 ranks send the slices of a chunk as a message to each rank. A folded slice goes once to each other
+- Between nodes, up to 128 ranks send the slices of a chunk as a message to each rank. A folded slice goes once to each other
   node, and is passed on there.
 - With more ranks, slices go by collectives of the MPI, which chooses the algorithm of the allgather.
   MPICH 5.0.2 doubles (by Bruck's algorithm if p is no power of two) while the bytes of all ranks together are below
@@ -66,6 +69,10 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 - MPI libraries use recursive doubling and Rabenseifner's algorithm inside `MPI_Allreduce` (Thakur,
   Rabenseifner, Gropp 2005; Chan et al. 2007 derive their costs and lower bounds). Both fold in the order of a tree. That gives the same
   integers and bits, but rounds floats differently.
+- A broadcast goes to one rank of each node, and on from there within the node, while further pieces come. It has up to 4 log p pieces of at least 512 KiB, for p nodes.
+- `gather` and `scatter` send each rank's block straight to the root, or from it, whatever node the rank is on. The bytes
+  on the root's link are the same if one rank of each node sends for the others, and these wait for one another: so gathered, on
+  4 network namespaces of one machine with 2 and 6 ranks each, 1 KiB to 1 MiB a rank took 0.9 to 4 times as long, and most sizes about twice.
 - With several ranks a node, the ranks that send to other nodes at the same time share the node's link.
   The messages of the others stay within the node, with an α and β of their own.
 """
@@ -90,7 +97,7 @@ the bytes that a rank sends, header included, from the rank that sends most; and
 {table}
 
 - The library decides how arrays move. What a movement (an all-to-all, an allgather, …) takes is the MPI's choice, and is a schedule here: an all-to-all goes from one partner to the next, an allgather doubles or
-  is a ring as in MPICH, `gather` and `scatter` go rank by rank, and `bcast` is a tree. Between nodes, the library itself sends the messages of an allgather on up to 16 ranks, of a `bcast` on up to 16 ranks of up to four nodes (larger arrays than here go in pieces, from one rank to the next), and those of a step of the control channel: both are schedules here,
+  is a ring as in MPICH, and `gather` and `scatter` go rank by rank. Between nodes, the library itself sends the messages of an allgather on up to 128 ranks, those of a `bcast`, and those of a step of the control channel: these are schedules here,
   with the library's messages. A step takes no message in shared memory.
 - "Messages" are counted on the rank that sends most: of a header, this is the first rank of a node. Chunks overlap here as in the library: a rank begins the movements of the next chunk before it folds.
 - Folds take γ for each byte. What Python does takes no time, nor does the fold of what came with the header.

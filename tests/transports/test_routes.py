@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
-
-from arraycomm._transports.mpi_relay import Route, pieces_of, route
+from arraycomm._transports.routes import Places, Route, pieces_of, route
 
 
 @st.composite
 def _routes(draw: st.DrawFn) -> tuple[list[int], int, int, list[Route]]:
-    nodes = draw(st.lists(st.integers(0, 5), min_size=2, max_size=16))
+    most = draw(st.sampled_from([5, 40]))
+    nodes = draw(st.lists(st.integers(0, most), min_size=2, max_size=60))
     root = draw(st.integers(0, len(nodes) - 1))
     pieces = draw(st.integers(1, 20))
-    return nodes, root, pieces, [route(rank, root, nodes, pieces) for rank in range(len(nodes))]
+    places = Places(nodes)
+    return nodes, root, pieces, [route(rank, root, places, pieces) for rank in range(len(nodes))]
 
 
 @given(_routes())
@@ -51,19 +51,43 @@ def test_nobody_is_far_from_the_root_unless_there_are_many_pieces(
         origin = routes[rank].origin
         return 0 if origin is None else 1 + distance(origin)
 
-    longest = max(Counter(nodes).values()), len(set(nodes))
-    limits = [n - 1 if pieces >= n else (n - 1).bit_length() for n in longest]
-    assert max(map(distance, range(len(nodes)))) <= sum(limits)
-    # A rank sends each of many pieces once to another node and once within its own.
-    if pieces >= max(longest):
-        assert all(len(found.to) <= 2 for found in routes)
+    def limit(count: int) -> int:
+        return count - 1 if _is_chain(count, pieces) else count.bit_length() - 1
+
+    counts = Counter(nodes).values()
+    assert max(map(distance, range(len(nodes)))) <= limit(len(counts)) + max(map(limit, counts))
+    # A rank sends each of many pieces once to another node and once within its own, and few twice.
+    most = max(2 - _is_chain(count, pieces) for count in counts)
+    assert all(len(found.to) <= 2 - _is_chain(len(counts), pieces) + most for found in routes)
+
+
+def _is_chain(count: int, pieces: int) -> bool:
+    return count < pieces + count.bit_length()
+
+
+@given(st.integers(2, 300), st.integers(1, 60))
+def test_the_last_piece_is_everywhere_about_as_soon_as_by_the_other_shape(
+    count: int, pieces: int
+) -> None:
+    """One message after another; in a tree a piece comes a step later to every second child."""
+    places = Places(range(count))
+    routes = [route(rank, 0, places, pieces) for rank in range(count)]
+    steps = [0] * count
+    for rank, found in enumerate(routes):
+        for turn, peer in enumerate(found.to, 1):
+            steps[peer] = steps[rank] + turn
+    took = (pieces - 1) * len(routes[0].to) + max(steps)
+    chain = pieces - 1 + count - 1
+    tree = 2 * (pieces - 1) + max(i.bit_length() + i.bit_count() - 2 for i in range(1, count + 1))
+    assert took in (chain, tree)
+    assert took <= 9 / 8 * min(chain, tree)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) + 1, 100_000_001])
 def test_pieces_are_all_of_the_bytes(nbytes: int) -> None:
     buffer = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (nbytes,), (0,))
-    pieces = pieces_of(buffer)
+    pieces = pieces_of(buffer, 4)
     assert sum(map(len, pieces)) == nbytes
-    assert len(pieces) <= 4
+    assert len(pieces) <= 8
     assert min(map(len, pieces), default=1) >= 1
-    assert len(pieces) <= 1 or len(pieces[0]) >= 1 << 20
+    assert len(pieces) <= 1 or len(pieces[0]) >= 512 << 10
