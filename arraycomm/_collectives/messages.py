@@ -204,7 +204,12 @@ class Messenger:
     def _send_awaited(
         self, x: Any, dest: int, tag: int, timeout: float | None, out: Any = None
     ) -> _Pending:
-        return self._post("send", self._sending, x, dest, tag, out, awaited=True, timeout=timeout)
+        try:
+            found, wrong = checked_timeout(timeout), None
+        except Exception as error:
+            found, wrong = None, error
+        arguments = (x, dest, tag, out, wrong)
+        return self._post("send", self._sending, *arguments, awaited=True, timeout=found)
 
     def _recv_awaited(self, *arguments: Any, timeout: float | None) -> _Pending:
         return self._post("recv", self._receiving, *arguments, awaited=True, timeout=timeout)
@@ -391,11 +396,16 @@ class Messenger:
 
     # Sending
 
-    def _sending(self, x: Any, dest: int, tag: int, out: Any = None) -> Message:
+    def _sending(
+        self, x: Any, dest: int, tag: int, out: Any = None, wrong: Exception | None = None
+    ) -> Message:
+        """Return a message to send; the receiver is told what is `wrong` with another argument."""
         transport = self._group.transport
         dest, tag = check_rank(dest, self._group.size, "dest"), _check_tag(tag)
         doing = f"send to rank {dest} with tag {tag}"
         try:
+            if wrong is not None:
+                raise wrong
             outgoing = self._read(x, out)
         except Exception as error:
             name_operation(error, "send")

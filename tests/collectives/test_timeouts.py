@@ -113,6 +113,13 @@ def test_wrong_timeout_is_raised_on_all_ranks_which_go_on(on_ranks, several) -> 
                 assert repr(wrong) in str(caught.value)
             with pytest.raises(kind, match="recv: timeout must be"):
                 comm.recv(0, timeout=wrong)  # type: ignore[arg-type]
+            # The rank that would have received is told.
+            if comm.rank == 1:
+                with pytest.raises(kind, match="send: timeout must be"):
+                    comm.send(1.0, 0, timeout=wrong)  # type: ignore[arg-type]
+            elif comm.rank == 0:
+                with pytest.raises(ac.PeerError, match="timeout must be"):
+                    comm.recv(1)
         assert comm.allreduce(1) == comm.size
 
     on_ranks(several, check)
