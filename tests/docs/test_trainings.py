@@ -48,7 +48,9 @@ def runs() -> dict[tuple[str, int, str], Run]:
     found = {}
     with TemporaryDirectory() as directory:
         for ranks in (2, 1):
-            job = run_python("-P", PROGRAM, directory, ranks=ranks if ranks > 1 else None)
+            job = run_python(
+                "-P", PROGRAM, directory, ranks=ranks if ranks > 1 else None, compiles=False
+            )
             assert job.returncode == 0, job.stdout + job.stderr
             for program, name, text in re.findall(
                 r"<(\w+): ([\w ]+)>\n(.*?)(?=\n<|\Z)", job.stdout, re.DOTALL

@@ -7,7 +7,6 @@ number of ranks has left a checkpoint in the directory, from there on.
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import runpy
 import shutil
@@ -100,8 +99,6 @@ def run_all(program: Program, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Most of the time of such small programs goes into compiling them.
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     for module, program in PROGRAMS.items():
         if find_spec(module):
             run_all(program, Path(sys.argv[1]))

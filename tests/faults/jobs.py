@@ -153,10 +153,10 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _left_files(began: float, patience: float = 5.0) -> int:
+def _left_files(began: float, patience: float = 20.0) -> int:
     """Return how many files of shared memory were made since, and keep a name.
 
-    Other jobs that run meanwhile make files as well; theirs have a name for a moment only.
+    Other jobs that run meanwhile make files as well; theirs have a name for a moment only, or, on a busy machine, for seconds.
     """
     deadline = time.monotonic() + patience
     left = {path for path in _shared_files() if _is_newer(path, began)}

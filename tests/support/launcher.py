@@ -33,6 +33,8 @@ SETTINGS = {
 }
 # With these set pytest prints otherwise, and the output of programs is compared.
 UNSET = ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS")
+# Torch without its compiler; see `start/sitecustomize.py`.
+UNCOMPILED = {"TESTS_COMPILE_TORCH": "0"}
 LAUNCHED = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
 
 
@@ -57,17 +59,19 @@ def run_python(
     options: Sequence[str] = (),
     cwd: Path | None = None,
     timeout: float = 240,
+    compiles: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run the interpreter with these arguments, under mpiexec where `ranks` is given.
 
-    `options` are those of mpiexec.
+    `options` are those of mpiexec. A program that compiles nothing with torch starts sooner if it says so.
     """
     launcher = [] if ranks is None else [str(LAUNCHER), *options, "-n", str(ranks)]
     command = [*launcher, sys.executable, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in UNSET}
     with subprocess.Popen(
         command,
         cwd=cwd,
-        env={name: value for name, value in os.environ.items() if name not in UNSET} | SETTINGS,
+        env=environment | SETTINGS | ({} if compiles else UNCOMPILED),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
