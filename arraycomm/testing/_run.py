@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from arraycomm._transports.threads import make_group
 from arraycomm.testing._failures import first_failure
 from arraycomm.testing._internals import communicator_over
 from arraycomm.testing._schedule import Schedule
 from arraycomm.testing._scheduled_transport import scheduled
-from arraycomm.testing._threads import SLACK, RankThread, run_threads
+from arraycomm.testing._threads import RankThread, run_threads
+
+# Seconds beyond the timeout in which a rank may find out that it has waited for too long, also if others keep the
+# cores busy.
+_SLACK: Final = 2.0
 
 
 def run(
@@ -67,7 +71,7 @@ def run(
         RankThread(communicator_over(link, timeout), lambda comm: fn(comm, *args), baton)
         for link in links
     ]
-    run_threads(ranks, timeout + SLACK)
+    run_threads(ranks, timeout + _SLACK)
     first = first_failure(ranks)
     if first is not None:
         if baton is not None:
