@@ -12,6 +12,7 @@ import operator
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -196,10 +197,19 @@ class Messenger:
         try:
             receiving = self._recv_awaited(*arguments, timeout=timeout)
         except Exception:
-            self._wait("send", sending)
+            # What the other rank sends is taken all the same, lest a later call gets it.
+            with suppress(PeerError):
+                self._wait("send", sending, *self._taken(source, tag))
             raise
         # What is wrong with its own argument is raised before what another rank has raised.
         return self._wait("recv", sending, receiving)[1]
+
+    def _taken(self, source: Any, tag: Any) -> list[_Pending]:
+        """Begin to receive a message that nobody gets; none if there is no such rank or tag."""
+        try:
+            return [self._recv_awaited(source, tag, None, None, None, timeout=None)]
+        except Exception:
+            return []
 
     def _send_awaited(
         self, x: Any, dest: int, tag: int, timeout: float | None, out: Any = None

@@ -656,6 +656,28 @@ def test_wrong_array_is_raised_by_both_and_the_ranks_go_on(on_ranks, case) -> No
     on_ranks(2, check)
 
 
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("wrong", [{"status": "no"}, {"timeout": -1}], ids=["status", "timeout"])
+def test_exchange_that_one_rank_calls_wrongly_is_over_for_all(on_ranks, size, wrong, count) -> None:
+    """The next one gets the next arrays, and not those of this one."""
+
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        mine = _numbered(count, comm.rank)
+        if comm.rank == 0:
+            with pytest.raises((TypeError, ValueError), match=f"{next(iter(wrong))} must be"):
+                comm.sendrecv(mine, right, left, **wrong)
+        elif left == 0 and "timeout" in wrong:
+            with pytest.raises(ac.PeerError, match="rank 0 raised instead of sending"):
+                comm.sendrecv(mine, right, left)
+        else:
+            assert np.array_equal(comm.sendrecv(mine, right, left), _numbered(count, left))
+        got = comm.sendrecv(_numbered(count, comm.rank, 7), right, left)
+        assert np.array_equal(got, _numbered(count, left, 7))
+
+    on_ranks(size, check)
+
+
 def test_wrong_array_of_a_request_is_raised_by_wait(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         if comm.rank < 2:
