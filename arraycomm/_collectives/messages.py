@@ -1,26 +1,24 @@
-"""Messages from one rank to another: what travels ahead of the elements, and what follows.
+"""Messages from one rank to another.
 
-A message is an envelope (status, dtype, shape, and the elements if they are few), and further pieces
-if they are many. The pieces have a tag of their own, which the envelope names, so that receives under
-way at the same time never take one another's.
+A message is an envelope (see `envelopes.py`), and further pieces if its elements are many. The pieces
+have a tag of their own, which the envelope names, so that receives under way at the same time never
+take one another's.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._callsite import call_site, describe_raise
+from arraycomm._collectives import envelopes
 from arraycomm._collectives.arguments import check_rank
 from arraycomm._collectives.blocks import cut
 from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
@@ -33,13 +31,10 @@ from arraycomm._collectives.placement import (
 from arraycomm._collectives.refusals import wanted_kind
 from arraycomm._collectives.requests import Request, wait_for_each
 from arraycomm._collectives.statistics import Statistics
-from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, check_movable
+from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError, PeerError, name_operation
-from arraycomm._protocol.announced import check_payload, check_size, malformed
-from arraycomm._protocol.details import Description
 from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import MAX_DIMS, has_room_for
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._protocol.waiting import Watch
 from arraycomm._protocol.watchdog import MessageWait, checked_timeout
@@ -47,17 +42,8 @@ from arraycomm._transports.base import Bytes, Handle, Steps, Transport
 
 # Tags of the user's are below this, those of further pieces from it on.
 TAGS: Final = 1 << 20
-# Status, tag of the pieces, bytes, dtype, dimensions, bytes of text, place in a program; then the shape.
-_HEAD: Final = struct.Struct(f"<7q8x{MAX_DIMS}q")
-# To copy more elements into an envelope takes longer than a message of their own.
-_ROOM: Final = 64 << 10
-_ENVELOPE: Final = _HEAD.size + _ROOM
-# Where in a head the number of the further pieces is, and the place in a program.
-_WORD: Final = struct.Struct("<q")
-_PIECES_AT: Final = 8
-_PLACE_AT: Final = 48
+# Envelopes whose memory is kept to be used again.
 _SPARE: Final = 2
-_ELEMENTS, _RAISED = range(2)
 
 
 class Message(NamedTuple):
@@ -197,7 +183,7 @@ class Messenger:
         try:
             receiving = self._recv_awaited(*arguments, timeout=timeout)
         except Exception:
-            # What the other rank sends is taken all the same, lest a later call gets it.
+            # What the other rank sends is taken all the same, so that no later call gets it.
             with suppress(PeerError):
                 self._wait("send", sending, *self._taken(source, tag))
             raise
@@ -362,7 +348,7 @@ class Messenger:
         try:
             return self._spare.pop()
         except IndexError:
-            return np.empty(_ENVELOPE, np.uint8)
+            return np.empty(envelopes.NBYTES, np.uint8)
 
     def _give_back(self, room: Bytes | None) -> None:
         """Use the memory of an envelope again that nothing reads any more."""
@@ -432,28 +418,23 @@ class Messenger:
 
     def _read(self, x: Any, out: Any = None) -> _Outgoing:
         """Return an array on its way, which may be written to as `out` meanwhile."""
-        source = view(x)
-        head, array = _short_head(source.dtype, source.shape, self._place()), source.array
+        source, place = view(x), self._place()
+        head, array = envelopes.short_head(source.dtype, source.shape, place), source.array
         if head is not None and source.device_buffer is None:
             room = self._empty()
-            envelope = room[: _HEAD.size + array.nbytes]
-            envelope[: _HEAD.size] = head
-            np.ndarray(array.shape, array.dtype, envelope, _HEAD.size)[...] = array
+            envelope = envelopes.fill(room, head, array)
             copies = int(source.copied) + int(not array.flags.c_contiguous)
             return _Outgoing(envelope, room, None, array.nbytes, copies)
         check_movable(source.dtype)
-        described, (flat, copies) = _described(source), flatten(source)
+        start, (flat, copies) = envelopes.start_of(source, place), flatten(source)
         data: Bytes = flat.view(np.uint8)
-        start = _head(
-            _ELEMENTS, len(data), source.dtype, source.shape, len(described), self._place()
-        )
-        few = len(described) + len(data) <= _ROOM
-        if not few and out is not None and _may_change(data, out):
+        if envelopes.has_room(start, len(data)):
+            envelope = np.frombuffer(start + data.tobytes(), np.uint8)
+            return _Outgoing(envelope, None, None, len(data), copies)
+        if out is not None and _may_change(data, out):
             data, copies = data.copy(), copies + 1
-        text = bytearray(start + described + (data.tobytes() if few else b""))
-        return _Outgoing(
-            np.frombuffer(text, np.uint8), None, None if few else data, len(data), copies
-        )
+        envelope = np.frombuffer(bytearray(start), np.uint8)
+        return _Outgoing(envelope, None, data, len(data), copies)
 
     def _begin(self, outgoing: _Outgoing, dest: int, tag: int) -> list[Handle]:
         """Begin to send an envelope and what follows it."""
@@ -462,7 +443,7 @@ class Messenger:
             return [transport.send(envelope, dest, tag)]
         # A number for the further pieces, which no message under way has.
         self._pieces = pieces = (self._pieces + 1) % TAGS
-        _WORD.pack_into(envelope.data, _PIECES_AT, pieces)
+        envelopes.set_pieces(envelope, pieces)
         handles = [transport.send(envelope, dest, tag)]
         return handles + [transport.send(piece, dest, TAGS + pieces) for piece in cut(data)]
 
@@ -501,7 +482,7 @@ class Messenger:
         status.dtype, status.shape, status.nbytes = None, None, 0
         if place and (wrong := self._misplaced(place, envelope, status.source)) is not None:
             wanted = (wanted_kind(None, None, None), wrong)
-        result = _short_result(envelope, out, status) if wanted is None else None
+        result = envelopes.short_result(envelope, out, status) if wanted is None else None
         if result is None:
             wanted = wanted or _wanted(None, out)
             result = yield from self._take(envelope, status.source, wanted, out, status)
@@ -510,7 +491,7 @@ class Messenger:
 
     def _misplaced(self, place: int, envelope: Bytes, source: int) -> MismatchError | None:
         """Return what is raised if the sender is at another place of its program."""
-        (theirs,) = _WORD.unpack_from(envelope.data, _PLACE_AT)
+        theirs = envelopes.place_of(envelope)
         if theirs in (0, place):
             return None
         return MismatchError(
@@ -524,25 +505,18 @@ class Messenger:
     ) -> Steps:
         """Read an envelope, and receive what follows it."""
         transport, (kind, wrong) = self._group.transport, wanted
-        state, pieces, nbytes, code, ndim, length, _, *dims = _HEAD.unpack_from(envelope.data)
-        body = envelope[_HEAD.size :]
-        if not 0 <= length <= _ROOM:
-            raise malformed(source, f"a text of {length} bytes")
-        text = body[:length].tobytes().decode(errors="replace")
-        if state == _RAISED:
-            raise UndeliveredError(wrong or _sender_raised(source, text))
-        dtype, shape = _array(source, code, dims[: max(ndim, 0)], text)
-        check_payload(source, math.prod(shape) * dtype.itemsize, nbytes)
-        if not 0 <= pieces < TAGS:
-            raise malformed(source, f"pieces with tag {pieces}")
-        status.dtype, status.shape, status.nbytes = dtype, shape, nbytes
+        found = envelopes.read(envelope, source, TAGS)
+        if isinstance(found, str):
+            raise UndeliveredError(wrong or _sender_raised(source, found))
+        envelopes.note(status, found.dtype, found.shape)
         to = Destination(kind, None if wrong else out)
-        target = DeferredResultBuffer(self._host, to, shape, dtype)
+        target = DeferredResultBuffer(self._host, to, found.shape, found.dtype)
         data = target.flat.view(np.uint8)
-        if length + nbytes <= _ROOM:
-            data[...] = body[length : length + nbytes]
+        if found.elements is not None:
+            data[...] = found.elements
         else:
-            yield from [transport.recv(piece, source, TAGS + pieces) for piece in cut(data)]
+            tag = TAGS + found.pieces
+            yield from [transport.recv(piece, source, tag) for piece in cut(data)]
         if wrong is not None:
             raise UndeliveredError(wrong)
         try:
@@ -551,43 +525,6 @@ class Messenger:
             raise
         except Exception as error:
             raise UndeliveredError(error) from error
-
-
-@lru_cache(maxsize=256)
-def _short_head(dtype: DType, shape: tuple[int, ...], place: int) -> Bytes | None:
-    """Return the head of a message with the elements behind it; None if it has no room for the shape."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if not has_room_for(dtype, shape) or nbytes > _ROOM:
-        return None
-    return np.frombuffer(_head(_ELEMENTS, nbytes, dtype, shape, 0, place), np.uint8)
-
-
-def _short_result(envelope: Bytes, out: Array | None, status: Status) -> Array | None:
-    """Return the elements in an envelope as NumPy's array; None if they are not there, or not for `out`."""
-    found = _read_short(envelope[: _HEAD.size].tobytes())
-    if found is None:
-        return None
-    shape, dtype = found
-    elements: Array = np.ndarray(shape, dtype, envelope, _HEAD.size)
-    if out is None:
-        out = elements.copy()
-    elif out.dtype == dtype and out.shape == shape and out.flags.carray:
-        out[...] = elements
-    else:
-        return None
-    status.dtype, status.shape, status.nbytes = dtype, shape, elements.nbytes
-    return out
-
-
-@lru_cache(maxsize=256)
-def _read_short(head: bytes) -> tuple[tuple[int, ...], DType] | None:
-    state, _, nbytes, code, ndim, length, _, *dims = _HEAD.unpack(head)
-    shape = tuple(dims[: max(ndim, 0)])
-    if state != _ELEMENTS or length or code not in BY_CODE or not 0 <= nbytes <= _ROOM:
-        return None
-    dtype = BY_CODE[code].dtype
-    sound = min(shape, default=0) >= 0 and math.prod(shape) * dtype.itemsize == nbytes
-    return (shape, dtype) if sound else None
 
 
 def _may_change(data: Bytes, out: Any) -> bool:
@@ -600,28 +537,14 @@ def _may_change(data: Bytes, out: Any) -> bool:
     return into.copied or bool(np.may_share_memory(data, into.array))
 
 
-def _described(source: BufferView) -> bytes:
-    """Return what the receiver is told of dtype and shape if the head has no room for them."""
-    description = Description.if_needed(source.dtype, source.shape)
-    described = b"" if description is None else description.array.encode()
-    if len(described) > _ROOM:
-        raise TypeError(
-            f"a dtype of {len(source.dtype.names or ())} fields and {source.array.ndim} dimensions "
-            f"take {len(described)} bytes to describe, more than {_ROOM}; send fields one by one"
-        )
-    return described
-
-
 def _send_error(transport: Transport, error: Exception, dest: int, tag: int) -> Steps:
     """Tell the receiver why there is no message, and raise."""
-    text = describe_raise(error).encode(errors="replace")[-_ROOM:]
-    head = _head(_RAISED, 0, None, (), len(text), 0)
-    yield transport.send(np.frombuffer(head + text, np.uint8), dest, tag)
+    yield transport.send(envelopes.of_error(describe_raise(error)), dest, tag)
     raise UndeliveredError(error)
 
 
 def _wanted_of(like: Any, out: Any) -> Wanted | None:
-    """Return `_wanted`; None if it is NumPy's array, and no more is to be known of it."""
+    """Return `_wanted`; None for an array of NumPy, which can be checked when the message is here."""
     plain = like is None and (out is None or type(out) is np.ndarray)
     return None if plain else _wanted(like, out)
 
@@ -642,31 +565,6 @@ def _sender_raised(source: int, traceback: str) -> PeerError:
     )
     error.in_step = True
     return error
-
-
-def _head(
-    status: int,
-    nbytes: int,
-    dtype: DType | None,
-    shape: tuple[int, ...],
-    length: int,
-    place: int,
-) -> bytes:
-    fits = dtype is not None and has_room_for(dtype, shape)
-    code = BY_DTYPE[dtype].code if fits and dtype is not None else 0
-    dims = shape if fits else ()
-    return _HEAD.pack(
-        *(status, 0, nbytes, code, len(dims), length, place), *dims, *[0] * (MAX_DIMS - len(dims))
-    )
-
-
-def _array(rank: int, code: int, dims: list[int], described: str) -> tuple[DType, tuple[int, ...]]:
-    """Return the dtype and shape that an envelope names."""
-    if code not in BY_CODE:
-        return Description(described).parse(rank)
-    dtype = BY_CODE[code].dtype
-    check_size(rank, dims, dtype.itemsize)
-    return dtype, tuple(dims)
 
 
 def _check_tag(tag: Any) -> int:

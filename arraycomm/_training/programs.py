@@ -93,13 +93,9 @@ class ProgramCalls:
         runner, place = runner_of(self.comm), self._guard.current_place
         self._messenger = Messenger(group_of(self.comm), runner.statistics, place)
 
-    def sendrecv(
-        self, x: Any, dest: int, source: int, tag: int, out: Any, status: Status | None = None
-    ) -> Any:
+    def sendrecv(self, x: Any, dest: int, source: int, tag: int, out: Any, status: Status) -> Any:
         """Send to one rank and receive from another, which are at the same place of their programs."""
-        return self._messenger.sendrecv(
-            x, dest, source, tag, None, out, status or Status(), timeout=None
-        )
+        return self._messenger.sendrecv(x, dest, source, tag, None, out, status, timeout=None)
 
     def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
         """Raise what is wrong with an array of `sendrecv`, and tell the rank that would have got it."""

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import blocks, messages
+from arraycomm._collectives import blocks, envelopes, messages
 from arraycomm._communicator import Communicator
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
@@ -29,7 +29,7 @@ from tests.support.oracle import DTYPES, same_bits, sample
 Array = np.ndarray[Any, Any]
 
 # The bytes that travel with an envelope, at most.
-ROOM = messages._ROOM
+ROOM = envelopes.ROOM
 # Elements of float64 that travel with the envelope, and that follow it.
 SHORT, LONG = 5, 20_000
 LENGTHS = [SHORT, LONG]

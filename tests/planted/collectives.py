@@ -464,9 +464,9 @@ MESSAGES: Final = (
     Fault(
         "status of a message",
         "a status gives the bytes of one element less",
-        "arraycomm/_collectives/messages.py",
-        "        status.dtype, status.shape, status.nbytes = dtype, shape, nbytes",
-        "        status.dtype, status.shape, status.nbytes = dtype, shape, max(nbytes - 1, 0)",
+        "arraycomm/_collectives/envelopes.py",
+        "    status.dtype, status.shape, status.nbytes = dtype, shape, nbytes",
+        "    status.dtype, status.shape, status.nbytes = dtype, shape, max(nbytes - 1, 0)",
         ("messages_arrive_as_they_were_sent",),
     ),
     Fault(
