@@ -250,16 +250,21 @@ def another_place_in_the_program_is_a_mismatch() -> None:
     assert isinstance(error, ac.MismatchError)
     assert "rank 1: allreduce(sum, call 1 of a program)" in str(error)
     assert "allreduce(sum, call 2 of a program)" in str(error)
-    other = ac.world().dup()
+    # Those of the second length do not go in one message.
+    for length in (2, 20_000):
+        messages_from_another_place_are_a_mismatch(length)
+
+
+def messages_from_another_place_are_a_mismatch(length: int) -> None:
+    comm = ac.world().dup()
     size, rank = comm.size, comm.rank
 
     def ring(x: Any) -> Any:
-        return sendrecv(x, (rank + 1) % size, (rank - 1) % size, comm=other)
+        return sendrecv(x, (rank + 1) % size, (rank - 1) % size, comm=comm)
 
-    calls = jax.jit(lambda x: ring(ring(x)))(jnp.full(2, float(rank)))
-    assert (calls == (rank - 2) % size).all()
     once, twice = jax.jit(ring), jax.jit(lambda x: ring(ring(x)))
-    x = jnp.ones(2)
+    assert (twice(jnp.full(length, float(rank))) == (rank - 2) % size).all()
+    x = jnp.ones(length)
     if rank > 1:
         once(once(x))
     else:

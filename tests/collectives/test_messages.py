@@ -889,6 +889,8 @@ def test_message_that_nobody_receives_never_reaches_another_communicator(on_rank
         nonlocal frees
         for _ in range(3):
             other = comm.dup()
+            # Its messages are received.
+            other.sendrecv(0, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
             if comm.rank == 0:
                 other.send(-1, 1, 7)
                 other.send(-2, 1, 8)
