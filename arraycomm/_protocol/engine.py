@@ -113,7 +113,7 @@ class Engine:
     ) -> None:
         self._spins = spins
         # How often a wait for a task polls before it looks at the peers, and gives up the core.
-        self._polls = max(spins // 4, 1)
+        self._polls = max(2 * spins, 1)
         self.threaded = threaded
         self._watch = watch
         self._after_wait = after_wait

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
 from mpi4py import MPI
 
@@ -26,7 +26,8 @@ from arraycomm._transports.mpi_relay import Broadcasts
 from arraycomm._transports.routes import Places
 from arraycomm._transports.shared_files import SharesFiles
 
-_SPINS = 64
+# More than these delay the rank that is waited for, if it needs this core.
+_SPINS: Final = 8
 
 
 @cache

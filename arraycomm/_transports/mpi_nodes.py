@@ -131,7 +131,12 @@ class Rounds(NodeExchange):
         count = len(nodes)
         # From this node on, in the order in which their records arrive.
         turned = [nodes[(own + k) % count] for k in range(count)]
-        self._others = np.array([rank for node in turned[1:] for rank in node], np.intp)
+        self._others = _selection([rank for node in turned[1:] for rank in node])
+        self._here = _selection(self._members)
+        # The words of each rank of this node, in front of its payload, and in a message.
+        self._shown = [
+            [row[rank, _WORD:PAYLOAD].data.cast("q") for rank in self._members] for row in rows
+        ]
         ranks = [len(node) for node in turned]
         # For each round: to whom, from whom, and the records of how many ranks are sent and received.
         self._plan = [
@@ -187,26 +192,22 @@ class Rounds(NodeExchange):
 
     def _have_common(self, parity: int) -> bool:
         """Tell whether the ranks of this node have a common record."""
-        members, lengths = self._members, self._lengths[parity]
-        nbytes = lengths[members[0]]
-        if nbytes > COMMON or any(lengths[rank] != nbytes for rank in members[1:]):
+        lengths, (first, *others) = self._lengths[parity], self._shown[parity]
+        nbytes = lengths[self._members[0]]
+        if nbytes > COMMON or any(lengths[rank] != nbytes for rank in self._members[1:]):
             return False
-        if len(members) == 1:
-            return True
-        words = self._rows[parity][members, _WORD:PAYLOAD]
-        return bool((words == words[0]).all())
+        return all(words == first for words in others)
 
     def _pack_common(self, parity: int) -> None:
         """Write the common record of this node."""
-        rows, members = self._rows[parity], self._members
-        nbytes = self._lengths[parity][members[0]]
-        self._words[0] = ~nbytes
-        self._box[_WORD:PAYLOAD] = rows[members[0], _WORD:PAYLOAD]
-        self._each = _whole(nbytes)
-        self._end = PAYLOAD + len(members) * self._each
+        count = len(self._members)
+        nbytes = self._lengths[parity][self._members[0]]
+        self._words[0], self._words[1:_WORDS] = ~nbytes, self._shown[parity][0]
+        self._each = each = _whole(nbytes)
+        self._end = PAYLOAD + count * each
         if nbytes:
-            payloads = self._box[PAYLOAD : self._end].reshape(len(members), self._each)
-            payloads[...] = rows[members, PAYLOAD : PAYLOAD + self._each]
+            payloads = self._box[PAYLOAD : self._end].reshape(count, each)
+            payloads[...] = self._rows[parity][self._here, PAYLOAD : PAYLOAD + each]
 
     def _pack(self, parity: int) -> None:
         """Write the records of this node."""
@@ -254,7 +255,8 @@ class Rounds(NodeExchange):
     def _unpack(self) -> None:
         """Put what other nodes show into their slots."""
         rows, box, others = self._rows[self._parity], self._box, self._others
-        own, end, count = self._end_of(len(self._members)), self._end, len(others)
+        own, end = self._end_of(len(self._members)), self._end
+        count = len(rows) - len(self._members)
         if self.alike:
             if self._each:
                 payloads = box[own:end].reshape(count, self._each)
@@ -264,9 +266,9 @@ class Rounds(NodeExchange):
         if stride:
             rows[others, _WORD:stride] = box[own:end].reshape(count, stride)[:, _WORD:]
             return
-        for rank in others:
+        for row in np.arange(len(rows))[others]:
             record = box[own : self._skip(own, 1)]
-            rows[rank, _WORD : len(record)] = record[_WORD:]
+            rows[row, _WORD : len(record)] = record[_WORD:]
             own += len(record)
 
     def _end_of(self, count: int) -> int:
@@ -292,6 +294,13 @@ class Rounds(NodeExchange):
             return 0
         lengths = self._box[start:end].view(np.int64)[:: stride // _WORD]
         return stride if (lengths == nbytes).all() else 0
+
+
+def _selection(ranks: Sequence[int]) -> slice | np.ndarray[Any, Any]:
+    """Return what selects the rows of these ranks: if they are consecutive a slice, which takes less time."""
+    first, count = ranks[0], len(ranks)
+    consecutive = list(ranks) == list(range(first, first + count))
+    return slice(first, first + count) if consecutive else np.array(ranks, np.intp)
 
 
 def _record(nbytes: int) -> int:

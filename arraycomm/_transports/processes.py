@@ -28,7 +28,8 @@ from arraycomm._transports.shared_files import (
     open_file,
 )
 
-_SPINS: Final = 64
+# As between ranks of MPI.
+_SPINS: Final = 8
 # Memory in which parts begin has no line of a processor's cache in common with the part before.
 _LINES: Final = 128
 # The longest path of a file.
