@@ -14,7 +14,7 @@ from arraycomm._communicator import Communicator, runner_of
 from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._cuda.devices import Devices
 from arraycomm._cuda.link import DeviceLink
-from arraycomm._dtypes import check_movable, check_op, check_reducible, name_of
+from arraycomm._dtypes import check_op, check_reducible, name_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._native import compiled
@@ -120,7 +120,6 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
     assert isinstance(placements, Devices)
     device_link = None if isinstance(op, Op) or not on_cuda(x) else placements.link
     source = view(x) if device_link is None else device_view(x, "x", device_link.memory)
-    check_movable(source.dtype)
     if not isinstance(op, Op):
         check_op(op)
         check_reducible(source.dtype, op)

@@ -129,9 +129,17 @@ def scan(link: Link, source: Flat, target: Flat | None, op: str, inclusive: bool
 
 
 def gatherv(
-    link: Link, source: Flat, target: Flat | None, bounds: Sequence[int], root: int
+    link: Link, source: Flat, target: Flat | None, bounds: Sequence[int], root: int | None
 ) -> Moves:
-    """Collect everyone's `source` in the `target` of `root`, rank r's from element bounds[r]."""
+    """Collect everyone's `source` in the `target` of `root`, rank r's from element bounds[r].
+
+    If `root` is None, every rank has a target.
+    """
+    if root is None:
+        assert target is not None
+        target[bounds[link.rank] : bounds[link.rank + 1]] = source
+        yield from allgatherv(link, target, bounds)
+        return
     if fit(bounds[-1] * source.itemsize):
         yield link.gather(raw(source), None if target is None else blocks_of(target, bounds), root)
         return

@@ -29,11 +29,7 @@ def reduce(
         rows = yield from _rows_of_slice(call, bounds)
         part = np.empty(bounds[group.rank + 1] - bounds[group.rank], flat.dtype)
         yield from folding.together(lambda: folding.fold(rows, part.shape, part))
-        if root is not None:
-            yield from algorithms.gatherv(link, part, target, bounds, root)
-        elif target is not None:
-            target[bounds[group.rank] : bounds[group.rank + 1]] = part
-            yield from algorithms.allgatherv(link, target, bounds)
+        yield from algorithms.gatherv(link, part, target, bounds, root)
         return
     rows = yield from _rows_on(call, folding, agreement, root or 0)
 

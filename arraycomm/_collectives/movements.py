@@ -15,11 +15,7 @@ from arraycomm._collectives.arguments import check_axis, check_counts, check_roo
 from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.blocks import bounds_of
 from arraycomm._collectives.operation import ArrayOperation, Context, Operation
-from arraycomm._collectives.placement import (
-    Destination,
-    ResultBuffer,
-    flatten,
-)
+from arraycomm._collectives.placement import Destination, ResultBuffer, flatten
 from arraycomm._collectives.refusals import (
     announced,
     check_taken,
@@ -27,7 +23,7 @@ from arraycomm._collectives.refusals import (
     like_root,
     wanted_kind,
 )
-from arraycomm._dtypes import DType, check_movable
+from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_payload, check_size, check_table, malformed
 from arraycomm._protocol.details import Description, Nothing, description_of, exchange_details
@@ -75,7 +71,6 @@ class FromRoot(Operation):
             raise TypeError("x is None on the root; the root passes the array to send")
         self.source = self.kind = self.placement.view(x)
         dtype = self.source.dtype
-        check_movable(dtype)
         self.flat, self.copies = flatten(self.source)
         self.nbytes = self.flat.nbytes
         shape = self.part_of_root()
@@ -89,7 +84,6 @@ class FromRoot(Operation):
         if known is None:
             self._sign()
         else:
-            check_movable(known.dtype)
             self.expect(known)
             self._sign(known.dtype, self.shown(known.shape))
 
@@ -166,8 +160,7 @@ class Bcast(FromRoot):
         return self.source.shape
 
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        assert self.target is not None
-        into = self.target.flat
+        into = self.into
         if self.is_root and into is not self.flat:
             into[...] = self.flat
         if payload is None or not self.placement.host:
@@ -186,13 +179,11 @@ class Scatter(FromRoot):
         return check_rows(self.source, self.group.size)
 
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        assert self.target is not None
-        return self.scatter(payload, bounds_of([self.target.flat.size] * self.group.size))
+        return self.scatter(payload, bounds_of([self.into.size] * self.group.size))
 
     def scatter(self, payload: Bytes | None, bounds: list[int]) -> Steps:
         """Give rank r its part, from element bounds[r]; `payload` has all parts, if they came."""
-        assert self.target is not None
-        into, part = self.target.flat, slice(*bounds[self.group.rank : self.group.rank + 2])
+        into, part = self.into, slice(*bounds[self.group.rank : self.group.rank + 2])
         source = self.flat if self.is_root else None
         if payload is None or not self.placement.host:
             yield from algorithms.scatterv(self.placement.link, source, into, bounds, self.root)
@@ -269,45 +260,32 @@ class Allgather(ArrayOperation):
     name, code = "allgather", 5
     header_independent = True
 
-    def __init__(self, context: Context, x: Any, out: Any) -> None:
+    def __init__(self, context: Context, x: Any, out: Any, root: int | None = None) -> None:
         super().__init__(context, x, out)
-        self.signature = self.sign(None, None)
-        self.target = self.make_target((self.group.size, *self.source.shape), out)
-        self.copies += 1
-
-    def steps(self, agreement: Agreement) -> Steps:
-        assert self.target is not None
-        flat, into, rank = self.flat, self.target.flat, self.group.rank
-        bounds = bounds_of([flat.size] * self.group.size)
-        if self.payload is not None:
-            _join_inline(agreement, bounds, into)
-        elif flat.size:
-            into[bounds[rank] : bounds[rank + 1]] = flat
-            yield from algorithms.allgatherv(self.placement.link, into, bounds)
-
-
-class Gather(ArrayOperation):
-    """See `Communicator.gather`."""
-
-    name, code = "gather", 19
-    header_independent = True
-
-    def __init__(self, context: Context, x: Any, root: int, out: Any) -> None:
-        self.root = check_root(root, context.group.size)
-        super().__init__(context, x, out)
-        self.signature = self.sign(None, self.root)
-        if self.group.rank == self.root:
+        self.root = root
+        self.signature = self.sign(None, root)
+        if root in {None, self.group.rank}:
             shape = (self.group.size, *self.source.shape)
-            self.target = self.make_target(shape, out, must_not_alias=True)
+            self.target = self.make_target(shape, out, must_not_alias=root is not None)
             self.copies += 1
 
     def steps(self, agreement: Agreement) -> Steps:
-        into = None if self.target is None else self.target.flat
-        bounds = bounds_of([self.flat.size] * self.group.size)
+        flat, into = self.flat, self.into
+        bounds = bounds_of([flat.size] * self.group.size)
         if self.payload is None:
-            yield from algorithms.gatherv(self.placement.link, self.flat, into, bounds, self.root)
+            if flat.size:
+                yield from algorithms.gatherv(self.placement.link, flat, into, bounds, self.root)
         elif into is not None:
             _join_inline(agreement, bounds, into)
+
+
+class Gather(Allgather):
+    """See `Communicator.gather`."""
+
+    name, code = "gather", 19
+
+    def __init__(self, context: Context, x: Any, root: int, out: Any) -> None:
+        super().__init__(context, x, out, check_root(root, context.group.size))
 
 
 class OfAnyLength(ArrayOperation):
@@ -322,7 +300,7 @@ class OfAnyLength(ArrayOperation):
         self, context: Context, x: Any, return_counts: bool, out: Any, root: int | None = None
     ) -> None:
         super().__init__(context, x, out)
-        self._out, self._return_counts = out, return_counts
+        self.root, self._out, self._return_counts = root, out, return_counts
         self.row = check_axis(self.source, self.same_length)
         self.signature = self.sign(None, root, (ANY, *self.row))
         self.length = self.source.shape[0]
@@ -346,7 +324,6 @@ class Allgatherv(OfAnyLength):
 
     name, code = "allgatherv", 6
     same_length = "allgather"
-    root: int | None = None
 
     def steps(self, agreement: Agreement) -> Steps:
         elements, dtype = prod(self.row), self.source.dtype
@@ -355,9 +332,9 @@ class Allgatherv(OfAnyLength):
         longest = max(self.received)
         check_size(self.received.index(longest), bounds[-1:], dtype.itemsize)
         if longest * elements * dtype.itemsize > self.placement.inline_bytes:
-            nbytes = bounds[-1] * dtype.itemsize
+            nbytes, link = bounds[-1] * dtype.itemsize, self.placement.link
             yield from take_together(self.group, self.name, nbytes, self._take_target)
-            yield from self._move(bounds)
+            yield from algorithms.gatherv(link, self.flat, self.into, bounds, self.root)
             return
         self._take_target()
         if self.target is not None:
@@ -367,15 +344,6 @@ class Allgatherv(OfAnyLength):
         if self.root in {None, self.group.rank}:
             self.take(must_not_alias=self.root is not None)
 
-    def _move(self, bounds: list[int]) -> Steps:
-        into: Flat | None = None if self.target is None else self.target.flat
-        link, rank = self.placement.link, self.group.rank
-        if self.root is not None:
-            yield from algorithms.gatherv(link, self.flat, into, bounds, self.root)
-        elif into is not None:
-            into[bounds[rank] : bounds[rank + 1]] = self.flat
-            yield from algorithms.allgatherv(link, into, bounds)
-
 
 class Gatherv(Allgatherv):
     """See `Communicator.gatherv`."""
@@ -384,8 +352,7 @@ class Gatherv(Allgatherv):
     same_length = "gather"
 
     def __init__(self, context: Context, x: Any, root: int, return_counts: bool, out: Any) -> None:
-        self.root = check_root(root, context.group.size)
-        super().__init__(context, x, return_counts, out, self.root)
+        super().__init__(context, x, return_counts, out, check_root(root, context.group.size))
 
 
 # From all ranks to all -----------------------------------------------------------------------------
@@ -405,8 +372,7 @@ class Alltoall(ArrayOperation):
         self.copies += 1
 
     def steps(self, agreement: Agreement) -> Steps:
-        assert self.target is not None
-        flat, into, rank = self.flat, self.target.flat, self.group.rank
+        flat, into, rank = self.flat, self.into, self.group.rank
         count = flat.size // self.group.size
         bounds = bounds_of([count] * self.group.size)
         if self.payload is None:
@@ -446,8 +412,7 @@ class Alltoallv(OfAnyLength):
             yield from take_together(group, self.name, nbytes, take)
         else:
             self.take(must_not_alias=True)
-        assert self.target is not None
-        flat, into, link = self.flat, self.target.flat, self.placement.link
+        flat, into, link = self.flat, self.into, self.placement.link
         places = bounds_of(self.received, elements)
         if data is None:
             longest = int(tables.max()) * elements

@@ -255,9 +255,9 @@ ALGORITHMS: Final = (
         "gathered on all",
         "`gather` gives the result to rank 0 as well",
         _MOVEMENTS,
-        "        if self.group.rank == self.root:\n"
+        "        if root in {None, self.group.rank}:\n"
         "            shape = (self.group.size, *self.source.shape)",
-        "        if self.group.rank in (0, self.root):\n"
+        "        if root in {None, self.group.rank} or not self.group.rank:\n"
         "            shape = (self.group.size, *self.source.shape)",
         ("gather_is_allgather_on_the_root_alone",),
     ),
@@ -265,11 +265,9 @@ ALGORITHMS: Final = (
         "signs of zeros",
         "`allgather` of small float arrays makes every zero positive",
         _MOVEMENTS,
-        "        if self.payload is not None:\n            _join_inline(agreement, bounds, into)\n"
-        "        elif flat.size:",
-        "        if self.payload is not None:\n            _join_inline(agreement, bounds, into)\n"
-        "            if into.dtype.kind == 'f':\n                into[into == 0] = 0\n"
-        "        elif flat.size:",
+        "            _join_inline(agreement, bounds, into)\n\n\nclass Gather(Allgather)",
+        "            _join_inline(agreement, bounds, into)\n"
+        "            if into.dtype.kind == 'f':\n                into[into == 0] = 0\n\n\nclass Gather(Allgather)",
         ("allgather_stacks",),
     ),
     Fault(
@@ -505,17 +503,17 @@ MESSAGES: Final = (
         "objects of one rank",
         "`gather_object` gives every rank the list",
         "arraycomm/_collectives/objects.py",
-        "            if self.group.rank == self.root\n            else None\n        )\n\n\nclass BcastObject",
-        "            if self.received\n            else None\n        )\n\n\nclass BcastObject",
+        "        if not self.receives:\n",
+        "        if not self.received:\n",
         ("objects_arrive_equal",),
     ),
     Fault(
         "objects of every rank",
         "`allgather_object` of long objects gives this rank's own last",
         "arraycomm/_collectives/objects.py",
-        "        self.received = [everything[start:end] for start, end in pairwise(bounds)]\n",
-        "        self.received = [everything[start:end] for start, end in pairwise(bounds)]\n"
-        "        self.received.append(self.received.pop(group.rank))\n",
+        "            self.received = [into[start:end] for start, end in pairwise(bounds)]\n",
+        "            self.received = [into[start:end] for start, end in pairwise(bounds)]\n"
+        "            self.received.append(self.received.pop(group.rank))\n",
         ("objects_arrive_equal",),
     ),
 )
