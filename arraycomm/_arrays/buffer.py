@@ -58,11 +58,6 @@ class BufferView:
         self.device_buffer: DeviceBuffer | None = None
 
     @property
-    def address(self) -> int:
-        """Address of the first element."""
-        return int(self.array.__array_interface__["data"][0])
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of the dimensions."""
         shape: tuple[int, ...] = self.array.shape

@@ -32,8 +32,8 @@ from arraycomm._collectives.refusals import wanted_kind
 from arraycomm._collectives.requests import Request, wait_for_each
 from arraycomm._collectives.statistics import Statistics
 from arraycomm._errors import MismatchError, PeerError, name_operation
-from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.task import Task
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._protocol.waiting import Watch
 from arraycomm._protocol.watchdog import MessageWait, checked_timeout

@@ -54,11 +54,6 @@ class DeviceView(BufferView):
         self.device_buffer = DeviceBuffer(address, export.layout.size, dtype, export.owner, memory)
 
     @property
-    def address(self) -> int:
-        """Address of the first element, on the device."""
-        return self.layout.address
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of the dimensions."""
         return self.layout.shape

@@ -11,6 +11,7 @@ _HALVES: Final = "arraycomm/_folds/float16.py"
 _ALGORITHMS: Final = "arraycomm/_collectives/algorithms.py"
 _REDUCTIONS: Final = "arraycomm/_collectives/reductions.py"
 _MOVEMENTS: Final = "arraycomm/_collectives/movements.py"
+_UNEVEN: Final = "arraycomm/_collectives/uneven.py"
 _FUNCTIONS: Final = "arraycomm/_collectives/function_reductions.py"
 _SHARED: Final = "arraycomm/_collectives/shared_arrays.py"
 _FAST: Final = "arraycomm/_collectives/fast_path.py"
@@ -124,10 +125,8 @@ ALGORITHMS: Final = (
         "last rank skipped",
         "if all ranks gather all rows, the last is not folded",
         _ALGORITHMS,
-        "            rows = yield from _gather_rows(link, source)\n"
-        "            link.fold(op, source.dtype, rows, target)",
-        "            rows = yield from _gather_rows(link, source)\n"
-        "            link.fold(op, source.dtype, rows[:-1], target)",
+        "                link.fold(op, source.dtype, rows_of(into, link.size), target)",
+        "                link.fold(op, source.dtype, rows_of(into, link.size)[:-1], target)",
         ("way_does_not_matter",),
     ),
     Fault(
@@ -238,7 +237,7 @@ ALGORITHMS: Final = (
     Fault(
         "uneven rows shifted",
         "`alltoallv` of small arrays takes the wrong rows of each rank",
-        _MOVEMENTS,
+        _UNEVEN,
         "            first = int(tables[rank, : group.rank].sum()) * elements",
         "            first = int(tables[rank, group.rank + 1 :].sum()) * elements",
         ("uneven_forms_join_rows",),
@@ -246,7 +245,7 @@ ALGORITHMS: Final = (
     Fault(
         "counts of the others",
         "the v-forms return the counts in the order of the requests, from the last rank on",
-        _MOVEMENTS,
+        _UNEVEN,
         "        return (result, self.received) if with_counts else result",
         "        return (result, self.received[::-1]) if with_counts else result",
         ("uneven_forms_join_rows",),
@@ -265,8 +264,8 @@ ALGORITHMS: Final = (
         "signs of zeros",
         "`allgather` of small float arrays makes every zero positive",
         _MOVEMENTS,
-        "            _join_inline(agreement, bounds, into)\n\n\nclass Gather(Allgather)",
-        "            _join_inline(agreement, bounds, into)\n"
+        "            join_inline(agreement, bounds, into)\n\n\nclass Gather(Allgather)",
+        "            join_inline(agreement, bounds, into)\n"
         "            if into.dtype.kind == 'f':\n                into[into == 0] = 0\n\n\nclass Gather(Allgather)",
         ("allgather_stacks",),
     ),
