@@ -281,8 +281,8 @@ ALGORITHMS: Final = (
         "slices of a function",
         "the slices of an elementwise function are gathered from their last element on",
         _FUNCTIONS,
-        "            target[bounds[group.rank] : bounds[group.rank + 1]] = part\n",
-        "            target[bounds[group.rank] : bounds[group.rank + 1]] = part[::-1]\n",
+        "        yield from algorithms.gatherv(link, part, target, bounds, root)",
+        "        yield from algorithms.gatherv(link, part[::-1].copy(), target, bounds, root)",
         ("functions_are_folded_in_rank_order",),
     ),
     Fault(
