@@ -117,7 +117,7 @@ def check_movable(dtype: DType) -> None:
             f"dtype {dtype} holds Python objects, which have no bytes to send; "
             "use bcast_object or allgather_object"
         )
-    names = ", ".join(row.name for row in TABLE)
+    names = ", ".join(BY_NAME)
     long = ", a long double to float64 or complex128" if dtype.char in "gG" else ""
     raise TypeError(f"dtype {dtype} is not supported; cast to one of {names}{long}")
 

@@ -9,12 +9,12 @@ from typing import Any, Final
 from arraycomm._arrays.views import view
 from arraycomm._collectives import shared_arrays
 from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.selection import Algorithm, Decision, select, without_segment
+from arraycomm._collectives.selection import Algorithm, select, without_segment
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._cuda.devices import Devices
 from arraycomm._cuda.link import DeviceLink
-from arraycomm._dtypes import check_movable, check_op, check_reducible, name_of
+from arraycomm._dtypes import check_op, check_reducible, name_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._native import compiled
@@ -120,7 +120,6 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
     assert isinstance(placements, Devices)
     device_link = None if isinstance(op, Op) or not on_cuda(x) else placements.link
     source = view(x) if device_link is None else device_view(x, "x", device_link.memory)
-    check_movable(source.dtype)
     if not isinstance(op, Op):
         check_op(op)
         check_reducible(source.dtype, op)
@@ -130,30 +129,41 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
     staged = device_link is not None and device_link.name == "staged"
     # Arrays that are staged are reduced by the host's algorithms.
     link = group.transport if device_link is None or staged else device_link
-    decision = select(link, op, source.dtype, nbytes)
-    if decision.algorithm is Algorithm.SEGMENT and compiled is None:
-        decision = decision._replace(algorithm=without_segment(link, nbytes))
-    inline = decision.algorithm in (Algorithm.LOCAL, Algorithm.HEADER)
+    algorithm = select(link, op, source.dtype, nbytes)
+    if algorithm is Algorithm.SEGMENT and compiled is None:
+        algorithm = without_segment(link, nbytes)
+    inline = algorithm in (Algorithm.LOCAL, Algorithm.HEADER)
     on_host = device_link is None and not isinstance(op, Op)
     if on_host and not inline and shared_arrays.holds(link, source.array):
-        decision = decision._replace(algorithm=Algorithm.SHARED)
+        algorithm = Algorithm.SHARED
     strided = nbytes > 0 and device_link is None and not source.array.flags.c_contiguous
     return Explanation(
         array=f"{name_of(source.dtype)} {source.shape} ({type(x).__module__.partition('.')[0]})",
         op=op.name if isinstance(op, Op) else op,
         backend=comm.backend if device_link is None else device_link.name,
-        algorithm=decision.algorithm.value,
+        algorithm=algorithm.value,
         copies=int(strided) + int(source.copied) + int(staged),
-        sent=decision.sent,
-        notes=tuple(_notes(group, decision, x, device_link, placements.reason)),
+        sent=_sent(algorithm, nbytes, group.size),
+        notes=tuple(_notes(group, algorithm, x, device_link, placements.reason)),
     )
 
 
+def _sent(algorithm: Algorithm, nbytes: int, size: int) -> int:
+    """Return how many bytes a rank sends to others."""
+    match algorithm:
+        case Algorithm.LOCAL | Algorithm.SHARED:
+            return 0
+        case Algorithm.SLICES | Algorithm.FUNCTION_BY_SLICES | Algorithm.NATIVE:
+            return 2 * nbytes * (size - 1) // size
+        case _:
+            return nbytes
+
+
 def _notes(
-    group: Group, decision: Decision, x: Any, link: DeviceLink | None, reason: str
+    group: Group, algorithm: Algorithm, x: Any, link: DeviceLink | None, reason: str
 ) -> list[str]:
-    notes = list(_measured(group, decision)) if link is None or link.name == "staged" else []
-    if decision.algorithm is Algorithm.SHARED:
+    notes = list(_measured(group, algorithm)) if link is None or link.name == "staged" else []
+    if algorithm is Algorithm.SHARED:
         notes.append(
             "x is in memory of comm.empty: this holds if all ranks pass the same part of it, and an out in "
             "such memory; else ranks reduce it as other arrays"
@@ -167,18 +177,18 @@ def _notes(
             "requests progress only while this rank calls, tests or waits: the MPI was not started "
             "with MPI_THREAD_MULTIPLE"
         )
-    if not group.options.check and decision.algorithm not in (Algorithm.LOCAL, Algorithm.HEADER):
+    if not group.options.check and algorithm not in (Algorithm.LOCAL, Algorithm.HEADER):
         notes.append("check=False: what the ranks call is not compared")
     if not group.options.reproducible:
-        native = decision.algorithm is Algorithm.NATIVE
+        native = algorithm is Algorithm.NATIVE
         own = "the transport's own" if native else "that of the ranks all the same"
         notes.append(f"reproducible=False: the order is {own}")
     return notes
 
 
-def _measured(group: Group, decision: Decision) -> Iterator[str]:
+def _measured(group: Group, algorithm: Algorithm) -> Iterator[str]:
     """Say whether a file of measured crossovers has decided between algorithms."""
-    if not group.options.tuning.entries or decision.algorithm not in _BY_SIZE:
+    if not group.options.tuning.entries or algorithm not in _BY_SIZE:
         return
     transport, path = group.transport, group.options.tuning.path
     nodes = len(set(transport.nodes()))

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType, check_movable
+from arraycomm._dtypes import DType, check_movable
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Device: TypeAlias = tuple[str, int]
@@ -58,11 +58,6 @@ class BufferView:
         self.device_buffer: DeviceBuffer | None = None
 
     @property
-    def address(self) -> int:
-        """Address of the first element."""
-        return int(self.array.__array_interface__["data"][0])
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of the dimensions."""
         shape: tuple[int, ...] = self.array.shape
@@ -90,15 +85,8 @@ def to_native(array: Array) -> Array:
     # NumPy calls a structure native if only its subarrays are not.
     if not dtype.isnative or (dtype.names and dtype != dtype.newbyteorder("=")):
         array = array.astype(dtype.newbyteorder("="))
-    check_dtype(array.dtype)
+    check_movable(array.dtype)
     return array
-
-
-def check_dtype(dtype: DType) -> None:
-    """Raise `TypeError` for a dtype that cannot be sent, also if NumPy takes it for plain bytes."""
-    if dtype.kind == "V" and dtype.type is not np.void and dtype not in BY_DTYPE:
-        raise TypeError(f"dtype {dtype} is not supported; cast to one of {', '.join(BY_NAME)}")
-    check_movable(dtype)
 
 
 def type_name(x: Any) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device
 from arraycomm._arrays.frameworks import BY_NAME
-from arraycomm._arrays.results import allocate, takes_over, to_framework
+from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import NOTHING, result_prototype, view
 from arraycomm._entries import entry
 from arraycomm._errors import naming
@@ -122,7 +122,8 @@ def _through_host(source: BufferView, like: BufferView, copy: bool | None) -> An
         _refuse_copy(_reason_before(source) or _reason_after(like) or unfit)
     array = source.array
     private = source.copied and array.flags.writeable
-    if takes_over(like.framework, array.dtype) and (unfit or (copy is True and not private)):
+    taken = BY_NAME[like.framework].takes_over(array.dtype)
+    if taken and (unfit or (copy is True and not private)):
         array = _duplicate(array)
     result = to_framework(array, like)
     if copy is False and array.size:

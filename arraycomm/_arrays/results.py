@@ -31,29 +31,10 @@ def allocate(shape: tuple[int, ...], dtype: DType) -> Array:
 def to_framework(array: Array, like: BufferView) -> Any:
     """Return `array` as an array of the framework and on the device of `like`.
 
-    The caller must not use `array` any more: the framework takes its memory over if it can.
+    The caller must not use `array` any more: the framework takes its memory over if it can, see
+    `Framework.takes_over`.
     """
     return _TO_FRAMEWORK[like.framework](array, like)
-
-
-def takes_over(framework: str, dtype: DType) -> bool:
-    """Tell whether `to_framework` hands over host memory of this dtype without a copy.
-
-    If not, the memory is free for other use as soon as `to_framework` returns.
-    """
-    return BY_NAME[framework].takes_over(dtype)
-
-
-def lacking(like: BufferView) -> tuple[frozenset[DType], bool]:
-    """Return the dtypes of the table that a result like `like` cannot have; and whether others."""
-    # Others are of objects on devices, whose results are arrays of CuPy.
-    framework = BY_NAME.get(like.framework, BY_NAME["cupy"])
-    return framework.lacks(like.source), not framework.takes_opaque
-
-
-def widest_float(framework: str) -> DType:
-    """Return the float dtype of most bits that a framework's arrays have."""
-    return BY_NAME[framework].widest_float()
 
 
 def commit_out(out: BufferView) -> Any:

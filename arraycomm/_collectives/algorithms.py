@@ -15,6 +15,7 @@ from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._collectives import chunks, segment, selection
 from arraycomm._collectives.blocks import (
     blocks_of,
+    bounds_of,
     columns_of,
     cut,
     fit,
@@ -34,42 +35,46 @@ Moves = Generator[Handle, None, None]
 
 def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
-    algorithm = select(link, op, source.dtype, source.nbytes).algorithm
+    algorithm = select(link, op, source.dtype, source.nbytes)
+    if algorithm is Algorithm.NATIVE:
+        yield link.allreduce(source, target, op)
+        return
     if algorithm is Algorithm.SEGMENT:
         if found := (yield from segment.streaming_segment_of(link)):
             yield from found.reduce(segment.chunk_tasks(found, source, target), op)
             return
         algorithm = selection.without_segment(link, source.nbytes)
-    match algorithm:
-        case Algorithm.NATIVE:
-            yield link.allreduce(source, target, op)
-        case Algorithm.LOCAL:
-            link.fold(op, source.dtype, [_unaliased(source, target)], target)
-        case Algorithm.HEADER | Algorithm.STEPS:
-            yield from _in_steps(link, source, target, op)
-        case Algorithm.GATHER:
-            rows = yield from _gather_rows(link, source)
-            link.fold(op, source.dtype, rows, target)
-        case Algorithm.EXCHANGE:
-            yield from _in_slices(link, source, target, op, whole=True)
-        case _:
-            yield from _in_slices(link, source, target, op)
+    yield from _reduce_by(algorithm, link, source, target, op)
 
 
 def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) -> Moves:
     """Fold all ranks' `source` into the `target` of `root`; the others pass None."""
-    match selection.choose(source.nbytes, link.size, *link.slot):
+    algorithm = selection.choose(source.nbytes, link.size, *link.slot)
+    yield from _reduce_by(algorithm, link, source, target, op, root)
+
+
+def _reduce_by(
+    algorithm: Algorithm,
+    link: Link,
+    source: Flat,
+    target: Flat | None,
+    op: str,
+    root: int | None = None,
+) -> Moves:
+    """Fold into the `target` of `root`, which alone has one, or of every rank if that is None."""
+    match algorithm:
         case Algorithm.LOCAL:
-            assert target is not None
             link.fold(op, source.dtype, [_unaliased(source, target)], target)
         case Algorithm.HEADER | Algorithm.STEPS:
             yield from _in_steps(link, source, target, op)
         case Algorithm.GATHER:
             into = None if target is None else link.take(link.size * len(source), source.dtype)
-            counts = [len(source)] * link.size
-            yield link.gather(raw(source), None if into is None else in_order(into, counts), root)
-            if target is not None and into is not None:
+            bounds = bounds_of([len(source)] * link.size)
+            yield from gatherv(link, source, into, bounds, root)
+            if into is not None:
                 link.fold(op, source.dtype, rows_of(into, link.size), target)
+        case Algorithm.EXCHANGE:
+            yield from _in_slices(link, source, target, op, whole=True)
         case _:
             yield from _in_slices(link, source, target, op, root)
 
@@ -129,9 +134,17 @@ def scan(link: Link, source: Flat, target: Flat | None, op: str, inclusive: bool
 
 
 def gatherv(
-    link: Link, source: Flat, target: Flat | None, bounds: Sequence[int], root: int
+    link: Link, source: Flat, target: Flat | None, bounds: Sequence[int], root: int | None
 ) -> Moves:
-    """Collect everyone's `source` in the `target` of `root`, rank r's from element bounds[r]."""
+    """Collect everyone's `source` in the `target` of `root`, rank r's from element bounds[r].
+
+    If `root` is None, every rank has a target.
+    """
+    if root is None:
+        assert target is not None
+        target[bounds[link.rank] : bounds[link.rank + 1]] = source
+        yield from allgatherv(link, target, bounds)
+        return
     if fit(bounds[-1] * source.itemsize):
         yield link.gather(raw(source), None if target is None else blocks_of(target, bounds), root)
         return
@@ -272,14 +285,6 @@ def _in_slices(
         return link.gather(raw(part(number)), into, root)
 
     yield from chunks.one_by_one(link, len(cuts), begin, fold, None if whole else after)
-
-
-def _gather_rows(link: Link, source: Flat) -> Generator[Handle, None, list[Flat]]:
-    into = link.take(link.size * len(source), source.dtype)
-    rows = rows_of(into, link.size)
-    rows[link.rank][...] = source
-    yield link.allgather(in_order(into, [len(source)] * link.size))
-    return rows
 
 
 def _chunks(link: Link, array: Flat, rows: int = 1) -> Iterator[range]:

@@ -23,17 +23,12 @@ def reduce(
     """Reduce into the target of `root`, or of every rank if that is None."""
     group, flat, link = call.group, call.flat, call.placement.link
     folding = Folding(group, call.name, op, call.source)
-    decision = select(link, op, flat.dtype, flat.nbytes)
-    if decision.algorithm is Algorithm.FUNCTION_BY_SLICES:
+    if select(link, op, flat.dtype, flat.nbytes) is Algorithm.FUNCTION_BY_SLICES:
         bounds = [flat.size * rank // group.size for rank in range(group.size + 1)]
         rows = yield from _rows_of_slice(call, bounds)
         part = np.empty(bounds[group.rank + 1] - bounds[group.rank], flat.dtype)
         yield from folding.together(lambda: folding.fold(rows, part.shape, part))
-        if root is not None:
-            yield from algorithms.gatherv(link, part, target, bounds, root)
-        elif target is not None:
-            target[bounds[group.rank] : bounds[group.rank + 1]] = part
-            yield from algorithms.allgatherv(link, target, bounds)
+        yield from algorithms.gatherv(link, part, target, bounds, root)
         return
     rows = yield from _rows_on(call, folding, agreement, root or 0)
 

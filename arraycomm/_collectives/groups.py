@@ -88,7 +88,7 @@ def split_by_node(runner: Runner) -> Runner:
 def dup(
     runner: Runner,
     options: dict[str, Any],
-    operation: OperationClass[..., Dup] = Dup,
+    operation: OperationClass[...] = Dup,
     *arguments: Any,
 ) -> Runner:
     """Return the runner of a group of the same ranks, with these options instead of the old ones.

@@ -31,10 +31,9 @@ from arraycomm._collectives.placement import (
 from arraycomm._collectives.refusals import wanted_kind
 from arraycomm._collectives.requests import Request, wait_for_each
 from arraycomm._collectives.statistics import Statistics
-from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError, PeerError, name_operation
-from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.task import Task
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._protocol.waiting import Watch
 from arraycomm._protocol.watchdog import MessageWait, checked_timeout
@@ -425,7 +424,6 @@ class Messenger:
             envelope = envelopes.fill(room, head, array)
             copies = int(source.copied) + int(not array.flags.c_contiguous)
             return _Outgoing(envelope, room, None, array.nbytes, copies)
-        check_movable(source.dtype)
         start, (flat, copies) = envelopes.start_of(source, place), flatten(source)
         data: Bytes = flat.view(np.uint8)
         if envelopes.has_room(start, len(data)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar
@@ -11,15 +10,11 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._collectives import algorithms
-from arraycomm._collectives.arguments import check_axis, check_counts, check_root, check_rows
+from arraycomm._collectives.arguments import check_root, check_rows
 from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.blocks import bounds_of
 from arraycomm._collectives.operation import ArrayOperation, Context, Operation
-from arraycomm._collectives.placement import (
-    Destination,
-    ResultBuffer,
-    flatten,
-)
+from arraycomm._collectives.placement import Destination, ResultBuffer, flatten
 from arraycomm._collectives.refusals import (
     announced,
     check_taken,
@@ -27,15 +22,15 @@ from arraycomm._collectives.refusals import (
     like_root,
     wanted_kind,
 )
-from arraycomm._dtypes import DType, check_movable
+from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.announced import check_payload, check_size, check_table, malformed
+from arraycomm._protocol.announced import check_payload, malformed
 from arraycomm._protocol.details import Description, Nothing, description_of, exchange_details
 from arraycomm._protocol.header import ANY, Signature
 from arraycomm._transports.base import Bytes, Flat, Steps
 
 
-def _join_inline(agreement: Agreement, bounds: list[int], target: Array) -> None:
+def join_inline(agreement: Agreement, bounds: list[int], target: Array) -> None:
     """Put what came with the headers, one part a rank, into one array."""
     for rank, (start, end) in enumerate(pairwise(bounds)):
         part = target[start:end]
@@ -75,7 +70,6 @@ class FromRoot(Operation):
             raise TypeError("x is None on the root; the root passes the array to send")
         self.source = self.kind = self.placement.view(x)
         dtype = self.source.dtype
-        check_movable(dtype)
         self.flat, self.copies = flatten(self.source)
         self.nbytes = self.flat.nbytes
         shape = self.part_of_root()
@@ -89,7 +83,6 @@ class FromRoot(Operation):
         if known is None:
             self._sign()
         else:
-            check_movable(known.dtype)
             self.expect(known)
             self._sign(known.dtype, self.shown(known.shape))
 
@@ -166,8 +159,7 @@ class Bcast(FromRoot):
         return self.source.shape
 
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        assert self.target is not None
-        into = self.target.flat
+        into = self.into
         if self.is_root and into is not self.flat:
             into[...] = self.flat
         if payload is None or not self.placement.host:
@@ -186,13 +178,11 @@ class Scatter(FromRoot):
         return check_rows(self.source, self.group.size)
 
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        assert self.target is not None
-        return self.scatter(payload, bounds_of([self.target.flat.size] * self.group.size))
+        return self.scatter(payload, bounds_of([self.into.size] * self.group.size))
 
     def scatter(self, payload: Bytes | None, bounds: list[int]) -> Steps:
         """Give rank r its part, from element bounds[r]; `payload` has all parts, if they came."""
-        assert self.target is not None
-        into, part = self.target.flat, slice(*bounds[self.group.rank : self.group.rank + 2])
+        into, part = self.into, slice(*bounds[self.group.rank : self.group.rank + 2])
         source = self.flat if self.is_root else None
         if payload is None or not self.placement.host:
             yield from algorithms.scatterv(self.placement.link, source, into, bounds, self.root)
@@ -201,63 +191,6 @@ class Scatter(FromRoot):
         else:
             check_payload(self.root, len(payload), bounds[-1] * into.itemsize)
             into[...] = payload.view(into.dtype)[part]
-
-
-class Scatterv(Scatter):
-    """See `Communicator.scatterv`. The counts travel with the header, the rows too if they fit."""
-
-    name, code = "scatterv", 22
-    uneven = True
-
-    def __init__(
-        self, context: Context, x: Any, counts: Any, root: int, like: Any, out: Any
-    ) -> None:
-        self._counts = counts
-        super().__init__(context, x, root, like, out)
-
-    def part_of_root(self) -> tuple[int, ...]:
-        row = check_axis(self.source, "scatter")
-        counts = check_counts(self._counts, self.group.size, self.source.shape[0])
-        self.table = np.array(counts, np.int64)
-        return (counts[self.root], *row)
-
-    def expect(self, known: BufferView) -> None:
-        check_axis(known, "scatter")
-
-    def shown(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (ANY, *shape[1:])
-
-    def pack(self, room: int) -> Bytes | None:
-        if not self.is_root or self.description is not None:
-            return None
-        # Says that the rows are there as well.
-        self.length = int(self.table.nbytes + self.flat.nbytes <= room)
-        return _pack_table(self, room)
-
-    def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
-        # The root's own is right, whatever has become of its header.
-        group, row = self.group, (self.source.shape if self.is_root else shape)[1:]
-        table = self.table if self.is_root else np.empty(group.size, np.int64)
-        if payload is None:
-            yield from algorithms.bcast(group.transport, table, self.root)
-        elif not self.is_root:
-            check_payload(self.root, len(payload[: table.nbytes]), table.nbytes)
-            table[...] = payload[: table.nbytes].view(np.int64)
-        counts = table.tolist()
-        check_table(self.root, counts, sum(counts))
-        check_size(self.root, (counts[group.rank], *row), dtype.itemsize)
-        if not self.is_root:
-            self.target = self.make_target(dtype, (counts[group.rank], *row), deferred=True)
-        rows = payload[table.nbytes :] if payload is not None and self.flag else None
-        yield from self.scatter(rows, bounds_of(counts, prod(row)))
-
-
-def _pack_table(operation: Scatterv | Alltoallv, room: int) -> Bytes | None:
-    """Return the counts as bytes, with the rows behind them if both fit; None if neither does."""
-    table, flat = operation.table.view(np.uint8), operation.flat
-    if table.nbytes + flat.nbytes <= room:
-        return np.concatenate([table, flat.view(np.uint8)])
-    return table if table.nbytes <= operation.group.inline_bytes else None
 
 
 # From all ranks to one, or to all ------------------------------------------------------------------
@@ -269,123 +202,32 @@ class Allgather(ArrayOperation):
     name, code = "allgather", 5
     header_independent = True
 
-    def __init__(self, context: Context, x: Any, out: Any) -> None:
+    def __init__(self, context: Context, x: Any, out: Any, root: int | None = None) -> None:
         super().__init__(context, x, out)
-        self.signature = self.sign(None, None)
-        self.target = self.make_target((self.group.size, *self.source.shape), out)
-        self.copies += 1
-
-    def steps(self, agreement: Agreement) -> Steps:
-        assert self.target is not None
-        flat, into, rank = self.flat, self.target.flat, self.group.rank
-        bounds = bounds_of([flat.size] * self.group.size)
-        if self.payload is not None:
-            _join_inline(agreement, bounds, into)
-        elif flat.size:
-            into[bounds[rank] : bounds[rank + 1]] = flat
-            yield from algorithms.allgatherv(self.placement.link, into, bounds)
-
-
-class Gather(ArrayOperation):
-    """See `Communicator.gather`."""
-
-    name, code = "gather", 19
-    header_independent = True
-
-    def __init__(self, context: Context, x: Any, root: int, out: Any) -> None:
-        self.root = check_root(root, context.group.size)
-        super().__init__(context, x, out)
-        self.signature = self.sign(None, self.root)
-        if self.group.rank == self.root:
+        self.root = root
+        self.signature = self.sign(None, root)
+        if root in {None, self.group.rank}:
             shape = (self.group.size, *self.source.shape)
-            self.target = self.make_target(shape, out, must_not_alias=True)
+            self.target = self.make_target(shape, out, must_not_alias=root is not None)
             self.copies += 1
 
     def steps(self, agreement: Agreement) -> Steps:
-        into = None if self.target is None else self.target.flat
-        bounds = bounds_of([self.flat.size] * self.group.size)
+        flat, into = self.flat, self.into
+        bounds = bounds_of([flat.size] * self.group.size)
         if self.payload is None:
-            yield from algorithms.gatherv(self.placement.link, self.flat, into, bounds, self.root)
+            if flat.size:
+                yield from algorithms.gatherv(self.placement.link, flat, into, bounds, self.root)
         elif into is not None:
-            _join_inline(agreement, bounds, into)
+            join_inline(agreement, bounds, into)
 
 
-class OfAnyLength(ArrayOperation):
-    """An operation on arrays whose axis 0 may have another length on each rank."""
+class Gather(Allgather):
+    """See `Communicator.gather`."""
 
-    # The operation on arrays without an axis 0.
-    same_length: ClassVar[str]
-    # How many rows of each rank are in the result.
-    received: list[int]
+    name, code = "gather", 19
 
-    def __init__(
-        self, context: Context, x: Any, return_counts: bool, out: Any, root: int | None = None
-    ) -> None:
-        super().__init__(context, x, out)
-        self._out, self._return_counts = out, return_counts
-        self.row = check_axis(self.source, self.same_length)
-        self.signature = self.sign(None, root, (ANY, *self.row))
-        self.length = self.source.shape[0]
-        self.copies += 1
-
-    def take(self, *, must_not_alias: bool) -> None:
-        """Take memory for the rows that are received."""
-        shape = (sum(self.received), *self.row)
-        self.target = self.make_target(
-            shape, self._out, must_not_alias=must_not_alias, deferred=True
-        )
-
-    def result(self, agreement: Agreement) -> Any:
-        result = super().result(agreement)
-        with_counts = self._return_counts and self.target is not None
-        return (result, self.received) if with_counts else result
-
-
-class Allgatherv(OfAnyLength):
-    """See `Communicator.allgatherv`."""
-
-    name, code = "allgatherv", 6
-    same_length = "allgather"
-    root: int | None = None
-
-    def steps(self, agreement: Agreement) -> Steps:
-        elements, dtype = prod(self.row), self.source.dtype
-        self.received = agreement.lengths(elements * dtype.itemsize)
-        bounds = bounds_of(self.received, elements)
-        longest = max(self.received)
-        check_size(self.received.index(longest), bounds[-1:], dtype.itemsize)
-        if longest * elements * dtype.itemsize > self.placement.inline_bytes:
-            nbytes = bounds[-1] * dtype.itemsize
-            yield from take_together(self.group, self.name, nbytes, self._take_target)
-            yield from self._move(bounds)
-            return
-        self._take_target()
-        if self.target is not None:
-            _join_inline(agreement, bounds, self.target.flat)
-
-    def _take_target(self) -> None:
-        if self.root in {None, self.group.rank}:
-            self.take(must_not_alias=self.root is not None)
-
-    def _move(self, bounds: list[int]) -> Steps:
-        into: Flat | None = None if self.target is None else self.target.flat
-        link, rank = self.placement.link, self.group.rank
-        if self.root is not None:
-            yield from algorithms.gatherv(link, self.flat, into, bounds, self.root)
-        elif into is not None:
-            into[bounds[rank] : bounds[rank + 1]] = self.flat
-            yield from algorithms.allgatherv(link, into, bounds)
-
-
-class Gatherv(Allgatherv):
-    """See `Communicator.gatherv`."""
-
-    name, code = "gatherv", 20
-    same_length = "gather"
-
-    def __init__(self, context: Context, x: Any, root: int, return_counts: bool, out: Any) -> None:
-        self.root = check_root(root, context.group.size)
-        super().__init__(context, x, return_counts, out, self.root)
+    def __init__(self, context: Context, x: Any, root: int, out: Any) -> None:
+        super().__init__(context, x, out, check_root(root, context.group.size))
 
 
 # From all ranks to all -----------------------------------------------------------------------------
@@ -405,8 +247,7 @@ class Alltoall(ArrayOperation):
         self.copies += 1
 
     def steps(self, agreement: Agreement) -> Steps:
-        assert self.target is not None
-        flat, into, rank = self.flat, self.target.flat, self.group.rank
+        flat, into, rank = self.flat, self.into, self.group.rank
         count = flat.size // self.group.size
         bounds = bounds_of([count] * self.group.size)
         if self.payload is None:
@@ -415,62 +256,3 @@ class Alltoall(ArrayOperation):
             return
         for row, (start, end) in zip(self.rows(agreement), pairwise(bounds), strict=True):
             into[start:end] = row[bounds[rank] : bounds[rank + 1]]
-
-
-class Alltoallv(OfAnyLength):
-    """See `Communicator.alltoallv`. The counts travel with the header, the rows too if they fit."""
-
-    name, code = "alltoallv", 24
-    same_length = "alltoall"
-
-    def __init__(
-        self, context: Context, x: Any, counts: Any, return_counts: bool, out: Any
-    ) -> None:
-        super().__init__(context, x, return_counts, out)
-        self.counts = check_counts(counts, self.group.size, self.length)
-        self.table = np.array(self.counts, np.int64)
-
-    def pack(self, room: int) -> Bytes | None:
-        return _pack_table(self, room)
-
-    def steps(self, agreement: Agreement) -> Steps:
-        group, elements, dtype = self.group, prod(self.row), self.flat.dtype
-        tables, data = yield from self._tables(agreement, elements * dtype.itemsize)
-        for rank, counts in enumerate(tables.tolist()):
-            check_table(rank, counts, self.lengths[rank])
-            check_size(rank, [counts[group.rank]], elements * dtype.itemsize)
-        self.received = tables[:, group.rank].tolist()
-        if data is None:
-            nbytes = int(tables.sum()) * elements * dtype.itemsize
-            take = partial(self.take, must_not_alias=True)
-            yield from take_together(group, self.name, nbytes, take)
-        else:
-            self.take(must_not_alias=True)
-        assert self.target is not None
-        flat, into, link = self.flat, self.target.flat, self.placement.link
-        places = bounds_of(self.received, elements)
-        if data is None:
-            longest = int(tables.max()) * elements
-            bounds = bounds_of(self.counts, elements)
-            yield from algorithms.alltoallv(link, flat, bounds, into, places, longest)
-            return
-        for rank, (start, end) in enumerate(pairwise(places)):
-            first = int(tables[rank, : group.rank].sum()) * elements
-            into[start:end] = data[rank].view(dtype)[first : first + end - start]
-
-    def _tables(self, agreement: Agreement, row_bytes: int) -> Steps:
-        """Return how many rows each rank sends to each, and their data if it came along."""
-        group, width, lengths = self.group, self.table.nbytes, agreement.lengths()
-        self.lengths = lengths
-        tables = np.empty((group.size, group.size), np.int64)
-        if width > group.inline_bytes:
-            tables[group.rank] = self.table
-            bounds = bounds_of([group.size] * group.size)
-            yield from algorithms.allgatherv(group.transport, tables.reshape(-1), bounds)
-            return tables, None
-        for rank in range(group.size):
-            tables[rank] = agreement.payload(rank, width).view(np.int64)
-        if width + max(lengths) * row_bytes > self.placement.inline_bytes:
-            return tables, None
-        ends = [width + length * row_bytes for length in lengths]
-        return tables, [agreement.payload(rank, end)[width:] for rank, end in enumerate(ends)]

@@ -44,61 +44,42 @@ class AllgatherObject(ObjectOperation):
 
     name, code = "allgather_object", 9
 
-    def __init__(self, context: Context, obj: Any) -> None:
-        super().__init__(context, dumps(obj))
-
-    def steps(self, agreement: Agreement) -> Steps:
-        group, lengths = self.group, agreement.lengths(1)
-        if max(lengths) <= group.inline_bytes:
-            self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
-            return
-        bounds = bounds_of(lengths)
-        check_size(group.rank, bounds[-1:])
-        everything = yield from take_together(
-            group, self.name, bounds[-1], lambda: _bytes(bounds[-1])
-        )
-        everything[bounds[group.rank] : bounds[group.rank + 1]] = self.data
-        yield from algorithms.allgatherv(group.transport, everything, bounds)
-        self.received = [everything[start:end] for start, end in pairwise(bounds)]
-
-    def result(self, agreement: Agreement) -> list[Any]:
-        return [loads(rank, part) for rank, part in enumerate(self.received)]
-
-
-class GatherObject(ObjectOperation):
-    """See `Communicator.gather_object`."""
-
-    name, code = "gather_object", 28
-
-    def __init__(self, context: Context, obj: Any, root: int) -> None:
-        root = check_root(root, context.group.size)
+    def __init__(self, context: Context, obj: Any, root: int | None = None) -> None:
         super().__init__(context, dumps(obj), root)
 
     def steps(self, agreement: Agreement) -> Steps:
         group, lengths = self.group, agreement.lengths(1)
-        assert self.root is not None
         if max(lengths) <= group.inline_bytes:
             self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
             return
-        bounds = bounds_of(lengths)
-        if group.rank == self.root:
+        bounds, receives = bounds_of(lengths), self.receives
+        if receives:
             check_size(group.rank, bounds[-1:])
         into = yield from take_together(
-            group,
-            self.name,
-            bounds[-1],
-            lambda: _bytes(bounds[-1]) if group.rank == self.root else None,
+            group, self.name, bounds[-1], lambda: _bytes(bounds[-1]) if receives else None
         )
         yield from algorithms.gatherv(group.transport, self.data, into, bounds, self.root)
         if into is not None:
             self.received = [into[start:end] for start, end in pairwise(bounds)]
 
     def result(self, agreement: Agreement) -> list[Any] | None:
-        return (
-            [loads(rank, part) for rank, part in enumerate(self.received)]
-            if self.group.rank == self.root
-            else None
-        )
+        if not self.receives:
+            return None
+        return [loads(rank, part) for rank, part in enumerate(self.received)]
+
+    @property
+    def receives(self) -> bool:
+        """Whether this rank gets the objects."""
+        return self.root in {None, self.group.rank}
+
+
+class GatherObject(AllgatherObject):
+    """See `Communicator.gather_object`."""
+
+    name, code = "gather_object", 28
+
+    def __init__(self, context: Context, obj: Any, root: int) -> None:
+        super().__init__(context, obj, check_root(root, context.group.size))
 
 
 class BcastObject(ObjectOperation):

@@ -21,7 +21,7 @@ from arraycomm._collectives.placement import (
     ResultBuffer,
     flatten,
 )
-from arraycomm._dtypes import DType, check_movable
+from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature, register
@@ -118,6 +118,11 @@ class Operation:
         """Hand the result to the caller, the last thing a call does."""
         return None if self.target is None else self.target.deliver()
 
+    @property
+    def into(self) -> Flat:
+        """Where the elements of the result go; None on a rank that gets none."""
+        return None if self.target is None else self.target.flat
+
     def buffer_for(
         self, to: Destination, shape: tuple[int, ...], dtype: DType, *, deferred: bool
     ) -> ResultBuffer:
@@ -142,7 +147,6 @@ class ArrayOperation(Operation):
     def __init__(self, context: Context, x: Any, op: Any = None) -> None:
         super().__init__(context, context.place(x, op))
         self.source = self.placement.view(x)
-        check_movable(self.source.dtype)
         self.flat, self.copies = flatten(self.source)
         self.nbytes = self.flat.nbytes
 

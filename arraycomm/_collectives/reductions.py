@@ -19,13 +19,7 @@ from arraycomm._transports.base import Bytes, Flat, Steps
 
 
 class Reduction(ArrayOperation):
-    """An operation that folds all ranks' elements in rank order.
-
-    Attributes
-    ----------
-    into : Flat or None
-        Where the result's elements go, on a rank that gets them.
-    """
+    """An operation that folds all ranks' elements in rank order."""
 
     header_independent = True
     # Whether chunks may be longer than usual, since they overlap.
@@ -41,10 +35,6 @@ class Reduction(ArrayOperation):
         if payload is None and self.placement.host:
             reserve(self.group.transport, self.flat.nbytes if self.overlaps else 0)
         return payload
-
-    @property
-    def into(self) -> Flat | None:
-        return None if self.target is None else self.target.flat
 
     def steps(self, agreement: Agreement) -> Steps:
         if isinstance(self.op, Op):
@@ -129,9 +119,7 @@ class ReduceScatter(Reduction):
         return algorithms.reduce_scatter(link, self.flat, self._bounds, self.into, op)
 
     def by_function(self, op: Op, agreement: Agreement) -> Steps:
-        assert self.target is not None
-        into = self.target.flat
-        return function_reductions.reduce_scatter(self, op, agreement, self._bounds, into)
+        return function_reductions.reduce_scatter(self, op, agreement, self._bounds, self.into)
 
     def folded_rows(self, agreement: Agreement) -> Flat:
         start, end = self._bounds[self.group.rank : self.group.rank + 2]

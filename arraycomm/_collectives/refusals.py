@@ -14,7 +14,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import CPU, BufferView
 from arraycomm._arrays.frameworks import BY_NAME
-from arraycomm._arrays.results import allocate, lacking, to_framework
+from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import result_prototype, view
 from arraycomm._dtypes import BY_DTYPE, DType, name_of
 from arraycomm._errors import PeerError
@@ -58,8 +58,10 @@ def like_root(kind: BufferView, code: int, dtype: DType) -> BufferView:
 
 def announced(like: BufferView) -> int:
     """Return the dtypes that a result like `like` cannot have, a bit for each."""
-    dtypes, others = lacking(like)
-    return sum(1 << BY_DTYPE[dtype].code for dtype in dtypes) | (_OTHERS if others else 0)
+    # Others are of objects on devices, whose results are arrays of CuPy.
+    framework = BY_NAME.get(like.framework, BY_NAME["cupy"])
+    others = 0 if framework.takes_opaque else _OTHERS
+    return sum(1 << BY_DTYPE[dtype].code for dtype in framework.lacks(like.source)) | others
 
 
 def check_taken(

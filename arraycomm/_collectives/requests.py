@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._entries import entry, opaque
 from arraycomm._errors import CommTimeoutError
-from arraycomm._protocol.engine import Task
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.task import Task
 from arraycomm._transports.base import Steps
 
 # What a thread does that takes a result, so that it can use it.

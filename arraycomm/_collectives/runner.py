@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from functools import lru_cache
-from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, ParamSpec, Protocol
 
 from arraycomm._callsite import call_site, describe_raise, trim
 from arraycomm._collectives.guard import Guard
@@ -29,17 +29,16 @@ from arraycomm._transports.base import Handle, Steps
 _encoded: Final = lru_cache(maxsize=1024)(encode)
 
 P = ParamSpec("P")
-O_co = TypeVar("O_co", bound=Operation, covariant=True)
 
 
-class OperationClass(Protocol[P, O_co]):
+class OperationClass(Protocol[P]):
     """A class of operations: makes one of a context and the call's arguments."""
 
     @property
     def name(self) -> str:
         """The operation's name."""
 
-    def __call__(self, context: Context, /, *args: P.args, **kwargs: P.kwargs) -> O_co:
+    def __call__(self, context: Context, /, *args: P.args, **kwargs: P.kwargs) -> Operation:
         """Check the arguments of a call."""
 
 
@@ -71,16 +70,14 @@ class Runner:
         self.guard: Guard | None = None
         self.original: Runner | None = None
 
-    def call(
-        self, operation: OperationClass[P, Operation], *args: P.args, **kwargs: P.kwargs
-    ) -> Any:
+    def call(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Make a blocking call."""
         return self.call_within(None, operation, *args, **kwargs)
 
     def call_within(
         self,
         timeout: float | None,
-        operation: OperationClass[P, Operation],
+        operation: OperationClass[P],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Any:
@@ -102,9 +99,7 @@ class Runner:
         self.statistics.add_seconds(operation.name, time.perf_counter() - started)
         return result
 
-    def start(
-        self, operation: OperationClass[P, Operation], *args: P.args, **kwargs: P.kwargs
-    ) -> Request:
+    def start(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Request:
         """Start a call that goes on while the caller does something else."""
         site, after = call_site(), list[Follow]()
         try:
@@ -132,7 +127,7 @@ class Runner:
     def settle(
         self,
         settling: Generator[Handle, None, Agreement],
-        operation: OperationClass[P, Operation],
+        operation: OperationClass[P],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Any:
@@ -150,11 +145,11 @@ class Runner:
         return self.group.engine.run(self.group.guarded(steps()))
 
     def _preparing(
-        self, operation: OperationClass[P, Operation], *args: P.args, **kwargs: P.kwargs
+        self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs
     ) -> Prepare:
         def prepare(given: HostPlacement | None) -> Operation:
             make = operation if self.guard is None else self.guard.substitute(operation)
-            made: Operation = make(Context(self.group, self.placements, given), *args, **kwargs)
+            made = make(Context(self.group, self.placements, given), *args, **kwargs)
             made.payload = made.pack(made.placement.inline_bytes)
             return made
 

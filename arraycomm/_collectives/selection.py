@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Final, NamedTuple
+from typing import Final
 
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.segment import is_preferred
@@ -43,36 +43,17 @@ class Algorithm(enum.StrEnum):
 _UNLESS_SEGMENT: Final = (Algorithm.STEPS, Algorithm.SLICES)
 
 
-class Decision(NamedTuple):
-    """The algorithm of one reduction on `size` ranks, of `nbytes` on each."""
-
-    algorithm: Algorithm
-    nbytes: int
-    size: int
-
-    @property
-    def sent(self) -> int:
-        """How many bytes a rank sends to others."""
-        match self.algorithm:
-            case Algorithm.LOCAL | Algorithm.SHARED:
-                return 0
-            case Algorithm.SLICES | Algorithm.FUNCTION_BY_SLICES | Algorithm.NATIVE:
-                return 2 * self.nbytes * (self.size - 1) // self.size
-            case _:
-                return self.nbytes
-
-
-def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Decision:
+def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Algorithm:
     """Decide how a link reduces so many bytes; the same arguments give the same answer on every rank."""
     algorithm = without_segment(link, nbytes)
     if isinstance(op, Op):
-        algorithm = _by_function(op, algorithm)
-    elif algorithm is not Algorithm.LOCAL and link.native(op, dtype):
-        algorithm = Algorithm.NATIVE
-    elif algorithm in _UNLESS_SEGMENT and is_preferred(link, nbytes):
-        measured = algorithm is Algorithm.STEPS and link.crossovers.steps is not None
-        algorithm = algorithm if measured else Algorithm.SEGMENT
-    return Decision(algorithm, nbytes, link.size)
+        return _by_function(op, algorithm)
+    if algorithm is not Algorithm.LOCAL and link.native(op, dtype):
+        return Algorithm.NATIVE
+    measured = algorithm is Algorithm.STEPS and link.crossovers.steps is not None
+    if algorithm in _UNLESS_SEGMENT and not measured and is_preferred(link, nbytes):
+        return Algorithm.SEGMENT
+    return algorithm
 
 
 def without_segment(link: Link, nbytes: int) -> Algorithm:

@@ -19,14 +19,14 @@ from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 
-from arraycomm._arrays.buffer import CPU, Array, BufferView, check_dtype
+from arraycomm._arrays.buffer import CPU, Array, BufferView
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
 from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import result_prototype
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.segment import MAX_WHOLE_FOLDS, share
-from arraycomm._dtypes import BY_NAME, DType
+from arraycomm._dtypes import BY_NAME, DType, check_movable
 from arraycomm._entries import entries
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
@@ -254,7 +254,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
 def _checked_dtype(dtype: Any) -> DType:
     info = BY_NAME.get(str(dtype).removeprefix("torch."))
     found: DType = np.dtype(dtype).newbyteorder("=") if info is None else info.dtype
-    check_dtype(found)
+    check_movable(found)
     return found
 
 

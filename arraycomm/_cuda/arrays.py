@@ -11,14 +11,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from arraycomm._arrays.buffer import BufferView, check_dtype
+from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.out import check_out
 from arraycomm._arrays.views import NOTHING
 from arraycomm._cuda.frameworks import ANY, PER_THREAD, Framework, framework_named, framework_of
 from arraycomm._cuda.layouts import DeviceExport, Layout
 from arraycomm._cuda.streams import LEASES, order
-from arraycomm._dtypes import DType
+from arraycomm._dtypes import DType, check_movable
 
 _OF_HOST: Final = frozenset(
     (np.ndarray, type(None), bool, int, float, complex, str, tuple, list, dict)
@@ -52,11 +52,6 @@ class DeviceView(BufferView):
             self.streams += (export.stream,)
         address, _, _, dtype = export.layout
         self.device_buffer = DeviceBuffer(address, export.layout.size, dtype, export.owner, memory)
-
-    @property
-    def address(self) -> int:
-        """Address of the first element, on the device."""
-        return self.layout.address
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -220,7 +215,7 @@ def _inspect(x: Any, name: str, memory: DeviceMemory) -> tuple[Framework, Device
             f"cuda:{memory.device}; move it there, or make a communicator with that device"
         )
     export = framework.export(x, name, memory)
-    check_dtype(export.layout.dtype)
+    check_movable(export.layout.dtype)
     found = DeviceView(framework, x, export, memory)
     order(memory, found.streams, (memory.stream,))
     return framework, export, found

@@ -162,7 +162,7 @@ class Devices(Placements):
         this rank joins them.
         """
         link = self.link
-        if link is not None and link.async_check and agreement.some_on_devices():
+        if link is not None and link.async_check and ALL_ON_DEVICE in agreement.device_flags():
             return UploadedTreePlacement(self._group, link, self, self._own_stream, ALL_ON_DEVICE)
         return self.host_tree
 

@@ -9,7 +9,6 @@ from arraycomm._callsite import call_site
 from arraycomm._errors import text_of
 from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
 from arraycomm._protocol.header import (
-    ALL_ON_DEVICE,
     Headers,
     Signature,
     Status,
@@ -53,10 +52,6 @@ class Agreement(Headers):
         super().__init__(control)
         self.calls: list[CallDetail] | None = None
         self.mixed = False
-
-    def some_on_devices(self) -> bool:
-        """Tell whether a rank has all its arrays on a device."""
-        return ALL_ON_DEVICE in self.device_flags()
 
     def free_words(self) -> list[int]:
         """Return each rank's free word, also if the details have taken the place of the headers."""

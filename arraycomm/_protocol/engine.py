@@ -7,7 +7,6 @@ progress thread.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,80 +15,11 @@ from typing import Any, Final
 
 from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError
 from arraycomm._protocol import clock
-from arraycomm._protocol.outcomes import Outcome, Outcomes
+from arraycomm._protocol.outcomes import Outcomes
 from arraycomm._protocol.progress import ProgressThread
+from arraycomm._protocol.task import Task
 from arraycomm._protocol.waiting import Watch, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps
-
-
-def _without_traceback(error: BaseException) -> BaseException:
-    """Return a copy of an error that keeps no frames alive, or the error if it cannot be copied."""
-    try:
-        copied = copy.copy(error)
-        return copied if type(copied) is type(error) else error
-    except Exception:
-        return error
-
-
-class Task:
-    """One program under way, and in the end its result or its error."""
-
-    def __init__(
-        self, program: Steps, watch: Watch | None = None, outcome: Outcome | None = None
-    ) -> None:
-        self._program = program
-        # What is kept of it if it is a request, in case that nobody waits for it.
-        self.outcome = outcome or Outcome()
-        # Whether the caller does nothing else until it is finished.
-        self.waited_for = False
-        # Called while waiting, in place of the engine's own.
-        self.watch = watch
-        self.waiting: Handle | None = None
-        # Held by the thread that pushes it on.
-        self.pushing = threading.Lock()
-        self.since = 0.0
-        self.finished = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def step(self) -> None:
-        """Run the program up to the next thing it waits for."""
-        try:
-            self.waiting = next(self._program)
-            self.since = clock.now()
-        except StopIteration as stop:
-            self.finish(stop.value, None)
-        except BaseException as error:
-            self.finish(None, error)
-            if not isinstance(error, Exception):
-                raise
-
-    def finish(self, result: Any, error: BaseException | None) -> None:
-        """Record how the program ended."""
-        self.result, self.error, self.waiting = result, error, None
-        self.finished = True
-        self.outcome.finish(error)
-
-    def take(self) -> Any:
-        """Return the result, or raise the error; once more if asked again."""
-        if self.error is None:
-            return self.result
-        error, self.error = self.error, _without_traceback(self.error)
-        try:
-            raise error
-        finally:
-            # Its traceback has this frame, and so has that of the caller's own request.
-            del error
-
-    def fail(self, error: BaseException) -> None:
-        """Raise `error` inside the program, so that it can clean up."""
-        try:
-            self._program.throw(error)
-        except BaseException as raised:
-            self.finish(None, raised)
-        else:
-            self.finish(None, error)
-
 
 # What was outstanding when this process was forked.
 _of_parents: Final[list[Task]] = []

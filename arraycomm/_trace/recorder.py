@@ -253,7 +253,7 @@ def _algorithm(made: Operation) -> str:
             # Where the arrays lie, if that is memory that the ranks share.
             return Algorithm.SHARED
         link, dtype = made.placement.link, made.source.dtype
-        return selection.select(link, made.op, dtype, made.nbytes).algorithm
+        return selection.select(link, made.op, dtype, made.nbytes)
     if isinstance(made, Reduce):
         return selection.choose(made.nbytes, made.group.size, *made.placement.link.slot)
     return ""

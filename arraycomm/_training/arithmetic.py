@@ -25,9 +25,10 @@ from array_api_compat import (
 
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.exchange import exchange
+from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
 from arraycomm._arrays.frameworks.jax import check_jax
 from arraycomm._arrays.frameworks.torch import check_storage, torch_refusal, without_history
-from arraycomm._arrays.results import to_framework, widest_float
+from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import result_prototype, view
 from arraycomm._dtypes import BY_NAME, DType, DTypeInfo, Kind, kind_of
 
@@ -160,7 +161,7 @@ def _own_dtype(xp: Any, dtype: Any) -> DType | None:
     if row is None:
         return None
     # Without its 64-bit mode, JAX makes no further array of 64 bits.
-    if is_jax_namespace(xp) and row.dtype.itemsize > widest_float("jax").itemsize:
+    if is_jax_namespace(xp) and row.dtype.itemsize > FRAMEWORKS["jax"].widest_float().itemsize:
         return None
     return row.dtype
 

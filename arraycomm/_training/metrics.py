@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._arrays.results import allocate, to_framework, widest_float
+from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
+from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._dtypes import DType, Kind, kind_of
@@ -167,7 +168,7 @@ def shadow_metrics(memory: TreeMemory, live: Sequence[CallDetail]) -> Steps:
 def _like(leaf: BufferView) -> tuple[BufferView, DType]:
     """Return the array that a mean is like, and its dtype: a float for integers and booleans."""
     if kind_of(leaf.dtype) in {Kind.BOOL, Kind.INTEGER}:
-        return leaf, widest_float(leaf.framework)
+        return leaf, FRAMEWORKS[leaf.framework].widest_float()
     return leaf, leaf.dtype
 
 

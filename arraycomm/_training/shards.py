@@ -22,7 +22,7 @@ from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.requests import Request, waitall
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, runner_of
-from arraycomm._dtypes import check_movable, name_of
+from arraycomm._dtypes import name_of
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import LeafSpec, Signature, digest, encode
 from arraycomm._transports.base import Bytes, Steps
@@ -197,7 +197,6 @@ def _view(shard: Shard, *, is_own: bool) -> BufferView:
     if not is_own:
         return result_prototype(shard.array, shard.path)
     found = view(shard.array, shard.path)
-    check_movable(found.dtype)
     if (found.dtype, found.shape) != shard.spec:
         dtype, shape = shard.spec
         raise TypeError(

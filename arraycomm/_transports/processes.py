@@ -18,6 +18,7 @@ from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.lives import DELAY, Lives
+from arraycomm._transports.parts import Parts, PartsTransport
 from arraycomm._transports.ring_messages import Messages
 from arraycomm._transports.rings import Ring, Transfer
 from arraycomm._transports.shared_files import (
@@ -62,7 +63,7 @@ class _Movement:
         return not self._left
 
 
-class ProcessesTransport(SharesFiles, Transport):
+class ProcessesTransport(SharesFiles, PartsTransport):
     """One rank of a group of processes that have mapped the same `memory`."""
 
     name = "processes"
@@ -91,31 +92,7 @@ class ProcessesTransport(SharesFiles, Transport):
         start += (source * self.size + dest) * sum(lengths) + kind * lengths[0]
         return Ring(memory[start : start + lengths[kind]])
 
-    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
-        return self._move(
-            {r: send.block(r) for r in range(self.size)},
-            {r: recv.block(r) for r in range(self.size)},
-        )
-
-    def allgather(self, recv: Blocks) -> Handle:
-        blocks = {r: recv.block(r) for r in range(self.size)}
-        return self._move(dict.fromkeys(blocks, blocks[self.rank]), blocks)
-
-    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
-        into = {} if recv is None else {r: recv.block(r) for r in range(self.size)}
-        return self._move({root: send}, into)
-
-    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
-        parts = {} if send is None else {r: send.block(r) for r in range(self.size)}
-        return self._move(parts, {root: recv})
-
-    def bcast(self, buffer: Bytes, root: int) -> Handle:
-        if self.rank == root:
-            return self._move(dict.fromkeys(range(self.size), buffer), {root: buffer})
-        return self._move({}, {root: buffer})
-
-    def _move(self, parts: dict[int, Bytes], into: dict[int, Bytes]) -> Handle:
-        """Send a part to each rank that there is one for, and receive one from each."""
+    def move(self, parts: Parts, into: Parts) -> Handle:
         if self.rank in parts and parts[self.rank] is not into[self.rank]:
             np.copyto(into[self.rank], parts[self.rank])
         sends = [Transfer(self._to[r], parts[r], sending=True) for r in parts if r != self.rank]

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from arraycomm._arrays.results import allocate
-from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
+from arraycomm._transports.base import Bytes, Handle, Transport
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.mailbox import Mailbox, copy
-
-_Parts = Sequence[Bytes | None]
+from arraycomm._transports.parts import Parts, PartsTransport
 
 
 class Group:
@@ -23,10 +22,10 @@ class Group:
         self.size = size
         self.memory = np.zeros(SharedControl.nbytes(size), np.uint8)
         # For each rank: how many movements it has offered and read so far, and the parts that it
-        # offers to every rank in the last two.
+        # offers to other ranks in the last two.
         self.offered = [0] * size
         self.read = [0] * size
-        self.parts: list[list[_Parts]] = [[(), ()] for _ in range(size)]
+        self.parts: list[list[Parts]] = [[{}, {}] for _ in range(size)]
         # Messages, by sender, receiver and tag.
         self.mailbox = Mailbox()
         # Memory that a rank has offered to the others, by name.
@@ -47,7 +46,7 @@ class Group:
 class _Swap:
     """Offer parts to all ranks, copy those offered to this rank, wait until all ranks have read."""
 
-    def __init__(self, group: Group, rank: int, parts: _Parts, into: _Parts) -> None:
+    def __init__(self, group: Group, rank: int, parts: Parts, into: Parts) -> None:
         self._group, self._rank, self._into = group, rank, into
         self._number = group.offered[rank] + 1
         self._copied = False
@@ -62,22 +61,20 @@ class _Swap:
             self._copy()
         if min(group.read) < number:
             return False
-        group.parts[self._rank][number & 1] = ()
+        group.parts[self._rank][number & 1] = {}
         return True
 
     def _copy(self) -> None:
         group, parity = self._group, self._number & 1
-        for peer, target in enumerate(self._into):
-            if target is None or not len(target):
-                continue
-            source = group.parts[peer][parity][self._rank]
-            if source is not None and source is not target:
+        for peer, target in self._into.items():
+            source = group.parts[peer][parity].get(self._rank)
+            if len(target) and source is not None and source is not target:
                 copy(target, source)
         self._copied = True
         group.read[self._rank] = self._number
 
 
-class ThreadsTransport(Transport):
+class ThreadsTransport(PartsTransport):
     """One rank of a group of threads."""
 
     name = "threads"
@@ -89,32 +86,8 @@ class ThreadsTransport(Transport):
         self.control = SharedControl(rank, group.size, group.memory)
         self._splits = 0
 
-    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
-        return self._swap(self._parts(send), self._parts(recv))
-
-    def allgather(self, recv: Blocks) -> Handle:
-        into = self._parts(recv)
-        local, into[self.rank] = into[self.rank], None
-        return self._swap([local] * self.size, into)
-
-    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
-        return self._swap(self._only(send, root), self._parts(recv))
-
-    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
-        return self._swap(self._parts(send), self._only(recv, root))
-
-    def bcast(self, buffer: Bytes, root: int) -> Handle:
-        if self.rank == root:
-            return self._swap([buffer] * self.size, self._parts(None))
-        return self._swap(self._parts(None), self._only(buffer, root))
-
-    def _parts(self, blocks: Blocks | None) -> list[Bytes | None]:
-        """Return the part of each rank, or that none has any."""
-        return [blocks and blocks.block(rank) for rank in range(self.size)]
-
-    def _only(self, part: Bytes, rank: int) -> list[Bytes | None]:
-        """Return a part of one rank, and none of the others."""
-        return [part if other == rank else None for other in range(self.size)]
+    def move(self, parts: Parts, into: Parts) -> Handle:
+        return _Swap(self._group, self.rank, parts, into)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
         return self._group.mailbox.send((self.rank, dest, tag), buffer)
@@ -124,9 +97,6 @@ class ThreadsTransport(Transport):
 
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         return self._group.mailbox.probe(source, self.rank, tags)
-
-    def _swap(self, parts: _Parts, into: _Parts) -> Handle:
-        return _Swap(self._group, self.rank, parts, into)
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         self._splits += 1

@@ -17,7 +17,6 @@ from arraycomm._collectives.arguments import check_root
 from arraycomm._collectives.attempts import attempt_together, take_together
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.pickling import dumps, loads
-from arraycomm._dtypes import check_movable
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_size, malformed
@@ -215,10 +214,6 @@ def _part(leaf: Any, path: str) -> _Part:
     if _is_typed_key(leaf):
         return _key_part(leaf, path)
     array = view(leaf, path)
-    try:
-        check_movable(array.dtype)
-    except TypeError as error:
-        raise TypeError(f"{path}: {error}") from None
     return _Part(array_leaf(path, array), array)
 
 

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._arrays.results import allocate, takes_over, to_framework
+from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
+from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME
 from tests.arrays.test_views import Named
@@ -67,7 +68,7 @@ def test_result_is_the_callers_framework_and_bits(
 @pytest.mark.parametrize(("framework", "name"), SHARING)
 def test_result_is_handed_over_without_a_copy(framework: str, name: str) -> None:
     like = view(make(framework, sample(name)))
-    assert takes_over(framework, BY_NAME[name].dtype)
+    assert FRAMEWORKS[framework].takes_over(BY_NAME[name].dtype)
     for shape in [(), (3,), (3, 5)]:
         array = fresh(name, shape)
         address = pointer(array)
@@ -76,7 +77,7 @@ def test_result_is_handed_over_without_a_copy(framework: str, name: str) -> None
 
 @pytest.mark.parametrize("framework", ["mlx", "cupy"])
 def test_other_frameworks_copy(framework: str) -> None:
-    assert not takes_over(framework, np.dtype(np.float32))
+    assert not FRAMEWORKS[framework].takes_over(np.dtype(np.float32))
 
 
 def test_mlx_copies() -> None:
@@ -92,7 +93,7 @@ def test_dtypes_without_arithmetic_stay_numpys(dtype: Any) -> None:
     array = np.zeros(2, dtype)
     assert to_framework(array, view(array)) is array
     for framework in ("torch", "jax", "array_api_strict"):
-        assert not takes_over(framework, array.dtype)
+        assert not FRAMEWORKS[framework].takes_over(array.dtype)
 
 
 @pytest.mark.parametrize(

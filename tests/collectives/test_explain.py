@@ -5,7 +5,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._collectives import algorithms, selection
-from arraycomm._collectives.selection import Decision
+from arraycomm._collectives.selection import Algorithm
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from tests.support import internals
@@ -17,13 +17,13 @@ def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> Non
     taken: set[str] = set()
     select = algorithms.select
 
-    def spy(*args) -> Decision:
-        decision = select(*args)
+    def spy(*args) -> Algorithm:
+        algorithm = select(*args)
         # Known only once the ranks have told one another whether they all have the native part.
-        without = decision.algorithm == "segment" and compiled is None
-        found = selection.without_segment(args[0], args[3]) if without else decision.algorithm
+        without = algorithm == "segment" and compiled is None
+        found = selection.without_segment(args[0], args[3]) if without else algorithm
         taken.add(found.value)
-        return decision
+        return algorithm
 
     def check(comm: Communicator) -> None:
         x = np.ones(count)

@@ -11,6 +11,7 @@ _HALVES: Final = "arraycomm/_folds/float16.py"
 _ALGORITHMS: Final = "arraycomm/_collectives/algorithms.py"
 _REDUCTIONS: Final = "arraycomm/_collectives/reductions.py"
 _MOVEMENTS: Final = "arraycomm/_collectives/movements.py"
+_UNEVEN: Final = "arraycomm/_collectives/uneven.py"
 _FUNCTIONS: Final = "arraycomm/_collectives/function_reductions.py"
 _SHARED: Final = "arraycomm/_collectives/shared_arrays.py"
 _FAST: Final = "arraycomm/_collectives/fast_path.py"
@@ -124,10 +125,8 @@ ALGORITHMS: Final = (
         "last rank skipped",
         "if all ranks gather all rows, the last is not folded",
         _ALGORITHMS,
-        "            rows = yield from _gather_rows(link, source)\n"
-        "            link.fold(op, source.dtype, rows, target)",
-        "            rows = yield from _gather_rows(link, source)\n"
-        "            link.fold(op, source.dtype, rows[:-1], target)",
+        "                link.fold(op, source.dtype, rows_of(into, link.size), target)",
+        "                link.fold(op, source.dtype, rows_of(into, link.size)[:-1], target)",
         ("way_does_not_matter",),
     ),
     Fault(
@@ -238,7 +237,7 @@ ALGORITHMS: Final = (
     Fault(
         "uneven rows shifted",
         "`alltoallv` of small arrays takes the wrong rows of each rank",
-        _MOVEMENTS,
+        _UNEVEN,
         "            first = int(tables[rank, : group.rank].sum()) * elements",
         "            first = int(tables[rank, group.rank + 1 :].sum()) * elements",
         ("uneven_forms_join_rows",),
@@ -246,7 +245,7 @@ ALGORITHMS: Final = (
     Fault(
         "counts of the others",
         "the v-forms return the counts in the order of the requests, from the last rank on",
-        _MOVEMENTS,
+        _UNEVEN,
         "        return (result, self.received) if with_counts else result",
         "        return (result, self.received[::-1]) if with_counts else result",
         ("uneven_forms_join_rows",),
@@ -255,9 +254,9 @@ ALGORITHMS: Final = (
         "gathered on all",
         "`gather` gives the result to rank 0 as well",
         _MOVEMENTS,
-        "        if self.group.rank == self.root:\n"
+        "        if root in {None, self.group.rank}:\n"
         "            shape = (self.group.size, *self.source.shape)",
-        "        if self.group.rank in (0, self.root):\n"
+        "        if root in {None, self.group.rank} or not self.group.rank:\n"
         "            shape = (self.group.size, *self.source.shape)",
         ("gather_is_allgather_on_the_root_alone",),
     ),
@@ -265,11 +264,9 @@ ALGORITHMS: Final = (
         "signs of zeros",
         "`allgather` of small float arrays makes every zero positive",
         _MOVEMENTS,
-        "        if self.payload is not None:\n            _join_inline(agreement, bounds, into)\n"
-        "        elif flat.size:",
-        "        if self.payload is not None:\n            _join_inline(agreement, bounds, into)\n"
-        "            if into.dtype.kind == 'f':\n                into[into == 0] = 0\n"
-        "        elif flat.size:",
+        "            join_inline(agreement, bounds, into)\n\n\nclass Gather(Allgather)",
+        "            join_inline(agreement, bounds, into)\n"
+        "            if into.dtype.kind == 'f':\n                into[into == 0] = 0\n\n\nclass Gather(Allgather)",
         ("allgather_stacks",),
     ),
     Fault(
@@ -284,8 +281,8 @@ ALGORITHMS: Final = (
         "slices of a function",
         "the slices of an elementwise function are gathered from their last element on",
         _FUNCTIONS,
-        "            target[bounds[group.rank] : bounds[group.rank + 1]] = part\n",
-        "            target[bounds[group.rank] : bounds[group.rank + 1]] = part[::-1]\n",
+        "        yield from algorithms.gatherv(link, part, target, bounds, root)",
+        "        yield from algorithms.gatherv(link, part[::-1].copy(), target, bounds, root)",
         ("functions_are_folded_in_rank_order",),
     ),
     Fault(
@@ -505,17 +502,17 @@ MESSAGES: Final = (
         "objects of one rank",
         "`gather_object` gives every rank the list",
         "arraycomm/_collectives/objects.py",
-        "            if self.group.rank == self.root\n            else None\n        )\n\n\nclass BcastObject",
-        "            if self.received\n            else None\n        )\n\n\nclass BcastObject",
+        "        if not self.receives:\n",
+        "        if not self.received:\n",
         ("objects_arrive_equal",),
     ),
     Fault(
         "objects of every rank",
         "`allgather_object` of long objects gives this rank's own last",
         "arraycomm/_collectives/objects.py",
-        "        self.received = [everything[start:end] for start, end in pairwise(bounds)]\n",
-        "        self.received = [everything[start:end] for start, end in pairwise(bounds)]\n"
-        "        self.received.append(self.received.pop(group.rank))\n",
+        "            self.received = [into[start:end] for start, end in pairwise(bounds)]\n",
+        "            self.received = [into[start:end] for start, end in pairwise(bounds)]\n"
+        "            self.received.append(self.received.pop(group.rank))\n",
         ("objects_arrive_equal",),
     ),
 )

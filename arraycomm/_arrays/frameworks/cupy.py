@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, check_dtype
+from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader
 from arraycomm._arrays.current_device import working_on
 from arraycomm._arrays.frameworks.base import Framework, OnDevice
 from arraycomm._arrays.pinned import pinned
-from arraycomm._dtypes import DType, Kind, kind_of
+from arraycomm._dtypes import DType, Kind, check_movable, kind_of
 
 
 def find_reader(kind: type) -> Reader | None:
@@ -21,7 +21,7 @@ def find_reader(kind: type) -> Reader | None:
 
 def read_cupy(x: Any, _name: str) -> BufferView:
     """Read an array through pinned memory, in the order of CuPy's current stream."""
-    check_dtype(x.dtype)
+    check_movable(x.dtype)
     device = x.device.id
     with working_on(device):
         host = pinned(device).empty(x.nbytes).view(_carrier(x.dtype)).reshape(x.shape)

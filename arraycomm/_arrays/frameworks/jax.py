@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, check_dtype
+from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader
 from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
-from arraycomm._dtypes import BY_DTYPE, DType
+from arraycomm._dtypes import BY_DTYPE, DType, check_movable
 from arraycomm._errors import with_alternatives
 
 # The dtypes of 64 bits a part, which JAX has only in its 64-bit mode.
@@ -59,8 +59,7 @@ def read_jax(x: Any, name: str) -> BufferView:
     check_jax(x, name)
     device = jax_device(x)
     array = np.asarray(x)
-    if array.dtype not in BY_DTYPE:
-        check_dtype(array.dtype)
+    check_movable(array.dtype)
     return BufferView(array, "jax", x, True, device[0] != "cpu", device)
 
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, check_dtype
+from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader
 from arraycomm._arrays.frameworks.base import Framework, no_such_dtype
-from arraycomm._dtypes import TABLE, DType, name_of
+from arraycomm._dtypes import TABLE, DType, check_movable, name_of
 
 
 def find_reader(kind: type) -> Reader | None:
@@ -27,7 +27,7 @@ def read_mlx(x: Any, name: str) -> BufferView:
         array = np.asarray(memoryview(x.view(mx.uint16))).view(ml_dtypes.bfloat16)
     else:
         array = np.asarray(memoryview(x))
-    check_dtype(array.dtype)
+    check_movable(array.dtype)
     array.flags.writeable = False
     return BufferView(array, "mlx", x, True)
 

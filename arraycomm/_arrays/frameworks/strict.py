@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array, BufferView, Reader, check_dtype
+from arraycomm._arrays.buffer import Array, BufferView, Reader
 from arraycomm._arrays.frameworks.base import Framework, no_such_dtype
-from arraycomm._dtypes import BY_DTYPE
+from arraycomm._dtypes import BY_DTYPE, check_movable
 
 _DTYPES: Final = frozenset(
     dtype for dtype in BY_DTYPE if dtype.kind in "biufc" and dtype != np.dtype(np.float16)
@@ -23,7 +23,7 @@ def find_reader(kind: type) -> Reader | None:
 
 def _read(x: Any, _name: str) -> BufferView:
     array = np.from_dlpack(x)
-    check_dtype(array.dtype)
+    check_movable(array.dtype)
     return BufferView(array, "array_api_strict", x, not array.flags.writeable)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm import Communicator, explain
-from arraycomm._arrays.results import takes_over
+from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
 from arraycomm._cuda import device
 from arraycomm._cuda.arrays import on_cuda
 
@@ -74,7 +74,9 @@ def _about_array(name: str, x: Any, comm: Communicator, trial: bool) -> dict[str
         "by": plain.backend,
         "copies": plain.copies,
         "copies_transposed": explain(x.T, comm=comm).copies,
-        "copies_of_result": int(not on_device and not takes_over(name, np.dtype(np.float32))),
+        "copies_of_result": int(
+            not on_device and not FRAMEWORKS[name].takes_over(np.dtype(np.float32))
+        ),
         "notes": list(plain.notes),
     }
     if trial:

@@ -100,7 +100,7 @@ def cases(size: int, machine: Machine) -> Iterator[tuple[Algorithm, int]]:
     """
     (link,) = transports(Network(size, machine), [0])
     for nbytes in BYTES:
-        algorithm = select(link, "sum", _DTYPE, nbytes).algorithm
+        algorithm = select(link, "sum", _DTYPE, nbytes)
         if algorithm in {Algorithm.HEADER, Algorithm.STEPS} or nbytes >= _DTYPE.itemsize * size:
             yield algorithm, nbytes
 
