@@ -1,4 +1,4 @@
-"""The v-forms: movements of rows of which each rank may have another number."""
+"""The v-forms of the movements: each rank may have another number of rows."""
 
 from __future__ import annotations
 

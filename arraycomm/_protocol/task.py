@@ -1,4 +1,4 @@
-"""A program under way that its caller may leave for a while: what a request, a message or a check is."""
+"""A program that goes on while its caller does something else: a request, a message, or a check that follows."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from arraycomm._transports.mpi_relay import Broadcasts
 from arraycomm._transports.routes import Places
 from arraycomm._transports.shared_files import SharesFiles
 
-# More than these delay the rank that is waited for, if it needs this core.
+# Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if both share the core.
 _SPINS: Final = 8
 
 

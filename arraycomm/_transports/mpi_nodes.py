@@ -133,7 +133,7 @@ class Rounds(NodeExchange):
         turned = [nodes[(own + k) % count] for k in range(count)]
         self._others = _selection([rank for node in turned[1:] for rank in node])
         self._here = _selection(self._members)
-        # The words of each rank of this node, in front of its payload, and in a message.
+        # For each parity, what each rank of this node shows in front of its payload.
         self._shown = [
             [row[rank, _WORD:PAYLOAD].data.cast("q") for rank in self._members] for row in rows
         ]

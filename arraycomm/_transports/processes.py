@@ -29,7 +29,7 @@ from arraycomm._transports.shared_files import (
     open_file,
 )
 
-# As between ranks of MPI.
+# As many polls as ranks of MPI make before they give up their cores.
 _SPINS: Final = 8
 # Memory in which parts begin has no line of a processor's cache in common with the part before.
 _LINES: Final = 128

@@ -58,6 +58,9 @@ def measurements_of_rank_0_hold_on_every_rank() -> None:
     assert explained.algorithm in {"slices", "segment"}
     assert f"chosen by what was measured of 2 ranks on 1 node: {RIGHT}" in str(explained)
     assert "measured" not in str(ac.explain(1.0))
+    with comm.dup() as in_steps:
+        internals.transport(in_steps).crossovers = Crossovers(steps=1 << 20)
+        assert ac.explain(x, comm=in_steps).algorithm == "steps"
 
 
 def communicators_made_from_it_have_those_of_their_own_ranks() -> None:

@@ -345,6 +345,21 @@ def test_more_counts_than_travel_with_the_header(on_ranks, several, name) -> Non
     on_ranks(several, check)
 
 
+def test_rank_alone_gathers_into_the_memory_of_its_own_array(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        # More than travels with the header.
+        expected = np.arange(300_000.0)
+        with comm.split(comm.rank) as alone:
+            for gather in (alone.gather, alone.allgather):
+                x = expected.copy()
+                assert same(gather(x, out=x[None]), expected[None])
+            for gather in (alone.gatherv, alone.allgatherv):
+                x = expected.copy()
+                assert same(gather(x, out=x), expected)
+
+    on_ranks(2, check)
+
+
 def test_alltoallv_with_what_was_received_sends_everything_back(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
         for length in (3, 5_000):
