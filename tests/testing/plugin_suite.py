@@ -185,7 +185,7 @@ def test_hangs_on_one_rank(comm) -> None:
     comm.barrier()
 
 
-@settings(database=None, max_examples=20)
+@settings(database=None, max_examples=100)
 @given(ranks=2, x=st.integers(0, 1000))
 def test_law(comm, x) -> None:
     if comm.rank == 1:
@@ -211,7 +211,7 @@ def mpi_world() -> object:
 
 
 @only_processes
-@settings(database=None, max_examples=50)
+@settings(database=None, max_examples=100)
 @given(ranks=[2, 3], world=mpi_world, x=st.integers(0, 1000))
 def test_law_of_plain_mpi4py(comm, x) -> None:
     assert type(comm).__module__ == "mpi4py.MPI"
@@ -221,7 +221,7 @@ def test_law_of_plain_mpi4py(comm, x) -> None:
 
 
 @only_processes
-@settings(database=None, max_examples=50)
+@settings(database=None, max_examples=100)
 @given(ranks=2, world=mpi_world, x=st.integers(0, 1000))
 def test_message_that_nobody_receives(comm, x) -> None:
     if comm.rank == 0 and x > 5:

@@ -18,7 +18,7 @@ from tests.support.launcher import needs_mpiexec, run_python
 
 PLANTED = str(Path(__file__).with_name("planted.py"))
 FEW = hypothesis.settings(
-    max_examples=20,
+    max_examples=100,
     deadline=None,
     database=None,
     report_multiple_bugs=False,
@@ -279,7 +279,7 @@ def test_seeds_and_settings_apply_on_either_side() -> None:
     outer = collect(lambda test: FEW(hypothesis.seed(5)(draw(test))))
     inner = collect(lambda test: draw(FEW(hypothesis.seed(5)(test))))
     assert outer == inner
-    assert len(outer) == 20
+    assert len(outer) == FEW.max_examples
 
 
 def test_every_rank_count_up_to_four_is_drawn() -> None:
