@@ -18,7 +18,7 @@ from arraycomm.testing import strategies as ranked
 hypothesis.settings.register_profile(
     "planted",
     deadline=None,
-    # A fault ends the search, on average at the fifth example; 30 were once too few to meet one.
+    # A fault ends the search, so that many examples take no longer; few may not meet it.
     max_examples=200,
     database=None,
     report_multiple_bugs=False,
