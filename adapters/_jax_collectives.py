@@ -124,8 +124,8 @@ def allreduce(
     BackendUnavailableError
         The call is in a compiled program, and ranks are threads, or the program is for a device.
     MismatchError, PeerError, CommTimeoutError
-        As for `Communicator.allreduce`. A compiled program raises them where its results are awaited;
-        they are instances of `jax.errors.JaxRuntimeError` as well.
+        As for `Communicator.allreduce`. A compiled program raises them where it is called or where
+        its results are awaited; they are instances of `jax.errors.JaxRuntimeError` as well.
 
     Notes
     -----

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
-from jax._src import dispatch
 from jax.errors import JaxRuntimeError
 
 # As many errors are kept as programs may be in flight that nobody has awaited.
@@ -35,25 +35,24 @@ def kept(error: BaseException) -> CallFailedError:
         number = next(_numbers)
         _kept[number] = error
         _kept.pop(number - _KEPT, None)
-    return CallFailedError(f"[arraycomm error {number}]")
+    return CallFailedError(f"{type(error).__name__}: {error} [arraycomm error {number}]")
 
 
-def unwrap(effect: Any) -> None:
-    """Have JAX raise the errors that are kept here; they end the order of `effect`, which begins anew."""
+def unwrap(failed: Callable[[], None]) -> None:
+    """Have JAX raise the errors that are kept here; `failed` is called whenever it does."""
 
     def make(cls: type[JaxRuntimeError], *args: Any) -> Any:
         found = _MARK.findall(str(args[0])) if args and cls is JaxRuntimeError else []
         error = _kept.get(int(found[-1])) if found else None
         if error is None:
             return RuntimeError.__new__(cls, *args)
-        # The program's token holds the error: programs that wait for it would fail as well.
-        dispatch.runtime_tokens.current_tokens.pop(effect, None)
-        return _like(error)
+        failed()
+        return as_jax_error(error)
 
     JaxRuntimeError.__new__ = make
 
 
-def _like(error: BaseException) -> BaseException:
+def as_jax_error(error: BaseException) -> BaseException:
     """Return an error of the same class, message and attributes that is one of JAX's too."""
     made: BaseException = RuntimeError.__new__(_class_like(type(error)))  # type: ignore[arg-type]
     made.args = error.args

@@ -21,8 +21,8 @@ from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
 import arraycomm as ac
-from arraycomm.adapters._jax_errors import kept, unwrap
-from arraycomm.adapters._jax_tokens import leave_in_place
+from arraycomm.adapters._jax_errors import as_jax_error, kept, unwrap
+from arraycomm.adapters._jax_tokens import DelaysErrors, keep
 
 # Makes a call at a place of a program (0: of none): gets arrays, and where results go or None; returns results.
 Make = Callable[[int, Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -86,8 +86,8 @@ for _kinds in (
     effects.remat_allowed_effects,
 ):
     _kinds.add_type(_InProgramOrder)
-unwrap(_effect)
-leave_in_place(_effect)
+_token: Final = keep(_effect)
+unwrap(_token.clear)
 
 call_p: Final = Primitive("arraycomm")
 call_p.multiple_results = True
@@ -128,7 +128,7 @@ call_p.def_effectful_abstract_eval(_stage)
 # Compiled -----------------------------------------------------------------------------------------
 
 
-class _Callback:
+class _Callback(DelaysErrors):
     """What a compiled program calls, with a token and buffers: arguments, a token, results."""
 
     def __init__(self, call: Call, comm: ac.Communicator, place: int, count: int) -> None:
@@ -140,13 +140,17 @@ class _Callback:
         return self._comm is comm
 
     def __call__(self, _: Any, *buffers: Any) -> tuple[()]:
+        if _token.error is not None:
+            # Of this program: it is to end without further calls.
+            return ()
         split = 1 + self._count
         arrays = [np.asarray(buffer) for buffer in buffers[1:split]]
         outs = [np.asarray(buffer) for buffer in buffers[split + 1 :]]
         try:
             self._make(self._place, arrays, outs)
         except BaseException as error:
-            raise kept(error) from error
+            if not (self.delays_errors and _token.take(as_jax_error(error))):
+                raise kept(error) from error
         return ()
 
 
@@ -159,7 +163,9 @@ def _lower(
         isinstance(other, _Callback) and other.takes_place(comm) for other in module.host_callbacks
     )
     # Added also if it is not called: ranks count the calls of their programs alike.
-    module.add_host_callback(_Callback(call, comm, place, len(arrays)))
+    callback = _Callback(call, comm, place, len(arrays))
+    module.add_host_callback(callback)
+    module.add_keepalive(callback)
     if call.is_identity(comm):
         ctx.set_tokens_out(ctx.tokens_in)
         return arrays

@@ -1,31 +1,198 @@
-"""The token of the programs that make calls, as it goes from one program to the next.
+"""The order of the programs that make calls: each takes the token of the one before it, and leaves its own.
 
-JAX puts the token of the last program on the devices of the next one, also if it is there already, which takes
-longer than the rest of a small program.
+JAX passes the tokens of ordered effects on in Python, at every dispatch, which takes many times longer than a
+small program. Here the token lies in one array that is among the constants of all these programs. So JAX can
+dispatch them as it does programs without effects; what puts their results together puts the new token in place.
+
+JAX makes a `ValueError` of what such a program raises while it is being dispatched. So a callback keeps its
+error here, the rest of the program makes no calls, and the error is raised when the token is put in place.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import re
+import threading
+from typing import Any, Final
 
+import jax
+from jax._src import pjit
 from jax._src.core import Token
-from jax._src.dispatch import RuntimeTokenSet
+from jax._src.dispatch import RuntimeTokenSet, runtime_tokens
+from jax._src.interpreters import pxla
+from jax._src.tree_util import dispatch_registry
+
+# What JAX keeps to dispatch a program without Python. One that keeps something else dispatches as it likes.
+_FIELDS: Final = (
+    "xla_executable",
+    "out_pytree_def",
+    "in_shardings",
+    "out_shardings",
+    "out_avals",
+    "out_committed",
+    "kept_var_bitvec",
+    "in_device_local_layouts",
+    "const_args",
+)
+# A loop of an optimized program. XLA notes how many turns it has if that depends on nothing.
+_LOOP: Final = re.compile("^.* = .* while\\((?!.*known_trip_count).*$", re.MULTILINE)
 
 
-def leave_in_place(effect: Any) -> None:
-    """Have JAX leave the token of an effect where it is if the next program runs there."""
-    move = RuntimeTokenSet.get_token_input
+class DelaysErrors:
+    """A callback of programs, which gives its errors to the token if it may: see `ProgramToken.take`."""
+
+    delays_errors = False
+
+
+class ProgramToken:
+    """The token of an effect: where JAX looks for it, and in the array that programs take.
+
+    Attributes
+    ----------
+    array : Array of bool, shape (0,), or None
+        Its memory is that of the last program's token. None before the first program.
+    error : BaseException or None
+        What the program has raised that is being dispatched.
+    """
+
+    def __init__(self, effect: Any) -> None:
+        self._effect = effect
+        self._ready: Any = None
+        self._threads: set[int] = set()
+        self.array: Any = None
+        self.error: BaseException | None = None
+
+    def put(self, array: Any) -> None:
+        """Have the next program take the token of this one; raise its error, if it has raised one."""
+        if self.array is None:
+            with jax.ensure_compile_time_eval():
+                self._ready, self.array = jax.numpy.zeros(0, bool), jax.numpy.zeros(0, bool)
+        self._threads.add(threading.get_ident())
+        self.array._replace_with(array)
+        runtime_tokens.current_tokens[self._effect] = Token(self.array)
+        if self.error is not None:
+            # A program that has been dispatched may still run: it makes no calls while the error is here.
+            self.array.block_until_ready()
+            error, self.error = self.error, None
+            raise error
+
+    def take(self, error: BaseException) -> bool:
+        """Take the error of the program that runs, if `put` is still to be called for it.
+
+        Programs run one after the other. So this one has been put here if the token here is not ready.
+        """
+        if len(self._threads) != 1 or not self.array.is_ready():
+            return False
+        self.error = error
+        return True
+
+    def clear(self) -> None:
+        """Have the next program wait for nothing: what the last one has left is an error."""
+        runtime_tokens.current_tokens.pop(self._effect, None)
+        if self.array is not None:
+            self.array._replace_with(self._ready)
+
+    def orders(self, executable: Any) -> bool:
+        """Tell whether a program has the effect, and no other."""
+        call = getattr(executable, "unsafe_call", None)
+        return (
+            isinstance(call, pxla.ExecuteReplicated)
+            and call.ordered_effects == [self._effect]
+            and not call.has_unordered_effects
+        )
+
+
+def keep(effect: Any) -> ProgramToken:
+    """Have JAX keep the token of an effect here, and dispatch programs with it as those without."""
+    token = ProgramToken(effect)
+    _keep_between_dispatches(token, effect)
+    if getattr(pxla.MeshExecutableFastpathData, "_fields", None) == _FIELDS:
+        _dispatch_without_python(token)
+    return token
+
+
+def _keep_between_dispatches(kept: ProgramToken, effect: Any) -> None:
+    move, put = RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result
 
     def get_token_input(self: Any, eff: Any, devices: list[Any]) -> Any:
-        token = self.current_tokens.get(eff) if eff is effect else None
-        if isinstance(token, Token) and _devices_of(token) == devices:
-            return token
+        # JAX would copy it also to the device where it is.
+        current = self.current_tokens.get(eff) if eff is effect else None
+        if isinstance(current, Token) and _device_of(current) == devices:
+            return current
         return move(self, eff, devices)
 
+    def set_token_result(self: Any, eff: Any, token: Any) -> None:
+        if eff is effect:
+            kept.put(vars(token)["_buf"])
+        else:
+            put(self, eff, token)
+
     RuntimeTokenSet.get_token_input = get_token_input  # type: ignore[method-assign]
+    RuntimeTokenSet.set_token_result = set_token_result  # type: ignore[method-assign]
 
 
-def _devices_of(token: Any) -> list[Any] | None:
+def _device_of(token: Any) -> list[Any] | None:
     """Return the one device of a token, or None if it has more."""
     sharding = vars(token)["_buf"].sharding
     return list(sharding.device_set) if sharding.num_devices == 1 else None
+
+
+class _WithToken:
+    """The results of a program behind its token, as JAX takes them apart and puts them together."""
+
+    def __init__(self, token: Any, results: Any) -> None:
+        self.token, self.results = token, results
+
+
+def _dispatch_without_python(token: ProgramToken) -> None:
+    prepare = pjit._get_fastpath_data
+
+    def put_together(_: None, parts: Any) -> Any:
+        made, results = parts
+        token.put(made)
+        return results
+
+    jax.tree_util.register_pytree_node(
+        _WithToken, lambda made: ((made.token, made.results), None), put_together
+    )
+
+    def get_fastpath_data(executable: Any, tree: Any, args: Any, results: Any, *rest: Any) -> Any:
+        if not token.orders(executable) or not _ends(executable):
+            return prepare(executable, tree, args, results, *rest)
+        data = prepare(_without_effects(executable), tree, args, results, *rest)
+        if data is None:
+            return None
+        for callback in executable.unsafe_call.keepalive:
+            if isinstance(callback, DelaysErrors):
+                callback.delays_errors = True
+        return _with_token(data, token.array, jax.tree.unflatten(tree, results))
+
+    pjit._get_fastpath_data = get_fastpath_data  # type: ignore[assignment]
+
+
+def _ends(executable: Any) -> bool:
+    """Tell whether a program ends whatever its calls return, also if they have failed."""
+    return not any(
+        _LOOP.search(part.to_string()) for part in executable.xla_executable.hlo_modules()
+    )
+
+
+def _without_effects(executable: Any) -> Any:
+    twin, call = copy.copy(executable), copy.copy(executable.unsafe_call)
+    call.ordered_effects, twin._unsafe_call = [], call
+    return twin
+
+
+def _with_token(data: Any, token: Any, results: Any) -> Any:
+    """Put a token before the constants of a program that has just run, and before its results."""
+    _, tree = dispatch_registry.flatten(_WithToken(token, results), None)
+    return data._replace(
+        out_pytree_def=tree,
+        in_shardings=[token.sharding, *data.in_shardings],
+        out_shardings=[token.sharding, *data.out_shardings],
+        out_avals=[token.aval, *data.out_avals],
+        out_committed=[token.committed, *data.out_committed],
+        kept_var_bitvec=[True, *data.kept_var_bitvec],
+        in_device_local_layouts=[None, *data.in_device_local_layouts],
+        const_args=[token, *data.const_args],
+    )

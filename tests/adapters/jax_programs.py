@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax import lax
 from jax._src import dispatch
+from jax._src.interpreters import pxla
 
 import arraycomm as ac
 from arraycomm._training.programs import calls_of
@@ -175,6 +176,51 @@ def repeated_calls_are_as_the_first() -> None:
     assert_same(program(jnp.ones(3))[0], jnp.full(3, float(comm.size)))
 
 
+def programs_are_dispatched_without_python() -> None:
+    comm, size = ac.world(), ac.world().size
+    weights, key = np.arange(3.0), jax.random.key(0)
+
+    @jax.jit
+    def program(x: Any, unused: Any, key: Any) -> Any:
+        return {"sum": allreduce(x * weights), "key": key, "twice": [x, x]}
+
+    def results(turn: int) -> Any:
+        return program(jnp.full(3, float(turn)), jnp.ones(turn // 2 + 1), key)
+
+    silent = jax.jit(lambda x: [allreduce(x), None][1:])
+    results(0), results(0), silent(jnp.ones(2))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pxla.ExecuteReplicated, "__call__", None)
+        found = results(1)
+        assert silent(jnp.ones(2)) == [None]
+    assert_same(found["sum"], weights * size)
+    assert_same(jax.random.key_data(found["key"]), jax.random.key_data(key))
+    assert_same(found["twice"], [jnp.full(3, 1.0)] * 2)
+    # Programs that JAX compiles anew come in between.
+    assert_same(results(2)["sum"], weights * size * 2)
+    assert_same(results(1)["sum"], weights * size)
+    assert_same(jax.jit(bcast)(jnp.full(2, float(comm.rank))), jnp.zeros(2))
+    assert_same(results(2)["sum"], weights * size * 2)
+
+
+def programs_on_several_devices_keep_their_order() -> None:
+    comm = ac.world().dup()
+    first, last = jax.devices()[0], jax.devices()[-1]
+    before = jax.jit(work, static_argnums=1)
+    late = jax.jit(lambda x: allreduce(x, comm=comm))
+    early = jax.jit(lambda x: allgather(x, comm=comm))
+    x, y = jax.device_put(jnp.ones(700), first), jax.device_put(jnp.zeros(3), last)
+    for turn in range(4):
+        found = [late(before(x, 3 * comm.rank + 1)), early(y), late(x), early(y)]
+        # The first time they are compiled.
+        assert not turn or not found[-1].is_ready()
+        jax.effects_barrier()
+        made = calls_of(comm).comm.stats()
+        assert [made[name]["calls"] for name in ("allreduce", "allgather")] == [2 * turn + 2] * 2
+        assert_same(found[0::2], [jnp.full(700, float(comm.size))] * 2)
+        assert_same(found[1::2], [jnp.zeros((comm.size, 3))] * 2)
+
+
 def tokens_go_through() -> None:
     def calls(x: Any) -> Any:
         y, token = allreduce(x, token=make_token())
@@ -324,6 +370,38 @@ def errors_of_programs_are_of_their_own_classes() -> None:
     assert isinstance(error, ac.MismatchError)
     error = raised(lambda: jax.jit(lambda x: allgather(x, comm=other))(jnp.ones(2)))
     assert isinstance(error, ac.CommunicatorClosedError)
+
+
+def errors_end_the_rest_of_a_program() -> None:
+    comm = ac.world()
+
+    def turn(x: Any) -> Any:
+        return allreduce(x) / comm.size + allgather(x).min()
+
+    turns = jax.jit(lambda x: lax.scan(lambda x, _: (turn(x), None), x, length=3)[0])
+    # It would never end with results that have not come.
+    until = jax.jit(lambda x: lax.while_loop(lambda x: x[0] < 4, turn, x))
+    once, before = jax.jit(turn), jax.jit(work, static_argnums=1)
+
+    def later(x: Any) -> Any:
+        # It is dispatched before it can run.
+        return once(before(x, 5))
+
+    for program, count in ((turns, 3), (until, 3), (later, 700)):
+        x = jnp.ones(count)
+        for _ in range(3):
+            expected = jax.block_until_ready(program(x))
+        for _ in range(2):
+            # One rank raises in place of the first call; the others make none of those that follow.
+            if comm.rank == 1:
+                assert isinstance(raised(lambda: allreduce(jnp.ones(3, bool))), TypeError)
+            else:
+                error = raised(lambda program=program, x=x: [program(x), program(x)])
+                assert isinstance(error, ac.PeerError)
+                assert isinstance(error, jax.errors.JaxRuntimeError)
+                assert (error.rank, error.in_step) == (1, True)
+            for _ in range(2):
+                assert_same(program(x), expected)
 
 
 def what_cannot_be_compiled_is_refused_by_name() -> None:
@@ -548,12 +626,15 @@ OPTIMIZED: list[Check] = [
     large_results_have_the_bits_of_eager_ones,
     argument_that_stays_the_callers_is_not_copied,
     repeated_calls_are_as_the_first,
+    programs_are_dispatched_without_python,
+    programs_on_several_devices_keep_their_order,
     tokens_go_through,
     independent_calls_keep_their_order,
     one_rank_may_compile_again,
     another_place_in_the_program_is_a_mismatch,
     messages_are_large_or_small_and_alike,
     errors_of_programs_are_of_their_own_classes,
+    errors_end_the_rest_of_a_program,
     what_cannot_be_compiled_is_refused_by_name,
     sendrecv_says_what_is_wrong_with_ranks_tags_and_shapes,
 ]
@@ -568,6 +649,7 @@ CHECKS = OPTIMIZED + AS_WRITTEN
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_num_cpu_devices", 2)
     ac.init(timeout=60)
     for as_written, checks in ((False, OPTIMIZED), (True, AS_WRITTEN)):
         jax.config.update("jax_disable_most_optimizations", as_written)

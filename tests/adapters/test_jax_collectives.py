@@ -18,6 +18,7 @@ pytest.importorskip("optax")
 cases = pytest.importorskip("tests.adapters.jax_cases")
 programs = pytest.importorskip("tests.adapters.jax_programs")
 collectives = pytest.importorskip("arraycomm.adapters.jax")
+tokens = pytest.importorskip("arraycomm.adapters._jax_tokens")
 
 LIMIT = 300
 # Most of the time goes into compiling, on every rank anew.
@@ -103,6 +104,23 @@ def test_wrong_argument_on_one_rank_raises_on_all(
         assert collectives.sendrecv(rows, ahead, behind, comm=comm)[0, 0] == behind
 
     run(3, on_rank, timeout=10)
+
+
+def test_error_that_a_token_takes_is_raised_once_the_program_has_ended() -> None:
+    def work(x: Any) -> Any:
+        for _ in range(20):
+            x = jax.numpy.tanh(x @ x.T)
+        return x[0] > 0
+
+    token, ready = tokens.ProgramToken("an effect"), jax.numpy.zeros(0, bool)
+    token.put(ready)
+    assert token.take(ValueError("of a callback"))
+    made = jax.jit(work)(jax.numpy.ones((500, 500)))
+    with pytest.raises(ValueError, match="of a callback"):
+        token.put(made)
+    assert made.is_ready()
+    token.put(ready)
+    token.clear()
 
 
 @lru_cache
