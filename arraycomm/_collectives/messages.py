@@ -21,6 +21,7 @@ from arraycomm._callsite import call_site, describe_raise
 from arraycomm._collectives import envelopes
 from arraycomm._collectives.arguments import check_rank
 from arraycomm._collectives.blocks import cut
+from arraycomm._collectives.fast_exchange import FastExchange, Key
 from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
 from arraycomm._collectives.placement import (
     DeferredResultBuffer,
@@ -43,6 +44,8 @@ from arraycomm._transports.base import Bytes, Handle, Steps, Transport
 TAGS: Final = 1 << 20
 # Envelopes whose memory is kept to be used again.
 _SPARE: Final = 2
+# Fast paths that are kept; each has memory for what comes.
+_MAX_FAST: Final = 64
 
 
 class Message(NamedTuple):
@@ -128,6 +131,8 @@ class Messenger:
         self._pieces = 0
         # Envelopes that are used again: to touch fresh memory takes longer than a short message.
         self._spare: list[Bytes] = []
+        self._fast: dict[tuple[Any, ...], FastExchange] = {}
+        group.on_free.append(self._forget)
 
     def isend(self, x: Any, dest: int, tag: int) -> Request:
         """Start to send an array."""
@@ -170,13 +175,21 @@ class Messenger:
         timeout: float | None,
     ) -> Any:
         """Send and receive at the same time; return what was received."""
+        fast = self._fast_exchange(x, dest, source, tag)
+        if fast is not None and like is timeout is None and isinstance(status, Status | None):
+            result = fast(x, out, status)
+            if result is not None:
+                return result
         plain = self._is_plain((dest, source), tag, status, timeout)
         outgoing = self._outgoing(x, out) if plain else None
         if outgoing is not None:
             wait = _Wait("recv from", source, tag)
-            return self._run(
+            result = self._run(
                 self._exchange(outgoing, dest, wait, like, out, status or Status()), wait, "recv"
             )
+            if outgoing.room is not None:
+                self._keep(x, dest, source, tag)
+            return result
         arguments = (source, tag, like, out, status)
         sending = self._send_awaited(x, dest, tag, timeout, out)
         try:
@@ -222,16 +235,20 @@ class Messenger:
 
     def _run(self, steps: Steps, wait: _Wait, operation: str) -> Any:
         """Make a call in this thread, without a request."""
-        group, started = self._group, time.perf_counter()
+        started = time.perf_counter()
+        with self._group.turn():
+            try:
+                return self._drive(steps, wait, operation)
+            finally:
+                self._statistics.add_seconds(operation, time.perf_counter() - started)
+
+    def _drive(self, steps: Steps, wait: _Wait, operation: str) -> Any:
+        group = self._group
 
         def watch(waited: float) -> None:
             group.check_message(MessageWait([wait.peer], str(wait), call_site(), None), waited)
 
-        with group.turn():
-            try:
-                return group.engine.run(self._delivered(steps, operation), watch)
-            finally:
-                self._statistics.add_seconds(operation, time.perf_counter() - started)
+        return group.engine.run(self._delivered(steps, operation), watch)
 
     def _wait(self, operation: str, *requests: _Pending) -> list[Any]:
         """Wait for messages; what interrupts the wait ends them."""
@@ -368,7 +385,9 @@ class Messenger:
         # Nothing is outstanding, so no receive comes before this one.
         yield self._group.transport.recv(envelope, wait.peer, wait.tag)
         status.source, status.tag = wait.peer, wait.tag
-        return (yield from self._arrived(envelope, place, wanted, out, status))
+        result = yield from self.arrived(envelope, place, wanted, out, status)
+        self._give_back(envelope)
+        return result
 
     def _exchange(
         self, outgoing: _Outgoing, dest: int, wait: _Wait, like: Any, out: Any, status: Status
@@ -377,17 +396,35 @@ class Messenger:
         self._statistics.count("send", outgoing.nbytes, outgoing.copies)
         self._group.unmatched += 1
         sent = self._begin(outgoing, dest, wait.tag)
-        result, undelivered = None, list[UndeliveredError]()
-        try:
-            result = yield from self._recv_here(wait, like, out, status)
-        except UndeliveredError as error:
-            undelivered.append(error)
-        wait.doing, wait.peer = "send to", dest
-        yield from sent
+        receiving = self._recv_here(wait, like, out, status)
+        result = yield from _beside(sent, receiving, wait, dest)
         self._give_back(outgoing.room)
-        if undelivered:
-            raise undelivered.pop()
         return result
+
+    def go_on(self, sent: Handle, receiving: Steps, dest: int, source: int, tag: int) -> Any:
+        """Wait in this thread for a message that is received, and one that is sent."""
+        wait = _Wait("recv from", source, tag)
+        return self._drive(_beside([sent], receiving, wait, dest), wait, "recv")
+
+    def _fast_exchange(self, x: Any, dest: Any, source: Any, tag: Any) -> FastExchange | None:
+        if type(x) is np.ndarray and type(dest) is type(source) is type(tag) is int:
+            return self._fast.get((dest, source, tag, self._place(), x.dtype, x.shape))
+        return None
+
+    def _forget(self) -> None:
+        """Give up the fast paths."""
+        while self._fast:
+            self._fast.popitem()[1].free()
+
+    def _keep(self, x: Any, dest: int, source: int, tag: int) -> None:
+        """Keep the fast path of a `sendrecv` that has just been made, with few elements."""
+        if type(x) is not np.ndarray or not x.dtype.isnative:
+            return
+        key = Key(dest, source, tag, self._place(), x.dtype, x.shape)
+        if key not in self._fast:
+            if len(self._fast) >= _MAX_FAST:
+                self._forget()
+            self._fast[key] = FastExchange(self._group, self._statistics, self, key)
 
     # Sending
 
@@ -470,9 +507,11 @@ class Messenger:
         finally:
             self._matcher.drop(receive)
         status.source, status.tag = receive.source, receive.tag
-        return (yield from self._arrived(envelope, place, wanted, out, status))
+        result = yield from self.arrived(envelope, place, wanted, out, status)
+        self._give_back(envelope)
+        return result
 
-    def _arrived(
+    def arrived(
         self, envelope: Bytes, place: int, wanted: Wanted | None, out: Any, status: Status
     ) -> Steps:
         """Read a message whose envelope has come."""
@@ -484,7 +523,6 @@ class Messenger:
         if result is None:
             wanted = wanted or _wanted(None, out)
             result = yield from self._take(envelope, status.source, wanted, out, status)
-        self._give_back(envelope)
         return result
 
     def _misplaced(self, place: int, envelope: Bytes, source: int) -> MismatchError | None:
@@ -523,6 +561,20 @@ class Messenger:
             raise
         except Exception as error:
             raise UndeliveredError(error) from error
+
+
+def _beside(sent: list[Handle], receiving: Steps, wait: _Wait, dest: int) -> Steps:
+    """Wait for what is received, then for what is sent; raise what is wrong with the first after that."""
+    result, undelivered = None, list[UndeliveredError]()
+    try:
+        result = yield from receiving
+    except UndeliveredError as error:
+        undelivered.append(error)
+    wait.doing, wait.peer = "send to", dest
+    yield from sent
+    if undelivered:
+        raise undelivered.pop()
+    return result
 
 
 def _may_change(data: Bytes, out: Any) -> bool:

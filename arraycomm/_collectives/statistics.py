@@ -34,14 +34,14 @@ class Statistics:
 
     def count(self, operation: str, nbytes: int = 0, copies: int = 0) -> None:
         """Count a call."""
-        numbers = self._numbers(operation)
+        numbers = self.numbers(operation)
         numbers[0] += 1
         numbers[1] += nbytes
         numbers[2] += copies
 
     def add_seconds(self, operation: str, seconds: float) -> None:
         """Count the time of a blocking call."""
-        self._numbers(operation)[3] += seconds
+        self.numbers(operation)[3] += seconds
 
     def absorb(self, counts: list[Count]) -> None:
         """Count what fast paths have done that are given up now."""
@@ -72,7 +72,7 @@ class Statistics:
             for operation, numbers in self.totals().items()
         }
 
-    def _numbers(self, operation: str) -> list[float]:
+    def numbers(self, operation: str) -> list[float]:
         return self._totals.setdefault(operation, [0, 0, 0, 0.0])
 
 

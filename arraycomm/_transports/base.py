@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Generator, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from arraycomm._dtypes import DType
 from arraycomm._folds import fold, prefixes
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
+from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
+from arraycomm._transports.pairs import Pair, PlainPair
 
 Bytes = np.ndarray[Any, Any]
 # One-dimensional, contiguous memory of a link: a NumPy array, or a `DeviceBuffer`.
@@ -32,13 +34,6 @@ Steps: TypeAlias = Generator["Handle", None, Any]
 MAX_BYTES: Final = 2**31 - 4096
 # Up to this many ranks of several nodes send each other messages of their own.
 DIRECT_RANKS: Final = 128
-
-
-class Handle(Protocol):
-    """A movement under way, or a step of the control channel."""
-
-    def done(self) -> bool:
-        """Make progress with all movements, and tell whether this one is finished; never waits."""
 
 
 class Blocks(NamedTuple):
@@ -173,6 +168,10 @@ class Transport(Link):
 
     def prefixes(self, op: str, dtype: DType, rows: Sequence[Bytes], outs: Sequence[Bytes]) -> None:
         prefixes(op, dtype, rows, outs)
+
+    def pair(self, send: Bytes, dest: int, recv: Bytes, source: int, tag: int) -> Pair:
+        """Return a message to one rank and one from another, which can be begun again and again."""
+        return PlainPair(lambda: self.recv(recv, source, tag), lambda: self.send(send, dest, tag))
 
     @abc.abstractmethod
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:

@@ -21,8 +21,10 @@ from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.mpi_control import MpiControl, translated
 from arraycomm._transports.mpi_direct import DirectMessages
 from arraycomm._transports.mpi_memory import finish, shared_memory
+from arraycomm._transports.mpi_pairs import MpiPair
 from arraycomm._transports.mpi_probe import MessageProbe
 from arraycomm._transports.mpi_relay import Broadcasts
+from arraycomm._transports.pairs import Pair
 from arraycomm._transports.routes import Places
 from arraycomm._transports.shared_files import SharesFiles
 
@@ -147,6 +149,11 @@ class MPITransport(SharesFiles, Transport):
         if source == self.rank:
             return self._own.recv((source, source, tag), buffer)
         return self._begin(lambda: self.mpi_comm.Irecv([buffer, MPI.BYTE], source, tag), buffer)
+
+    def pair(self, send: Bytes, dest: int, recv: Bytes, source: int, tag: int) -> Pair:
+        if self.rank in (dest, source):
+            return super().pair(send, dest, recv, source, tag)
+        return MpiPair(self.mpi_comm, send, dest, recv, source, tag)
 
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         return self._probe(source, tags)

@@ -32,8 +32,8 @@ CORE = [
     "_folds/by_numpy",
 ]
 
-# Documented, in spite of their names: those of named tuples, and of `sys`.
-PUBLIC = {"_asdict", "_replace", "_current_frames"}
+# Documented, in spite of their names: those of named tuples, of `sys`, and of `os`.
+PUBLIC = {"_asdict", "_replace", "_current_frames", "_getframe", "_exit"}
 
 Trees = dict[str, ast.Module]
 
@@ -117,7 +117,7 @@ def numbers() -> dict[str, tuple[int, int]]:
     core = sum(lines(ROOT / "arraycomm" / f"{name}.py") for name in CORE)
     return {
         "modules in import circles": (len(circles(trees)), 0),
-        "uses of private attributes from outside": (len(foreign_private(trees)), 20),
+        "uses of private attributes from outside": (len(foreign_private(trees)), 15),
         "lines of the longest module": (max(map(lines, paths.values())), 800),
         "modules flat in arraycomm/": (len(flat), 16),
         "lines of the core": (core, CORE_LIMIT),

@@ -1,0 +1,208 @@
+"""Exchanges that were made before: the fast path of `sendrecv` does what a full call does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm._collectives import messages
+from arraycomm._communicator import Communicator
+from tests.support.launcher import needs_mpiexec, run_python
+
+Array = np.ndarray[Any, Any]
+SHORT, LONG = 40, 20_000
+
+
+def _ring(comm: Communicator) -> tuple[int, int]:
+    """The ranks to send to and to receive from."""
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+def _numbered(*numbers: int, count: int = SHORT) -> Array:
+    return np.random.default_rng((count, *numbers)).standard_normal(count)
+
+
+def _warm(comm: Communicator) -> None:
+    """Exchange arrays like `_numbered` until there is a fast path."""
+    for turn in range(3):
+        _assert_ring(comm, turn)
+
+
+def _assert_ring(comm: Communicator, *numbers: int) -> None:
+    right, left = _ring(comm)
+    got = comm.sendrecv(_numbered(comm.rank, *numbers), right, left)
+    assert np.array_equal(got, _numbered(left, *numbers))
+
+
+def test_each_call_gets_its_own_elements(on_ranks, size) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        status, kept, paths = ac.Status(), [], []
+        for turn in range(4):
+            mine, theirs = _numbered(comm.rank, turn), _numbered(left, turn)
+            kept.append((comm.sendrecv(mine, right, left), theirs))
+            out = np.empty(SHORT)
+            assert comm.sendrecv(mine, right, left, out=out, status=status) is out
+            assert np.array_equal(out, theirs)
+            assert (status.source, status.tag, status.nbytes) == (left, 0, out.nbytes)
+            assert (status.dtype, status.shape) == (out.dtype, out.shape)
+            assert comm.sendrecv(mine, right, left, out=mine) is mine
+            assert np.array_equal(mine, theirs)
+            strided = np.repeat(_numbered(comm.rank, turn), 2)[::2]
+            backwards = np.empty(SHORT)[::-1]
+            comm.sendrecv(strided, right, left, out=backwards)
+            assert np.array_equal(backwards, theirs)
+            paths.append(list(comm._messenger._fast.values()))
+        assert all(np.array_equal(got, wanted) for got, wanted in kept)
+        assert len(paths[0]) == (comm.size > 1)
+        assert all(one == paths[0] for one in paths)
+        if comm.size > 1:
+            counts = comm.stats()
+            assert (counts["send"]["calls"], counts["send"]["copies"]) == (16, 4)
+            assert counts["send"]["bytes"] == 16 * 8 * SHORT
+            assert counts["recv"]["calls"] == 16
+
+    on_ranks(size, check)
+
+
+# What one rank sends while the others have a fast path for another array.
+OTHERS: dict[str, Callable[[], Array]] = {
+    "shorter": lambda: _numbered(1, count=SHORT - 1),
+    "another shape": lambda: _numbered(1).reshape(2, -1),
+    "another dtype": lambda: _numbered(1).astype(np.float32),
+    "another byte order": lambda: _numbered(1).astype(">f8"),
+    "in pieces": lambda: _numbered(1, count=LONG),
+    "with fields": lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]),
+    "empty": lambda: np.zeros((0, 3)),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_array_that_is_not_like_those_before_arrives(on_ranks, several, other) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        _warm(comm)
+        mine = OTHERS[other]() if comm.rank == 0 else _numbered(comm.rank)
+        wanted = OTHERS[other]() if left == 0 else _numbered(left)
+        got = comm.sendrecv(mine, right, left)
+        assert (got.dtype, got.shape) == (wanted.dtype.newbyteorder("="), wanted.shape)
+        assert np.array_equal(got, wanted)
+        _warm(comm)
+
+    on_ranks(several, check)
+
+
+def test_wrong_arguments_on_one_rank_are_raised_as_before(on_ranks, several) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        _warm(comm)
+        mine = _numbered(comm.rank)
+        for kind, match, x, wrong in (
+            (TypeError, "send: ", [1], {}),
+            (ValueError, "recv: ", mine, {"out": np.empty(SHORT + 1)}),
+            (TypeError, "recv: ", mine, {"out": np.empty(SHORT, np.float32)}),
+            (BufferError, "recv: ", mine, {"out": np.broadcast_to(0.0, SHORT)}),
+            (TypeError, "recv: ", mine, {"like": "text"}),
+            (TypeError, "status must be", mine, {"status": "text"}),
+        ):
+            if comm.rank == 0:
+                with pytest.raises(kind, match=match):
+                    comm.sendrecv(x, right, left, **wrong)
+            elif left == 0 and x is not mine:
+                with pytest.raises(ac.PeerError, match="rank 0 raised instead of sending"):
+                    comm.sendrecv(mine, right, left)
+            else:
+                assert np.array_equal(comm.sendrecv(mine, right, left), _numbered(left))
+            _assert_ring(comm, 7)
+
+    on_ranks(several, check)
+
+
+def test_receives_from_any_rank_come_before_later_exchanges(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        _warm(comm)
+        if comm.rank == 0:
+            first, sent = comm.irecv(ac.ANY_SOURCE), comm.isend(0, 1, 9)
+            second = comm.sendrecv(_numbered(0), 1, 1)
+            assert np.array_equal(first.wait(), _numbered(1, 0))
+            assert np.array_equal(second, _numbered(1, 1))
+            sent.wait()
+        elif comm.rank == 1:
+            comm.recv(0, 9)
+            comm.send(_numbered(1, 0), 0)
+            assert np.array_equal(comm.sendrecv(_numbered(1, 1), 0, 0), _numbered(0))
+
+    on_ranks(2, check)
+
+
+def test_fast_paths_are_given_up_when_there_are_many(on_ranks, monkeypatch) -> None:
+    monkeypatch.setattr(messages, "_MAX_FAST", 3)
+
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        for turn in range(3):
+            for count in range(5):
+                got = comm.sendrecv(_numbered(comm.rank, turn, count=count), right, left)
+                assert np.array_equal(got, _numbered(left, turn, count=count))
+                assert len(comm._messenger._fast) <= 3
+        with comm.dup() as other:
+            _warm(other)
+            assert len(other._messenger._fast) == 1
+        assert not other._messenger._fast
+
+    on_ranks(2, check)
+
+
+def test_rank_that_does_not_exchange_any_more_is_noticed(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        right, left = _ring(comm)
+        part = comm.dup(timeout=0.5)
+        _warm(part)
+        if comm.rank == 1:
+            with pytest.raises(ac.CommTimeoutError, match=f"recv from rank {left} with tag 0"):
+                part.sendrecv(_numbered(comm.rank), right, left)
+            with pytest.raises(ac.CommunicatorClosedError, match="waited 0"):
+                part.sendrecv(_numbered(comm.rank), right, left)
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(2, check)
+
+
+PROGRAM = """
+import sys
+import numpy as np
+import arraycomm as ac
+
+comm = ac.init()
+peer = 1 - comm.rank
+for turn in range(5):
+    got = comm.sendrecv(np.full(4, float(turn + comm.rank)), peer, peer)
+    assert (got == turn + peer).all()
+    with comm.dup() as other:
+        for _ in range(3):
+            other.sendrecv(np.ones(3), peer, peer)
+if sys.argv[1] == "finalizes":
+    ac.finalize()
+if sys.argv[1] == "raises" and comm.rank == 1:
+    raise ValueError("rank 1 is broken")
+if sys.argv[1] == "raises":
+    comm.sendrecv(np.full(4, 1.0), peer, peer)
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("how", ["ends", "finalizes", "raises"])
+def test_program_ends_as_without_fast_paths(how) -> None:
+    job = run_python("-c", PROGRAM, how, ranks=2, timeout=60)
+    assert (job.returncode == 0) == (how != "raises"), job.stderr
+    assert "persistent request" not in job.stdout + job.stderr
+    if how == "raises":
+        assert "PeerError: rank 1 failed" in job.stderr
+        assert "rank 1 is broken" in job.stderr
+    else:
+        assert not job.stderr
