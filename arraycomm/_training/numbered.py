@@ -99,7 +99,9 @@ class NumberedGradients(AllreduceGradients):
         missing: str = "zeros",
     ) -> None:
         super().__init__(context, memory, tree, op, bucket_bytes, compression, missing)
-        self._where, self._numbering, self._site = where, numbering, call_site()
+        self._where, self._numbering = where, numbering
+        # Another thread may make the steps of what waits behind other calls.
+        self._site = call_site() if self.group.engine.queue else None
         self.length |= where.word()
 
     def steps(self, agreement: Agreement) -> Steps:
@@ -117,7 +119,7 @@ class NumberedGradients(AllreduceGradients):
     def _refuse(self) -> Steps:
         """Raise the same error on all ranks, with the line of the program in which each is."""
         control = self.group.control
-        local = CallDetail(self.name, str(self._where), self._site)
+        local = CallDetail(self.name, str(self._where), self._site or call_site())
         details = yield from exchange_details(control, local, CallDetail)
         control.ended = True
         lines = by_ranks([f"{detail.call}, at {detail.site}" for detail in details])
