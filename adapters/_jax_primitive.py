@@ -16,7 +16,7 @@ import numpy as np
 from jax._src import effects
 from jax._src.core import abstract_token
 from jax.core import ShapedArray
-from jax.extend.core import Effect, Primitive
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
@@ -70,7 +70,7 @@ class Call(abc.ABC):
         """Raise if it has no derivatives."""
 
 
-class _InProgramOrder(Effect):
+class _InProgramOrder(effects.Effect):
     """The effect of a call."""
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ def _make_eagerly(*arrays: Any, call: Call, comm: ac.Communicator) -> list[Any]:
 
 def _stage(
     *arrays: Any, call: Call, comm: ac.Communicator
-) -> tuple[list[ShapedArray], set[Effect]]:
+) -> tuple[list[ShapedArray], set[effects.Effect]]:
     _refuse_shards(call.name)
     made = call.results(arrays, comm.size)
     return [ShapedArray(like.shape, like.dtype) for like in made], {_effect}

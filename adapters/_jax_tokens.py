@@ -13,9 +13,11 @@ from __future__ import annotations
 import copy
 import re
 import threading
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
+import numpy as np
 from jax._src import pjit
 from jax._src.core import Token
 from jax._src.dispatch import RuntimeTokenSet, runtime_tokens
@@ -47,6 +49,9 @@ class DelaysErrors:
 class ProgramToken:
     """The token of an effect: where JAX looks for it, and in the array that programs take.
 
+    The array stays on the device of the first program, since some versions of XLA cannot copy a token.
+    Programs on other devices wait for the one before them, and the next one waits for them.
+
     Attributes
     ----------
     array : Array of bool, shape (0,), or None
@@ -62,13 +67,27 @@ class ProgramToken:
         self.array: Any = None
         self.error: BaseException | None = None
 
-    def put(self, array: Any) -> None:
-        """Have the next program take the token of this one; raise its error, if it has raised one."""
+    def is_on(self, devices: Sequence[Any]) -> bool:
+        """Tell whether the array is on these devices, which are one."""
+        return self.array is not None and list(self.array.sharding.device_set) == list(devices)
+
+    def receive(self, array: Any) -> None:
+        """Keep the token of a program on any device that was dispatched from Python."""
+        (device,) = array.sharding.device_set
         if self.array is None:
             with jax.ensure_compile_time_eval():
-                self._ready, self.array = jax.numpy.zeros(0, bool), jax.numpy.zeros(0, bool)
+                none = np.zeros(0, bool)
+                self._ready, self.array = jax.device_put(none, device), jax.device_put(none, device)
+        if self.is_on([device]):
+            self.put(array)
+        else:
+            array.block_until_ready()
+            self.put(self._ready)
+
+    def put(self, array: Any) -> None:
+        """Have the next program take the token of this one; raise its error, if it has raised one."""
         self._threads.add(threading.get_ident())
-        self.array._replace_with(array)
+        self._hold(array)
         runtime_tokens.current_tokens[self._effect] = Token(self.array)
         if self.error is not None:
             # A program that has been dispatched may still run: it makes no calls while the error is here.
@@ -90,15 +109,19 @@ class ProgramToken:
         """Have the next program wait for nothing: what the last one has left is an error."""
         runtime_tokens.current_tokens.pop(self._effect, None)
         if self.array is not None:
-            self.array._replace_with(self._ready)
+            self._hold(self._ready)
+
+    def _hold(self, array: Any) -> None:
+        self.array._replace_with(array)
 
     def orders(self, executable: Any) -> bool:
-        """Tell whether a program has the effect, and no other."""
+        """Tell whether a program has the effect and no other, and is on the device of the array."""
         call = getattr(executable, "unsafe_call", None)
         return (
             isinstance(call, pxla.ExecuteReplicated)
             and call.ordered_effects == [self._effect]
             and not call.has_unordered_effects
+            and self.is_on(executable.xla_executable.local_devices())
         )
 
 
@@ -112,29 +135,25 @@ def keep(effect: Any) -> ProgramToken:
 
 
 def _keep_between_dispatches(kept: ProgramToken, effect: Any) -> None:
-    move, put = RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result
+    take, put = RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result
 
     def get_token_input(self: Any, eff: Any, devices: list[Any]) -> Any:
-        # JAX would copy it also to the device where it is.
-        current = self.current_tokens.get(eff) if eff is effect else None
-        if isinstance(current, Token) and _device_of(current) == devices:
-            return current
-        return move(self, eff, devices)
+        if eff is effect and eff in self.current_tokens:
+            if kept.is_on(devices):
+                # JAX would copy it also to the device where it is.
+                return self.current_tokens[eff]
+            kept.array.block_until_ready()
+            del self.current_tokens[eff]
+        return take(self, eff, devices)
 
     def set_token_result(self: Any, eff: Any, token: Any) -> None:
         if eff is effect:
-            kept.put(vars(token)["_buf"])
+            kept.receive(vars(token)["_buf"])
         else:
             put(self, eff, token)
 
     RuntimeTokenSet.get_token_input = get_token_input  # type: ignore[method-assign]
     RuntimeTokenSet.set_token_result = set_token_result  # type: ignore[method-assign]
-
-
-def _device_of(token: Any) -> list[Any] | None:
-    """Return the one device of a token, or None if it has more."""
-    sharding = vars(token)["_buf"].sharding
-    return list(sharding.device_set) if sharding.num_devices == 1 else None
 
 
 class _WithToken:

@@ -113,7 +113,7 @@ def test_error_that_a_token_takes_is_raised_once_the_program_has_ended() -> None
         return x[0] > 0
 
     token, ready = tokens.ProgramToken("an effect"), jax.numpy.zeros(0, bool)
-    token.put(ready)
+    token.receive(ready)
     assert token.take(ValueError("of a callback"))
     made = jax.jit(work)(jax.numpy.ones((500, 500)))
     with pytest.raises(ValueError, match="of a callback"):
