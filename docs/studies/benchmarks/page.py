@@ -167,8 +167,8 @@ water" is one program with a loop: each rank has 256 × 256 cells of three field
 beside it by four calls of `sendrecv` a step. It is the same program for both libraries, which exchange the halos. The goals are at
 most 0.3 of mpi4jax's time for 8 B, 0.6 for 1 MB and 0.8 for 16 MB, and 1 for the steps.
 
-JAX dispatches every program whose calls have an order from Python, mpi4jax's and arraycomm's. On one rank, which communicates with nobody, a call of 8 B takes 80 to 150 µs on this
-machine, and a program without a collective 5 to 9 µs. This is most of the time of a small call, and what keeps the first goal out of reach.
+JAX dispatches programs whose calls have an order from Python, mpi4jax's among them: on one rank, which communicates with nobody, this takes 65 to 130 µs of a small call on this
+machine. Programs of arraycomm are [dispatched as those without calls](jax.md#order), which takes 5 to 9 µs. So XLA's FFI, which would save 3 to 4 µs more, is not used.
 
 ```sh
 python -m arraycomm bench jax --ranks 2
