@@ -25,7 +25,7 @@ from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 from arraycomm._folds import fold_function
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
-from arraycomm._protocol.agreement import settle
+from arraycomm._protocol.agreement import agree
 from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, digest_of, encode
 from arraycomm._transports.control import PAYLOAD, PREFIX
 
@@ -220,8 +220,8 @@ class FastAllreduce:
 
     def settle(self, x: Array, out: Array) -> None:
         """Raise on every rank if calls differ; go on if arrays are on devices elsewhere."""
-        settling = settle(self._control, self._signature)
-        out[...] = self._runner.settle(settling, Allreduce, x, self._op, None)
+        agreeing = agree(self._control, self._signature)
+        out[...] = self._runner.settle(agreeing, Allreduce, x, self._op, None)
 
     def count(self) -> Count:
         """Return what this path has done so far."""

@@ -21,7 +21,7 @@ from arraycomm._collectives.statistics import Statistics
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import Status, encode
+from arraycomm._protocol.header import Status, encode, show
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Handle, Steps
 
@@ -126,7 +126,7 @@ class Runner:
 
     def settle(
         self,
-        settling: Generator[Handle, None, Agreement],
+        agreeing: Generator[Handle, None, Agreement],
         operation: OperationClass[P],
         *args: P.args,
         **kwargs: P.kwargs,
@@ -138,7 +138,7 @@ class Runner:
         prepare = self._preparing(operation, *args, **kwargs)
 
         def steps() -> Steps:
-            agreement = yield from settling
+            agreement = yield from agreeing
             made = prepare(self.placements.host)
             return (yield from self._go_on(made, prepare, agreement, None))
 
@@ -198,18 +198,12 @@ class Runner:
         if deferred:
             # The header is checked later, in whichever thread.
             site = site or call_site()
-        agreeing = agree(
-            group.control,
-            operation.signature,
-            operation.prefix or _prefix(operation),
-            operation.payload,
-            negotiable=operation.negotiable,
-            site=site,
-        )
+        show(group.control, operation.prefix or _prefix(operation), operation.payload)
+        signature, negotiable = operation.signature, operation.negotiable
+        agreeing = agree(group.control, signature, negotiable=negotiable, site=site)
         if deferred:
             # What the device is to do waits there for the other ranks.
-            posted = next(agreeing)
-            group.engine.follow(self._checked_later(posted, agreeing))
+            group.engine.follow(self._checked_later(agreeing))
             return (yield from self._finish(operation, NO_HEADERS))
         agreement = yield from agreeing
         return (yield from self._go_on(operation, prepare, agreement, site))
@@ -241,15 +235,10 @@ class Runner:
     def _finish(self, operation: Operation, agreement: Agreement) -> Steps:
         return operation.placement.run(_finished(operation, agreement))
 
-    def _checked_later(self, posted: Handle, agreeing: Steps) -> Steps:
+    def _checked_later(self, agreeing: Steps) -> Steps:
         """Check the header of a call that has started before; its error is raised by the next call."""
-
-        def steps() -> Steps:
-            yield posted
-            yield from agreeing
-
         try:
-            yield from self.group.guarded(steps())
+            yield from self.group.guarded(agreeing)
         except GeneratorExit:
             raise
         except BaseException as error:

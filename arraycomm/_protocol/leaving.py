@@ -17,7 +17,8 @@ def leave_in_step(control: ControlChannel, text: str) -> Generator[Handle, None,
     """Take part in one last step, which tells the others that this rank leaves, and why."""
     data = np.frombuffer(text.encode(errors="replace")[-control.payload :], np.uint8)
     control.ended = True
-    yield from show(control, encode(Signature(""), len(data), status=Status.LEAVING), data)
+    show(control, encode(Signature(""), len(data), status=Status.LEAVING), data)
+    yield control
 
 
 def all_left_well(control: ControlChannel) -> bool:
