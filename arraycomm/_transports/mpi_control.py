@@ -22,6 +22,7 @@ from mpi4py import MPI
 from arraycomm._errors import TransportError
 from arraycomm._transports.control import WELL, ControlChannel, message_slot
 from arraycomm._transports.memory_order import fence
+from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_nodes import NodeExchange, Pair, Rounds
 from arraycomm._transports.notes import ExitNotice
@@ -34,14 +35,6 @@ TAG: Final = 1 << 21
 _MESSAGE: Final = struct.Struct("<5q")
 _MOST: Final = 3_000
 _EXITING: Final = 0
-
-
-def translated(error: MPI.Exception) -> TransportError:
-    """Return MPI's error as one of ours."""
-    found = TransportError(f"MPI reported: {error.Get_error_string()}")
-    # Another rank has called `shrink`.
-    found.revoked = error.Get_error_class() == MPI.ERR_REVOKED
-    return found
 
 
 class MpiControl(ControlChannel):
