@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 from arraycomm._errors import DeadlockError
 from arraycomm._protocol import clock
+from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._transports.control import ControlChannel
 
@@ -123,15 +124,9 @@ class Member(Protocol):
     name: str
     size: int
     control: ControlChannel
+    engine: Engine
+    related: list[Any]
     family_ranks: Sequence[int]
-
-    @property
-    def idle(self) -> bool:
-        """Whether this rank has no request and no message outstanding in the group."""
-
-    @property
-    def blocked(self) -> int | None:
-        """The thread that waits in the group for as long as it takes."""
 
 
 class WaitReports:
@@ -205,7 +200,7 @@ class DeadlockWatch:
         self._certain = certain
         # Whether the main thread could make calls of this rank as well.
         self._own_process = own_process
-        self.reports = WaitReports([group])
+        self.reports = WaitReports(group.related)
         self.status: WaitStatus | None = None
         self._looked = self._since = 0.0
         self._ask_after = _ASK_FIRST
@@ -219,7 +214,7 @@ class DeadlockWatch:
     @property
     def blocked(self) -> bool:
         """Whether a thread waits in the group for as long as it takes."""
-        return self._group.blocked is not None
+        return self._group.engine.blocked is not None
 
     def begin(self, doing: str) -> None:
         """Tell the other ranks of a wait that has just become long."""
@@ -272,7 +267,7 @@ class DeadlockWatch:
         assert self.status is not None
         status = replace(self.status, missing=(), held=())
         message = needed is not None
-        blocked = self._group.blocked is not None and not self._others_may_call()
+        blocked = self.blocked and not self._others_may_call()
         if blocked and (bool(needed) if message else self._certain):
             control, family = self._group.control, self._group.family_ranks
             place = f"message {self.rank}.{status.number}" if message else str(control.step)
@@ -298,7 +293,7 @@ class DeadlockWatch:
         """Tell whether this rank takes part in a call only after its own wait."""
         name, _, step = call.rpartition(":")
         group = next((group for group in self.reports.groups if group.name == name), None)
-        if group is None or not group.idle:
+        if group is None or not group.engine.idle:
             return False
         collective = step.isdigit()
         if group is self._group and collective is not message:
@@ -308,7 +303,7 @@ class DeadlockWatch:
 
     def _others_may_call(self) -> bool:
         """Tell whether another thread could make the calls of this rank that others wait for."""
-        blocked = self._group.blocked
+        blocked = self._group.engine.blocked
         return any(self._may_call(t) for t in threading.enumerate() if t.ident != blocked)
 
     def _may_call(self, thread: threading.Thread) -> bool:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError
 from arraycomm._protocol import clock
@@ -20,9 +20,6 @@ from arraycomm._protocol.progress import ProgressThread
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waiting import Watch, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps
-
-# What was outstanding when this process was forked.
-_of_parents: Final[list[Task]] = []
 
 
 class Engine:
@@ -51,10 +48,7 @@ class Engine:
         # What a call was waiting for when it was given up.
         self.interrupted: Handle | None = None
         # Why no use is possible in a forked child.
-        self._refusal = ""
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
+        self.refusal = ""
         self.queue: deque[Task] = deque()
         self.outcomes = Outcomes()
         self._messages: list[Task] = []
@@ -65,16 +59,6 @@ class Engine:
         self.blocked: int | None = None
         # Held by the thread that is calling; the fast path of small reductions takes it too.
         self.turn = threading.Lock()
-
-    def refuse(self, reason: str) -> None:
-        """Make no call any more, in a forked child: what is outstanding is its parent's.
-
-        Another thread of the parent may have held the locks.
-        """
-        self._refusal = reason
-        # Not thrown away: the programs would begin to clean up.
-        _of_parents.extend([*self.queue, *self._messages])
-        self._begin_anew()
 
     def _has_thread(self) -> bool:
         """Tell whether a thread pushes on what is outstanding."""
@@ -170,8 +154,8 @@ class Engine:
 
     def advance(self, polls: int = 1) -> None:
         """Push the programs on as far as they go without waiting; poll each so often."""
-        if self._refusal:
-            raise CommunicatorClosedError(self._refusal)
+        if self.refusal:
+            raise CommunicatorClosedError(self.refusal)
         if self._driving.locked():
             if (follower := self.follower) is not None and not follower.pushing.locked():
                 self._advance(follower, polls)

@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError, TransportError
 from arraycomm._protocol import clock, process_watch
+from arraycomm._protocol.forked import refuse
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.leaving import all_left_well, leave_in_step
 from arraycomm._protocol.waiting import wait_for
@@ -234,7 +235,7 @@ def _forget() -> None:
         return
     _process.forked = True
     for group in _process.groups():
-        group.refuse(_FORKED)
+        refuse(group, _FORKED)
     _process.roots.clear()
     for hook in _process.on_fork:
         hook()

@@ -16,7 +16,7 @@ from arraycomm._errors import (
     TransportError,
     text_of,
 )
-from arraycomm._protocol.deadlock import DeadlockWatch, WaitReports
+from arraycomm._protocol.deadlock import DeadlockWatch
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.tracer import Tracer
 from arraycomm._protocol.tuning import UNTUNED, Tuning
@@ -114,7 +114,6 @@ class Group:
         deadlocks = DeadlockWatch(
             self, certain=options.check, own_process=transport.name != "threads"
         )
-        deadlocks.reports = WaitReports(self.related)
         self.watchdog = Watchdog(transport, name, options.timeout, deadlocks)
         self.engine = Engine(
             transport.spins,
@@ -136,34 +135,7 @@ class Group:
         self.on_exit: list[Callable[[], None]] = []
         self.on_free: list[Callable[[], None]] = []
         # How many groups were made from this one, for their names.
-        self._made = 0
-
-    def name_child(self, kind: str) -> str:
-        """Name the next group that is made from this one; called by every rank."""
-        self._made += 1
-        return f"{self.name}/{kind}-{self._made}"
-
-    def child(
-        self, transport: Transport, options: Options, name: str, members: Sequence[int]
-    ) -> Group:
-        """Return the state of a group that was made from these ranks of this one."""
-        made = Group(transport, options, name)
-        made.backend, made.tracer = self.backend, self.tracer
-        made.related = self.related
-        made.family_ranks = [self.family_ranks[rank] for rank in members]
-        made.watchdog.deadlocks.reports = self.watchdog.deadlocks.reports
-        self.related.append(made)
-        return made
-
-    @property
-    def idle(self) -> bool:
-        """Whether this rank has nothing outstanding in the group."""
-        return self.engine.idle
-
-    @property
-    def blocked(self) -> int | None:
-        """The thread that waits in the group for as long as it takes."""
-        return self.engine.blocked
+        self.made = 0
 
     def turn(self) -> _Turn:
         """Return a context manager for one call of the user's; raises if another is under way."""
@@ -217,11 +189,6 @@ class Group:
         for hook in self.on_end:
             hook()
         self.closed = error
-
-    def refuse(self, reason: str) -> None:
-        """Make no call any more in a forked child, whose parent has everything in hand."""
-        self.engine.refuse(reason)
-        self.end(RuntimeError(reason))
 
     def close(self, error: BaseException) -> None:
         """End the group because of an error, after which the ranks may be out of step."""

@@ -228,12 +228,16 @@ def test_a_wait_holds_up_calls_that_its_rank_can_only_make_later(
     ).encode()
     mine, other = (
         SimpleNamespace(
-            name=name, size=2, family_ranks=[0, 1], control=control, idle=idle, blocked=blocked
+            name=name,
+            size=2,
+            family_ranks=[0, 1],
+            control=control,
+            engine=SimpleNamespace(idle=idle, blocked=blocked),
         )
         for name, blocked in (("A", threading.get_ident()), ("B", None))
     )
+    mine.related = [mine, other]
     watch = DeadlockWatch(mine, certain=True, own_process=True)
-    watch.reports.groups.append(other)
     watch.begin("here")
     watch.look(0.0, lambda: [1], None, now=True)
     assert watch.status is not None
