@@ -158,14 +158,14 @@ class WaitReports:
         self._version += 1
         text = "" if status is None else replace(status, version=self._version).encode()
         for group in self.groups:
-            group.control.report_wait(text)
+            group.control.notes.report_wait(text)
 
     def statuses(self, group: Member) -> dict[int, WaitStatus]:
         """Return the newest known status of each other rank, by its rank in the family."""
         found: dict[int, WaitStatus] = {}
         for member in self.seen_from(group):
             for r in member.control.peers:
-                status = WaitStatus.decode(member.control.wait_status(r))
+                status = WaitStatus.decode(member.control.notes.wait_status(r))
                 rank = member.family_ranks[r]
                 if status and (rank not in found or found[rank].version < status.version):
                     found[rank] = status
@@ -180,7 +180,7 @@ class WaitReports:
         """Ask for the statuses of some ranks of `group`, and of some of all ranks."""
         for member in self.seen_from(group):
             asked = ranks if member is group else member.control.peers
-            member.control.ask_wait_status(asked[:_NAMED])
+            member.control.notes.ask_wait_status(asked[:_NAMED])
 
 
 class DeadlockWatch:

@@ -20,8 +20,8 @@ from arraycomm._protocol.forked import refuse
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.leaving import all_left_well, leave_in_step
 from arraycomm._protocol.waiting import wait_for
-from arraycomm._transports.control import ENDED, FAILED, FINALIZED, GONE
 from arraycomm._transports.mpi_files import remove_mpi_files
+from arraycomm._transports.notes import ENDED, FAILED, FINALIZED, GONE
 
 # Seconds that a rank which failed waits for the others to have seen it.
 _GRACE: Final = 3.0
@@ -194,7 +194,7 @@ def _printed_elsewhere(error: BaseException) -> str:
 
 def _gone_below(group: Group) -> list[int]:
     """Return the lower ranks that have ended by an exception, or by leaving."""
-    left = group.control.exit_notices()
+    left = group.control.notes.exit_notices()
     return [rank for rank in range(group.rank) if rank in left and left[rank].state == GONE]
 
 
@@ -265,7 +265,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def _announce_exit(state: int, text: str = "") -> None:
     for group in _process.groups():
-        group.control.announce_exit(state, group.completed, text)
+        group.control.notes.announce_exit(state, group.completed, text)
 
 
 def _leave_as_child() -> None:
@@ -375,7 +375,7 @@ def _everyone_left(root: Group, clean: bool) -> bool:
     deadline = None if clean else clock.now() + _GRACE
     waiting = list(root.control.peers)
     while waiting and (deadline is None or clock.now() < deadline):
-        left = root.control.exit_notices()
+        left = root.control.notes.exit_notices()
         dead = root.transport.failed() if root.transport.outlives else []
         waiting = [
             p for p in waiting if p not in dead and (p not in left or left[p].state == FAILED)
@@ -399,7 +399,7 @@ def _left_in_step(groups: list[Group], watched: list[Group], clean: bool) -> boo
 
     def watch(waited: float) -> None:
         for group in groups:
-            group.control.answer_requests()
+            group.control.notes.answer_requests()
         if clock.now() > deadline:
             raise TimeoutError
 

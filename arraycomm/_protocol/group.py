@@ -23,7 +23,7 @@ from arraycomm._protocol.tuning import UNTUNED, Tuning
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog, checked_timeout
 from arraycomm._transports.base import Steps, Transport
-from arraycomm._transports.control import FAILED
+from arraycomm._transports.notes import FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class Group:
         self.end(error)
         if isinstance(error, DeadlockError) or not isinstance(error, CommTimeoutError):
             # After a timeout nothing is announced: the others that wait are to time out themselves.
-            self.control.announce_exit(FAILED, self.completed, self._exit_text(error))
+            self.control.notes.announce_exit(FAILED, self.completed, self._exit_text(error))
 
     def _exit_text(self, error: BaseException) -> str:
         """Return this rank's traceback, unless it only followed another rank."""

@@ -10,7 +10,8 @@ from arraycomm._errors import PeerError
 from arraycomm._protocol.header import Headers, Signature, Status, encode, show
 from arraycomm._protocol.mismatch import how_left
 from arraycomm._transports.base import Handle
-from arraycomm._transports.control import ENDED, ControlChannel
+from arraycomm._transports.control import ControlChannel
+from arraycomm._transports.notes import ENDED
 
 
 def leave_in_step(control: ControlChannel, text: str) -> Generator[Handle, None, None]:

@@ -108,7 +108,7 @@ def announce_exit(comm: Communicator, state: int, text: str) -> None:
     """Tell the other ranks, on every open communicator, that this rank takes part no more."""
     for group in group_of(comm).related:
         if group.closed is None:
-            group.control.announce_exit(state, group.completed, text)
+            group.control.notes.announce_exit(state, group.completed, text)
 
 
 def stop_progress(comm: Communicator, error: Exception | None, seconds: float) -> None:

@@ -352,7 +352,7 @@ def is_closed(comm: Member) -> bool:
 
 def announce_exit(comm: Member, state: int, reason: str = "") -> None:
     """Tell the other ranks that this one makes no further calls."""
-    group(comm).control.announce_exit(state, group(comm).completed, reason)
+    group(comm).control.notes.announce_exit(state, group(comm).completed, reason)
 
 
 def watch_exit(comm: Member) -> None:
