@@ -10,9 +10,10 @@ from arraycomm._collectives.messages import Messenger
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
 from arraycomm._collectives.operation import Barrier
 from arraycomm._collectives.process_bound import ProcessBound
-from arraycomm._collectives.reductions import Allreduce, Exscan, Reduce, ReduceScatter, Scan
+from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.requests import Request
 from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.uneven import Allgatherv, Alltoallv, Gatherv, Scatterv
 from arraycomm._entries import entries
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from arraycomm._collectives import algorithms
+from arraycomm._collectives import algorithms, scans
 from arraycomm._collectives.chunks import overlapping_chunk, scratch_bytes
 from arraycomm._collectives.selection import (
     CHUNK_BYTES,
@@ -119,7 +119,7 @@ def test_scratch_memory_is_taken_beforehand(size, count, itemsize, measured) -> 
     for moves, nbytes in (
         (algorithms.allreduce(link, array, array, "sum"), array.nbytes),
         (algorithms.reduce_scatter(link, array, bounds, part, "sum"), 0),
-        (algorithms.scan(link, array, array, "sum", True), 0),
+        (scans.prefixes(link, array, array, "sum", True), 0),
     ):
         with pytest.raises(TakenError):
             next(moves)
