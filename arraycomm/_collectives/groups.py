@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from arraycomm._callsite import user_level
-from arraycomm._collectives.operation import Context, SmallExchange
+from arraycomm._collectives.header_only import SmallExchange
+from arraycomm._collectives.operation import Context
 from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import OperationClass, Runner
 from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.interrupts import interrupts_deferred
+from arraycomm._protocol.options import Options
 
 _COLOR_AND_KEY: Final = struct.Struct("<?qq")
 # Said in place of a number of messages: one of the groups was closed by an error.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from arraycomm._collectives.custom_ops import Op
+from arraycomm._collectives.header_only import Barrier
 from arraycomm._collectives.matching import Status, Wildcard
 from arraycomm._collectives.messages import Messenger
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
-from arraycomm._collectives.operation import Barrier
 from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.requests import Request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from arraycomm._callsite import describe_raise
@@ -18,33 +17,12 @@ from arraycomm._errors import (
 )
 from arraycomm._protocol.deadlock import DeadlockWatch
 from arraycomm._protocol.engine import Engine
+from arraycomm._protocol.options import Options
 from arraycomm._protocol.tracer import Tracer
-from arraycomm._protocol.tuning import UNTUNED, Tuning
 from arraycomm._protocol.undelivered import UndeliveredError
-from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog, checked_timeout
+from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog
 from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.notes import FAILED
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What holds for every call on a communicator; the same on every rank."""
-
-    check: bool = True
-    reproducible: bool = True
-    timeout: float | None = 1800.0
-    # Every rank has that of rank 0, so that it need not be compared.
-    tuning: Tuning = field(default=UNTUNED, repr=False)
-
-    def __post_init__(self) -> None:
-        for name in ("check", "reproducible"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        object.__setattr__(self, "timeout", checked_timeout(self.timeout))
-        if not isinstance(self.tuning, Tuning):
-            raise TypeError(
-                "tuning is read by init alone, from the file that ARRAYCOMM_TUNING names"
-            )
 
 
 class _Turn:

@@ -17,7 +17,8 @@ import pytest
 import arraycomm as ac
 from arraycomm._mpi_start import Arguments
 from arraycomm._node_start import open_on_node
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.options import Options
 from arraycomm._transports import lives, processes, shared_files
 from arraycomm._transports.notes import ENDED
 from arraycomm._transports.processes import ProcessesTransport, meet, memory_bytes

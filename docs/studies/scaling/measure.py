@@ -25,7 +25,8 @@ from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
 from arraycomm._folds import fold
 from arraycomm._launch.launchers import find_launcher
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.options import Options
 from arraycomm._transports.base import Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl, message_slot
 from arraycomm.cli.bench.machine import machine, versions
