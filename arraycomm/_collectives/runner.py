@@ -47,27 +47,15 @@ Prepare = Callable[[HostPlacement | None], Operation]
 
 
 class Runner:
-    """Makes the calls of one group.
-
-    Attributes
-    ----------
-    group : Group
-        Whose calls these are.
-    placements : Placements
-        Says where arrays are communicated from.
-    statistics : Statistics
-        What the calls have done.
-    guard : Guard or None
-        Asked before every call; see `set_guard`.
-    original : Runner or None
-        That of the communicator that this one is a duplicate of.
-    """
+    """Makes the calls of one group; `placements` says where their arrays are communicated from."""
 
     def __init__(self, group: Group, placements: Placements) -> None:
         self.group = group
         self.placements = placements
         self.statistics = Statistics()
+        # Asked before every call; see `set_guard`.
         self.guard: Guard | None = None
+        # That of the communicator that this one is a duplicate of.
         self.original: Runner | None = None
 
     def call(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Any:

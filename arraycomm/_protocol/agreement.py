@@ -35,21 +35,15 @@ class _Verdict(enum.Enum):
 
 
 class Agreement(Headers):
-    """What all ranks showed, and their details if they had to be asked.
-
-    Attributes
-    ----------
-    calls : list of CallDetail, or None
-        What each rank called, if the headers differed in what the ranks may differ in.
-    mixed : bool
-        Whether some ranks' arrays are on devices, and others' are not.
-    """
+    """What all ranks showed, and their details if they had to be asked."""
 
     __slots__ = ("calls", "mixed")
 
     def __init__(self, control: ControlChannel) -> None:
         super().__init__(control)
+        # What each rank called, if the headers differed in what the ranks may differ in.
         self.calls: list[CallDetail] | None = None
+        # Whether some ranks' arrays are on devices, and others' are not.
         self.mixed = False
 
     def free_words(self) -> list[int]:

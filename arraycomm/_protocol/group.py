@@ -39,46 +39,11 @@ class _Turn:
 
 
 class Group:
-    """The state of one communicator on this rank, below the user's object.
-
-    Attributes
-    ----------
-    transport, control : Transport, ControlChannel
-        What moves data, and the steps in which headers are shown.
-    related : list of Group
-        This group and those made from the same one, in the order of their making: its family.
-    family_ranks : sequence of int
-        The ranks of this group as ranks of the family's first group.
-    inline_bytes : int
-        How many bytes of a payload a header can take along.
-    closed : BaseException or None
-        What ended the group on this rank; no call is made afterwards.
-    deferred_error : BaseException or None
-        Deferred header error, raised by the next call.
-    completed : int
-        The step of the last call that this rank completed.
-    unfinished : bool
-        Whether a call was given up while data was moving: the transport still holds its buffers.
-    unmatched : int
-        Messages that this rank has sent, less those that it has received.
-    open_together : list of int
-        For each open block of `raise_together`, the step at which it began.
-    tracer : Tracer or None
-        Records the calls of this group and its family while a trace is on.
-    on_watch : list of callable
-        Called when a guard or a tracer is to see every call, also those that do not come to the runner.
-    on_end : list of callable
-        Called when the group ends on this rank, however it does.
-    on_failure : list of callable
-        Called before the others when an error ends it: what is under way has to be given up.
-    on_exit, on_free : list of callable
-        Called at the end of the program, and before the group is freed, to wait for what is under
-        way outside the transport.
-    """
+    """The state of one communicator on this rank, below the user's object."""
 
     def __init__(self, transport: Transport, options: Options, name: str = "world") -> None:
-        self.transport = transport
-        self.control = transport.control
+        # What moves data, and the steps in which headers are shown.
+        self.transport, self.control = transport, transport.control
         self.options = options
         self.name = name
         self.backend = transport.name
@@ -86,8 +51,11 @@ class Group:
         if options.tuning.entries:
             nodes = len(set(transport.nodes()))
             transport.crossovers = options.tuning.of(self.size, nodes)
+        # How many bytes of a payload a header can take along.
         self.inline_bytes = transport.control.payload
+        # This group and those made from the same one, in the order of their making: its family.
         self.related: list[Group] = [self]
+        # The ranks of this group as ranks of the family's first group.
         self.family_ranks: Sequence[int] = range(self.size)
         deadlocks = DeadlockWatch(
             self, certain=options.check, own_process=transport.name != "threads"
@@ -100,16 +68,28 @@ class Group:
             self.watchdog.withdraw,
             self._push_related,
         )
+        # What ended the group on this rank; no call is made afterwards.
         self.closed: BaseException | None = None
+        # Deferred header error, raised by the next call.
         self.deferred_error: BaseException | None = None
+        # The step of the last call that this rank completed.
         self.completed = 0
+        # Whether a call was given up while data was moving: the transport still holds its buffers.
         self.unfinished = False
+        # Messages that this rank has sent, less those that it has received.
         self.unmatched = 0
+        # For each open block of `raise_together`, the step at which it began.
         self.open_together: list[int] = []
+        # Records the calls of this group and its family while a trace is on.
         self.tracer: Tracer | None = None
+        # Called when a guard or a tracer is to see every call, also those that do not come to the runner.
         self.on_watch: list[Callable[[], None]] = []
+        # Called when the group ends on this rank, however it does.
         self.on_end: list[Callable[[], None]] = []
+        # Called before those when an error ends it: what is under way has to be given up.
         self.on_failure: list[Callable[[], None]] = []
+        # Called at the end of the program, and before the group is freed, to wait for what is under way
+        # outside the transport.
         self.on_exit: list[Callable[[], None]] = []
         self.on_free: list[Callable[[], None]] = []
         # How many groups were made from this one, for their names.

@@ -45,38 +45,29 @@ def message_slot(size: int) -> int:
 class ControlChannel:
     """Slots that `post` publishes to the other ranks; the handle of this rank's current step.
 
-    Attributes
-    ----------
-    shared : bool
-        Whether the slots are in memory that all ranks share.
-    step : int
-        The number of the last step posted by this rank.
-    words : list of memoryview
-        For each parity, all slots as 64-bit words.
-    rows : list of ndarray
-        For each parity, the slots as bytes, shape (size, slot).
-    mine : list of memoryview
-        For each parity, the slot that this rank writes, as bytes.
-    alike : list of bool
-        For each parity, whether all ranks show the words of this one: others' slots may then lack them.
-    notes : Notes
-        What the ranks tell one another beside these steps.
+    Lists have an element for each parity.
     """
 
+    # Whether the slots are in memory that all ranks share.
     shared = False
 
     def __init__(self, rank: int, size: int, rows: list[Any], mine: list[Any]) -> None:
         self.rank = rank
         self.size = size
+        # The number of the last step posted by this rank.
         self.step = 0
+        # The slots of all ranks as bytes, of shape (size, slot), and all of them as 64-bit words.
         self.rows = rows
-        self.slot = rows[0].shape[1]
-        self.payload = self.slot - PAYLOAD
         self.words = [block.reshape(-1).data.cast("q") for block in rows]
+        self.slot = rows[0].shape[1]
+        self.stride: int = self.slot // 8
+        self.payload = self.slot - PAYLOAD
+        # The slot that this rank writes.
         self.mine = [slot.data for slot in mine]
         self.my_words = [slot.cast("q") for slot in self.mine]
-        self.stride: int = self.slot // 8
+        # Whether all ranks show the words of this one: others' slots may then lack them.
         self.alike = [False, False]
+        # What the ranks tell one another beside these steps.
         self.notes = Notes()
         # Words 1 to 15 of this rank's slots, if they are known.
         self.shown: list[bytes | None] = [None, None]
