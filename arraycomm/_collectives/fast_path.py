@@ -21,7 +21,6 @@ from arraycomm._arrays.views import view
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.statistics import Count
-from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 from arraycomm._folds import fold_function
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
@@ -83,12 +82,11 @@ class FastPaths:
                 return
             if len(self.paths) >= _MAX_CACHED:
                 self.forget()
-            self.paths[key] = self.make(x, source, op, note)
+            self.paths[key] = self.make(source, op, note)
 
-    def make(self, x: Any, source: BufferView, op: str, note: str) -> FastAllreduce:
-        """Make the fast path of arrays like `x`, of which `source` is a view."""
-        numpy = type(x) is np.ndarray
-        return FastAllreduce(self._runner, op, source.dtype, source.shape, note, numpy=numpy)
+    def make(self, source: BufferView, op: str, note: str) -> FastAllreduce:
+        """Make the fast path of arrays like that of a view."""
+        return FastAllreduce(self._runner, op, source, note)
 
     def forget(self) -> None:
         """Give up all fast paths; their figures are kept."""
@@ -105,21 +103,13 @@ class FastAllreduce:
     Calling it returns the result, or None if the call has to be made in full.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        op: str,
-        dtype: DType,
-        shape: tuple[int, ...],
-        note: str,
-        *,
-        numpy: bool,
-    ) -> None:
+    def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         group, control = runner.group, runner.group.control
+        dtype, shape = source.dtype, source.shape
         self._runner, self._group, self._control = runner, group, control
         self._engine, self._turn = group.engine, group.engine.turn
         self._watchdog = group.watchdog
-        self._dtype, self._shape, self._numpy = dtype, shape, numpy
+        self._dtype, self._shape, self._numpy = dtype, shape, type(source.source) is np.ndarray
         self._op = op
         self._signature = Signature("allreduce", op + note, None, dtype, shape)
         count = int(np.prod(shape, dtype=np.int64))

@@ -71,19 +71,17 @@ class Runner:
     ) -> Any:
         """Make a blocking call with a timeout of its own, or with the group's if that is None."""
         started = time.perf_counter()
-        engine = self.group.engine
-        engine.take_turn()
-        try:
-            prepare = self._preparing(operation, *args, **kwargs)
-            if timeout is not None:
-                prepare = self.group.watchdog.limited(timeout, prepare)
-            result = engine.run(self._program(operation.name, prepare, None))
-        except BaseException as error:
-            trim(error)
-            raise
-        finally:
-            self.group.watchdog.unlimit()
-            engine.turn.release()
+        with self.group.turn() as engine:
+            try:
+                prepare = self._preparing(operation, *args, **kwargs)
+                if timeout is not None:
+                    prepare = self.group.watchdog.limited(timeout, prepare)
+                result = engine.run(self._program(operation.name, prepare, None))
+            except BaseException as error:
+                trim(error)
+                raise
+            finally:
+                self.group.watchdog.unlimit()
         self.statistics.add_seconds(operation.name, time.perf_counter() - started)
         return result
 

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError
 from arraycomm._protocol import clock
@@ -24,6 +24,8 @@ from arraycomm._transports.base import Handle, Steps
 
 class Engine:
     """The queue of one communicator, and its messages, which wait for nobody in the queue.
+
+    A `with` block of it is one call of the user's.
 
     The engine calls `watch(seconds waited)` while it waits; that raises if waiting on makes no sense.
     It calls `after_wait` when a wait is over, and `push_others` during a wait if no thread pushes on the
@@ -77,13 +79,16 @@ class Engine:
         """Return when one of the active programs began to wait for what it waits for now."""
         return max((task.since for task in self._active()), default=0.0)
 
-    def take_turn(self) -> None:
-        """Begin a call of the user's; `self.turn.release()` ends it."""
+    def __enter__(self) -> Self:
         if not self.turn.acquire(blocking=False):
             raise ConcurrentUseError(
                 "two threads called one communicator at the same time; "
                 "give each thread a communicator of its own with dup()"
             )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.turn.release()
 
     def run(self, program: Steps, watch: Watch | None = None) -> Any:
         """Drive a program to its end in this thread, behind what is outstanding.

@@ -25,19 +25,6 @@ from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.notes import FAILED
 
 
-class _Turn:
-    """One user's call at a time."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine.take_turn()
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.turn.release()
-
-
 class Group:
     """The state of one communicator on this rank, below the user's object."""
 
@@ -95,9 +82,9 @@ class Group:
         # How many groups were made from this one, for their names.
         self.made = 0
 
-    def turn(self) -> _Turn:
+    def turn(self) -> Engine:
         """Return a context manager for one call of the user's; raises if another is under way."""
-        return _Turn(self.engine)
+        return self.engine
 
     def run(self, steps: Steps) -> Any:
         """Run steps as one call, in this thread."""
