@@ -33,17 +33,10 @@ _MAX_CACHED: Final = 1024
 
 
 class FastPaths:
-    """The fast paths of one communicator, by type, op, dtype and shape.
+    """The fast paths of one communicator, by type, op, dtype and shape."""
 
-    Attributes
-    ----------
-    paths : dict
-        The fast path of each type, op, dtype and shape.
-    again : callable or None
-        `again(x, op, out)` makes a call like one before and returns `out`, or does nothing and returns
-        None; see `native_path.py`.
-    """
-
+    # `again(x, op, out)` makes a call like one before and returns `out`, or does nothing and returns None; see
+    # `native_path.py`.
     again: Callable[[Any, Any, Any], Any] | None = None
 
     def __init__(self, runner: Runner) -> None:

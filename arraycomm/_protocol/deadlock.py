@@ -39,35 +39,23 @@ Missing = Callable[[], list[int]]
 
 @dataclass(frozen=True)
 class WaitStatus:
-    """What a rank tells the others of a long wait; ranks are those of the family's first group.
+    """What a rank tells the others of a long wait; ranks are those of the family's first group."""
 
-    Attributes
-    ----------
-    doing : str
-        The operation, the call site, the step and the communicator.
-    in_vain : bool
-        Whether the wait was given up after a timeout.
-    call : str
-        Names the call that it waits in: the same for all ranks in that call.
-    number : int
-        Counts the waits of this rank.
-    missing : tuple of int
-        Some ranks without which the wait does not end; empty if that is not certain.
-    held : tuple of (int, int)
-        Ranks, and numbers of waits of theirs that cannot end before this one does.
-    deadlocked : tuple of str
-        The calls in which ranks wait for one another, if this rank has found that.
-    version : int
-        Counts what the rank has told.
-    """
-
+    # The operation, the call site, the step and the communicator.
     doing: str
+    # Whether the wait was given up after a timeout.
     in_vain: bool = False
+    # Names the call that it waits in: the same for all ranks in that call.
     call: str = ""
+    # Counts the waits of this rank.
     number: int = 0
+    # Some ranks without which the wait does not end; empty if that is not certain.
     missing: tuple[int, ...] = ()
+    # Ranks, and numbers of waits of theirs that cannot end before this one does.
     held: tuple[tuple[int, int], ...] = ()
+    # The calls in which ranks wait for one another, if this rank has found that.
     deadlocked: tuple[str, ...] = ()
+    # Counts what the rank has told.
     version: int = 0
 
     def encode(self) -> str:
@@ -132,16 +120,12 @@ class Member(Protocol):
 class WaitReports:
     """Tells the other ranks of a family what this one waits in: one wait at a time.
 
-    Attributes
-    ----------
-    groups : list of Member
-        The groups of the family on this rank, on all of whose control channels it is told.
-    owner : Member or None
-        The group of the wait that was told last, if it goes on.
+    It is told on the control channels of all `groups` of the family on this rank.
     """
 
     def __init__(self, groups: list[Any]) -> None:
         self.groups = groups
+        # The group of the wait that was told last, if it goes on.
         self.owner: Member | None = None
         self._version = self._number = 0
 
@@ -184,15 +168,7 @@ class WaitReports:
 
 
 class DeadlockWatch:
-    """Finds out whether a wait in one group is part of a deadlock.
-
-    Attributes
-    ----------
-    reports : WaitReports
-        Those of the group's family.
-    status : WaitStatus or None
-        Of the wait that is going on, if it is a long one.
-    """
+    """Finds out whether a wait in one group is part of a deadlock."""
 
     def __init__(self, group: Member, *, certain: bool, own_process: bool) -> None:
         self._group = group
@@ -200,7 +176,9 @@ class DeadlockWatch:
         self._certain = certain
         # Whether the main thread could make calls of this rank as well.
         self._own_process = own_process
+        # Those of the group's family.
         self.reports = WaitReports(group.related)
+        # Of the wait that is going on, if it is a long one.
         self.status: WaitStatus | None = None
         self._looked = self._since = 0.0
         self._ask_after = _ASK_FIRST

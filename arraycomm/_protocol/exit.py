@@ -41,37 +41,24 @@ _FORKED: Final = (
 
 
 class _Process:
-    """What this process has to leave.
-
-    Attributes
-    ----------
-    roots : list of Group
-        The first group of each family over MPI.
-    failure : str
-        The traceback of the exception that ends the program.
-    interrupted : bool
-        Whether Ctrl-C ends the program.
-    peer_died : bool
-        Whether a process of this job has died: MPI's own end may wait for it.
-    forked : bool
-        Whether this process is a forked child of one that communicates over MPI.
-    status : object
-        What was passed to `sys.exit` last.
-    on_fork : list of callable
-        Called in a forked child.
-    on_left : list of callable
-        Called when every rank has ended well.
-    """
+    """What this process has to leave."""
 
     def __init__(self) -> None:
+        # The first group of each family over MPI.
         self.roots: list[Group] = []
+        # The traceback of the exception that ends the program, or whether Ctrl-C does.
         self.failure = ""
         self.interrupted = False
+        # Whether a process of this job has died: MPI's own end may wait for it.
         self.peer_died = False
         self.watching = False
+        # Whether this process is a forked child of one that communicates over MPI.
         self.forked = False
+        # What was passed to `sys.exit` last.
         self.status: object = None
+        # Called in a forked child.
         self.on_fork: list[Callable[[], None]] = []
+        # Called when every rank has ended well.
         self.on_left: list[Callable[[], None]] = []
 
     def groups(self) -> list[Group]:

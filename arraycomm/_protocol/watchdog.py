@@ -55,15 +55,7 @@ class MessageWait(NamedTuple):
 
 
 class Watchdog:
-    """Watches the waits of one group on this rank.
-
-    Attributes
-    ----------
-    current : tuple of str and str or None
-        The operation under way and its call site; no site for a call of the waiting thread.
-    deadlocks : DeadlockWatch
-        Tells the other ranks of long waits, and finds those that are in vain.
-    """
+    """Watches the waits of one group on this rank."""
 
     def __init__(
         self, transport: Transport, name: str, timeout: float | None, deadlocks: DeadlockWatch
@@ -75,7 +67,9 @@ class Watchdog:
         # The timeout of the call under way if it has one of its own, and when the call began.
         self._limit: float | None = None
         self._limited_at = 0.0
+        # The operation under way and its call site; no site for a call of the waiting thread.
         self.current: tuple[str, str | None] = ("", None)
+        # Tells the other ranks of long waits, and finds those that are in vain.
         self.deadlocks = deadlocks
         self._still_waiting = StillWaiting(transport.control)
         # How often the ranks that are missing were asked where they are.
