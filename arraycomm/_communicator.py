@@ -9,15 +9,16 @@ from weakref import WeakKeyDictionary
 from arraycomm._callsite import trim
 from arraycomm._collectives import groups
 from arraycomm._collectives.custom_ops import Op
+from arraycomm._collectives.header_only import Barrier
 from arraycomm._collectives.matching import Status, Wildcard
 from arraycomm._collectives.messages import Messenger
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
 from arraycomm._collectives.native_path import fast_paths_of
 from arraycomm._collectives.nonblocking import NonblockingCalls
 from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherObject
-from arraycomm._collectives.operation import Barrier
-from arraycomm._collectives.reductions import Allreduce, Exscan, Reduce, ReduceScatter, Scan
+from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.shared_arrays import MakesSharedArrays
 from arraycomm._collectives.uneven import Allgatherv, Alltoallv, Gatherv, Scatterv
 from arraycomm._entries import entries, hide_from_torch

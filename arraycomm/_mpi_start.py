@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from arraycomm._callsite import describe_raise
-from arraycomm._collectives.operation import Context, SmallExchange
+from arraycomm._collectives.header_only import SmallExchange
+from arraycomm._collectives.operation import Context
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
@@ -21,8 +22,9 @@ from arraycomm._launch.probe import in_short
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._protocol.options import Options
 from arraycomm._protocol.tuning import UNTUNED, tuning_of
 from arraycomm._transports.base import Transport
 from arraycomm._transports.mpi_files import check_room

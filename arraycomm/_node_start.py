@@ -16,8 +16,9 @@ from arraycomm._launch.numbering import Numbering, without_mpi
 from arraycomm._mpi_start import Arguments, Init, Opened, code_digest
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._protocol.options import Options
 from arraycomm._protocol.tuning import Tuning, tuning_of
 from arraycomm._transports.crossovers import Crossovers
 from arraycomm._transports.lives import find_lives

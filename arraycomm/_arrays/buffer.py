@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -16,46 +17,24 @@ Device: TypeAlias = tuple[str, int]
 CPU: Final[Device] = ("cpu", 0)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BufferView:
-    """One array as host memory, and what a result like it needs.
+    """One array as host memory, and what a result like it needs."""
 
-    Attributes
-    ----------
-    array : numpy.ndarray
-        The elements in native byte order. They are the caller's own memory unless `copied`.
-    framework : str
-        The name of the framework of `source`. "python" and "numpy_scalar" are numbers,
-        "numpy_record" is a record array, and "namespace" is an unknown type with an array API namespace. Other objects count as "numpy".
-    source : object
-        The caller's object.
-    readonly : bool
-        The caller's memory must not be written.
-    copied : bool
-        `array` is not the caller's memory.
-    device : tuple of str and int
-        Where the caller's memory is.
-    device_buffer : DeviceBuffer or None
-        The elements in C order on a device, if they are communicated from there.
-    """
-
-    __slots__ = ("array", "copied", "device", "device_buffer", "framework", "readonly", "source")
-
-    def __init__(
-        self,
-        array: Array,
-        framework: str,
-        source: Any,
-        readonly: bool,
-        copied: bool = False,
-        device: Device = CPU,
-    ) -> None:
-        self.array = array
-        self.framework = framework
-        self.source = source
-        self.readonly = readonly
-        self.copied = copied
-        self.device = device
-        self.device_buffer: DeviceBuffer | None = None
+    # The elements in native byte order. They are the caller's own memory unless `copied`.
+    array: Array
+    # The name of the framework of `source`. "python" and "numpy_scalar" are numbers, "numpy_record" is a
+    # record array, and "namespace" is an unknown type with an array API namespace. Other objects count as "numpy".
+    framework: str
+    # The caller's object.
+    source: Any
+    # Whether the caller's memory must not be written.
+    readonly: bool
+    copied: bool = False
+    # Where the caller's memory is.
+    device: Device = CPU
+    # The elements in C order on a device, if they are communicated from there.
+    device_buffer: DeviceBuffer | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -112,19 +112,13 @@ class DeviceMemory(abc.ABC):
     """The memory of one device, and the work on it, in the order of one stream.
 
     A call has its own object, from `at`: its caller and the thread that pushes it on share no stream.
-
-    Attributes
-    ----------
-    device : int
-        The device's number.
-    stream : int
-        A `cudaStream_t`; 0 is the legacy default stream.
-    own_stream : int
-        A stream that only this memory uses, for arrays whose framework does not tell its stream.
     """
 
+    # The device's number.
     device: int
+    # A `cudaStream_t`; 0 is the legacy default stream.
     stream: int = 0
+    # A stream that only this memory uses, for arrays whose framework does not tell its stream.
     own_stream: int = 0
 
     @abc.abstractmethod

@@ -30,12 +30,10 @@ def view(x: Any, name: str = "x") -> BufferView:
 def reader_of(x: Any) -> Reader:
     """Return what reads arrays of this type; the protocols, if no framework claims it."""
     kind = type(x)
-    reader = _READERS.get(kind)
+    reader = _READERS.get(kind) or find_reader(kind)
     if reader is None:
-        reader = find_reader(kind)
-        if reader is None:
-            return read_foreign
-        _READERS[kind] = reader
+        return read_foreign
+    _READERS[kind] = reader
     return reader
 
 

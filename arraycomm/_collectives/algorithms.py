@@ -6,7 +6,7 @@ calls, blocking or not. Sources and targets are one-dimensional, contiguous arra
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -20,20 +20,17 @@ from arraycomm._collectives.blocks import (
     cut,
     fit,
     in_order,
-    nothing,
     only,
     pieces_of,
     raw,
     rows_of,
 )
 from arraycomm._collectives.selection import Algorithm, select
-from arraycomm._transports.base import Blocks, Flat, Handle, Link, Transport
+from arraycomm._transports.base import Blocks, Flat, Handle, Link, Steps, Transport
 from arraycomm._transports.control import PAYLOAD
 
-Moves = Generator[Handle, None, None]
 
-
-def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
+def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
     """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
     algorithm = select(link, op, source.dtype, source.nbytes)
     if algorithm is Algorithm.NATIVE:
@@ -47,7 +44,7 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Moves:
     yield from _reduce_by(algorithm, link, source, target, op)
 
 
-def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) -> Moves:
+def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) -> Steps:
     """Fold all ranks' `source` into the `target` of `root`; the others pass None."""
     algorithm = selection.choose(source.nbytes, link.size, *link.slot)
     yield from _reduce_by(algorithm, link, source, target, op, root)
@@ -60,7 +57,7 @@ def _reduce_by(
     target: Flat | None,
     op: str,
     root: int | None = None,
-) -> Moves:
+) -> Steps:
     """Fold into the `target` of `root`, which alone has one, or of every rank if that is None."""
     match algorithm:
         case Algorithm.LOCAL:
@@ -79,14 +76,14 @@ def _reduce_by(
             yield from _in_slices(link, source, target, op, root)
 
 
-def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat, op: str) -> Moves:
+def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat, op: str) -> Steps:
     """Fold everyone's elements bounds[r] to bounds[r + 1] into the `target` of rank r."""
     size = link.size
     if size == 1:
         link.fold(op, source.dtype, [_unaliased(source, target)], target)
         return
     longest = max(end - start for start, end in pairwise(bounds))
-    cuts = list(_chunks(link, source[:longest], size))
+    cuts = chunks.ranges(link, source[:longest], size)
     parts = [target[columns.start : columns.stop] for columns in cuts]
     halves = chunks.halves(link, len(cuts), size * max(map(len, parts), default=0), source.dtype)
 
@@ -102,40 +99,9 @@ def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat
     yield from chunks.one_by_one(link, len(cuts), begin, fold)
 
 
-def scan(link: Link, source: Flat, target: Flat | None, op: str, inclusive: bool) -> Moves:
-    """Fold the `source` of the ranks up to each into its `target`: with itself if `inclusive`.
-
-    Each rank folds all prefixes of its slice. Exclusive, rank 0 has no target.
-    """
-    size = link.size
-    cuts = [_bounds(chunk, size) for chunk in _chunks(link, source)]
-    counts = [bounds[link.rank + 1] - bounds[link.rank] for bounds in cuts]
-    halves = chunks.halves(link, len(cuts), 2 * size * max(counts, default=0), source.dtype)
-
-    def parts(number: int) -> list[Flat]:
-        return rows_of(halves[number & 1][: 2 * size * counts[number]], 2)
-
-    def begin(number: int) -> Handle:
-        into = in_order(parts(number)[0], [counts[number]] * size)
-        return link.alltoall(blocks_of(source, cuts[number]), into)
-
-    def fold(number: int) -> None:
-        rows, outs = parts(number)
-        link.prefixes(op, source.dtype, rows_of(rows, size), rows_of(outs, size))
-
-    def after(number: int) -> Handle:
-        # Exclusive, prefix r belongs to rank r + 1; the last belongs to nobody, and rank 0 gets none.
-        lengths = [counts[number] if rank or inclusive else 0 for rank in range(size)]
-        outs = in_order(parts(number)[1][: sum(lengths)], lengths)
-        into = nothing(link) if target is None else blocks_of(target, cuts[number])
-        return link.alltoall(outs, into)
-
-    yield from chunks.one_by_one(link, len(cuts), begin, fold, after)
-
-
 def gatherv(
     link: Link, source: Flat, target: Flat | None, bounds: Sequence[int], root: int | None
-) -> Moves:
+) -> Steps:
     """Collect everyone's `source` in the `target` of `root`, rank r's from element bounds[r].
 
     If `root` is None, every rank has a target.
@@ -145,28 +111,30 @@ def gatherv(
         target[bounds[link.rank] : bounds[link.rank + 1]] = source
         yield from allgatherv(link, target, bounds)
         return
-    if fit(bounds[-1] * source.itemsize):
-        yield link.gather(raw(source), None if target is None else blocks_of(target, bounds), root)
-        return
-    for rank, piece in pieces_of(bounds, source.itemsize):
-        first = piece.start - bounds[rank]
-        mine = source[first : first + len(piece)] if rank == link.rank else source[:0]
-        into = None if target is None else only(target[piece.start : piece.stop], rank, link.size)
-        yield link.gather(raw(mine), into, root)
+    for own, into in _parts(link, source, target, bounds):
+        yield link.gather(own, into, root)
 
 
 def scatterv(
     link: Link, source: Flat | None, target: Flat, bounds: Sequence[int], root: int
-) -> Moves:
+) -> Steps:
     """Give rank r the elements bounds[r] to bounds[r + 1] of the `source` of `root`."""
-    if fit(bounds[-1] * target.itemsize):
-        yield link.scatter(None if source is None else blocks_of(source, bounds), raw(target), root)
+    for own, sent in _parts(link, target, source, bounds):
+        yield link.scatter(sent, own, root)
+
+
+def _parts(
+    link: Link, own: Flat, whole: Flat | None, bounds: Sequence[int]
+) -> Iterator[tuple[Flat, Blocks | None]]:
+    """Yield this rank's part and, on the root, all parts, in as many movements as they need."""
+    if fit(bounds[-1] * own.itemsize):
+        yield raw(own), None if whole is None else blocks_of(whole, bounds)
         return
-    for rank, piece in pieces_of(bounds, target.itemsize):
+    for rank, piece in pieces_of(bounds, own.itemsize):
         first = piece.start - bounds[rank]
-        mine = target[first : first + len(piece)] if rank == link.rank else target[:0]
-        part = None if source is None else only(source[piece.start : piece.stop], rank, link.size)
-        yield link.scatter(part, raw(mine), root)
+        mine = own[first : first + len(piece)] if rank == link.rank else own[:0]
+        part = None if whole is None else only(whole[piece.start : piece.stop], rank, link.size)
+        yield raw(mine), part
 
 
 def alltoallv(
@@ -176,7 +144,7 @@ def alltoallv(
     target: Flat,
     into: Sequence[int],
     longest: int,
-) -> Moves:
+) -> Steps:
     """Send rank r the elements from bounds[r]; put what rank r sends from element into[r].
 
     `longest` is the length of the longest part between any two ranks, and the same on all.
@@ -193,7 +161,7 @@ def alltoallv(
             yield link.alltoall(only(send, to, size), only(recv, origin, size))
 
 
-def bcast(link: Link, buffer: Flat, root: int) -> Moves:
+def bcast(link: Link, buffer: Flat, root: int) -> Steps:
     """Make every rank's `buffer` that of `root`."""
     if link.size == 1:
         return
@@ -201,7 +169,7 @@ def bcast(link: Link, buffer: Flat, root: int) -> Moves:
         yield link.bcast(piece, root)
 
 
-def allgatherv(link: Link, target: Flat, bounds: Sequence[int]) -> Moves:
+def allgatherv(link: Link, target: Flat, bounds: Sequence[int]) -> Steps:
     """Make every rank's part of `target`, elements bounds[r] to bounds[r + 1], known to all.
 
     Each rank has written its own part beforehand.
@@ -215,7 +183,7 @@ def allgatherv(link: Link, target: Flat, bounds: Sequence[int]) -> Moves:
         yield from bcast(link, target[bounds[rank] : bounds[rank + 1]], rank)
 
 
-def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Moves:
+def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Steps:
     """Show a slot's worth to all ranks at a time; who has a target folds what all ranks show."""
     assert isinstance(link, Transport)
     control, dtype = link.control, source.dtype
@@ -238,18 +206,16 @@ def _in_slices(
     op: str,
     root: int | None = None,
     whole: bool = False,
-) -> Moves:
+) -> Steps:
     """Fold a slice of each chunk on each rank, for all ranks, or for a root, which alone has a target then.
 
     If it is `whole`, each rank gets and folds all of the chunk, and nothing moves after that.
     """
     size, rank, dtype = link.size, link.rank, source.dtype
-    if not link.overlaps:
-        ranges = _chunks(link, source)
-    else:
-        chunk = chunks.overlapping_chunk(source.nbytes, size, link.crossovers.chunk)
-        ranges = _ranges(len(source), max(chunk // source.itemsize, size))
-    cuts = [[r.start, r.stop] if whole else _bounds(r, size) for r in ranges]
+    ranges = (
+        chunks.overlapping_ranges(link, source) if link.overlaps else chunks.ranges(link, source)
+    )
+    cuts = [[r.start, r.stop] if whole else chunks.slices(r, size) for r in ranges]
     owns = [slice(*(cut if whole else cut[rank : rank + 2])) for cut in cuts]
     longest = max((own.stop - own.start for own in owns), default=0)
     halves = chunks.halves(link, len(cuts), size * longest, dtype)
@@ -285,23 +251,6 @@ def _in_slices(
         return link.gather(raw(part(number)), into, root)
 
     yield from chunks.one_by_one(link, len(cuts), begin, fold, None if whole else after)
-
-
-def _chunks(link: Link, array: Flat, rows: int = 1) -> Iterator[range]:
-    """Cut `array`, of which `rows` are moved at once, into ranges that are small enough."""
-    step = (link.chunk_bytes or selection.CHUNK_BYTES) // (array.itemsize * rows)
-    return _ranges(len(array), max(step, link.size // rows))
-
-
-def _ranges(count: int, step: int) -> Iterator[range]:
-    for start in range(0, count, step):
-        yield range(start, min(start + step, count))
-
-
-def _bounds(chunk: range, size: int) -> list[int]:
-    """Where each rank's slice of the chunk starts, and where the last one ends."""
-    count = len(chunk)
-    return [chunk.start + count * rank // size for rank in range(size + 1)]
 
 
 def _unaliased(source: Flat, target: Flat) -> Flat:

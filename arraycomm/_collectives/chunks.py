@@ -23,6 +23,28 @@ _LINE: Final = 64
 _FOLDED: Final = 32 << 10
 
 
+def ranges(link: Link, array: Flat, rows: int = 1) -> list[range]:
+    """Cut an array, of which `rows` are moved at once, into chunks that are small enough."""
+    step = (link.chunk_bytes or selection.CHUNK_BYTES) // (array.itemsize * rows)
+    return _cut(len(array), max(step, link.size // rows))
+
+
+def overlapping_ranges(link: Link, array: Flat) -> list[range]:
+    """Cut an array into the chunks of a reduction whose movements overlap."""
+    nbytes = overlapping_chunk(array.nbytes, link.size, link.crossovers.chunk)
+    return _cut(len(array), max(nbytes // array.itemsize, link.size))
+
+
+def _cut(count: int, step: int) -> list[range]:
+    return [range(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def slices(chunk: range, size: int) -> list[int]:
+    """Return where each rank's slice of a chunk starts, and where the last one ends."""
+    count = len(chunk)
+    return [chunk.start + count * rank // size for rank in range(size + 1)]
+
+
 def reserve(transport: Transport, nbytes: int) -> None:
     """Take the memory that reductions of up to so many bytes of host memory use.
 

@@ -21,11 +21,10 @@ from arraycomm._arrays.views import view
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.statistics import Count
-from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 from arraycomm._folds import fold_function
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
-from arraycomm._protocol.agreement import settle
+from arraycomm._protocol.agreement import agree
 from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, digest_of, encode
 from arraycomm._transports.control import PAYLOAD, PREFIX
 
@@ -34,17 +33,10 @@ _MAX_CACHED: Final = 1024
 
 
 class FastPaths:
-    """The fast paths of one communicator, by type, op, dtype and shape.
+    """The fast paths of one communicator, by type, op, dtype and shape."""
 
-    Attributes
-    ----------
-    paths : dict
-        The fast path of each type, op, dtype and shape.
-    again : callable or None
-        `again(x, op, out)` makes a call like one before and returns `out`, or does nothing and returns
-        None; see `native_path.py`.
-    """
-
+    # `again(x, op, out)` makes a call like one before and returns `out`, or does nothing and returns None; see
+    # `native_path.py`.
     again: Callable[[Any, Any, Any], Any] | None = None
 
     def __init__(self, runner: Runner) -> None:
@@ -83,12 +75,11 @@ class FastPaths:
                 return
             if len(self.paths) >= _MAX_CACHED:
                 self.forget()
-            self.paths[key] = self.make(x, source, op, note)
+            self.paths[key] = self.make(source, op, note)
 
-    def make(self, x: Any, source: BufferView, op: str, note: str) -> FastAllreduce:
-        """Make the fast path of arrays like `x`, of which `source` is a view."""
-        numpy = type(x) is np.ndarray
-        return FastAllreduce(self._runner, op, source.dtype, source.shape, note, numpy=numpy)
+    def make(self, source: BufferView, op: str, note: str) -> FastAllreduce:
+        """Make the fast path of arrays like that of a view."""
+        return FastAllreduce(self._runner, op, source, note)
 
     def forget(self) -> None:
         """Give up all fast paths; their figures are kept."""
@@ -105,21 +96,13 @@ class FastAllreduce:
     Calling it returns the result, or None if the call has to be made in full.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        op: str,
-        dtype: DType,
-        shape: tuple[int, ...],
-        note: str,
-        *,
-        numpy: bool,
-    ) -> None:
+    def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         group, control = runner.group, runner.group.control
+        dtype, shape = source.dtype, source.shape
         self._runner, self._group, self._control = runner, group, control
         self._engine, self._turn = group.engine, group.engine.turn
         self._watchdog = group.watchdog
-        self._dtype, self._shape, self._numpy = dtype, shape, numpy
+        self._dtype, self._shape, self._numpy = dtype, shape, type(source.source) is np.ndarray
         self._op = op
         self._signature = Signature("allreduce", op + note, None, dtype, shape)
         count = int(np.prod(shape, dtype=np.int64))
@@ -220,8 +203,8 @@ class FastAllreduce:
 
     def settle(self, x: Array, out: Array) -> None:
         """Raise on every rank if calls differ; go on if arrays are on devices elsewhere."""
-        settling = settle(self._control, self._signature)
-        out[...] = self._runner.settle(settling, Allreduce, x, self._op, None)
+        agreeing = agree(self._control, self._signature)
+        out[...] = self._runner.settle(agreeing, Allreduce, x, self._op, None)
 
     def count(self) -> Count:
         """Return what this path has done so far."""

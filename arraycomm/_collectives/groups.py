@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from arraycomm._callsite import user_level
-from arraycomm._collectives.operation import Context, SmallExchange
+from arraycomm._collectives.header_only import SmallExchange
+from arraycomm._collectives.operation import Context
 from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import OperationClass, Runner
 from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.interrupts import interrupts_deferred
+from arraycomm._protocol.options import Options
 
 _COLOR_AND_KEY: Final = struct.Struct("<?qq")
 # Said in place of a number of messages: one of the groups was closed by an error.
@@ -174,7 +176,8 @@ def _open(
     colors = sorted({color for taking, color, _ in replies if taking})
     members = [r for r, (taking, other, _) in enumerate(replies) if taking and other == color]
     members.sort(key=lambda rank: (replies[rank][2], rank))
-    name = group.name_child(kind)
+    group.made += 1
+    name = f"{group.name}/{kind}-{group.made}"
     number = colors.index(color) if takes_part else None
     key = members.index(group.rank) if takes_part else 0
     with interrupts_deferred():
@@ -182,7 +185,9 @@ def _open(
         runner.call(Confirm)
         with group.turn():
             transport = group.transport.split(number, members)
-        made = None if transport is None else group.child(transport, options, name, members)
+        made = (
+            None if transport is None else _child(group, Group(transport, options, name), members)
+        )
     device_link = None
     if options.reproducible == group.options.reproducible:
         with group.turn():
@@ -192,3 +197,13 @@ def _open(
         return None
     placements: Placements = runner.placements.child(made, device_link)
     return Runner(made, placements)
+
+
+def _child(group: Group, made: Group, members: list[int]) -> Group:
+    """Let a group be of the family of the one from whose `members` it was made; return it."""
+    made.backend, made.tracer = group.backend, group.tracer
+    made.related = group.related
+    made.family_ranks = [group.family_ranks[rank] for rank in members]
+    made.watchdog.deadlocks.reports = group.watchdog.deadlocks.reports
+    group.related.append(made)
+    return made

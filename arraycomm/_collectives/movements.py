@@ -74,7 +74,7 @@ class FromRoot(Operation):
         self.nbytes = self.flat.nbytes
         shape = self.part_of_root()
         self.target = self.make_target(dtype, shape)
-        self._sign(dtype, self.shown(shape))
+        self._sign(dtype, shape)
 
     def _prepare_other(self, x: Any, like: Any, out: Any) -> None:
         self.kind = wanted_kind(x, like, out)
@@ -84,7 +84,7 @@ class FromRoot(Operation):
             self._sign()
         else:
             self.expect(known)
-            self._sign(known.dtype, self.shown(known.shape))
+            self._sign(known.dtype, known.shape)
 
     def part_of_root(self) -> tuple[int, ...]:
         """Check what the root passes; return the shape of its own part."""
@@ -94,11 +94,9 @@ class FromRoot(Operation):
         """Prepare for a part that the caller knows."""
         self.target = self.make_target(known.dtype, known.shape)
 
-    def shown(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what the ranks compare of the shape of a part."""
-        return shape
-
     def _sign(self, dtype: DType | None = None, shape: tuple[int, ...] | None = None) -> None:
+        if self.uneven and shape is not None:
+            shape = (ANY, *shape[1:])
         self.signature = Signature(self.name, None, self.root, dtype, shape)
         if self.is_root and dtype is not None and shape is not None:
             self.description = Description.if_needed(dtype, shape)

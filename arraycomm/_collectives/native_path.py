@@ -5,7 +5,7 @@ It does the same as the one in Python, which it calls if a rank is late, or if r
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._collectives.fast_path import FastAllreduce, FastPaths
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.statistics import Count
-from arraycomm._dtypes import DType
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
 from arraycomm._transports.control import SharedControl
@@ -36,10 +35,9 @@ class NativePaths(FastPaths):
         self._repeats = compiled.Repeats(_REPEATED)
         self.again = self._repeats.again
 
-    def make(self, x: Any, source: BufferView, op: str, note: str) -> FastAllreduce:
-        numpy = type(x) is _REPEATED
-        path = NativeAllreduce(self._runner, op, source.dtype, source.shape, note, numpy=numpy)
-        if numpy and not note:
+    def make(self, source: BufferView, op: str, note: str) -> FastAllreduce:
+        path = NativeAllreduce(self._runner, op, source, note)
+        if type(source.source) is _REPEATED and not note:
             self._repeats.remember(op, path.exchange)
         return path
 
@@ -51,17 +49,8 @@ class NativePaths(FastPaths):
 class NativeAllreduce(FastAllreduce):
     """A fast path that the native part takes."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        op: str,
-        dtype: DType,
-        shape: tuple[int, ...],
-        note: str,
-        *,
-        numpy: bool,
-    ) -> None:
-        super().__init__(runner, op, dtype, shape, note, numpy=numpy)
+    def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
+        super().__init__(runner, op, source, note)
         group, control = runner.group, runner.group.control
         assert isinstance(control, SharedControl)
         self.exchange = compiled.Exchange(
@@ -71,9 +60,9 @@ class NativeAllreduce(FastAllreduce):
             slot=control.slot,
             header=self._prefix,
             nbytes=self._nbytes,
-            fold=in_c.number_of(op, dtype),
-            dtype=dtype,
-            shape=shape,
+            fold=in_c.number_of(op, source.dtype),
+            dtype=source.dtype,
+            shape=source.shape,
             control=control,
             group=group,
             queue=group.engine.queue,

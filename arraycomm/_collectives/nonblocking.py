@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from arraycomm._collectives.custom_ops import Op
+from arraycomm._collectives.header_only import Barrier
 from arraycomm._collectives.matching import Status, Wildcard
 from arraycomm._collectives.messages import Messenger
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
-from arraycomm._collectives.operation import Barrier
 from arraycomm._collectives.process_bound import ProcessBound
-from arraycomm._collectives.reductions import Allreduce, Exscan, Reduce, ReduceScatter, Scan
+from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.requests import Request
 from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.uneven import Allgatherv, Alltoallv, Gatherv, Scatterv
 from arraycomm._entries import entries
 

@@ -59,42 +59,28 @@ class Context:
 
 
 class Operation:
-    """One rank's part in one collective.
+    """One rank's part in one collective."""
 
-    Attributes
-    ----------
-    name, code : str, int
-        Of the operation, in errors and in headers.
-    header_independent : bool
-        Whether `steps` needs nothing from the header if the payload is too large for it.
-    independent_on_devices : bool
-        Whether it does not if all arrays are on devices.
-    negotiable : bool
-        Whether ranks whose trees differ get one another's details instead of an error.
-    signature : Signature
-        What the ranks compare.
-    prefix : bytes or None
-        The encoded header, if that was worked out beforehand.
-    payload : array of bytes, or None
-        What travels with the header; set by the runner from `pack`.
-    target : ResultBuffer or None
-        Where the result goes, on a rank that gets an array.
-    length : int
-        What the header announces, if the ranks may differ in it.
-    nbytes, copies : int
-        Bytes of the arrays passed, and copies made of them outside the transport.
-    """
-
+    # What errors and headers call it.
     name: ClassVar[str]
     code: ClassVar[int]
+    # Whether `steps` needs nothing from the header if the payload is too large for it, or if all arrays are
+    # on devices.
     header_independent: bool = False
     independent_on_devices: bool = False
+    # Whether ranks whose trees differ get one another's details instead of an error.
     negotiable: bool = False
+    # What the ranks compare.
     signature: Signature
+    # The encoded header, if that was worked out beforehand.
     prefix: bytes | None = None
+    # What travels with the header; set by the runner from `pack`.
     payload: Bytes | None = None
+    # Where the result goes, on a rank that gets an array.
     target: ResultBuffer | None = None
+    # What the header announces, if the ranks may differ in it.
     length: int = 0
+    # Bytes of the arrays passed, and copies made of them outside the transport.
     nbytes: int = 0
     copies: int = 0
 
@@ -134,15 +120,7 @@ class Operation:
 
 
 class ArrayOperation(Operation):
-    """An operation on one array a rank.
-
-    Attributes
-    ----------
-    source : BufferView
-        The caller's array.
-    flat : Flat
-        Its elements in C order.
-    """
+    """An operation on one array a rank: the caller's is `source`, its elements in C order are `flat`."""
 
     def __init__(self, context: Context, x: Any, op: Any = None) -> None:
         super().__init__(context, context.place(x, op))
@@ -175,29 +153,3 @@ class ArrayOperation(Operation):
     def rows(self, agreement: Agreement) -> Flat:
         """Return every rank's elements, which came with the headers: one row a rank."""
         return agreement.payloads(self.flat.nbytes).view(self.flat.dtype)
-
-
-class SmallExchange(Operation):
-    """An operation that is finished with its header; it returns every rank's data, of one length."""
-
-    def __init__(self, context: Context, op: str | None = None, data: bytes = b"") -> None:
-        super().__init__(context)
-        self.signature = Signature(self.name, op)
-        self._data = np.frombuffer(data, np.uint8)
-
-    def pack(self, room: int) -> Bytes:
-        return self._data
-
-    def result(self, agreement: Agreement) -> list[bytes]:
-        count = len(self._data)
-        return [agreement.payload(rank, count).tobytes() for rank in range(self.group.size)]
-
-
-class Barrier(Operation):
-    """See `Communicator.barrier`."""
-
-    name, code = "barrier", 7
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.signature = Signature(self.name)

@@ -26,31 +26,22 @@ from arraycomm._transports.base import Flat, Link, Steps
 
 
 class HostPlacement:
-    """Arrays as host memory; what is on a device is copied there and back.
-
-    Attributes
-    ----------
-    link : Link
-        What moves and folds.
-    device_flag : int
-        What the header says of where the arrays are.
-    inline_bytes : int
-        Up to how many bytes travel with the header; -1 if none do, not even of an empty array.
-    async_check : bool
-        Whether a call may start before its header is checked.
-    tree : bool
-        Whether the call is of a tree, whose leaves may be in several places.
-    """
+    """Arrays as host memory; what is on a device is copied there and back."""
 
     host = True
+    # Whether the call is of a tree, whose leaves may be in several places.
     tree = False
+    # Whether a call may start before its header is checked.
     async_check = False
     # A context in which a thread has what the caller's has, such as current streams.
     here: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(self, group: Group, device_flag: int = ON_HOST) -> None:
+        # What moves and folds.
         self.link: Link = group.transport
+        # What the header says of where the arrays are.
         self.device_flag = device_flag
+        # Up to how many bytes travel with the header; -1 if none do, not even of an empty array.
         self.inline_bytes = group.inline_bytes
 
     def view(self, x: Any, name: str = "x") -> BufferView:
@@ -106,21 +97,13 @@ class StagedTreePlacement(HostPlacement):
 
 
 class Placements:
-    """Decides where the arrays of a call are communicated from; here, always from host memory.
+    """Decides where the arrays of a call are communicated from; here, always from host memory."""
 
-    Attributes
-    ----------
-    host : HostPlacement
-        That of arrays that are host memory.
-    host_tree : HostPlacement
-        That of trees that are communicated as host memory.
-    negotiated : bool
-        Whether the ranks have chosen a link between their devices, be it none.
-    """
-
+    # Whether the ranks have chosen a link between their devices, be it none.
     negotiated = True
 
     def __init__(self, group: Group) -> None:
+        # Those of arrays and of trees that are communicated as host memory.
         self.host = HostPlacement(group)
         self.host_tree: HostPlacement = StagedTreePlacement(group)
 

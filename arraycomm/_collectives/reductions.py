@@ -126,36 +126,6 @@ class ReduceScatter(Reduction):
         return self.rows(agreement)[:, start:end]
 
 
-class Scan(Reduction):
-    """See `Communicator.scan`."""
-
-    name, code = "scan", 26
-    # Whether a rank's own elements are part of what it gets.
-    inclusive: ClassVar[bool] = True
-
-    def __init__(self, context: Context, x: Any, op: str | Op, out: Any) -> None:
-        super().__init__(context, x, op)
-        self._count = self.group.rank + int(self.inclusive)
-        if self._count:
-            self.target = self.make_target(self.source.shape, out)
-
-    def move(self, op: str) -> Steps:
-        return algorithms.scan(self.placement.link, self.flat, self.into, op, self.inclusive)
-
-    def by_function(self, op: Op, agreement: Agreement) -> Steps:
-        return function_reductions.scan(self, op, agreement, self.into, self.inclusive)
-
-    def folded_rows(self, agreement: Agreement) -> Flat:
-        return self.rows(agreement)[: self._count]
-
-
-class Exscan(Scan):
-    """See `Communicator.exscan`."""
-
-    name, code = "exscan", 27
-    inclusive = False
-
-
 def _checked_name(dtype: DType, op: Any) -> str:
     """Raise unless the dtype has this reduction; return the name that the ranks compare."""
     if isinstance(op, Op):

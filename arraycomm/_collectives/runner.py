@@ -21,7 +21,7 @@ from arraycomm._collectives.statistics import Statistics
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import Status, encode
+from arraycomm._protocol.header import Status, encode, show
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Handle, Steps
 
@@ -47,27 +47,15 @@ Prepare = Callable[[HostPlacement | None], Operation]
 
 
 class Runner:
-    """Makes the calls of one group.
-
-    Attributes
-    ----------
-    group : Group
-        Whose calls these are.
-    placements : Placements
-        Says where arrays are communicated from.
-    statistics : Statistics
-        What the calls have done.
-    guard : Guard or None
-        Asked before every call; see `set_guard`.
-    original : Runner or None
-        That of the communicator that this one is a duplicate of.
-    """
+    """Makes the calls of one group; `placements` says where their arrays are communicated from."""
 
     def __init__(self, group: Group, placements: Placements) -> None:
         self.group = group
         self.placements = placements
         self.statistics = Statistics()
+        # Asked before every call; see `set_guard`.
         self.guard: Guard | None = None
+        # That of the communicator that this one is a duplicate of.
         self.original: Runner | None = None
 
     def call(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -83,19 +71,17 @@ class Runner:
     ) -> Any:
         """Make a blocking call with a timeout of its own, or with the group's if that is None."""
         started = time.perf_counter()
-        engine = self.group.engine
-        engine.take_turn()
-        try:
-            prepare = self._preparing(operation, *args, **kwargs)
-            if timeout is not None:
-                prepare = self.group.watchdog.limited(timeout, prepare)
-            result = engine.run(self._program(operation.name, prepare, None))
-        except BaseException as error:
-            trim(error)
-            raise
-        finally:
-            self.group.watchdog.unlimit()
-            engine.turn.release()
+        with self.group.turn() as engine:
+            try:
+                prepare = self._preparing(operation, *args, **kwargs)
+                if timeout is not None:
+                    prepare = self.group.watchdog.limited(timeout, prepare)
+                result = engine.run(self._program(operation.name, prepare, None))
+            except BaseException as error:
+                trim(error)
+                raise
+            finally:
+                self.group.watchdog.unlimit()
         self.statistics.add_seconds(operation.name, time.perf_counter() - started)
         return result
 
@@ -126,7 +112,7 @@ class Runner:
 
     def settle(
         self,
-        settling: Generator[Handle, None, Agreement],
+        agreeing: Generator[Handle, None, Agreement],
         operation: OperationClass[P],
         *args: P.args,
         **kwargs: P.kwargs,
@@ -138,7 +124,7 @@ class Runner:
         prepare = self._preparing(operation, *args, **kwargs)
 
         def steps() -> Steps:
-            agreement = yield from settling
+            agreement = yield from agreeing
             made = prepare(self.placements.host)
             return (yield from self._go_on(made, prepare, agreement, None))
 
@@ -198,18 +184,12 @@ class Runner:
         if deferred:
             # The header is checked later, in whichever thread.
             site = site or call_site()
-        agreeing = agree(
-            group.control,
-            operation.signature,
-            operation.prefix or _prefix(operation),
-            operation.payload,
-            negotiable=operation.negotiable,
-            site=site,
-        )
+        show(group.control, operation.prefix or _prefix(operation), operation.payload)
+        signature, negotiable = operation.signature, operation.negotiable
+        agreeing = agree(group.control, signature, negotiable=negotiable, site=site)
         if deferred:
             # What the device is to do waits there for the other ranks.
-            posted = next(agreeing)
-            group.engine.follow(self._checked_later(posted, agreeing))
+            group.engine.follow(self._checked_later(agreeing))
             return (yield from self._finish(operation, NO_HEADERS))
         agreement = yield from agreeing
         return (yield from self._go_on(operation, prepare, agreement, site))
@@ -241,15 +221,10 @@ class Runner:
     def _finish(self, operation: Operation, agreement: Agreement) -> Steps:
         return operation.placement.run(_finished(operation, agreement))
 
-    def _checked_later(self, posted: Handle, agreeing: Steps) -> Steps:
+    def _checked_later(self, agreeing: Steps) -> Steps:
         """Check the header of a call that has started before; its error is raised by the next call."""
-
-        def steps() -> Steps:
-            yield posted
-            yield from agreeing
-
         try:
-            yield from self.group.guarded(steps())
+            yield from self.group.guarded(agreeing)
         except GeneratorExit:
             raise
         except BaseException as error:

@@ -97,31 +97,22 @@ class _StepReached:
 
 
 class SharedSegment:
-    """Rows of memory for the chunks of each rank that are under way, and some for folded chunks.
-
-    Attributes
-    ----------
-    control : SharedControl
-        Its steps say which chunks every rank has published.
-    native : bool
-        Whether all ranks can copy past their caches. If they cannot, and the cores of two ranks have no
-        cache in common, a copy takes several times as long.
-    chunk_bytes : int
-        The largest size of a chunk.
-    rows : ndarray
-        Bytes, shape (ROWS, size, chunk_bytes); chunk k uses the rows k modulo ROWS.
-    position : int
-        The next chunk. Calls without headers go on counting: the last chunks of a call may still be folded by
-        other ranks. After a header all rows are free.
-    """
+    """Rows of memory for the chunks of each rank that are under way, and some for folded chunks."""
 
     def __init__(self, control: SharedControl, memory: Bytes, *, native: bool) -> None:
+        # Its steps say which chunks every rank has published.
         self.control = control
+        # Whether all ranks can copy past their caches. If they cannot, and the cores of two ranks have no
+        # cache in common, a copy takes several times as long.
         self.native = native
         self._streams_small = native
+        # The next chunk. Calls without headers go on counting: the last chunks of a call may still be folded
+        # by other ranks. After a header all rows are free.
         self.position = 0
+        # The largest size of a chunk.
         self.chunk_bytes = chunk_bytes(control.size)
         rows = memory.reshape(-1, self.chunk_bytes)
+        # Chunk k uses the rows k modulo ROWS.
         self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, self.chunk_bytes)
         self._folded = rows[ROWS * control.size :]
         self._reached = _StepReached(control)

@@ -39,19 +39,18 @@ class Algorithm(enum.StrEnum):
     FUNCTION_BY_SLICES = "function by slices"
 
 
-# Those in whose place a segment may be used.
-_UNLESS_SEGMENT: Final = (Algorithm.STEPS, Algorithm.SLICES)
-
-
 def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Algorithm:
     """Decide how a link reduces so many bytes; the same arguments give the same answer on every rank."""
     algorithm = without_segment(link, nbytes)
+    if algorithm is Algorithm.LOCAL:
+        return algorithm
     if isinstance(op, Op):
-        return _by_function(op, algorithm)
-    if algorithm is not Algorithm.LOCAL and link.native(op, dtype):
+        sliced = op.elementwise and algorithm is not Algorithm.HEADER
+        return Algorithm.FUNCTION_BY_SLICES if sliced else Algorithm.FUNCTION
+    if link.native(op, dtype):
         return Algorithm.NATIVE
-    measured = algorithm is Algorithm.STEPS and link.crossovers.steps is not None
-    if algorithm in _UNLESS_SEGMENT and not measured and is_preferred(link, nbytes):
+    stepwise = algorithm is Algorithm.STEPS and link.crossovers.steps is None
+    if (stepwise or algorithm is Algorithm.SLICES) and is_preferred(link, nbytes):
         return Algorithm.SEGMENT
     return algorithm
 
@@ -94,10 +93,3 @@ def most_in_steps(payload: int) -> int:
 
 def _or(measured: int | None, otherwise: int) -> int:
     return otherwise if measured is None else measured
-
-
-def _by_function(op: Op, algorithm: Algorithm) -> Algorithm:
-    if algorithm is Algorithm.LOCAL:
-        return algorithm
-    sliced = op.elementwise and algorithm is not Algorithm.HEADER
-    return Algorithm.FUNCTION_BY_SLICES if sliced else Algorithm.FUNCTION

@@ -49,15 +49,10 @@ class _Block(NamedTuple):
 
 
 class _Blocks:
-    """The blocks of one group.
-
-    Attributes
-    ----------
-    alive : dict of int to _Block
-        Those of which this rank still has an array, by their number, which is the same on all ranks.
-    """
+    """The blocks of one group."""
 
     def __init__(self) -> None:
+        # Those of which this rank still has an array, by their number, which is the same on all ranks.
         self.alive: dict[int, _Block] = {}
         self._made = 0
 

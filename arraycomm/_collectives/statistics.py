@@ -19,17 +19,12 @@ class Count(NamedTuple):
 
 
 class Statistics:
-    """Calls, bytes, copies and seconds of one communicator, and of the duplicates made from it.
-
-    Attributes
-    ----------
-    fast_paths : callable
-        Returns what the fast paths have counted.
-    """
+    """Calls, bytes, copies and seconds of one communicator, and of the duplicates made from it."""
 
     def __init__(self) -> None:
         self._totals: Totals = {}
         self._duplicates: list[Statistics] = []
+        # Returns what the fast paths have counted.
         self.fast_paths: Callable[[], list[Count]] = list
 
     def count(self, operation: str, nbytes: int = 0, copies: int = 0) -> None:

@@ -44,9 +44,6 @@ class Scatterv(Scatter):
     def expect(self, known: BufferView) -> None:
         check_axis(known, "scatter")
 
-    def shown(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (ANY, *shape[1:])
-
     def pack(self, room: int) -> Bytes | None:
         if not self.is_root or self.description is not None:
             return None

@@ -79,22 +79,17 @@ class _Pending(NamedTuple):
 class Devices(Placements):
     """The placements of one communicator if arrays may be on devices, and its devices' state.
 
-    Attributes
-    ----------
-    request : DeviceRequest
-        What `init` was asked for.
-    link : DeviceLink or None
-        Moves arrays between devices; None if they are copied to the host.
-    reason : str
-        Why the link is not NCCL.
+    `request` is what `init` was asked for.
     """
 
     def __init__(self, group: Group, request: DeviceRequest) -> None:
         super().__init__(group)
         self._group = group
         self.request = request
+        # Moves arrays between devices; None if they are copied to the host.
         self.link: DeviceLink | None = None
         self.negotiated = False
+        # Why the link is not NCCL.
         self.reason = "no array on a device has been communicated so far"
         self._stream: int | None = None
         self._last: Event | None = None

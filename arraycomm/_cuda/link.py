@@ -13,17 +13,12 @@ from arraycomm._transports.base import Handle, Link, Steps
 
 
 class DeviceLink(Link):
-    """The movements between the ranks' devices, in the order of the memory's stream.
-
-    Attributes
-    ----------
-    async_check : bool
-        Whether only the device, and never the host, waits for the other ranks' movements. Then the
-        device's work starts before the header is checked.
-    """
+    """The movements between the ranks' devices, in the order of the memory's stream."""
 
     name: str
     memory: DeviceMemory
+    # Whether only the device, and never the host, waits for the other ranks' movements. Then the device's work
+    # starts before the header is checked.
     async_check: bool = False
 
     def take(self, count: int, dtype: DType) -> DeviceBuffer:

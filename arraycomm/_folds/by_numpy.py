@@ -149,11 +149,8 @@ def _complex_product(rows: Sequence[Array], out: Array) -> None:
 
 def _narrow(op: str, dtype: DType) -> Fold:
     """Accumulate 16- and 8-bit floats in float32, and round once at the end."""
-    ufunc = _UFUNCS[op]
-    widen: Callable[[Array, Array], None] = np.copyto
-    round_to: Callable[[Array, Array], None] = np.copyto
-    if dtype == np.float16:
-        widen, round_to = widen_half, round_to_half
+    ufunc, by_bits = _UFUNCS[op], dtype == np.float16
+    widen, round_to = (widen_half, round_to_half) if by_bits else (np.copyto, np.copyto)
 
     def narrow(rows: Sequence[Array], out: Array) -> None:
         accumulator = np.empty(rows[0].shape, np.float32)

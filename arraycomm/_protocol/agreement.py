@@ -18,7 +18,7 @@ from arraycomm._protocol.header import (
 )
 from arraycomm._protocol.leaving import leaving_error
 from arraycomm._protocol.mismatch import mismatch, peer_error
-from arraycomm._transports.base import Bytes, Handle
+from arraycomm._transports.base import Handle
 from arraycomm._transports.control import ControlChannel
 
 # The call of a rank that takes part in whatever the others call: see `join`.
@@ -29,28 +29,21 @@ class _Verdict(enum.Enum):
     """What the headers of one step amount to."""
 
     AGREED = enum.auto()
-    JOINING = enum.auto()
+    DIFFERENT = enum.auto()
     RAISING = enum.auto()
     LEAVING = enum.auto()
-    MISMATCH = enum.auto()
 
 
 class Agreement(Headers):
-    """What all ranks showed, and their details if they had to be asked.
-
-    Attributes
-    ----------
-    calls : list of CallDetail, or None
-        What each rank called, if the headers differed in what the ranks may differ in.
-    mixed : bool
-        Whether some ranks' arrays are on devices, and others' are not.
-    """
+    """What all ranks showed, and their details if they had to be asked."""
 
     __slots__ = ("calls", "mixed")
 
     def __init__(self, control: ControlChannel) -> None:
         super().__init__(control)
+        # What each rank called, if the headers differed in what the ranks may differ in.
         self.calls: list[CallDetail] | None = None
+        # Whether some ranks' arrays are on devices, and others' are not.
         self.mixed = False
 
     def free_words(self) -> list[int]:
@@ -63,29 +56,16 @@ class Agreement(Headers):
 def agree(
     control: ControlChannel,
     signature: Signature,
-    prefix: bytes,
-    payload: Bytes | None,
     *,
     negotiable: bool = False,
     site: str | None = None,
 ) -> Generator[Handle, None, Agreement]:
-    """Show `signature`, encoded as `prefix`, with its payload; return all ranks' `Agreement`.
+    """Wait until every rank has shown its signature, as this one has; return all ranks' `Agreement`.
 
     Raises `PeerError` if another rank is raising, `MismatchError` if signatures differ. If it is
     `negotiable`, trees that differ are returned with their details instead.
     """
-    yield from show(control, prefix, payload)
-    return (yield from settle(control, signature, negotiable=negotiable, site=site))
-
-
-def settle(
-    control: ControlChannel,
-    signature: Signature,
-    *,
-    negotiable: bool = False,
-    site: str | None = None,
-) -> Generator[Handle, None, Agreement]:
-    """Judge the step in which all ranks have shown their signatures; see `agree`."""
+    yield control
     agreement = Agreement(control)
     if agreement.agree():
         return agreement
@@ -135,7 +115,8 @@ def fail_in_step(
     `together` is how many blocks of `raise_together` the rank is in, if it leaves one of them.
     Returns whether the ranks are still in step afterwards.
     """
-    yield from show(control, encode(Signature(operation), -1, status=Status.RAISING), None)
+    show(control, encode(Signature(operation), -1, status=Status.RAISING), None)
+    yield control
     verdict = _judge(Headers(control))
     in_step = verdict is _Verdict.RAISING
     if verdict is not _Verdict.LEAVING:
@@ -156,10 +137,10 @@ def _judge(headers: Headers) -> _Verdict:
     arrays = {headers.array_digest(rank) for rank in calling} - {0}
     live = calls - {call_digest(JOINING)}
     if len(live) > 1 or len(arrays) > 1:
-        return _Verdict.MISMATCH
+        return _Verdict.DIFFERENT
     if Status.RAISING in statuses:
         return _Verdict.RAISING
-    return _Verdict.JOINING if live and live != calls else _Verdict.AGREED
+    return _Verdict.DIFFERENT if live and live != calls else _Verdict.AGREED
 
 
 def _note_left_together(control: ControlChannel, details: Sequence[Detail]) -> None:

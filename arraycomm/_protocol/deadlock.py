@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 from arraycomm._errors import DeadlockError
 from arraycomm._protocol import clock
+from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._transports.control import ControlChannel
 
@@ -38,35 +39,23 @@ Missing = Callable[[], list[int]]
 
 @dataclass(frozen=True)
 class WaitStatus:
-    """What a rank tells the others of a long wait; ranks are those of the family's first group.
+    """What a rank tells the others of a long wait; ranks are those of the family's first group."""
 
-    Attributes
-    ----------
-    doing : str
-        The operation, the call site, the step and the communicator.
-    in_vain : bool
-        Whether the wait was given up after a timeout.
-    call : str
-        Names the call that it waits in: the same for all ranks in that call.
-    number : int
-        Counts the waits of this rank.
-    missing : tuple of int
-        Some ranks without which the wait does not end; empty if that is not certain.
-    held : tuple of (int, int)
-        Ranks, and numbers of waits of theirs that cannot end before this one does.
-    deadlocked : tuple of str
-        The calls in which ranks wait for one another, if this rank has found that.
-    version : int
-        Counts what the rank has told.
-    """
-
+    # The operation, the call site, the step and the communicator.
     doing: str
+    # Whether the wait was given up after a timeout.
     in_vain: bool = False
+    # Names the call that it waits in: the same for all ranks in that call.
     call: str = ""
+    # Counts the waits of this rank.
     number: int = 0
+    # Some ranks without which the wait does not end; empty if that is not certain.
     missing: tuple[int, ...] = ()
+    # Ranks, and numbers of waits of theirs that cannot end before this one does.
     held: tuple[tuple[int, int], ...] = ()
+    # The calls in which ranks wait for one another, if this rank has found that.
     deadlocked: tuple[str, ...] = ()
+    # Counts what the rank has told.
     version: int = 0
 
     def encode(self) -> str:
@@ -123,30 +112,20 @@ class Member(Protocol):
     name: str
     size: int
     control: ControlChannel
+    engine: Engine
+    related: list[Any]
     family_ranks: Sequence[int]
-
-    @property
-    def idle(self) -> bool:
-        """Whether this rank has no request and no message outstanding in the group."""
-
-    @property
-    def blocked(self) -> int | None:
-        """The thread that waits in the group for as long as it takes."""
 
 
 class WaitReports:
     """Tells the other ranks of a family what this one waits in: one wait at a time.
 
-    Attributes
-    ----------
-    groups : list of Member
-        The groups of the family on this rank, on all of whose control channels it is told.
-    owner : Member or None
-        The group of the wait that was told last, if it goes on.
+    It is told on the control channels of all `groups` of the family on this rank.
     """
 
     def __init__(self, groups: list[Any]) -> None:
         self.groups = groups
+        # The group of the wait that was told last, if it goes on.
         self.owner: Member | None = None
         self._version = self._number = 0
 
@@ -163,14 +142,14 @@ class WaitReports:
         self._version += 1
         text = "" if status is None else replace(status, version=self._version).encode()
         for group in self.groups:
-            group.control.report_wait(text)
+            group.control.notes.report_wait(text)
 
     def statuses(self, group: Member) -> dict[int, WaitStatus]:
         """Return the newest known status of each other rank, by its rank in the family."""
         found: dict[int, WaitStatus] = {}
         for member in self.seen_from(group):
             for r in member.control.peers:
-                status = WaitStatus.decode(member.control.wait_status(r))
+                status = WaitStatus.decode(member.control.notes.wait_status(r))
                 rank = member.family_ranks[r]
                 if status and (rank not in found or found[rank].version < status.version):
                     found[rank] = status
@@ -185,19 +164,11 @@ class WaitReports:
         """Ask for the statuses of some ranks of `group`, and of some of all ranks."""
         for member in self.seen_from(group):
             asked = ranks if member is group else member.control.peers
-            member.control.ask_wait_status(asked[:_NAMED])
+            member.control.notes.ask_wait_status(asked[:_NAMED])
 
 
 class DeadlockWatch:
-    """Finds out whether a wait in one group is part of a deadlock.
-
-    Attributes
-    ----------
-    reports : WaitReports
-        Those of the group's family.
-    status : WaitStatus or None
-        Of the wait that is going on, if it is a long one.
-    """
+    """Finds out whether a wait in one group is part of a deadlock."""
 
     def __init__(self, group: Member, *, certain: bool, own_process: bool) -> None:
         self._group = group
@@ -205,7 +176,9 @@ class DeadlockWatch:
         self._certain = certain
         # Whether the main thread could make calls of this rank as well.
         self._own_process = own_process
-        self.reports = WaitReports([group])
+        # Those of the group's family.
+        self.reports = WaitReports(group.related)
+        # Of the wait that is going on, if it is a long one.
         self.status: WaitStatus | None = None
         self._looked = self._since = 0.0
         self._ask_after = _ASK_FIRST
@@ -219,7 +192,7 @@ class DeadlockWatch:
     @property
     def blocked(self) -> bool:
         """Whether a thread waits in the group for as long as it takes."""
-        return self._group.blocked is not None
+        return self._group.engine.blocked is not None
 
     def begin(self, doing: str) -> None:
         """Tell the other ranks of a wait that has just become long."""
@@ -272,7 +245,7 @@ class DeadlockWatch:
         assert self.status is not None
         status = replace(self.status, missing=(), held=())
         message = needed is not None
-        blocked = self._group.blocked is not None and not self._others_may_call()
+        blocked = self.blocked and not self._others_may_call()
         if blocked and (bool(needed) if message else self._certain):
             control, family = self._group.control, self._group.family_ranks
             place = f"message {self.rank}.{status.number}" if message else str(control.step)
@@ -298,7 +271,7 @@ class DeadlockWatch:
         """Tell whether this rank takes part in a call only after its own wait."""
         name, _, step = call.rpartition(":")
         group = next((group for group in self.reports.groups if group.name == name), None)
-        if group is None or not group.idle:
+        if group is None or not group.engine.idle:
             return False
         collective = step.isdigit()
         if group is self._group and collective is not message:
@@ -308,7 +281,7 @@ class DeadlockWatch:
 
     def _others_may_call(self) -> bool:
         """Tell whether another thread could make the calls of this rank that others wait for."""
-        blocked = self._group.blocked
+        blocked = self._group.engine.blocked
         return any(self._may_call(t) for t in threading.enumerate() if t.ident != blocked)
 
     def _may_call(self, thread: threading.Thread) -> bool:

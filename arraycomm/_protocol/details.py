@@ -201,7 +201,8 @@ def _gather_texts(control: ControlChannel, text: str) -> Generator[Handle, None,
     while start < rounds * control.payload:
         piece = np.frombuffer(data[start : start + control.payload], np.uint8)
         prefix = encode(Signature(""), len(data), status=Status.DETAILS)
-        yield from show(control, prefix, piece)
+        show(control, prefix, piece)
+        yield control
         headers = Headers(control)
         for rank, part in enumerate(received):
             length = headers.payload_bytes(rank)

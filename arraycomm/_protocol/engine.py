@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Self
 
 from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError
 from arraycomm._protocol import clock
@@ -21,12 +21,11 @@ from arraycomm._protocol.task import Task
 from arraycomm._protocol.waiting import Watch, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps
 
-# What was outstanding when this process was forked.
-_of_parents: Final[list[Task]] = []
-
 
 class Engine:
     """The queue of one communicator, and its messages, which wait for nobody in the queue.
+
+    A `with` block of it is one call of the user's.
 
     The engine calls `watch(seconds waited)` while it waits; that raises if waiting on makes no sense.
     It calls `after_wait` when a wait is over, and `push_others` during a wait if no thread pushes on the
@@ -51,10 +50,7 @@ class Engine:
         # What a call was waiting for when it was given up.
         self.interrupted: Handle | None = None
         # Why no use is possible in a forked child.
-        self._refusal = ""
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
+        self.refusal = ""
         self.queue: deque[Task] = deque()
         self.outcomes = Outcomes()
         self._messages: list[Task] = []
@@ -65,16 +61,6 @@ class Engine:
         self.blocked: int | None = None
         # Held by the thread that is calling; the fast path of small reductions takes it too.
         self.turn = threading.Lock()
-
-    def refuse(self, reason: str) -> None:
-        """Make no call any more, in a forked child: what is outstanding is its parent's.
-
-        Another thread of the parent may have held the locks.
-        """
-        self._refusal = reason
-        # Not thrown away: the programs would begin to clean up.
-        _of_parents.extend([*self.queue, *self._messages])
-        self._begin_anew()
 
     def _has_thread(self) -> bool:
         """Tell whether a thread pushes on what is outstanding."""
@@ -93,13 +79,16 @@ class Engine:
         """Return when one of the active programs began to wait for what it waits for now."""
         return max((task.since for task in self._active()), default=0.0)
 
-    def take_turn(self) -> None:
-        """Begin a call of the user's; `self.turn.release()` ends it."""
+    def __enter__(self) -> Self:
         if not self.turn.acquire(blocking=False):
             raise ConcurrentUseError(
                 "two threads called one communicator at the same time; "
                 "give each thread a communicator of its own with dup()"
             )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.turn.release()
 
     def run(self, program: Steps, watch: Watch | None = None) -> Any:
         """Drive a program to its end in this thread, behind what is outstanding.
@@ -170,8 +159,8 @@ class Engine:
 
     def advance(self, polls: int = 1) -> None:
         """Push the programs on as far as they go without waiting; poll each so often."""
-        if self._refusal:
-            raise CommunicatorClosedError(self._refusal)
+        if self.refusal:
+            raise CommunicatorClosedError(self.refusal)
         if self._driving.locked():
             if (follower := self.follower) is not None and not follower.pushing.locked():
                 self._advance(follower, polls)

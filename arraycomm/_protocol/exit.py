@@ -16,11 +16,12 @@ from typing import Any, Final, NoReturn
 from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError, TransportError
 from arraycomm._protocol import clock, process_watch
+from arraycomm._protocol.forked import refuse
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.leaving import all_left_well, leave_in_step
 from arraycomm._protocol.waiting import wait_for
-from arraycomm._transports.control import ENDED, FAILED, FINALIZED, GONE
 from arraycomm._transports.mpi_files import remove_mpi_files
+from arraycomm._transports.notes import ENDED, FAILED, FINALIZED, GONE
 
 # Seconds that a rank which failed waits for the others to have seen it.
 _GRACE: Final = 3.0
@@ -40,37 +41,24 @@ _FORKED: Final = (
 
 
 class _Process:
-    """What this process has to leave.
-
-    Attributes
-    ----------
-    roots : list of Group
-        The first group of each family over MPI.
-    failure : str
-        The traceback of the exception that ends the program.
-    interrupted : bool
-        Whether Ctrl-C ends the program.
-    peer_died : bool
-        Whether a process of this job has died: MPI's own end may wait for it.
-    forked : bool
-        Whether this process is a forked child of one that communicates over MPI.
-    status : object
-        What was passed to `sys.exit` last.
-    on_fork : list of callable
-        Called in a forked child.
-    on_left : list of callable
-        Called when every rank has ended well.
-    """
+    """What this process has to leave."""
 
     def __init__(self) -> None:
+        # The first group of each family over MPI.
         self.roots: list[Group] = []
+        # The traceback of the exception that ends the program, or whether Ctrl-C does.
         self.failure = ""
         self.interrupted = False
+        # Whether a process of this job has died: MPI's own end may wait for it.
         self.peer_died = False
         self.watching = False
+        # Whether this process is a forked child of one that communicates over MPI.
         self.forked = False
+        # What was passed to `sys.exit` last.
         self.status: object = None
+        # Called in a forked child.
         self.on_fork: list[Callable[[], None]] = []
+        # Called when every rank has ended well.
         self.on_left: list[Callable[[], None]] = []
 
     def groups(self) -> list[Group]:
@@ -193,7 +181,7 @@ def _printed_elsewhere(error: BaseException) -> str:
 
 def _gone_below(group: Group) -> list[int]:
     """Return the lower ranks that have ended by an exception, or by leaving."""
-    left = group.control.exit_notices()
+    left = group.control.notes.exit_notices()
     return [rank for rank in range(group.rank) if rank in left and left[rank].state == GONE]
 
 
@@ -234,7 +222,7 @@ def _forget() -> None:
         return
     _process.forked = True
     for group in _process.groups():
-        group.refuse(_FORKED)
+        refuse(group, _FORKED)
     _process.roots.clear()
     for hook in _process.on_fork:
         hook()
@@ -264,7 +252,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def _announce_exit(state: int, text: str = "") -> None:
     for group in _process.groups():
-        group.control.announce_exit(state, group.completed, text)
+        group.control.notes.announce_exit(state, group.completed, text)
 
 
 def _leave_as_child() -> None:
@@ -374,7 +362,7 @@ def _everyone_left(root: Group, clean: bool) -> bool:
     deadline = None if clean else clock.now() + _GRACE
     waiting = list(root.control.peers)
     while waiting and (deadline is None or clock.now() < deadline):
-        left = root.control.exit_notices()
+        left = root.control.notes.exit_notices()
         dead = root.transport.failed() if root.transport.outlives else []
         waiting = [
             p for p in waiting if p not in dead and (p not in left or left[p].state == FAILED)
@@ -398,7 +386,7 @@ def _left_in_step(groups: list[Group], watched: list[Group], clean: bool) -> boo
 
     def watch(waited: float) -> None:
         for group in groups:
-            group.control.answer_requests()
+            group.control.notes.answer_requests()
         if clock.now() > deadline:
             raise TimeoutError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from arraycomm._callsite import describe_raise
@@ -16,91 +15,22 @@ from arraycomm._errors import (
     TransportError,
     text_of,
 )
-from arraycomm._protocol.deadlock import DeadlockWatch, WaitReports
+from arraycomm._protocol.deadlock import DeadlockWatch
 from arraycomm._protocol.engine import Engine
+from arraycomm._protocol.options import Options
 from arraycomm._protocol.tracer import Tracer
-from arraycomm._protocol.tuning import UNTUNED, Tuning
 from arraycomm._protocol.undelivered import UndeliveredError
-from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog, checked_timeout
+from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog
 from arraycomm._transports.base import Steps, Transport
-from arraycomm._transports.control import FAILED
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What holds for every call on a communicator; the same on every rank."""
-
-    check: bool = True
-    reproducible: bool = True
-    timeout: float | None = 1800.0
-    # Every rank has that of rank 0, so that it need not be compared.
-    tuning: Tuning = field(default=UNTUNED, repr=False)
-
-    def __post_init__(self) -> None:
-        for name in ("check", "reproducible"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        object.__setattr__(self, "timeout", checked_timeout(self.timeout))
-        if not isinstance(self.tuning, Tuning):
-            raise TypeError(
-                "tuning is read by init alone, from the file that ARRAYCOMM_TUNING names"
-            )
-
-
-class _Turn:
-    """One user's call at a time."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine.take_turn()
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.turn.release()
+from arraycomm._transports.notes import FAILED
 
 
 class Group:
-    """The state of one communicator on this rank, below the user's object.
-
-    Attributes
-    ----------
-    transport, control : Transport, ControlChannel
-        What moves data, and the steps in which headers are shown.
-    related : list of Group
-        This group and those made from the same one, in the order of their making: its family.
-    family_ranks : sequence of int
-        The ranks of this group as ranks of the family's first group.
-    inline_bytes : int
-        How many bytes of a payload a header can take along.
-    closed : BaseException or None
-        What ended the group on this rank; no call is made afterwards.
-    deferred_error : BaseException or None
-        Deferred header error, raised by the next call.
-    completed : int
-        The step of the last call that this rank completed.
-    unfinished : bool
-        Whether a call was given up while data was moving: the transport still holds its buffers.
-    unmatched : int
-        Messages that this rank has sent, less those that it has received.
-    open_together : list of int
-        For each open block of `raise_together`, the step at which it began.
-    tracer : Tracer or None
-        Records the calls of this group and its family while a trace is on.
-    on_watch : list of callable
-        Called when a guard or a tracer is to see every call, also those that do not come to the runner.
-    on_end : list of callable
-        Called when the group ends on this rank, however it does.
-    on_failure : list of callable
-        Called before the others when an error ends it: what is under way has to be given up.
-    on_exit, on_free : list of callable
-        Called at the end of the program, and before the group is freed, to wait for what is under
-        way outside the transport.
-    """
+    """The state of one communicator on this rank, below the user's object."""
 
     def __init__(self, transport: Transport, options: Options, name: str = "world") -> None:
-        self.transport = transport
-        self.control = transport.control
+        # What moves data, and the steps in which headers are shown.
+        self.transport, self.control = transport, transport.control
         self.options = options
         self.name = name
         self.backend = transport.name
@@ -108,13 +38,15 @@ class Group:
         if options.tuning.entries:
             nodes = len(set(transport.nodes()))
             transport.crossovers = options.tuning.of(self.size, nodes)
+        # How many bytes of a payload a header can take along.
         self.inline_bytes = transport.control.payload
+        # This group and those made from the same one, in the order of their making: its family.
         self.related: list[Group] = [self]
+        # The ranks of this group as ranks of the family's first group.
         self.family_ranks: Sequence[int] = range(self.size)
         deadlocks = DeadlockWatch(
             self, certain=options.check, own_process=transport.name != "threads"
         )
-        deadlocks.reports = WaitReports(self.related)
         self.watchdog = Watchdog(transport, name, options.timeout, deadlocks)
         self.engine = Engine(
             transport.spins,
@@ -123,51 +55,36 @@ class Group:
             self.watchdog.withdraw,
             self._push_related,
         )
+        # What ended the group on this rank; no call is made afterwards.
         self.closed: BaseException | None = None
+        # Deferred header error, raised by the next call.
         self.deferred_error: BaseException | None = None
+        # The step of the last call that this rank completed.
         self.completed = 0
+        # Whether a call was given up while data was moving: the transport still holds its buffers.
         self.unfinished = False
+        # Messages that this rank has sent, less those that it has received.
         self.unmatched = 0
+        # For each open block of `raise_together`, the step at which it began.
         self.open_together: list[int] = []
+        # Records the calls of this group and its family while a trace is on.
         self.tracer: Tracer | None = None
+        # Called when a guard or a tracer is to see every call, also those that do not come to the runner.
         self.on_watch: list[Callable[[], None]] = []
+        # Called when the group ends on this rank, however it does.
         self.on_end: list[Callable[[], None]] = []
+        # Called before those when an error ends it: what is under way has to be given up.
         self.on_failure: list[Callable[[], None]] = []
+        # Called at the end of the program, and before the group is freed, to wait for what is under way
+        # outside the transport.
         self.on_exit: list[Callable[[], None]] = []
         self.on_free: list[Callable[[], None]] = []
         # How many groups were made from this one, for their names.
-        self._made = 0
+        self.made = 0
 
-    def name_child(self, kind: str) -> str:
-        """Name the next group that is made from this one; called by every rank."""
-        self._made += 1
-        return f"{self.name}/{kind}-{self._made}"
-
-    def child(
-        self, transport: Transport, options: Options, name: str, members: Sequence[int]
-    ) -> Group:
-        """Return the state of a group that was made from these ranks of this one."""
-        made = Group(transport, options, name)
-        made.backend, made.tracer = self.backend, self.tracer
-        made.related = self.related
-        made.family_ranks = [self.family_ranks[rank] for rank in members]
-        made.watchdog.deadlocks.reports = self.watchdog.deadlocks.reports
-        self.related.append(made)
-        return made
-
-    @property
-    def idle(self) -> bool:
-        """Whether this rank has nothing outstanding in the group."""
-        return self.engine.idle
-
-    @property
-    def blocked(self) -> int | None:
-        """The thread that waits in the group for as long as it takes."""
-        return self.engine.blocked
-
-    def turn(self) -> _Turn:
+    def turn(self) -> Engine:
         """Return a context manager for one call of the user's; raises if another is under way."""
-        return _Turn(self.engine)
+        return self.engine
 
     def run(self, steps: Steps) -> Any:
         """Run steps as one call, in this thread."""
@@ -218,11 +135,6 @@ class Group:
             hook()
         self.closed = error
 
-    def refuse(self, reason: str) -> None:
-        """Make no call any more in a forked child, whose parent has everything in hand."""
-        self.engine.refuse(reason)
-        self.end(RuntimeError(reason))
-
     def close(self, error: BaseException) -> None:
         """End the group because of an error, after which the ranks may be out of step."""
         if self.closed is not None:
@@ -240,7 +152,7 @@ class Group:
         self.end(error)
         if isinstance(error, DeadlockError) or not isinstance(error, CommTimeoutError):
             # After a timeout nothing is announced: the others that wait are to time out themselves.
-            self.control.announce_exit(FAILED, self.completed, self._exit_text(error))
+            self.control.notes.announce_exit(FAILED, self.completed, self._exit_text(error))
 
     def _exit_text(self, error: BaseException) -> str:
         """Return this rank's traceback, unless it only followed another rank."""

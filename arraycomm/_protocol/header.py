@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Generator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType, name_of
 from arraycomm._protocol.announced import check_payload, check_size, malformed
-from arraycomm._transports.base import Bytes, Handle
+from arraycomm._transports.base import Bytes
 from arraycomm._transports.control import PAYLOAD, PREFIX, ControlChannel
 
 MAX_DIMS: Final = 8
@@ -44,9 +43,6 @@ class Status(enum.IntEnum):
     RAISING = 1
     LEAVING = 2
     DETAILS = 3
-
-
-_STATUSES: Final = {int(status): status for status in Status}
 
 
 class LeafSpec(NamedTuple):
@@ -131,10 +127,11 @@ class Headers:
         return [self._status(rank) for rank in range(self.size)]
 
     def _status(self, rank: int) -> Status:
+        code = self._word(rank, _PACKED) & 0xFF
         try:
-            return _STATUSES[self._word(rank, _PACKED) & 0xFF]
-        except KeyError as error:
-            raise malformed(rank, f"the status {error}") from None
+            return Status(code)
+        except ValueError:
+            raise malformed(rank, f"the status {code}") from None
 
     def call_digest(self, rank: int) -> int:
         """Return the digest of a rank's operation, op and root."""
@@ -258,10 +255,8 @@ def has_room_for(dtype: DType, shape: tuple[int, ...]) -> bool:
     return dtype in BY_DTYPE and len(shape) <= MAX_DIMS
 
 
-def show(
-    control: ControlChannel, prefix: bytes, payload: Bytes | None
-) -> Generator[Handle, None, None]:
-    """Show a header and what travels with it, and wait until every rank has shown its own."""
+def show(control: ControlChannel, prefix: bytes, payload: Bytes | None) -> None:
+    """Post a header and what travels with it; the step is over once every rank has shown its own."""
     parity = (control.step + 1) & 1
     slot = control.mine[parity]
     slot[PREFIX] = control.shown[parity] = prefix
@@ -269,4 +264,3 @@ def show(
     if payload is not None and length:
         slot[PAYLOAD : PAYLOAD + length] = payload.data
     control.post(length)
-    yield control

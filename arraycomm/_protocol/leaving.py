@@ -10,14 +10,16 @@ from arraycomm._errors import PeerError
 from arraycomm._protocol.header import Headers, Signature, Status, encode, show
 from arraycomm._protocol.mismatch import how_left
 from arraycomm._transports.base import Handle
-from arraycomm._transports.control import ENDED, ControlChannel
+from arraycomm._transports.control import ControlChannel
+from arraycomm._transports.notes import ENDED
 
 
 def leave_in_step(control: ControlChannel, text: str) -> Generator[Handle, None, None]:
     """Take part in one last step, which tells the others that this rank leaves, and why."""
     data = np.frombuffer(text.encode(errors="replace")[-control.payload :], np.uint8)
     control.ended = True
-    yield from show(control, encode(Signature(""), len(data), status=Status.LEAVING), data)
+    show(control, encode(Signature(""), len(data), status=Status.LEAVING), data)
+    yield control
 
 
 def all_left_well(control: ControlChannel) -> bool:

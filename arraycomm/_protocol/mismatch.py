@@ -8,7 +8,7 @@ from typing import Final
 
 from arraycomm._errors import MismatchError, PeerError, TransportError
 from arraycomm._protocol.details import CallDetail, Detail, Failure
-from arraycomm._transports.control import ENDED, FINALIZED, FINISHED
+from arraycomm._transports.notes import ENDED, FINALIZED, FINISHED
 
 # The setting that names the containers of a tree: a line for each, of its path and its type.
 STRUCTURE: Final = "structure"

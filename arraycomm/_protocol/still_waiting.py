@@ -74,7 +74,7 @@ class StillWaiting:
             return
         if not self._asked:
             self._asked = True
-            self._control.ask_wait_status(missing())
+            self._control.notes.ask_wait_status(missing())
         if self._control.shared or waited > after + _REPLIES:
             self._said = True
             ranks = missing()
@@ -102,7 +102,7 @@ class StillWaiting:
 
     def _place(self, rank: int) -> tuple[str, str]:
         """Return where a rank is, for one rank and for several."""
-        status = WaitStatus.decode(self._control.wait_status(rank))
+        status = WaitStatus.decode(self._control.notes.wait_status(rank))
         if status is not None:
             text = str(status)
             return text, text.replace("is ", "are ", 1).replace("has ", "have ", 1)

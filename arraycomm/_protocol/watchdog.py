@@ -18,8 +18,7 @@ from arraycomm._protocol.header import Headers
 from arraycomm._protocol.mismatch import how_left
 from arraycomm._protocol.still_waiting import StillWaiting
 from arraycomm._transports.base import Transport
-from arraycomm._transports.control import WELL
-from arraycomm._transports.notes import ExitNotice
+from arraycomm._transports.notes import WELL, ExitNotice
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,15 +55,7 @@ class MessageWait(NamedTuple):
 
 
 class Watchdog:
-    """Watches the waits of one group on this rank.
-
-    Attributes
-    ----------
-    current : tuple of str and str or None
-        The operation under way and its call site; no site for a call of the waiting thread.
-    deadlocks : DeadlockWatch
-        Tells the other ranks of long waits, and finds those that are in vain.
-    """
+    """Watches the waits of one group on this rank."""
 
     def __init__(
         self, transport: Transport, name: str, timeout: float | None, deadlocks: DeadlockWatch
@@ -76,7 +67,9 @@ class Watchdog:
         # The timeout of the call under way if it has one of its own, and when the call began.
         self._limit: float | None = None
         self._limited_at = 0.0
+        # The operation under way and its call site; no site for a call of the waiting thread.
         self.current: tuple[str, str | None] = ("", None)
+        # Tells the other ranks of long waits, and finds those that are in vain.
         self.deadlocks = deadlocks
         self._still_waiting = StillWaiting(transport.control)
         # How often the ranks that are missing were asked where they are.
@@ -103,7 +96,7 @@ class Watchdog:
     def check(self, waited: float) -> None:
         """Raise if a rank has left or died, or if time is up; called during every wait."""
         control, timeout = self._control, self._timeout
-        left = control.exit_notices()
+        left = control.notes.exit_notices()
         gone = [rank for rank, notice in left.items() if notice.step < control.step]
         if gone:
             # A rank that found a deadlock has told so before it left.
@@ -157,7 +150,7 @@ class Watchdog:
         # Of several ranks any one would do.
         certain = len(peers) == 1 and wait.timeout is None and not self._ends_soon
         needed = peers if certain else ()
-        left = self._control.exit_notices()
+        left = self._control.notes.exit_notices()
         gone = [peer for peer in peers if peer in left]
         if len(gone) == len(peers) and waited > LAST_MESSAGE:
             self.deadlocks.look(waited, list, needed, now=True)
@@ -237,14 +230,14 @@ class Watchdog:
             deadlocks.begin(f"in {operation} at {where}, step {self._control.step} of {self._name}")
             self._still_waiting.begin(operation, where)
         for group in deadlocks.reports.groups:
-            group.control.answer_requests()
+            group.control.notes.answer_requests()
         deadlocks.look(waited, missing, needed)
         if deadlocks.blocked:
             self._still_waiting.look(waited, missing)
         if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
             self._asked += 1
             if self._asked <= len(_ASK_AT):
-                self._control.ask_wait_status(missing())
+                self._control.notes.ask_wait_status(missing())
 
     def withdraw(self) -> None:
         """Take a report back: the wait is over."""
@@ -257,7 +250,7 @@ class Watchdog:
 
     def last_seen(self, rank: int) -> str:
         """Return what another rank was last seen in, as the end of a sentence."""
-        status = WaitStatus.decode(self._control.wait_status(rank))
+        status = WaitStatus.decode(self._control.notes.wait_status(rank))
         if status is not None:
             return str(status)
         operation = Headers(self._control, 1).operation(rank) if self._control.step > 1 else ""

@@ -38,7 +38,8 @@ def compare(group: Group, run: str) -> Generator[Handle, None, tuple[Clock, str]
     begun, seen = [], []
     for _ in range(_ROUNDS):
         begun.append(now())
-        yield from show(group.control, prefix, None)
+        show(group.control, prefix, None)
+        yield group.control
         seen.append(now())
     samples: list[Samples]
     samples = yield from exchange_details(group.control, Samples(begun, seen, run))

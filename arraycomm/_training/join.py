@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
-from arraycomm._collectives.operation import Context, Operation, SmallExchange
+from arraycomm._collectives.header_only import SmallExchange
+from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry

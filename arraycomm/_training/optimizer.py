@@ -11,7 +11,7 @@ from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.group import Options
+from arraycomm._protocol.options import Options
 from arraycomm._session import world
 from arraycomm._training.compression import Compression, check_argument, described
 from arraycomm._training.gradients import Gradients

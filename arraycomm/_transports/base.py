@@ -50,22 +50,15 @@ class Blocks(NamedTuple):
 
 
 class Link(abc.ABC):
-    """The movements between the ranks of a group, and the folding of what they move.
-
-    Attributes
-    ----------
-    chunk_bytes : int
-        Larger reductions go in chunks of about this many bytes; 0 if the host's caches decide.
-    overlaps : bool
-        Whether a movement may begin before those before it have finished.
-    crossovers : Crossovers
-        What was measured between these ranks, which the choice of an algorithm follows.
-    """
+    """The movements between the ranks of a group, and the folding of what they move."""
 
     rank: int
     size: int
+    # Larger reductions go in chunks of about this many bytes; 0 if the host's caches decide.
     chunk_bytes: int = 0
+    # Whether a movement may begin before those before it have finished.
     overlaps: bool = False
+    # What was measured between these ranks, which the choice of an algorithm follows.
     crossovers: Crossovers = NOT_MEASURED
 
     @property

@@ -11,13 +11,12 @@ Layout of a slot, in words of 8 bytes: word 0 is the stamp (the step's number, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from arraycomm._transports.memory_order import fence
-from arraycomm._transports.notes import NOTES_BYTES, ExitNotice, Notes
+from arraycomm._transports.notes import NOTES_BYTES, Notes, SharedNotes
 
 PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)
@@ -30,12 +29,6 @@ _MESSAGE_SLOT: Final = 256
 _MESSAGES: Final = 256 << 10
 # Up to so many bytes of payload a rank, nodes send one header for all ranks that show the same.
 COMMON: Final = 1 << 10
-
-# How a rank left a group; 0 if it has not. FAILED: it will make no further call here. GONE: its
-# error has been printed, and its process ends. Without an error: what it ran came to its end
-# (FINISHED), its process ends (ENDED), or its program has finalized MPI (FINALIZED).
-FAILED, FINISHED, GONE, ENDED, FINALIZED = range(1, 6)
-WELL: Final = (FINISHED, ENDED, FINALIZED)
 
 
 def shared_slot(size: int) -> int:
@@ -52,36 +45,30 @@ def message_slot(size: int) -> int:
 class ControlChannel:
     """Slots that `post` publishes to the other ranks; the handle of this rank's current step.
 
-    Attributes
-    ----------
-    shared : bool
-        Whether the slots are in memory that all ranks share.
-    step : int
-        The number of the last step posted by this rank.
-    words : list of memoryview
-        For each parity, all slots as 64-bit words.
-    rows : list of ndarray
-        For each parity, the slots as bytes, shape (size, slot).
-    mine : list of memoryview
-        For each parity, the slot that this rank writes, as bytes.
-    alike : list of bool
-        For each parity, whether all ranks show the words of this one: others' slots may then lack them.
+    Lists have an element for each parity.
     """
 
+    # Whether the slots are in memory that all ranks share.
     shared = False
 
     def __init__(self, rank: int, size: int, rows: list[Any], mine: list[Any]) -> None:
         self.rank = rank
         self.size = size
+        # The number of the last step posted by this rank.
         self.step = 0
+        # The slots of all ranks as bytes, of shape (size, slot), and all of them as 64-bit words.
         self.rows = rows
-        self.slot = rows[0].shape[1]
-        self.payload = self.slot - PAYLOAD
         self.words = [block.reshape(-1).data.cast("q") for block in rows]
+        self.slot = rows[0].shape[1]
+        self.stride: int = self.slot // 8
+        self.payload = self.slot - PAYLOAD
+        # The slot that this rank writes.
         self.mine = [slot.data for slot in mine]
         self.my_words = [slot.cast("q") for slot in self.mine]
-        self.stride: int = self.slot // 8
+        # Whether all ranks show the words of this one: others' slots may then lack them.
         self.alike = [False, False]
+        # What the ranks tell one another beside these steps.
+        self.notes = Notes()
         # Words 1 to 15 of this rank's slots, if they are known.
         self.shown: list[bytes | None] = [None, None]
         # The last step in which a rank left a `raise_together` block by an exception, and how many
@@ -106,31 +93,6 @@ class ControlChannel:
         """Return the ranks that have not posted the current step, as far as this rank knows."""
         raise NotImplementedError
 
-    def announce_exit(self, state: int, completed: int, text: str) -> None:
-        """Tell the other ranks that this one joins no call after that of step `completed`.
-
-        If it is called again, only the state changes.
-        """
-        raise NotImplementedError
-
-    def exit_notices(self) -> dict[int, ExitNotice]:
-        """Return the exit notices of the other ranks that have left."""
-        raise NotImplementedError
-
-    def report_wait(self, status: str) -> None:
-        """Tell the other ranks which call this one is waiting in; empty if it no longer waits."""
-        raise NotImplementedError
-
-    def wait_status(self, rank: int) -> str:
-        """Return which call `rank` is waiting in, or an empty string if it has not reported any."""
-        raise NotImplementedError
-
-    def ask_wait_status(self, ranks: Sequence[int]) -> None:
-        """Ask these ranks for their wait status, if this channel needs to ask."""
-
-    def answer_requests(self) -> None:
-        """Answer the requests of other ranks; called while this rank waits for something else."""
-
     def close(self) -> None:
         """Release the memory or the MPI requests of the channel."""
 
@@ -149,7 +111,7 @@ class SharedControl(ControlChannel):
         slots = self.slots.reshape(2, size, slot)
         super().__init__(rank, size, [slots[0], slots[1]], [slots[0, rank], slots[1, rank]])
         notes = memory[2 * size * slot :][: size * NOTES_BYTES]
-        self._notes = Notes(rank, notes.reshape(size, NOTES_BYTES))
+        self.notes = SharedNotes(rank, notes.reshape(size, NOTES_BYTES))
         self.stamps = [peer * self.stride for peer in self.peers]
 
     @staticmethod
@@ -175,21 +137,8 @@ class SharedControl(ControlChannel):
         words = self.words[self.step & 1]
         return [r for r in self.peers if words[r * self.stride] < self.step]
 
-    def announce_exit(self, state: int, completed: int, text: str) -> None:
-        self._notes.leave(state, completed, text)
-
-    def exit_notices(self) -> dict[int, ExitNotice]:
-        found = {peer: self._notes.exit_notice(peer) for peer in self.peers}
-        return {peer: notice for peer, notice in found.items() if notice is not None}
-
-    def report_wait(self, status: str) -> None:
-        self._notes.report(status)
-
-    def wait_status(self, rank: int) -> str:
-        return self._notes.status(rank)
-
     def close(self) -> None:
         """Release the memory now: Python collects the channel late, since it is in a cycle."""
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
         self._memory = self.slots = np.empty(0, np.uint8)
-        self._notes = Notes(self.rank, np.empty((0, NOTES_BYTES), np.uint8))
+        self.notes = SharedNotes(self.rank, np.empty((0, NOTES_BYTES), np.uint8))

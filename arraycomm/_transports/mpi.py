@@ -6,10 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import cache
 from typing import Any, ClassVar, Final, cast
 
 from mpi4py import MPI
@@ -18,8 +15,14 @@ from arraycomm._errors import TransportError
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.mailbox import Mailbox
-from arraycomm._transports.mpi_control import MpiControl, translated
+from arraycomm._transports.mpi_control import MpiControl
 from arraycomm._transports.mpi_direct import DirectMessages
+from arraycomm._transports.mpi_failures import (
+    failed_ranks,
+    shrunk,
+    survives_failures,
+    translated,
+)
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_pairs import MpiPair
 from arraycomm._transports.mpi_probe import MessageProbe
@@ -32,23 +35,15 @@ from arraycomm._transports.shared_files import SharesFiles
 _SPINS: Final = 8
 
 
-@cache
-def survives_failures() -> bool:
-    """Tell whether MPI was started so that the other processes survive the death of one."""
-    enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - Open MPI's own name
-    return enabled.lower() in ("1", "true", "ulfm")
-
-
 class _Movement:
-    """A nonblocking MPI operation, and the buffers that it keeps alive."""
+    """A nonblocking MPI operation, and its arguments, of which it keeps the buffers alive."""
 
     # MPI accesses the buffers until an operation is finished, even if the caller has given it up: a
     # message that comes too late must not be written into memory that has been used again.
     under_way: ClassVar[set[_Movement]] = set()
 
-    def __init__(self, request: MPI.Request, *buffers: Bytes | None) -> None:
-        self._request = request
-        self._buffers = buffers
+    def __init__(self, request: MPI.Request, arguments: tuple[Any, ...]) -> None:
+        self._request, self._arguments = request, arguments
         self.under_way.add(self)
 
     def done(self) -> bool:
@@ -59,11 +54,6 @@ class _Movement:
         if finished:
             self.under_way.discard(self)
         return finished
-
-
-class _Finished:
-    def done(self) -> bool:
-        return True
 
 
 class MPITransport(SharesFiles, Transport):
@@ -110,45 +100,35 @@ class MPITransport(SharesFiles, Transport):
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.alltoall(send, recv)
-        parts, into = _vector(send), _vector(recv)
-        return self._start(lambda: self.mpi_comm.Ialltoallv(parts, into), send.buffer, recv.buffer)
+        return self._begin(self.mpi_comm.Ialltoallv, _vector(send), _vector(recv))
 
     def allgather(self, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.allgather(recv)
-        into = _vector(recv)
-        return self._start(lambda: self.mpi_comm.Iallgatherv(MPI.IN_PLACE, into), recv.buffer)
+        return self._begin(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, _vector(recv))
 
     def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
         into = recv and _vector(recv)
-        return self._start(
-            lambda: self.mpi_comm.Igatherv([send, MPI.BYTE], into, root),
-            send,
-            recv and recv.buffer,
-        )
+        return self._begin(self.mpi_comm.Igatherv, [send, MPI.BYTE], into, root)
 
     def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
         parts = send and _vector(send)
-        return self._start(
-            lambda: self.mpi_comm.Iscatterv(parts, [recv, MPI.BYTE], root),
-            recv,
-            send and send.buffer,
-        )
+        return self._begin(self.mpi_comm.Iscatterv, parts, [recv, MPI.BYTE], root)
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
         if self._broadcasts is not None:
             return self._broadcasts.bcast(buffer, root)
-        return self._start(lambda: self.mpi_comm.Ibcast([buffer, MPI.BYTE], root), buffer)
+        return self._begin(self.mpi_comm.Ibcast, [buffer, MPI.BYTE], root)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
         if dest == self.rank:
             return self._own.send((dest, dest, tag), buffer)
-        return self._begin(lambda: self.mpi_comm.Isend([buffer, MPI.BYTE], dest, tag), buffer)
+        return self._begin(self.mpi_comm.Isend, [buffer, MPI.BYTE], dest, tag)
 
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
         if source == self.rank:
             return self._own.recv((source, source, tag), buffer)
-        return self._begin(lambda: self.mpi_comm.Irecv([buffer, MPI.BYTE], source, tag), buffer)
+        return self._begin(self.mpi_comm.Irecv, [buffer, MPI.BYTE], source, tag)
 
     def pair(self, send: Bytes, dest: int, recv: Bytes, source: int, tag: int) -> Pair:
         if self.rank in (dest, source):
@@ -158,14 +138,9 @@ class MPITransport(SharesFiles, Transport):
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         return self._probe(source, tags)
 
-    def _start(self, call: Callable[[], MPI.Request], *buffers: Bytes | None) -> Handle:
-        if self.size == 1 and len(buffers) == 1:
-            return _Finished()
-        return self._begin(call, *buffers)
-
-    def _begin(self, call: Callable[[], MPI.Request], *buffers: Bytes | None) -> Handle:
+    def _begin(self, start: Callable[..., MPI.Request], *arguments: Any) -> Handle:
         try:
-            return _Movement(call(), *buffers)
+            return _Movement(start(*arguments), arguments)
         except MPI.Exception as error:
             raise translated(error) from error
 
@@ -202,32 +177,13 @@ class MPITransport(SharesFiles, Transport):
         self.mpi_comm.Iprobe()
 
     def failed(self) -> list[int]:
-        try:
-            # MPI finds out about failures when it makes progress.
-            try:
-                self.mpi_comm.Iprobe()
-            except MPI.Exception as error:
-                if error.Get_error_class() == MPI.ERR_REVOKED:
-                    raise
-            dead = self.mpi_comm.Get_failed()
-            return [
-                rank
-                for rank in dead.Translate_ranks(group=self.mpi_comm.Get_group())
-                if rank != MPI.UNDEFINED
-            ]
-        except MPI.Exception as error:
-            raise translated(error) from error
+        return failed_ranks(self.mpi_comm)
 
     def shrink(self) -> Transport | None:
         if not self.outlives:
             return None
         try:
-            for revoked in filter(None, (self.mpi_comm, self._between)):
-                with suppress(MPI.Exception):
-                    revoked.Revoke()
-            comm = self.mpi_comm.Shrink()
-            assert isinstance(comm, MPI.Intracomm)
-            return MPITransport(comm, share=self._share)
+            return MPITransport(shrunk(self.mpi_comm, self._between), share=self._share)
         except MPI.Exception as error:
             raise translated(error) from error
 

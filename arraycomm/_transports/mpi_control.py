@@ -3,45 +3,22 @@
 A step has three parts. The ranks of a node write their slots to memory that they share. The first of them
 exchanges the slots of all with the first ranks of the other nodes, and then says so to its node, and whether all
 ranks show the same. If the ranks of a node cannot share memory, each counts as a node.
-
-Between steps, a rank may send short control messages: that it has left, or a request for the wait
-status of others. Ranks look for such messages while they wait.
 """
 
 from __future__ import annotations
 
-import os
-import struct
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 from mpi4py import MPI
 
-from arraycomm._errors import TransportError
-from arraycomm._transports.control import WELL, ControlChannel, message_slot
+from arraycomm._transports.control import ControlChannel, message_slot
 from arraycomm._transports.memory_order import fence
+from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_nodes import NodeExchange, Pair, Rounds
-from arraycomm._transports.notes import ExitNotice
-from arraycomm._transports.wait_replies import ASKING, COLLECTING, WaitReplies
-
-# Larger than the tags of users' messages and of their further pieces.
-TAG: Final = 1 << 21
-# The number of the control channel, the kind, a step, a state, and the length of the text. Control
-# messages are short enough for MPI to send them at once.
-_MESSAGE: Final = struct.Struct("<5q")
-_MOST: Final = 3_000
-_EXITING: Final = 0
-
-
-def translated(error: MPI.Exception) -> TransportError:
-    """Return MPI's error as one of ours."""
-    found = TransportError(f"MPI reported: {error.Get_error_string()}")
-    # Another rank has called `shrink`.
-    found.revoked = error.Get_error_class() == MPI.ERR_REVOKED
-    return found
+from arraycomm._transports.mpi_notes import MpiNotes
 
 
 class MpiControl(ControlChannel):
@@ -82,13 +59,7 @@ class MpiControl(ControlChannel):
             self._exchange = Rounds(between, members, own, self.rows, self._lengths)
         self._pending = self._started = self._received = False
         self.not_closed.add(self)
-        self._comm = comm
-        # MPI may deliver an unread message to a later communicator that has reused this one's id.
-        self._number = int.from_bytes(comm.bcast(os.urandom(7)), "little")
-        self._sent: list[tuple[MPI.Request, bytes]] = []
-        self._own: ExitNotice | None = None
-        self._notices: dict[int, ExitNotice] = {}
-        self._replies = WaitReplies(rank, size, lambda: self.step, self._send)
+        self.notes: MpiNotes = MpiNotes(comm, lambda: self.step)
 
     def post(self, nbytes: int | None = None) -> None:
         self.step = step = self.step + 1
@@ -155,64 +126,7 @@ class MpiControl(ControlChannel):
         words, step = self.words[self.step & 1], self.step
         here = [r for r in self._neighbours if words[r * self.stride] < step]
         elsewhere = [r for r in self.peers if r not in self._neighbours]
-        return sorted(here + [r for r in elsewhere if self._replies.step(r) < step])
-
-    def announce_exit(self, state: int, completed: int, text: str) -> None:
-        first = self._own or ExitNotice(state, completed, text)
-        self._own = first._replace(state=state)
-        if state not in WELL:
-            for peer in self.peers:
-                # A rank that has died needs no notice.
-                with suppress(TransportError):
-                    self._send(peer, _EXITING, completed, first.text, state)
-
-    def exit_notices(self) -> dict[int, ExitNotice]:
-        self.answer_requests()
-        return self._notices
-
-    def report_wait(self, status: str) -> None:
-        self._replies.status = status
-
-    def ask_wait_status(self, ranks: Sequence[int]) -> None:
-        self._replies.ask(ranks)
-
-    def wait_status(self, rank: int) -> str:
-        return self._replies.wait_status(rank)
-
-    def answer_requests(self) -> None:
-        try:
-            while message := self._comm.Improbe(MPI.ANY_SOURCE, TAG, status := MPI.Status()):
-                data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                message.Recv([data, MPI.BYTE])
-                self._read(status.Get_source(), data.tobytes())
-            self._replies.go_on()
-        except MPI.Exception as error:
-            raise translated(error) from error
-
-    def _read(self, source: int, message: bytes) -> None:
-        if len(message) < _MESSAGE.size:
-            raise TransportError(f"rank {source} sent a malformed message")
-        number, kind, step, state, length = _MESSAGE.unpack_from(message)
-        if number != self._number:
-            return
-        text = message[_MESSAGE.size : _MESSAGE.size + max(length, 0)].decode(errors="replace")
-        if kind == _EXITING:
-            first = self._notices.get(source) or ExitNotice(state, step, text)
-            self._notices[source] = first._replace(state=state)
-            return
-        if kind in (ASKING, COLLECTING) and (own := self._own) is not None:
-            self._send(source, _EXITING, own.step, own.text, own.state)
-        else:
-            self._replies.receive(source, kind, step, text)
-
-    def _send(self, peer: int, kind: int, step: int, text: str, state: int = 0) -> None:
-        data = text.encode(errors="replace")[-_MOST:]
-        message = _MESSAGE.pack(self._number, kind, step, state, len(data)) + data
-        try:
-            self._sent = [sent for sent in self._sent if not sent[0].Test()]
-            self._sent.append((self._comm.Isend([message, MPI.BYTE], peer, TAG), message))
-        except MPI.Exception as error:
-            raise translated(error) from error
+        return sorted(here + [r for r in elsewhere if self.notes.step(r) < step])
 
     def close(self) -> None:
         if self._exchange is not None:

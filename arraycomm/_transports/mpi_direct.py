@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from arraycomm._transports.base import Blocks, Bytes, Handle
-from arraycomm._transports.mpi_control import translated
+from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.routes import Places
 
 # The control channel has the tag 0. Messages that are passed on have tags of their own, one for each of

@@ -33,15 +33,10 @@ Lengths = Sequence[memoryview]
 
 
 class NodeExchange(abc.ABC):
-    """The messages of one step; each step is finished before the next one begins.
+    """The messages of one step; each step is finished before the next one begins."""
 
-    Attributes
-    ----------
-    alike : bool
-        Whether all ranks show the same words in front of the payload, once all has been received. Then no more than
-        the payload is put into the slots of other nodes.
-    """
-
+    # Whether all ranks show the same words in front of the payload, once all has been received. Then no more than
+    # the payload is put into the slots of other nodes.
     alike = False
 
     @abc.abstractmethod

@@ -7,7 +7,7 @@ from typing import ClassVar
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
-from arraycomm._transports.mpi_control import translated
+from arraycomm._transports.mpi_failures import translated
 
 
 class _Persistent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpi4py import MPI
 
 from arraycomm._transports.mailbox import Mailbox
-from arraycomm._transports.mpi_control import translated
+from arraycomm._transports.mpi_failures import translated
 
 Found = tuple[int, int] | None
 

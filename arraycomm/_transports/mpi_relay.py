@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
-from arraycomm._transports.mpi_control import translated
+from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.routes import Places, Route, pieces_of, route
 
 # Tags of broadcasts that may overlap; see `mpi_direct.py` for those of other movements.

@@ -1,12 +1,13 @@
-"""Notes: what each rank tells the others beside its steps, in memory that all of them share.
+"""Notes: what each rank tells the others beside its steps, and how it does so in memory that all of them share.
 
-A rank's notes begin with four words: how it left, the last step that it completed, the length of its
+In shared memory a rank's notes begin with four words: how it left, the last step that it completed, the length of its
 exit text, and the number and length of its wait status. Then come the exit text and two places for
 wait statuses, used in turn, so that a reader always finds a complete one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -19,6 +20,12 @@ _STATUS: Final = _TEXT + _EXIT_TEXT
 _STATUS_TEXT: Final = 512
 NOTES_BYTES: Final = _STATUS + 2 * _STATUS_TEXT
 
+# How a rank left a group; 0 if it has not. FAILED: it will make no further call here. GONE: its
+# error has been printed, and its process ends. Without an error: what it ran came to its end
+# (FINISHED), its process ends (ENDED), or its program has finalized MPI (FINALIZED).
+FAILED, FINISHED, GONE, ENDED, FINALIZED = range(1, 6)
+WELL: Final = (FINISHED, ENDED, FINALIZED)
+
 
 class ExitNotice(NamedTuple):
     """How a rank left: the state, the step of its last completed call, its traceback."""
@@ -29,14 +36,40 @@ class ExitNotice(NamedTuple):
 
 
 class Notes:
+    """What the ranks of one group tell one another beside their steps; by itself this class tells nothing."""
+
+    def announce_exit(self, state: int, completed: int, text: str) -> None:
+        """Tell the other ranks that this one joins no call after that of step `completed`.
+
+        If it is called again, only the state changes.
+        """
+
+    def exit_notices(self) -> dict[int, ExitNotice]:
+        """Return the exit notices of the other ranks that have left."""
+        return {}
+
+    def report_wait(self, status: str) -> None:
+        """Tell the other ranks which call this one is waiting in; empty if it no longer waits."""
+
+    def wait_status(self, rank: int) -> str:
+        """Return which call `rank` is waiting in, or an empty string if it has not reported any."""
+        return ""
+
+    def ask_wait_status(self, ranks: Sequence[int]) -> None:
+        """Ask these ranks for their wait status, if they have to be asked."""
+
+    def answer_requests(self) -> None:
+        """Answer the requests of other ranks; called while this rank waits for something else."""
+
+
+class SharedNotes(Notes):
     """The notes of all ranks, in memory of shape (size, NOTES_BYTES); `rank` writes its own."""
 
     def __init__(self, rank: int, memory: np.ndarray[Any, Any]) -> None:
         self._rank, self._memory = rank, memory
         self._words = [note[:_TEXT].data.cast("q") for note in memory]
 
-    def leave(self, state: int, completed: int, text: str) -> None:
-        """Publish that this rank has left; later calls only change the state."""
+    def announce_exit(self, state: int, completed: int, text: str) -> None:
         words = self._words[self._rank]
         if not words[0]:
             data = text.encode(errors="replace")[-_EXIT_TEXT:]
@@ -45,18 +78,17 @@ class Notes:
             fence()
         words[0] = state
 
-    def exit_notice(self, rank: int) -> ExitNotice | None:
-        """Return how a rank left, or None if it has not."""
-        words = self._words[rank]
-        state = words[0]
-        if not state:
-            return None
+    def exit_notices(self) -> dict[int, ExitNotice]:
+        left = [r for r, words in enumerate(self._words) if words[0] and r != self._rank]
         fence()
-        text = self._read(rank, _TEXT, min(max(words[2], 0), _EXIT_TEXT))
-        return ExitNotice(state, words[1], text.decode(errors="replace"))
+        return {rank: self._exit_notice(rank) for rank in left}
 
-    def report(self, status: str) -> None:
-        """Publish this rank's wait status."""
+    def _exit_notice(self, rank: int) -> ExitNotice:
+        state, completed, length, _ = self._words[rank]
+        text = self._read(rank, _TEXT, min(max(length, 0), _EXIT_TEXT))
+        return ExitNotice(state, completed, text.decode(errors="replace"))
+
+    def report_wait(self, status: str) -> None:
         words = self._words[self._rank]
         data = status.encode(errors="replace")[:_STATUS_TEXT]
         turn = (words[3] >> 16) + 1
@@ -64,8 +96,7 @@ class Notes:
         fence()
         words[3] = turn << 16 | len(data)
 
-    def status(self, rank: int) -> str:
-        """Return a rank's wait status."""
+    def wait_status(self, rank: int) -> str:
         words = self._words[rank]
         while True:
             word = words[3]

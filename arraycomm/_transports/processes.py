@@ -149,7 +149,7 @@ class ProcessesTransport(SharesFiles, PartsTransport):
         return [0] * self.size
 
     def failed(self) -> list[int]:
-        left = self.control.exit_notices()
+        left = self.control.notes.exit_notices()
         # Those that have left may have followed one that has died.
         dead = self._lives.dead(at_once=bool(left))
         return [rank for rank in dead if rank not in left]

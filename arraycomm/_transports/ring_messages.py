@@ -108,13 +108,7 @@ class _Receiving:
 
 
 class Messages:
-    """The messages of one rank.
-
-    Attributes
-    ----------
-    untaken : set of int
-        The numbers of the long messages of this rank that no receive has taken yet.
-    """
+    """The messages of one rank."""
 
     def __init__(self, rank: int, rings: dict[int, tuple[Ring, Ring]]) -> None:
         self._rank = rank
@@ -122,6 +116,7 @@ class Messages:
         self._peers = {peer: _Peer(self, peer, *pair) for peer, pair in rings.items()}
         self._pumping = threading.Lock()
         self._numbers = count(1)
+        # The numbers of the long messages of this rank that no receive has taken yet.
         self.untaken: set[int] = set()
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:

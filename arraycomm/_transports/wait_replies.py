@@ -40,15 +40,11 @@ class WaitReplies:
         Returns the last step that this rank has posted.
     send : callable
         Sends a message.
-
-    Attributes
-    ----------
-    status : str
-        The wait status of this rank.
     """
 
     def __init__(self, rank: int, size: int, posted: Callable[[], int], send: Send) -> None:
         self._rank, self._size, self._posted, self._send = rank, size, posted, send
+        # The wait status of this rank.
         self.status = ""
         # The steps that others had posted, and their wait statuses.
         self._known: dict[int, tuple[int, str]] = {}

@@ -8,15 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from arraycomm import _session
+from arraycomm._collectives.header_only import Barrier
 from arraycomm._collectives.objects import BcastObject
-from arraycomm._collectives.operation import Barrier, Context
+from arraycomm._collectives.operation import Context
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import CommunicatorClosedError
 from arraycomm._protocol.exit import remove_root
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.leaving import all_left_well, leave_in_step
+from arraycomm._protocol.options import Options
 from arraycomm._protocol.waiting import give_up_core
 from arraycomm._transports.base import Steps, Transport
 
@@ -108,7 +110,7 @@ def announce_exit(comm: Communicator, state: int, text: str) -> None:
     """Tell the other ranks, on every open communicator, that this rank takes part no more."""
     for group in group_of(comm).related:
         if group.closed is None:
-            group.control.announce_exit(state, group.completed, text)
+            group.control.notes.announce_exit(state, group.completed, text)
 
 
 def stop_progress(comm: Communicator, error: Exception | None, seconds: float) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel
-from arraycomm._transports.notes import ExitNotice
+from arraycomm._transports.notes import Notes
 from arraycomm.testing._schedule import Baton, Schedule
 
 # No count of changes: the handle has not been polled yet.
@@ -64,6 +64,7 @@ class _ScheduledControl(ControlChannel):
         self._control, self._baton, self._player = control, baton, player
         self._step = _ScheduledHandle(control, baton, player, "step")
         self.shared = control.shared
+        self.notes = cast(Notes, _ScheduledNotes(control, baton, player))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._control, name)
@@ -87,24 +88,25 @@ class _ScheduledControl(ControlChannel):
     def missing(self) -> list[int]:
         return self._control.missing()
 
+    def close(self) -> None:
+        self._control.close()
+
+
+class _ScheduledNotes:
+    """Notes with a switch point; all else is that of the control channel's own."""
+
+    def __init__(self, control: ControlChannel, baton: Baton, player: int) -> None:
+        self._control, self._baton, self._player = control, baton, player
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control.notes, name)
+
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         try:
             self._baton.switch(self._player, "leave")
         finally:
             # Whatever ends the wait, since the other ranks wait for this notice.
-            self._control.announce_exit(state, completed, text)
-
-    def exit_notices(self) -> dict[int, ExitNotice]:
-        return self._control.exit_notices()
-
-    def report_wait(self, status: str) -> None:
-        self._control.report_wait(status)
-
-    def wait_status(self, rank: int) -> str:
-        return self._control.wait_status(rank)
-
-    def close(self) -> None:
-        self._control.close()
+            self._control.notes.announce_exit(state, completed, text)
 
 
 class _ScheduledLink(Transport):

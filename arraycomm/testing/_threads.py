@@ -12,7 +12,7 @@ from typing import Any, Final
 from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError
-from arraycomm._transports.control import FAILED, FINISHED
+from arraycomm._transports.notes import FAILED, FINISHED
 from arraycomm.testing._internals import announce_exit, completed_step, stop_progress, unseen_error
 from arraycomm.testing._interrupt import Interruptible, Interruption
 from arraycomm.testing._schedule import Baton

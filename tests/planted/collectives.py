@@ -165,7 +165,7 @@ ALGORITHMS: Final = (
     Fault(
         "start of a chunk",
         "slices of a second chunk begin where those of the first do",
-        _ALGORITHMS,
+        "arraycomm/_collectives/chunks.py",
         "    return [chunk.start + count * rank // size for rank in range(size + 1)]",
         "    return [count * rank // size for rank in range(size + 1)]",
         ("chunk_size_does_not_matter",),
@@ -197,7 +197,7 @@ ALGORITHMS: Final = (
     Fault(
         "exclusive is inclusive",
         "`exscan` of small arrays contains the rank's own",
-        _REDUCTIONS,
+        "arraycomm/_collectives/scans.py",
         "        return self.rows(agreement)[: self._count]",
         "        return self.rows(agreement)[: self.group.rank + 1]",
         ("scan_is_the_fold_of_the_ranks_so_far",),

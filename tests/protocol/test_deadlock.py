@@ -222,18 +222,21 @@ def test_a_wait_holds_up_calls_that_its_rank_can_only_make_later(
     call: str, idle: bool, held: bool
 ) -> None:
     # This rank waits in A, and the other in a call for which this one has not come, or has: B is at step 4.
-    control = SimpleNamespace(rank=0, step=4, peers=[1], report_wait=lambda text: None)
-    control.wait_status = lambda rank: WaitStatus(
-        "there", call=call, number=9, missing=(0,)
-    ).encode()
+    there = WaitStatus("there", call=call, number=9, missing=(0,)).encode()
+    notes = SimpleNamespace(report_wait=lambda text: None, wait_status=lambda rank: there)
+    control = SimpleNamespace(rank=0, step=4, peers=[1], notes=notes)
     mine, other = (
         SimpleNamespace(
-            name=name, size=2, family_ranks=[0, 1], control=control, idle=idle, blocked=blocked
+            name=name,
+            size=2,
+            family_ranks=[0, 1],
+            control=control,
+            engine=SimpleNamespace(idle=idle, blocked=blocked),
         )
         for name, blocked in (("A", threading.get_ident()), ("B", None))
     )
+    mine.related = [mine, other]
     watch = DeadlockWatch(mine, certain=True, own_process=True)
-    watch.reports.groups.append(other)
     watch.begin("here")
     watch.look(0.0, lambda: [1], None, now=True)
     assert watch.status is not None

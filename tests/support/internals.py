@@ -19,7 +19,8 @@ from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._protocol import clock, deadlock
 from arraycomm._protocol import exit as process_exit
 from arraycomm._protocol.deadlock import WaitReports, WaitStatus
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.options import Options
 from arraycomm._protocol.progress import ProgressThread
 from arraycomm._transports import control as channels
 from arraycomm._transports.base import Blocks, Transport
@@ -352,7 +353,7 @@ def is_closed(comm: Member) -> bool:
 
 def announce_exit(comm: Member, state: int, reason: str = "") -> None:
     """Tell the other ranks that this one makes no further calls."""
-    group(comm).control.announce_exit(state, group(comm).completed, reason)
+    group(comm).control.notes.announce_exit(state, group(comm).completed, reason)
 
 
 def watch_exit(comm: Member) -> None:

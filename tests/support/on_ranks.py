@@ -20,7 +20,7 @@ import pytest
 
 from arraycomm import Communicator, _launch
 from arraycomm._callsite import describe_exception
-from arraycomm._transports.control import FAILED, FINISHED
+from arraycomm._transports.notes import FAILED, FINISHED
 from arraycomm.testing import run
 from tests.support import internals
 from tests.support.pairwise import EVERY

@@ -31,6 +31,7 @@ CORE = [
     "_dtypes",
     "_folds/by_numpy",
 ]
+CORE_LIMIT = 3_500
 
 # Documented, in spite of their names: those of named tuples, of `sys`, and of `os`.
 PUBLIC = {"_asdict", "_replace", "_current_frames", "_getframe", "_exit"}
@@ -122,10 +123,6 @@ def numbers() -> dict[str, tuple[int, int]]:
         "modules flat in arraycomm/": (len(flat), 16),
         "lines of the core": (core, CORE_LIMIT),
     }
-
-
-# Not to grow; 3,500 is what it ought to come to.
-CORE_LIMIT = 4_000
 
 
 def main() -> int:

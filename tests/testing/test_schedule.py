@@ -14,7 +14,8 @@ import arraycomm as ac
 from arraycomm._callsite import describe_exception
 from arraycomm._collectives import selection
 from arraycomm._communicator import Communicator
-from arraycomm._transports.control import FAILED, FINISHED, SharedControl
+from arraycomm._transports.control import SharedControl
+from arraycomm._transports.notes import FAILED, FINISHED
 from arraycomm._transports.threads import make_group
 from arraycomm.testing import _schedule
 from arraycomm.testing._schedule import Baton, Schedule

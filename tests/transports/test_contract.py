@@ -19,8 +19,9 @@ import pytest
 from arraycomm import Communicator
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle, Transport
-from arraycomm._transports.control import FAILED, PAYLOAD
+from arraycomm._transports.control import PAYLOAD
 from arraycomm._transports.lives import Lives
+from arraycomm._transports.notes import FAILED
 from arraycomm._transports.processes import ProcessesTransport, memory_bytes
 from tests.support import internals
 from tests.support.on_ranks import (
@@ -352,15 +353,15 @@ class TransportContract:
         def check(comm) -> None:
             other = comm.dup()
             control = internals.control(other)
-            assert not control.exit_notices()
+            assert not control.notes.exit_notices()
             comm.barrier()
-            control.announce_exit(FAILED, 7, f"bye from {comm.rank}")
+            control.notes.announce_exit(FAILED, 7, f"bye from {comm.rank}")
             comm.barrier()
             said = {peer: (FAILED, 7, f"bye from {peer}") for peer in control.peers}
             deadline = time.monotonic() + 10
-            while control.exit_notices() != said and time.monotonic() < deadline:
+            while control.notes.exit_notices() != said and time.monotonic() < deadline:
                 internals.transport(comm).progress()
-            assert control.exit_notices() == said
+            assert control.notes.exit_notices() == said
             comm.barrier()
 
         on_ranks(several, check)

@@ -31,30 +31,30 @@ def hurried() -> Iterator[None]:
 
 def test_the_last_text_told_is_read(controls: list[SharedControl]) -> None:
     teller, reader = controls
-    assert reader.wait_status(0) == ""
+    assert reader.notes.wait_status(0) == ""
     for text in ("in bcast", "", "in a longer text, with ü", "x" * 10_000, "in recv"):
-        teller.report_wait(text)
-        assert reader.wait_status(0) == text[:512]
-        assert reader.wait_status(1) == ""
+        teller.notes.report_wait(text)
+        assert reader.notes.wait_status(0) == text[:512]
+        assert reader.notes.wait_status(1) == ""
 
 
 @pytest.mark.usefixtures("hurried")
 def test_a_text_is_read_whole_while_another_is_told(controls: list[SharedControl]) -> None:
     teller, reader = controls
     texts = ["is waiting " + "a" * 400, "has waited in vain " + "b" * 30]
-    teller.report_wait(texts[0])
+    teller.notes.report_wait(texts[0])
     told = threading.Event()
 
     def tell() -> None:
         for place in range(20_000):
-            teller.report_wait(texts[place % 2])
+            teller.notes.report_wait(texts[place % 2])
         told.set()
 
     thread = threading.Thread(target=tell)
     thread.start()
     read = set()
     while not told.is_set():
-        read.add(reader.wait_status(0))
+        read.add(reader.notes.wait_status(0))
     thread.join()
     assert read <= set(texts)
 
@@ -64,13 +64,13 @@ def test_a_text_that_is_told_over_while_it_is_read_is_read_again(
 ) -> None:
     """Two texts come between the look at which one holds and the look at what it says."""
     teller, reader = controls
-    teller.report_wait("a text that is not read")
+    teller.notes.report_wait("a text that is not read")
     coming = ["another", "the last"]
 
     def tell_meanwhile() -> None:
         texts, coming[:] = coming[:], []
         for text in texts:
-            teller.report_wait(text)
+            teller.notes.report_wait(text)
 
     monkeypatch.setattr(notes, "fence", tell_meanwhile)
-    assert reader.wait_status(0) == "the last"
+    assert reader.notes.wait_status(0) == "the last"

@@ -17,9 +17,10 @@ import pytest
 import arraycomm as ac
 from arraycomm._mpi_start import Arguments
 from arraycomm._node_start import open_on_node
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.options import Options
 from arraycomm._transports import lives, processes, shared_files
-from arraycomm._transports.control import ENDED
+from arraycomm._transports.notes import ENDED
 from arraycomm._transports.processes import ProcessesTransport, meet, memory_bytes
 from arraycomm._transports.rings import Ring
 
@@ -160,7 +161,7 @@ def test_one_that_died_is_the_cause_and_not_one_that_left_because_of_it() -> Non
     group = Group(last, Options(True, True, 60.0))
     group.control.post()
     group.watchdog.check(1.0)
-    first.control.announce_exit(ENDED, 0, "")
+    first.control.notes.announce_exit(ENDED, 0, "")
     assert last.failed() == [1]
     with pytest.raises(ac.PeerError, match="rank 1 has died without a word"):
         group.watchdog.check(1.0)

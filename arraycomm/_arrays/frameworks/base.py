@@ -45,86 +45,57 @@ def unconverted(source: BufferView, _like: BufferView) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnDevice:
-    """What `exchange` does with a framework's arrays that stay on their device.
+    """What `exchange` does with a framework's arrays that stay on their device."""
 
-    Attributes
-    ----------
-    own : callable
-        Returns an array as the framework's own type. Gets the array and what messages call it.
-        Raises if the array cannot be read.
-    copy : callable
-        Returns a copy of an array.
-    namespace : str
-        The module whose `from_dlpack` takes over another framework's array.
-    """
-
+    # Returns an array as the framework's own type. Gets the array and what messages call it. Raises if the
+    # array cannot be read.
     own: Callable[[Any, str], Any]
+    # Returns a copy of an array.
     copy: Callable[[Any], Any]
+    # The module whose `from_dlpack` takes over another framework's array.
     namespace: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """One framework's arrays, as the core sees them. The defaults are right for most frameworks.
+    """One framework's arrays, as the core sees them. The defaults are right for most frameworks."""
 
-    Attributes
-    ----------
-    name : str
-        `BufferView.framework` of its arrays.
-    to_framework : callable
-        Returns a NumPy array as an array of the framework, like the array of a view.
-    read : Reader, optional
-        Reads its arrays. None if several readers do.
-    device_of : callable, optional
-        Returns an array's device without reading the elements. None if only reading tells.
-    takes_over : callable
-        Tells whether `to_framework` hands over memory of a dtype without a copy.
-    commit_out : callable
-        Finishes a write into the view of an `out`, and returns the caller's object.
-    widest_float : callable
-        Returns the float dtype of most bits.
-    lacks : callable
-        Returns the dtypes of the table that a result like an array cannot have. Gets that array.
-    takes_opaque : bool
-        A result can have a dtype that is not in the table, such as a structured one.
-    number : bool
-        Its values are numbers, which have no memory.
-    immutable : str
-        What messages call it, if its arrays must not be written. Else empty.
-    copies_back : bool
-        `commit_out` can write a view that is a copy back into its array.
-    replaces_out : bool
-        `commit_out` replaces all elements, because an array's memory may belong to others as well.
-    module : str, optional
-        What `exchange` imports to make its arrays. None if `exchange` cannot be asked for it.
-    is_already : callable
-        Tells whether the array of a view need not be exchanged for one like another view's. Both
-        views are of this framework, on one device.
-    reason_to_copy : callable
-        Says why the framework cannot share a NumPy array's memory; None if it can.
-    reason_copied : callable
-        Says why a result is not the memory that `to_framework` got; None if it is.
-    on_device : OnDevice, optional
-        None if its arrays are always on the host.
-    """
-
+    # `BufferView.framework` of its arrays.
     name: str
+    # Returns a NumPy array as an array of the framework, like the array of a view.
     to_framework: Callable[[Array, BufferView], Any]
+    # Reads its arrays. None if several readers do.
     read: Reader | None = None
+    # Returns an array's device without reading the elements. None if only reading tells.
     device_of: Callable[[Any], Device] | None = None
+    # Tells whether `to_framework` hands over memory of a dtype without a copy.
     takes_over: Callable[[DType], bool] = _any_dtype
+    # Finishes a write into the view of an `out`, and returns the caller's object.
     commit_out: Callable[[BufferView], Any] = _copy_back
+    # Returns the float dtype of most bits.
     widest_float: Callable[[], DType] = _float64
+    # Returns the dtypes of the table that a result like an array cannot have. Gets that array.
     lacks: Callable[[Any], frozenset[DType]] = _takes_all
+    # Whether a result can have a dtype that is not in the table, such as a structured one.
     takes_opaque: bool = True
+    # Whether its values are numbers, which have no memory.
     number: bool = False
+    # What messages call it, if its arrays must not be written. Else empty.
     immutable: str = ""
+    # Whether `commit_out` can write a view that is a copy back into its array.
     copies_back: bool = False
+    # Whether `commit_out` replaces all elements, because an array's memory may belong to others as well.
     replaces_out: bool = False
+    # What `exchange` imports to make its arrays. None if `exchange` cannot be asked for it.
     module: str | None = None
+    # Tells whether the array of a view need not be exchanged for one like another view's. Both views are of
+    # this framework, on one device.
     is_already: Callable[[BufferView, BufferView], bool] = unconverted
+    # Says why the framework cannot share a NumPy array's memory; None if it can.
     reason_to_copy: Callable[[Array], str | None] = _never
+    # Says why a result is not the memory that `to_framework` got; None if it is.
     reason_copied: Callable[[Any, Array], str | None] = _as_asked
+    # None if its arrays are always on the host.
     on_device: OnDevice | None = None
 
 

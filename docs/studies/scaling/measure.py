@@ -25,10 +25,10 @@ from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
 from arraycomm._folds import fold
 from arraycomm._launch.launchers import find_launcher
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.options import Options
 from arraycomm._transports.base import Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl, message_slot
-from arraycomm._transports.notes import ExitNotice
 from arraycomm.cli.bench.machine import machine, versions
 from arraycomm.cli.bench.timing import measure as timed
 
@@ -135,12 +135,6 @@ class _PretendedMessages(ControlChannel):
 
     def missing(self) -> list[int]:
         return []
-
-    def announce_exit(self, state: int, completed: int, text: str) -> None:
-        """Do nothing: there is nobody to notify."""
-
-    def exit_notices(self) -> dict[int, ExitNotice]:
-        return {}
 
 
 class Pretended(Transport):

@@ -11,7 +11,6 @@ from arraycomm import Communicator
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import COMMON, PAYLOAD, ControlChannel, message_slot, shared_slot
-from arraycomm._transports.notes import ExitNotice
 from docs.studies.scaling import movements
 from docs.studies.scaling.measure import communicator
 from docs.studies.scaling.network import Group, Movement, Network, Plan, Planner
@@ -75,18 +74,6 @@ class SimulatedControl(ControlChannel):
 
     def missing(self) -> list[int]:
         return []
-
-    def announce_exit(self, state: int, completed: int, text: str) -> None:
-        """Tell nobody: an error ends the simulation."""
-
-    def exit_notices(self) -> dict[int, ExitNotice]:
-        return {}
-
-    def report_wait(self, status: str) -> None:
-        """Tell nobody."""
-
-    def wait_status(self, rank: int) -> str:
-        return ""
 
 
 class SimulatedTransport(Transport):
