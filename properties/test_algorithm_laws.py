@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from arraycomm._collectives import algorithms, selection
 from arraycomm._collectives import chunks as chunking
+from arraycomm._collectives import selection
 from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._frameworks import elements_of
@@ -32,7 +32,7 @@ _choice = _Choice()
 
 @pytest.fixture(scope="module", autouse=True)
 def _choices_are_made_here() -> Iterator[None]:
-    choose, chunks = selection.choose, algorithms._chunks
+    choose, ranges = selection.choose, chunking.ranges
     overlapping_chunk = chunking.overlapping_chunk
 
     def choose_here(nbytes, size, *about_link):
@@ -43,16 +43,16 @@ def _choices_are_made_here() -> Iterator[None]:
     def overlapping_chunk_here(*about):
         return overlapping_chunk(*about) if _choice.chunk is None else 8 * _choice.chunk
 
-    def chunks_here(link, array, rows=1):
+    def ranges_here(link, array, rows=1):
         if _choice.chunk is None:
-            return chunks(link, array, rows)
+            return ranges(link, array, rows)
         starts = range(0, len(array), _choice.chunk)
-        return (range(start, min(start + starts.step, len(array))) for start in starts)
+        return [range(start, min(start + starts.step, len(array))) for start in starts]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "choose", choose_here)
         patch.setattr(chunking, "overlapping_chunk", overlapping_chunk_here)
-        patch.setattr(algorithms, "_chunks", chunks_here)
+        patch.setattr(chunking, "ranges", ranges_here)
         yield
 
 

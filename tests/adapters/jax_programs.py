@@ -209,15 +209,15 @@ def programs_on_several_devices_keep_their_order() -> None:
     before = jax.jit(work, static_argnums=1)
     late = jax.jit(lambda x: allreduce(x, comm=comm))
     early = jax.jit(lambda x: allgather(x, comm=comm))
-    x, y = jax.device_put(jnp.ones(700), first), jax.device_put(jnp.zeros(600), last)
+    x, y = jax.device_put(jnp.ones(300), first), jax.device_put(jnp.zeros(300), last)
     for turn in range(4):
         # Each has to wait for what is computed before it, on one rank longer than on the other.
-        found = [late(before(x, 3 * comm.rank + 1)), early(before(y, 4)), late(x), early(y)]
+        found = [late(before(x, 3 * comm.rank + 1)), early(before(y, 8)), late(x), early(y)]
         jax.effects_barrier()
         made = calls_of(comm).comm.stats()
         assert [made[name]["calls"] for name in ("allreduce", "allgather")] == [2 * turn + 2] * 2
-        assert_same(found[0::2], [jnp.full(700, float(comm.size))] * 2)
-        assert_same(found[1::2], [jnp.zeros((comm.size, 600))] * 2)
+        assert_same(found[0::2], [jnp.full(300, float(comm.size))] * 2)
+        assert_same(found[1::2], [jnp.zeros((comm.size, 300))] * 2)
 
 
 def tokens_go_through() -> None:
@@ -386,7 +386,7 @@ def errors_end_the_rest_of_a_program() -> None:
         # It is dispatched before it can run.
         return once(before(x, 5))
 
-    for program, count in ((turns, 3), (until, 3), (later, 700)):
+    for program, count in ((turns, 3), (until, 3), (later, 300)):
         x = jnp.ones(count)
         for _ in range(3):
             expected = jax.block_until_ready(program(x))
