@@ -140,8 +140,7 @@ class _Callback(DelaysErrors):
         return self._comm is comm
 
     def __call__(self, _: Any, *buffers: Any) -> tuple[()]:
-        if _token.error is not None:
-            # Of this program: it is to end without further calls.
+        if _token.has_failed():
             return ()
         split = 1 + self._count
         arrays = [np.asarray(buffer) for buffer in buffers[1:split]]

@@ -56,16 +56,16 @@ class ProgramToken:
     ----------
     array : Array of bool, shape (0,), or None
         Its memory is that of the last program's token. None before the first program.
-    error : BaseException or None
-        What the program has raised that is being dispatched.
     """
 
     def __init__(self, effect: Any) -> None:
         self._effect = effect
         self._ready: Any = None
-        self._threads: set[int] = set()
+        # The threads that have dispatched programs, by the system's numbers, which XLA's threads do not get again.
+        self._threads: dict[int, threading.Thread] = {}
+        # What the programs have raised that these threads are dispatching.
+        self._errors: dict[int, BaseException] = {}
         self.array: Any = None
-        self.error: BaseException | None = None
 
     def is_on(self, devices: Sequence[Any]) -> bool:
         """Tell whether the array is on these devices, which are one."""
@@ -86,24 +86,37 @@ class ProgramToken:
 
     def put(self, array: Any) -> None:
         """Have the next program take the token of this one; raise its error, if it has raised one."""
-        self._threads.add(threading.get_ident())
+        thread = threading.get_native_id()
+        if thread not in self._threads:
+            self._threads[thread] = threading.current_thread()
         self._hold(array)
         runtime_tokens.current_tokens[self._effect] = Token(self.array)
-        if self.error is not None:
+        if thread in self._errors:
             # A program that has been dispatched may still run: it makes no calls while the error is here.
             self.array.block_until_ready()
-            error, self.error = self.error, None
-            raise error
+            raise self._errors.pop(thread)
 
     def take(self, error: BaseException) -> bool:
-        """Take the error of the program that runs, if `put` is still to be called for it.
-
-        Programs run one after the other. So this one has been put here if the token here is not ready.
-        """
-        if len(self._threads) != 1 or not self.array.is_ready():
+        """Take the error of the program whose callback this is, if `put` is still to be called for it."""
+        thread = self._dispatcher()
+        # Programs run one after the other. One of which XLA's threads run a callback may have been put here.
+        here = thread == threading.get_native_id()
+        if thread is None or not (here or self.array.is_ready()):
             return False
-        self.error = error
+        self._errors[thread] = error
         return True
+
+    def has_failed(self) -> bool:
+        """Tell whether the program whose callback this is has raised: it is to end without further calls."""
+        return bool(self._errors) and self._dispatcher() in self._errors
+
+    def _dispatcher(self) -> int | None:
+        """Return the thread that has dispatched the program whose callback this is; None if that is not certain."""
+        thread = threading.get_native_id()
+        if thread in self._threads:
+            return thread
+        alive = [number for number, known in self._threads.items() if known.is_alive()]
+        return alive[0] if len(alive) == 1 else None
 
     def clear(self) -> None:
         """Have the next program wait for nothing: what the last one has left is an error."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -401,6 +402,15 @@ def errors_end_the_rest_of_a_program() -> None:
                 assert (error.rank, error.in_step) == (1, True)
             for _ in range(2):
                 assert_same(program(x), expected)
+    # Another thread may dispatch programs that were compiled here.
+    x = jnp.ones(3)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(turns, x).result()
+        if comm.rank == 1:
+            assert isinstance(raised(lambda: allreduce(jnp.ones(3, bool))), TypeError)
+        else:
+            assert isinstance(other.submit(raised, lambda: turns(x)).result(), ac.PeerError)
+        assert_same(turns(x), other.submit(turns, x).result())
 
 
 def what_cannot_be_compiled_is_refused_by_name() -> None:
