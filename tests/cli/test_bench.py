@@ -540,7 +540,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("bench")
     command = ["-m", "arraycomm", "bench", *TINY, "--dtypes", "float32,bfloat16"]
     drawn = ["--picture", "bench.svg"] if find_spec("matplotlib") else []
-    done = run_python(*command, "--json", "results.json", *drawn, cwd=directory, compiles=False)
+    done = run_python(*command, "--json", "results.json", *drawn, cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     loaded: dict[str, Any] = json.loads((directory / "results.json").read_text("utf-8"))
     return {**loaded, "printed": done.stdout, "reported": done.stderr, "directory": directory}
@@ -687,7 +687,7 @@ sys.exit(status or 2 * (main([*words, "wrong.json"]) != 1))
 @needs_mpiexec
 def test_steps_of_training_are_those_of_one_process(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    done = run_python("-c", TRAINING, ranks=2, cwd=tmp_path)
+    done = run_python("-c", TRAINING, ranks=2, cwd=tmp_path, compiles=True)
     assert done.returncode == 0, done.stdout + done.stderr
     right, wrong = (
         json.loads((tmp_path / name).read_text("utf-8"))["lines"][0]

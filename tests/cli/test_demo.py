@@ -38,7 +38,7 @@ needs_digits = pytest.mark.skipif(find_spec("sklearn") is None, reason="no sciki
 
 
 def run_demo(picture: Path, *options: str) -> tuple[int, str, str]:
-    job = run_python("-m", "arraycomm", "demo", "--picture", str(picture), *options, compiles=False)
+    job = run_python("-m", "arraycomm", "demo", "--picture", str(picture), *options)
     return job.returncode, job.stdout, job.stderr
 
 

@@ -48,9 +48,7 @@ def runs() -> dict[tuple[str, int, str], Run]:
     found = {}
     with TemporaryDirectory() as directory:
         for ranks in (2, 1):
-            job = run_python(
-                "-P", PROGRAM, directory, ranks=ranks if ranks > 1 else None, compiles=False
-            )
+            job = run_python("-P", PROGRAM, directory, ranks=ranks if ranks > 1 else None)
             assert job.returncode == 0, job.stdout + job.stderr
             for program, name, text in re.findall(
                 r"<(\w+): ([\w ]+)>\n(.*?)(?=\n<|\Z)", job.stdout, re.DOTALL

@@ -59,11 +59,11 @@ def run_python(
     options: Sequence[str] = (),
     cwd: Path | None = None,
     timeout: float = 240,
-    compiles: bool = True,
+    compiles: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run the interpreter with these arguments, under mpiexec where `ranks` is given.
 
-    `options` are those of mpiexec. A program that compiles nothing with torch starts sooner if it says so.
+    `options` are those of mpiexec. A program that compiles with torch, or trains with its data parallelism, has to say so: others start sooner.
     """
     launcher = [] if ranks is None else [str(LAUNCHER), *options, "-n", str(ranks)]
     command = [*launcher, sys.executable, *arguments]

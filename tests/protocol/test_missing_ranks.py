@@ -1,0 +1,91 @@
+"""Ranks that wait in vain say who is missing, and where that rank was last seen."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import Communicator
+from tests.support import internals
+
+
+def test_rank_that_never_comes_is_named(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        impatient = comm.dup(timeout=0.8)
+        impatient.allreduce(np.ones(2))
+        if comm.rank == 0:
+            time.sleep(1.2)
+            comm.barrier()
+            return
+        with pytest.raises(ac.CommTimeoutError, match=r"timeout 0\.8 s") as caught:
+            impatient.barrier()
+        assert "rank 0 is missing: it was last seen in allreduce" in str(caught.value)
+        assert str(caught.value).count("is missing") == 1
+        with pytest.raises(ac.CommunicatorClosedError, match="CommTimeoutError"):
+            impatient.barrier()
+        comm.barrier()
+
+    on_ranks(3, check)
+
+
+def test_ranks_that_wait_on_different_communicators_learn_of_one_another(on_ranks) -> None:
+    """Each timeout tells where the rank that is missing waits, also in a message."""
+
+    def check(comm: Communicator) -> None:
+        # They time out before it is certain that they wait for one another.
+        first, second = comm.dup(timeout=0.9), comm.dup(timeout=0.9)
+        calls = [
+            lambda: first.allreduce(np.ones(3)),
+            second.barrier,
+            lambda: second.recv(0, 5),
+        ]
+        with pytest.raises(ac.CommTimeoutError) as caught:
+            calls[comm.rank]()
+        said, waits = str(caught.value), "(it )?(is waiting|has waited in vain)"
+        site = rf"at test_missing_ranks\.py:\d+, step 1 of {re.escape(internals.name(second))}"
+        if comm.rank == 0:
+            assert re.search(rf"rank 1 is missing: {waits} in barrier {site}", said), said
+            assert re.search(rf"rank 2 is missing: {waits} in recv from rank 0 with", said), said
+        else:
+            site = rf"at test_missing_ranks\.py:\d+, step 1 of {re.escape(internals.name(first))}"
+            assert re.search(rf"rank 0 .*{waits} in allreduce {site}", said), said
+        comm.barrier()
+
+    on_ranks(3, check)
+
+
+def test_ranks_that_time_out_later_are_told_without_a_gap(on_ranks) -> None:
+    """They may look at any moment: what a rank waits in becomes what it waited in, and never nothing."""
+
+    def check(comm: Communicator) -> None:
+        other = comm.dup(timeout=0.5)
+        if comm.rank > 0:
+            with pytest.raises(ac.CommTimeoutError):
+                other.barrier()
+            before, after = waits_of(other)
+            assert before.startswith("is waiting in barrier at ")
+            assert after.startswith("has waited in vain in barrier at ")
+        comm.barrier()
+
+    with internals.noted_waits() as waits_of:
+        on_ranks(3, check)
+
+
+def test_what_a_rank_waited_in_is_forgotten_when_it_returns(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        other = comm.dup(timeout=0.7)
+        if comm.rank == 0:
+            comm.barrier()
+            time.sleep(1.2)
+        else:
+            time.sleep(0.4)
+            comm.barrier()
+            with pytest.raises(ac.CommTimeoutError, match="it was not seen in any call so far"):
+                other.barrier()
+        comm.barrier()
+
+    on_ranks(2, check)
