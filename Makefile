@@ -139,8 +139,8 @@ other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 .PHONY: test test-quick test-alone test-mpich test-openmpi test-openmpi-on-ranks test-launched test-wheel
 test: test-alone test-mpich test-openmpi-on-ranks
 	@echo '== tests of launched programs, which often wait, and meanwhile those of the wheel, printed at the end'
-	@said="$$(mktemp)"; trap 'rm "$$said"' EXIT; \
-	nice $(MAKE) --no-print-directory test-wheel > "$$said" 2>&1 & wheel=$$!; \
+	@said="$$(mktemp)"; nice $(MAKE) --no-print-directory test-wheel > "$$said" 2>&1 & wheel=$$!; \
+	trap 'rm "$$said"; kill "$$wheel" 2> /dev/null || true' EXIT; \
 	failed=0; $(MAKE) --no-print-directory test-launched || failed=1; \
 	wait "$$wheel" || failed=1; \
 	cat "$$said"; exit "$$failed"
