@@ -25,6 +25,8 @@ internals.set_slots(128 << 10, 32 << 10)
 # In programs that tests launch, and here.
 _START = str(Path(__file__).parent / "support" / "start")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_START, os.environ.get("PYTHONPATH")]))
+# Threads of NumPy's BLAS take as long to start as all of NumPy, and no test needs them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Small programs take longer to compile than to run. Those of `jax_programs.py` are compiled as users' are.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 
 from arraycomm._collectives import groups, shared_arrays
 from arraycomm._collectives import segment as segments
@@ -24,6 +23,9 @@ from arraycomm._protocol.options import Options
 from arraycomm._protocol.progress import ProgressThread
 from arraycomm._transports import control as channels
 from arraycomm._transports.base import Blocks, Transport
+
+if TYPE_CHECKING:
+    import pytest  # takes a fifth of a second, and programs on ranks do without
 
 # Shared slots -------------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
-from tests.support.launcher import run_python
-
 ROOT: Final = Path(__file__).parents[2]
 _BEGUN, _PASSED = "<{} begins>", "<{} passed>"
 
@@ -66,6 +64,9 @@ _LEFT_OUT: Final = ("cacheprovider", "jaxtyping", "xdist", "xdist.looponfail", "
 
 def run_pytest(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run pytest in a process of its own, under mpiexec where `ranks` is given."""
+    # Not above: the launcher needs pytest, which programs on ranks would import too.
+    from tests.support.launcher import run_python
+
     left_out = [word for name in _LEFT_OUT for word in ("-p", f"no:{name}")]
     # Open MPI gives its ranks a terminal.
     command = ("-m", "pytest", "-q", "--color=no", *left_out, *arguments)
