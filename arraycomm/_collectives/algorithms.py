@@ -38,7 +38,7 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
         return
     if algorithm is Algorithm.SEGMENT:
         if found := (yield from segment.streaming_segment_of(link)):
-            yield from found.reduce(segment.chunk_tasks(found, source, target), op)
+            yield from found.reduce(segment.chunk_tasks(found, source, target), op, source.nbytes)
             return
         algorithm = selection.without_segment(link, source.nbytes)
     yield from _reduce_by(algorithm, link, source, target, op)

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, repeat
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -40,6 +40,9 @@ _SEGMENT_BYTES: Final = 48 << 20
 # If all ranks' arrays fit in the caches, copies through these may be quicker: so many copies are tried.
 _CACHED_BYTES: Final = 8 << 20
 _TRIALS: Final = 12
+# If they do not fit, so many chunks are tried each way, the first ones of a call, and again after so many others.
+_TRIED: Final = 3
+_BETWEEN_TRIALS: Final = 1024
 # A segment was measured with up to so many ranks. Beside a transport that copies each byte once, it is quicker up
 # to so many bytes.
 _MEASURED_RANKS: Final = 8
@@ -60,10 +63,11 @@ _ALL: Final = slice(None)
 class ChunkTask(NamedTuple):
     """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go.
 
-    `fold` writes the results of a whole chunk, if that is done in another way than row by row.
+    `fill` takes whether to copy past the caches, which it may leave aside. `fold` writes the results of a whole
+    chunk, if that is done in another way than row by row.
     """
 
-    fill: Callable[[], None]
+    fill: Callable[[bool], None]
     dtype: DType
     rows: Sequence[Array]
     targets: Callable[[], Targets]
@@ -96,6 +100,40 @@ class _StepReached:
         return True
 
 
+# How a chunk is copied in, past the caches or through them; and a list for the seconds of the copy and of the fold,
+# if they are to be measured.
+_Way: TypeAlias = tuple[bool, list[float] | None]
+
+
+class _LargeCopies:
+    """The way in which the chunks of large calls are copied in.
+
+    Through the caches is quicker if the cores of the ranks have one in common, and takes several times as long if
+    they have none. The cores of a virtual machine change, so both ways are tried again and again. What counts
+    is also how long the others' rows take to be read, so all ranks try the same way with the same chunks.
+    """
+
+    def __init__(self) -> None:
+        self._past = True
+        self._untried = _BETWEEN_TRIALS
+
+    def ways(self) -> Iterator[_Way]:
+        """Yield the way of each chunk of a call."""
+        if self._untried >= _BETWEEN_TRIALS:
+            self._untried = 0
+            seconds: dict[bool, list[list[float]]] = {True: [], False: []}
+            for past, tried in seconds.items():
+                for _ in range(_TRIED):
+                    tried.append([])
+                    yield past, tried[-1]
+            # While this one is copied, the last of those is still to be folded.
+            yield self._past, None
+            self._past = min(map(sum, seconds[True])) <= min(map(sum, seconds[False]))
+        while True:
+            self._untried += 1
+            yield self._past, None
+
+
 class SharedSegment:
     """Rows of memory for the chunks of each rank that are under way, and some for folded chunks."""
 
@@ -106,6 +144,7 @@ class SharedSegment:
         # cache in common, a copy takes several times as long.
         self.native = native
         self._streams_small = native
+        self._large_copies = _LargeCopies()
         # The next chunk. Calls without headers go on counting: the last chunks of a call may still be folded
         # by other ranks. After a header all rows are free.
         self.position = 0
@@ -122,9 +161,13 @@ class SharedSegment:
         """Return the bytes of memory that a group of `size` ranks shares."""
         return (ROWS * size + FOLDED) * chunk_bytes(size)
 
-    def streams(self, nbytes: int) -> bool:
-        """Tell whether this rank better copies past its caches, if a call has so many bytes in all."""
-        return self.native and (nbytes > _CACHED_BYTES or self._streams_small)
+    def ways(self, nbytes: int) -> Iterator[_Way]:
+        """Return the way of each chunk of a call with so many bytes in all."""
+        if not self.native or nbytes <= _CACHED_BYTES:
+            return repeat((self._streams_small, None))
+        # With more ranks than cores, what a rank measures is mostly the others' work.
+        few = self.control.size <= MAX_WHOLE_FOLDS
+        return self._large_copies.ways() if few else repeat((True, None))
 
     def measure(self) -> Steps:
         """Find out how long chunks take through the caches and past them; collective."""
@@ -143,25 +186,31 @@ class SharedSegment:
             best[past] = min(best[past], published - started + perf_counter() - reached)
         self._streams_small = best[1] < best[0]
 
-    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str) -> Steps:
-        """Reduce chunk after chunk; each task fills this rank's row and names the targets."""
+    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int = 0) -> Steps:
+        """Reduce chunk after chunk; each task fills this rank's row and names the targets.
+
+        `nbytes` are those of all chunks, or 0 if the tasks copy in a way of their own.
+        """
+        ways = self.ways(nbytes)
         if self.control.size > MAX_WHOLE_FOLDS:
-            yield from self._reduce_together(chunk_tasks, op)
+            yield from self._reduce_together(chunk_tasks, op, past=next(ways)[0])
             return
-        control, reached, last = self.control, self._reached, None
-        for chunk_task in chunk_tasks:
-            chunk_task.fill()
+        control, reached = self.control, self._reached
+        fold_last: Callable[[], None] | None = None
+        # The tasks come first: a way that no chunk takes must not count.
+        for chunk_task, (past, seconds) in zip(chunk_tasks, ways, strict=False):
+            _run(partial(chunk_task.fill, past), seconds)
             control.post()
-            if last is not None:
+            if fold_last is not None:
                 reached.step = control.step - 1
                 yield reached
-                _fold(last, op)
-            last = chunk_task
-        if last is not None:
+                fold_last()
+            fold_last = partial(_run, partial(_fold, chunk_task, op), seconds)
+        if fold_last is not None:
             yield control
-            _fold(last, op)
+            fold_last()
 
-    def _reduce_together(self, chunk_tasks: Iterable[ChunkTask], op: str) -> Steps:
+    def _reduce_together(self, chunk_tasks: Iterable[ChunkTask], op: str, *, past: bool) -> Steps:
         """Fold a part of each chunk for all ranks, and take the parts that they fold.
 
         A step publishes a chunk, and this rank's part of the one before. What all ranks have folded is taken
@@ -171,7 +220,7 @@ class SharedSegment:
         done: ChunkTask | None = None
         for number, chunk_task in enumerate(chain(chunk_tasks, (None, None))):
             if chunk_task is not None:
-                chunk_task.fill()
+                chunk_task.fill(past)
             if number:
                 yield self.control
             if published is not None:
@@ -193,6 +242,13 @@ class SharedSegment:
     def _folded_of(self, chunk_task: ChunkTask, number: int) -> Flat:
         folded: Flat = self._folded[number % FOLDED]
         return folded[: chunk_task.rows[0].nbytes].view(chunk_task.dtype)
+
+
+def _run(work: Callable[[], None], seconds: list[float] | None) -> None:
+    started = perf_counter()
+    work()
+    if seconds is not None:
+        seconds.append(perf_counter() - started)
 
 
 def _fold(chunk_task: ChunkTask, op: str) -> None:
@@ -318,16 +374,19 @@ def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[
     """Cut an array into chunks, whose folds go to `target`; the two may be the same memory."""
     step, rank = segment.chunk_bytes // source.itemsize, segment.control.rank
     apart = not np.may_share_memory(source, target)
-    copy = compiled.copy if segment.streams(source.nbytes) else np.copyto
     for start in range(0, len(source), step):
         part, into = source[start : start + step], target[start : start + step]
         rows = list(segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype))
         segment.position += 1
-        fill = partial(copy, rows[rank], part)
+        fill = partial(_copy, rows[rank], part)
         if apart:
             # Still in the cache, where the copy is not.
             rows[rank] = part
         yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
+
+
+def _copy(row: Flat, part: Flat, past: bool) -> None:
+    (compiled.copy if past else np.copyto)(row, part)
 
 
 def _whole(into: Flat) -> Targets:

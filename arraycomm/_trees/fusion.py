@@ -112,10 +112,9 @@ class Fusion:
         if segment is not None:
             held = None if may_overwrite else self._held(sources)
             if held is not None:
-                streams = segment.streams(self.nbytes)
                 layouts = self._layouts_in(segment)
-                tasks = (each.held_task(held, packed.buffer, streams=streams) for each in layouts)
-                yield from segment.reduce(tasks, op)
+                tasks = (each.held_task(held, packed.buffer) for each in layouts)
+                yield from segment.reduce(tasks, op, self.nbytes)
                 return _NONE
             assert not isinstance(sources, Held)
             over = self._overwritable(sources) if may_overwrite else _NONE

@@ -57,13 +57,13 @@ class ChunkLayout:
     ) -> ChunkTask:
         """Return the chunk of one call, with these leaves; the results of some go over them."""
         targets = partial(self.targets, flats, buffer, over)
-        return ChunkTask(partial(self.fill, arrays, flats), self.dtype, self.rows, targets)
+        return ChunkTask(lambda _: self.fill(arrays, flats), self.dtype, self.rows, targets)
 
-    def held_task(self, held: Held, buffer: Bytes, *, streams: bool) -> ChunkTask:
+    def held_task(self, held: Held, buffer: Bytes) -> ChunkTask:
         """Return the chunk of one call, with leaves whose memory is held; its results go to the buffer."""
         into = buffer[self.span]
         return ChunkTask(
-            partial(held.fill, self._bytes[self._rank], self._table, streams=streams),
+            lambda past: held.fill(self._bytes[self._rank], self._table, streams=past),
             self.dtype,
             self.rows,
             lambda: [(slice(None), into.view(self.dtype))],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
 
 import ml_dtypes
@@ -36,7 +37,7 @@ def _tree(rank: int) -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_plan_reduces_held_leaves(monkeypatch: pytest.MonkeyPatch, ranks, streams) -> None:
     monkeypatch.setattr(segment, "_CHUNK_BYTES", 32 << 10)
-    monkeypatch.setattr(segment.SharedSegment, "streams", lambda *_: streams)
+    monkeypatch.setattr(segment.SharedSegment, "ways", lambda *_: repeat((streams, None)))
     filled: list[bool] = []
     fill = Held.fill
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
+from itertools import repeat
 from typing import Any
 
 import ml_dtypes
@@ -58,7 +60,7 @@ def _check(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(("ranks", "streams"), [(2, True), (3, False), (4, True), (4, False)])
 def test_large_arrays_go_through_the_segment(monkeypatch, ranks: int, streams: bool) -> None:
-    monkeypatch.setattr(segment.SharedSegment, "streams", lambda *_: streams)
+    monkeypatch.setattr(segment.SharedSegment, "ways", lambda *_: repeat((streams, None)))
 
     def check(comm: Communicator) -> None:
         _check(comm)
@@ -103,20 +105,39 @@ def test_a_rank_without_the_native_part_keeps_all_from_it(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("slow", ["copy", "copyto"])
 def test_ranks_measure_which_copies_are_quicker(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
-    """Large arrays are copied past the caches in any case."""
-    module = {"copy": segment.compiled, "copyto": np}[slow]
-    copy = getattr(module, slow)
-
-    def late(*arrays: np.ndarray) -> None:
-        time.sleep(0.002)
-        copy(*arrays)
+    """For arrays that fit in the caches once, and for larger ones again and again."""
+    modules = {"copy": segment.compiled, "copyto": np}
+    copies = {name: getattr(module, name) for name, module in modules.items()}
+    (other,) = copies.keys() - {slow}
+    late, made = [slow], Counter[str]()
 
     def check(comm: Communicator) -> None:
         comm.allreduce(np.ones(10**6))
-        assert internals.segment(comm).streams(1 << 20) == (slow == "copyto")
-        assert internals.segment(comm).streams(1 << 30)
+        found = internals.segment(comm)
+        assert next(found.ways(1 << 20)) == (slow == "copyto", None)
+        for late_one, quick in ((slow, other), (other, slow)):
+            comm.barrier()
+            late[0] = late_one
+            comm.barrier()
+            # The first of them tries both.
+            for _ in range(2):
+                made.clear()
+                comm.barrier()
+                comm.allreduce(np.ones(2 * 10**6))
+                comm.barrier()
+            assert made[late_one] < made[quick] / 3
+        assert next(found.ways(1 << 20)) == (slow == "copyto", None)
 
-    monkeypatch.setattr(module, slow, late)
+    for name, copy in copies.items():
+
+        def copy_late(*arrays: np.ndarray, name: str = name, copy: Any = copy) -> None:
+            made[name] += 1
+            if late[0] == name:
+                time.sleep(0.002)
+            copy(*arrays)
+
+        monkeypatch.setattr(modules[name], name, copy_late)
+    monkeypatch.setattr(segment, "_BETWEEN_TRIALS", 20)
     run(2, check)
 
 
