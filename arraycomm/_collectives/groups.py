@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import operator
 import struct
 import warnings
@@ -19,6 +20,8 @@ from arraycomm._protocol.interrupts import interrupts_deferred
 from arraycomm._protocol.options import Options
 
 _COLOR_AND_KEY: Final = struct.Struct("<?qq")
+# Bytes that MPI and what ranks share may take for a communicator.
+_NEEDED: Final = 8 << 20
 # Said in place of a number of messages: one of the groups was closed by an error.
 ENDED_BY_ERROR: Final = -1 << 63
 
@@ -45,9 +48,21 @@ class Dup(SmallExchange):
 
 
 class Confirm(SmallExchange):
-    """Tells all ranks that this one is about to make its part of a new group."""
+    """Tells all ranks that this one is about to make its part of a new group.
+
+    The others wait for it inside MPI then, where no error reaches them: so a rank that has no memory for it raises here.
+    """
 
     name = "new communicator"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        try:
+            mmap.mmap(-1, _NEEDED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except OSError as error:
+            raise MemoryError(
+                f"a new communicator may need {_NEEDED >> 20} MiB, which this rank does not have"
+            ) from error
 
 
 class CountMessages(SmallExchange):

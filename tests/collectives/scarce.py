@@ -15,14 +15,16 @@ from tests.support.launched import perform
 # Every result is of 64 MiB or more: less than 32 MiB may be memory that was used before.
 COUNT: Final = 8 << 20
 _ROOM: Final = 24 << 20
+# A communicator needs less.
+_SMALL_ROOM: Final = 1 << 20
 
 
 @contextmanager
-def too_little_memory() -> Iterator[None]:
+def too_little_memory(room: int) -> Iterator[None]:
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, before[1]))
     try:
         yield
     finally:
@@ -50,6 +52,8 @@ CASES: dict[str, tuple[int, Callable[[ac.Communicator, Any], Any]]] = {
     "bcast_object": (1, lambda c, x: c.bcast_object(None if c.rank else x)),
     "allgather_object": (0, lambda c, x: c.allgather_object(x)),
     "gather_object": (0, lambda c, x: c.gather_object(x)),
+    "split": (1, lambda c, x: c.split(0)),
+    "dup": (0, lambda c, x: c.dup()),
 }
 
 
@@ -62,7 +66,7 @@ def _check(name: str) -> Callable[[], None]:
         expected: type[Exception] = MemoryError if comm.rank == culprit else ac.PeerError
         try:
             if comm.rank == culprit:
-                with too_little_memory():
+                with too_little_memory(_SMALL_ROOM if name in ("split", "dup") else _ROOM):
                     call(comm, x)
             else:
                 call(comm, x)
