@@ -193,7 +193,7 @@ class FastAllreduce:
     def await_others(self) -> None:
         """Wait until every rank has posted this step."""
         self._watchdog.current = _CURRENT
-        self._engine.wait_for(self._control.done)
+        self._engine.wait_for(self._control.done, handle=self._control)
 
     def give_up(self, error: BaseException) -> None:
         """End the group: the other ranks may have gone on from here, and no later call would fit theirs."""

@@ -20,6 +20,7 @@ from arraycomm._protocol.progress import ProgressThread
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waiting import Watch, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps
+from arraycomm._transports.control import ControlChannel
 
 
 class Engine:
@@ -103,7 +104,7 @@ class Engine:
                 waiting = next(program)
                 try:
                     if not waiting.done():
-                        self.wait_for(waiting.done, watch_here)
+                        self.wait_for(waiting.done, watch_here, waiting)
                 except BaseException as error:
                     self.interrupted = waiting
                     # The program raises it, after what it has to tidy up.
@@ -177,8 +178,19 @@ class Engine:
         for task in [*self.queue, *self._messages]:
             self.wait_for(partial(self._pushed, task), lambda waited: None)
 
-    def wait_for(self, done: Callable[[], bool], watch: Watch | None = None) -> None:
-        """Poll until `done`, and push on what else this rank has outstanding if nobody does."""
+    def _absent(self, handle: Handle | None) -> bool:
+        """Tell whether only absent ranks are waited for: by the handle, and by what is outstanding."""
+        waiting = [*([handle] if handle else []), *(task.waiting for task in self._active())]
+        headers = bool(waiting) and all(isinstance(one, ControlChannel) for one in waiting)
+        return headers and self._has_thread()
+
+    def wait_for(
+        self, done: Callable[[], bool], watch: Watch | None = None, handle: Handle | None = None
+    ) -> None:
+        """Poll until `done`, and push on what else this rank has outstanding if nobody does.
+
+        `handle` is what is done then, if it is a handle.
+        """
 
         def done_or_pushed() -> bool:
             if done():
@@ -188,7 +200,8 @@ class Engine:
             return False
 
         done_here = done if self._has_thread() else done_or_pushed
-        wait_for(done_here, self._spins, watch or self._watch_call, self._moved)
+        absent = partial(self._absent, handle)
+        wait_for(done_here, self._spins, watch or self._watch_call, self._moved, absent)
         self._after_wait()
 
     def _watch_call(self, waited: float, watch: Watch | None = None) -> None:

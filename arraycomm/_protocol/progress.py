@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Protocol
 
 from arraycomm._protocol import clock
-from arraycomm._protocol.waiting import NAP, PATIENCE, give_up_core
+from arraycomm._protocol.waiting import NAP, PATIENCE, give_up_core, nap_of
 from arraycomm._transports.base import Handle
 from arraycomm._transports.control import ControlChannel
 
@@ -85,7 +85,7 @@ class ProgressThread:
             if self._moves() and not self.aside:
                 give_up_core()
             else:
-                time.sleep(NAP)
+                time.sleep(self._nap())
 
     def _has_programs(self) -> bool:
         """Tell whether there are programs, after a moment in which one may come; if not, the thread ends."""
@@ -104,6 +104,13 @@ class ProgressThread:
                 return True
             self._thread = None
             return False
+
+    def _nap(self) -> float:
+        """Return for how long to sleep: longer if all programs have long waited for absent ranks."""
+        now, programs = clock.now(), self._active()
+        if not all(isinstance(program.waiting, ControlChannel) for program in programs):
+            return NAP
+        return nap_of(now - max((program.since for program in programs), default=now))
 
     def _moves(self) -> bool:
         """Tell whether data is under way, or has been until a moment ago."""

@@ -12,8 +12,12 @@ from arraycomm._protocol import clock
 # Seconds after which a wait sleeps between polls, instead of only giving up the core.
 PATIENCE: Final = 0.02
 NAP: Final = 5e-5
-# Polls between two looks at the clock and at the peers.
+# While ranks are absent, so that no data moves, it sleeps for this part of the time, up to so many seconds at once.
+_PART: Final = 1 / 200
+_LONG_NAP: Final = 1e-3
+# Polls between two looks at the clock and at the peers; and the seconds of sleep that count as one.
 _LOOK_EVERY: Final = 32
+_SLEPT: Final = 1e-4
 
 # Called during a wait with the seconds waited; raises if waiting on makes no sense.
 Watch = Callable[[float], None]
@@ -24,32 +28,48 @@ def give_up_core() -> None:
     os.sched_yield()
 
 
+def nap_of(waited: float) -> float:
+    """Return how long to sleep between two polls, if absent ranks have been waited for so long."""
+    return min(max(NAP, _PART * waited), _LONG_NAP)
+
+
 def _never() -> float:
     return 0.0
 
 
+def _unknown() -> bool:
+    return False
+
+
 def wait_for(
-    done: Callable[[], bool], spins: int, watch: Watch, moved: Callable[[], float] = _never
+    done: Callable[[], bool],
+    spins: int,
+    watch: Watch,
+    moved: Callable[[], float] = _never,
+    absent: Callable[[], bool] = _unknown,
 ) -> None:
     """Poll until `done`; `watch(seconds waited)` now and then, which may raise.
 
-    `moved` tells when a part of what is waited for was last done: patience begins anew then.
+    `moved` tells when a part of what is waited for was last done: patience begins anew then. `absent` tells
+    whether ranks are waited for that have not called: no data moves, which might need more polls.
     """
     for _ in range(spins):
         if done():
             return
     started = last = clock.now()
-    still, polls = 0.0, 0
+    still = polls = 0.0
     while not done():
         if still < PATIENCE:
             give_up_core()
+            polls += 1
         else:
-            time.sleep(NAP)
+            nap = nap_of(still) if absent() else NAP
+            time.sleep(nap)
+            polls += max(nap / _SLEPT, 1)
         if (seen := moved()) > last:
             still, last = 0.0, seen
-        polls += 1
-        if polls % _LOOK_EVERY == 0:
-            now = clock.now()
+        if polls >= _LOOK_EVERY:
+            now, polls = clock.now(), 0.0
             still = now - last
             if done_after_all(done, watch, now - started):
                 return
