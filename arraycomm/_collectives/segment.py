@@ -7,13 +7,12 @@ chunk and then folds the one before, so that it seldom waits for ranks that are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, repeat
 from time import perf_counter
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,10 +36,9 @@ _CHUNK_BYTES: Final = 512 << 10
 # many bytes then.
 _LONG_CHUNK: Final = 4
 _SEGMENT_BYTES: Final = 48 << 20
-# If all ranks' arrays fit in the caches, copies through these may be quicker: so many copies are tried.
+# All ranks' arrays of so many bytes fit in the caches: what is quicker for these need not be for larger ones.
 _CACHED_BYTES: Final = 8 << 20
-_TRIALS: Final = 12
-# If they do not fit, so many chunks are tried each way, the first ones of a call, and again after so many others.
+# So many chunks are copied past the caches and so many through them to see which is quicker, of so many chunks.
 _TRIED: Final = 3
 _BETWEEN_TRIALS: Final = 1024
 # A segment was measured with up to so many ranks. Beside a transport that copies each byte once, it is quicker up
@@ -100,13 +98,34 @@ class _StepReached:
         return True
 
 
-# How a chunk is copied in, past the caches or through them; and a list for the seconds of the copy and of the fold,
-# if they are to be measured.
+# How a chunk is copied in, past the caches or through them; and a list for the seconds that a byte takes to be copied
+# and to be folded, if they are to be measured.
 _Way: TypeAlias = tuple[bool, list[float] | None]
 
 
-class _LargeCopies:
-    """The way in which the chunks of large calls are copied in.
+class _Timed(NamedTuple):
+    """A chunk of a call, its way, and where the seconds of what is done with it go."""
+
+    task: ChunkTask
+    past: bool
+    seconds: list[float] | None
+
+    def fill(self) -> None:
+        """Copy this rank's row in."""
+        self.run(self.task.fill, self.past)
+
+    def run(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do this work, and measure it if that is wanted."""
+        if self.seconds is None:
+            work(*arguments)
+            return
+        started = perf_counter()
+        work(*arguments)
+        self.seconds.append((perf_counter() - started) / self.task.rows[0].nbytes)
+
+
+class _Copies:
+    """Which way the chunks of calls of about one size are copied in.
 
     Through the caches is quicker if the cores of the ranks have one in common, and takes several times as long if
     they have none. The cores of a virtual machine change, so both ways are tried again and again. What counts
@@ -115,23 +134,30 @@ class _LargeCopies:
 
     def __init__(self) -> None:
         self._past = True
-        self._untried = _BETWEEN_TRIALS
+        # The first chunk of each row waits for the system to provide its memory.
+        self._number = -ROWS
+        self._tried: dict[bool, list[list[float]]] = {}
 
     def ways(self) -> Iterator[_Way]:
         """Yield the way of each chunk of a call."""
-        if self._untried >= _BETWEEN_TRIALS:
-            self._untried = 0
-            seconds: dict[bool, list[list[float]]] = {True: [], False: []}
-            for past, tried in seconds.items():
-                for _ in range(_TRIED):
-                    tried.append([])
-                    yield past, tried[-1]
-            # While this one is copied, the last of those is still to be folded.
-            yield self._past, None
-            self._past = min(map(sum, seconds[True])) <= min(map(sum, seconds[False]))
         while True:
-            self._untried += 1
-            yield self._past, None
+            yield self._next()
+
+    def _next(self) -> _Way:
+        number = self._number
+        self._number = number + 1 if number < _BETWEEN_TRIALS else 0
+        if number == 0:
+            self._tried = {True: [], False: []}
+        if 0 <= number < 2 * _TRIED:
+            past, seconds = number < _TRIED, list[float]()
+            self._tried[past].append(seconds)
+            return past, seconds
+        # While the chunk before this one was copied, the last of those was still to be folded.
+        tried = self._tried.values() if number == 2 * _TRIED + 1 else ()
+        if tried and all(len(seconds) == 2 for way in tried for seconds in way):
+            past_caches, through = (min(map(sum, way)) for way in tried)
+            self._past = past_caches <= through
+        return self._past, None
 
 
 class SharedSegment:
@@ -140,11 +166,9 @@ class SharedSegment:
     def __init__(self, control: SharedControl, memory: Bytes, *, native: bool) -> None:
         # Its steps say which chunks every rank has published.
         self.control = control
-        # Whether all ranks can copy past their caches. If they cannot, and the cores of two ranks have no
-        # cache in common, a copy takes several times as long.
+        # Whether all ranks can copy past their caches.
         self.native = native
-        self._streams_small = native
-        self._large_copies = _LargeCopies()
+        self._small, self._large = _Copies(), _Copies()
         # The next chunk. Calls without headers go on counting: the last chunks of a call may still be folded
         # by other ranks. After a header all rows are free.
         self.position = 0
@@ -163,75 +187,60 @@ class SharedSegment:
 
     def ways(self, nbytes: int) -> Iterator[_Way]:
         """Return the way of each chunk of a call with so many bytes in all."""
-        if not self.native or nbytes <= _CACHED_BYTES:
-            return repeat((self._streams_small, None))
-        # With more ranks than cores, what a rank measures is mostly the others' work.
-        few = self.control.size <= MAX_WHOLE_FOLDS
-        return self._large_copies.ways() if few else repeat((True, None))
+        if not self.native:
+            return repeat((False, None))
+        return (self._large if nbytes > _CACHED_BYTES else self._small).ways()
 
-    def measure(self) -> Steps:
-        """Find out how long chunks take through the caches and past them; collective."""
-        control, rows = self.control, self.rows
-        source, best = np.ones(self.chunk_bytes, np.uint8), [math.inf, math.inf]
-        for trial in range(_TRIALS):
-            past = trial & 1
-            row = rows[past]
-            started = perf_counter()
-            (compiled.copy if past else np.copyto)(row[control.rank], source)
-            published = perf_counter()
-            control.post()
-            yield control
-            reached = perf_counter()
-            np.copyto(source, row[control.rank - 1])
-            best[past] = min(best[past], published - started + perf_counter() - reached)
-        self._streams_small = best[1] < best[0]
-
-    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int = 0) -> Steps:
+    def reduce(
+        self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
+    ) -> Steps:
         """Reduce chunk after chunk; each task fills this rank's row and names the targets.
 
-        `nbytes` are those of all chunks, or 0 if the tasks copy in a way of their own.
+        `nbytes` are those of all chunks. `one_way` is whether the tasks copy in one way, whatever they are told.
         """
-        ways = self.ways(nbytes)
-        if self.control.size > MAX_WHOLE_FOLDS:
-            yield from self._reduce_together(chunk_tasks, op, past=next(ways)[0])
-            return
-        control, reached = self.control, self._reached
-        fold_last: Callable[[], None] | None = None
         # The tasks come first: a way that no chunk takes must not count.
-        for chunk_task, (past, seconds) in zip(chunk_tasks, ways, strict=False):
-            _run(partial(chunk_task.fill, past), seconds)
+        chunks = (
+            _Timed(chunk_task, past, None if one_way else seconds)
+            for chunk_task, (past, seconds) in zip(chunk_tasks, self.ways(nbytes), strict=False)
+        )
+        if self.control.size > MAX_WHOLE_FOLDS:
+            yield from self._reduce_together(chunks, op)
+            return
+        control, reached, last = self.control, self._reached, None
+        for chunk in chunks:
+            chunk.fill()
             control.post()
-            if fold_last is not None:
+            if last is not None:
                 reached.step = control.step - 1
                 yield reached
-                fold_last()
-            fold_last = partial(_run, partial(_fold, chunk_task, op), seconds)
-        if fold_last is not None:
+                last.run(_fold, last.task, op)
+            last = chunk
+        if last is not None:
             yield control
-            fold_last()
+            last.run(_fold, last.task, op)
 
-    def _reduce_together(self, chunk_tasks: Iterable[ChunkTask], op: str, *, past: bool) -> Steps:
+    def _reduce_together(self, chunks: Iterable[_Timed], op: str) -> Steps:
         """Fold a part of each chunk for all ranks, and take the parts that they fold.
 
         A step publishes a chunk, and this rank's part of the one before. What all ranks have folded is taken
         once they have posted the next step.
         """
-        published: ChunkTask | None = None
-        done: ChunkTask | None = None
-        for number, chunk_task in enumerate(chain(chunk_tasks, (None, None))):
-            if chunk_task is not None:
-                chunk_task.fill(past)
+        published: _Timed | None = None
+        done: _Timed | None = None
+        for number, chunk in enumerate(chain(chunks, (None, None))):
+            if chunk is not None:
+                chunk.fill()
             if number:
                 yield self.control
             if published is not None:
-                self._fold_part(published, number, op)
-            if chunk_task is not None or published is not None:
+                published.run(self._fold_part, published.task, number, op)
+            if chunk is not None or published is not None:
                 self.control.post()
             if done is not None:
-                folded = self._folded_of(done, number - 1)
-                for part, target in done.targets():
+                folded = self._folded_of(done.task, number - 1)
+                for part, target in done.task.targets():
                     target[...] = folded[part]
-            published, done = chunk_task, published
+            published, done = chunk, published
 
     def _fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
         rows, rank, size = chunk_task.rows, self.control.rank, self.control.size
@@ -242,13 +251,6 @@ class SharedSegment:
     def _folded_of(self, chunk_task: ChunkTask, number: int) -> Flat:
         folded: Flat = self._folded[number % FOLDED]
         return folded[: chunk_task.rows[0].nbytes].view(chunk_task.dtype)
-
-
-def _run(work: Callable[[], None], seconds: list[float] | None) -> None:
-    started = perf_counter()
-    work()
-    if seconds is not None:
-        seconds.append(perf_counter() - started)
 
 
 def _fold(chunk_task: ChunkTask, op: str) -> None:
@@ -341,10 +343,7 @@ def _open(transport: Transport) -> Steps:
     control = transport.control
     if memory is None or not isinstance(control, SharedControl):
         return None
-    segment = SharedSegment(control, memory, native=native)
-    if native:
-        yield from segment.measure()
-    return segment
+    return SharedSegment(control, memory, native=native)
 
 
 def share(transport: Transport, nbytes: int) -> Steps:

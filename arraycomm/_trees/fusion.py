@@ -169,7 +169,7 @@ class Fusion:
         arrays = self._arrays(packed, sources)
         flats = {leaf: _flat(arrays[leaf]) for leaf in self._are_cut | over}
         tasks = (layout.chunk_task(arrays, flats, packed.buffer, over) for layout in layouts)
-        yield from segment.reduce(tasks, op)
+        yield from segment.reduce(tasks, op, self.nbytes, one_way=True)
 
     def _layouts_in(self, segment: SharedSegment) -> tuple[ChunkLayout, ...]:
         if self._layouts is None:
