@@ -38,7 +38,7 @@ _LONG_CHUNK: Final = 4
 _SEGMENT_BYTES: Final = 48 << 20
 # All ranks' arrays of so many bytes fit in the caches: what is quicker for these need not be for larger ones.
 _CACHED_BYTES: Final = 8 << 20
-# So many chunks are copied past the caches and so many through them to see which is quicker, of so many chunks.
+# So many chunks are copied past the caches and as many through them, to see which is quicker; then come so many others.
 _TRIED: Final = 3
 _BETWEEN_TRIALS: Final = 1024
 # A segment was measured with up to so many ranks. Beside a transport that copies each byte once, it is quicker up
@@ -98,21 +98,21 @@ class _StepReached:
         return True
 
 
-# How a chunk is copied in, past the caches or through them; and a list for the seconds that a byte takes to be copied
-# and to be folded, if they are to be measured.
+# Whether a chunk is copied in past the caches; and a list for the seconds that a byte takes to be copied and to be
+# folded, if they are to be measured.
 _Way: TypeAlias = tuple[bool, list[float] | None]
 
 
 class _Timed(NamedTuple):
-    """A chunk of a call, its way, and where the seconds of what is done with it go."""
+    """A chunk of a call, whether it is copied past the caches, and a list for what is measured of it."""
 
     task: ChunkTask
-    past: bool
+    streams: bool
     seconds: list[float] | None
 
     def fill(self) -> None:
         """Copy this rank's row in."""
-        self.run(self.task.fill, self.past)
+        self.run(self.task.fill, self.streams)
 
     def run(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do this work, and measure it if that is wanted."""
@@ -125,7 +125,7 @@ class _Timed(NamedTuple):
 
 
 class _Copies:
-    """Which way the chunks of calls of about one size are copied in.
+    """Whether the chunks of calls of about one size are copied in past the caches.
 
     Through the caches is quicker if the cores of the ranks have one in common, and takes several times as long if
     they have none. The cores of a virtual machine change, so both ways are tried again and again. What counts
@@ -133,7 +133,7 @@ class _Copies:
     """
 
     def __init__(self) -> None:
-        self._past = True
+        self._streams = True
         # The first chunk of each row waits for the system to provide its memory.
         self._number = -ROWS
         self._tried: dict[bool, list[list[float]]] = {}
@@ -145,19 +145,19 @@ class _Copies:
 
     def _next(self) -> _Way:
         number = self._number
-        self._number = number + 1 if number < _BETWEEN_TRIALS else 0
+        self._number = number + 1 if number < 2 * _TRIED + _BETWEEN_TRIALS else 0
         if number == 0:
             self._tried = {True: [], False: []}
         if 0 <= number < 2 * _TRIED:
-            past, seconds = number < _TRIED, list[float]()
-            self._tried[past].append(seconds)
-            return past, seconds
+            streams, seconds = number < _TRIED, list[float]()
+            self._tried[streams].append(seconds)
+            return streams, seconds
         # While the chunk before this one was copied, the last of those was still to be folded.
         tried = self._tried.values() if number == 2 * _TRIED + 1 else ()
         if tried and all(len(seconds) == 2 for way in tried for seconds in way):
-            past_caches, through = (min(map(sum, way)) for way in tried)
-            self._past = past_caches <= through
-        return self._past, None
+            past, through = (min(map(sum, way)) for way in tried)
+            self._streams = past <= through
+        return self._streams, None
 
 
 class SharedSegment:
@@ -200,8 +200,8 @@ class SharedSegment:
         """
         # The tasks come first: a way that no chunk takes must not count.
         chunks = (
-            _Timed(chunk_task, past, None if one_way else seconds)
-            for chunk_task, (past, seconds) in zip(chunk_tasks, self.ways(nbytes), strict=False)
+            _Timed(chunk_task, streams, None if one_way else seconds)
+            for chunk_task, (streams, seconds) in zip(chunk_tasks, self.ways(nbytes), strict=False)
         )
         if self.control.size > MAX_WHOLE_FOLDS:
             yield from self._reduce_together(chunks, op)
@@ -384,8 +384,8 @@ def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[
         yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
 
 
-def _copy(row: Flat, part: Flat, past: bool) -> None:
-    (compiled.copy if past else np.copyto)(row, part)
+def _copy(row: Flat, part: Flat, streams: bool) -> None:
+    (compiled.copy if streams else np.copyto)(row, part)
 
 
 def _whole(into: Flat) -> Targets:

@@ -63,7 +63,7 @@ class ChunkLayout:
         """Return the chunk of one call, with leaves whose memory is held; its results go to the buffer."""
         into = buffer[self.span]
         return ChunkTask(
-            lambda past: held.fill(self._bytes[self._rank], self._table, streams=past),
+            lambda streams: held.fill(self._bytes[self._rank], self._table, streams=streams),
             self.dtype,
             self.rows,
             lambda: [(slice(None), into.view(self.dtype))],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from itertools import repeat
+from collections.abc import Iterator
+from itertools import count, repeat
 from typing import Any
 
 import ml_dtypes
@@ -116,18 +117,18 @@ def test_ranks_measure_which_copies_are_quicker(monkeypatch: pytest.MonkeyPatch,
             comm.barrier()
             late[0] = late_one
             comm.barrier()
-            for count in (25 * 10**4, 2 * 10**6):
-                x = np.ones(count)
+            for length in (25 * 10**4, 2 * 10**6):
+                x = np.ones(length)
                 # The first ones try both.
-                for _ in range(40 * 10**5 // count):
+                for _ in range(4 * 10**6 // length):
                     comm.allreduce(x)
                 comm.barrier()
                 made.clear()
                 comm.barrier()
-                for _ in range(4 * 10**6 // count):
+                for _ in range(4 * 10**6 // length):
                     comm.allreduce(x)
                 comm.barrier()
-                assert made[late_one] < made[quick] / 2, (late_one, count, made)
+                assert made[late_one] < made[quick] / 2, (late_one, length, made)
 
     for name, copy in copies.items():
 
@@ -140,6 +141,80 @@ def test_ranks_measure_which_copies_are_quicker(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(modules[name], name, copy_late)
     monkeypatch.setattr(segment, "_BETWEEN_TRIALS", 30)
     run(2, check)
+
+
+def _try(ways: Iterator[Any], past: float, through: float) -> None:
+    """Go through a trial in which the chunks take these seconds, and the first of each way longer."""
+    for number in range(2 * segment._TRIED):
+        streams, seconds = next(ways)
+        assert streams == (number < segment._TRIED)
+        seconds += [(past if streams else through) + (number % segment._TRIED == 0), 0.5]
+    assert next(ways)[1] is None
+
+
+def test_what_was_quicker_in_a_trial_holds_until_the_next() -> None:
+    copies = segment._Copies()
+    ways = copies.ways()
+    # Memory is new then.
+    assert [next(ways) for _ in range(segment.ROWS)] == [(True, None)] * segment.ROWS
+    for past, through in [(2.0, 1.0), (1.0, 2.0), (2.0, 1.0)]:
+        _try(ways, past, through)
+        # A call may end at any chunk.
+        ways = copies.ways()
+        for _ in range(segment._BETWEEN_TRIALS):
+            assert next(ways) == (past < through, None)
+
+
+def test_a_trial_that_measured_nothing_changes_nothing() -> None:
+    ways = segment._Copies().ways()
+    _ = [next(ways) for _ in range(segment.ROWS)]
+    _try(ways, 2.0, 1.0)
+    _ = [next(ways) for _ in range(segment._BETWEEN_TRIALS + 2 * segment._TRIED + 1)]
+    assert next(ways) == (False, None)
+
+
+def test_small_and_large_calls_are_measured_apart() -> None:
+    def check(comm: Communicator) -> None:
+        # It opens the segment, and copies nothing.
+        comm.plan([np.ones(10**6)])
+        small, large = (internals.segment(comm).ways(nbytes) for nbytes in (8 << 20, (8 << 20) + 1))
+        for ways, past in ((small, 2.0), (large, 1.0)):
+            _ = [next(ways) for _ in range(segment.ROWS)]
+            _try(ways, past, 1.5)
+        assert (next(small), next(large)) == ((False, None), (True, None))
+
+    run(2, check)
+
+
+def test_seconds_are_those_of_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some chunks of a call are shorter than others."""
+    ticks = count()
+    monkeypatch.setattr(segment, "perf_counter", lambda: next(ticks))
+    for nbytes in (100, 1000):
+        rows = [np.empty(nbytes, np.uint8)]
+        task = segment.ChunkTask(lambda _: None, rows[0].dtype, rows, list)
+        chunk = segment._Timed(task, True, [])
+        chunk.fill()
+        chunk.run(next, ticks)
+        assert chunk.seconds == [1 / nbytes, 2 / nbytes]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_leaves_that_are_copied_in_one_way_are_not_measured(monkeypatch, order: str) -> None:
+    measured: list[list[float]] = []
+
+    def ways(*_: Any) -> Iterator[tuple[bool, list[float]]]:
+        while True:
+            measured.append([])
+            yield True, measured[-1]
+
+    def check(comm: Communicator) -> None:
+        x = np.ones((1000, 15), order=order)
+        comm.plan([x], "sum")([x])
+
+    monkeypatch.setattr(segment.SharedSegment, "ways", ways)
+    run(2, check)
+    assert {len(seconds) for seconds in measured} == {2 if order == "C" else 0}
 
 
 def test_the_segment_is_used_as_was_measured() -> None:

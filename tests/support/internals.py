@@ -25,7 +25,8 @@ from arraycomm._transports import control as channels
 from arraycomm._transports.base import Blocks, Transport
 
 if TYPE_CHECKING:
-    import pytest  # takes a fifth of a second, and programs on ranks do without
+    # Programs on ranks do without it.
+    import pytest
 
 # Shared slots -------------------------------------------------------------------------------------
 
