@@ -14,8 +14,12 @@ import pytest
 from arraycomm._communicator import Communicator
 from arraycomm._protocol import progress, waiting
 from arraycomm.testing import run
+from tests.support.on_ranks import alone
 
-LONG = 0.5
+pytestmark = alone
+
+# Seconds in which a rank sleeps between polls, and in which it comes to its longest nap, however little it runs.
+LONG, ENOUGH = 0.5, 30.0
 
 
 def _barrier(comm: Communicator) -> None:
@@ -48,7 +52,17 @@ def _receive(comm: Communicator) -> None:
         comm.send(np.ones(2), 0)
 
 
-def _naps(monkeypatch: pytest.MonkeyPatch, call: Callable[[Communicator], None]) -> list[float]:
+def _come_late(naps: list[float], longest: float) -> None:
+    """Return after a while, if another rank has slept so long at once by then."""
+    began = time.monotonic()
+    time.sleep(LONG)
+    while max(naps, default=0.0) < longest and time.monotonic() - began < ENOUGH:
+        time.sleep(LONG / 10)
+
+
+def _naps(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Communicator], None], longest: float
+) -> list[float]:
     """Return for how long rank 0 slept at once in a call for which rank 1 comes late."""
     waiter: list[threading.Thread] = []
     naps: list[float] = []
@@ -61,7 +75,7 @@ def _naps(monkeypatch: pytest.MonkeyPatch, call: Callable[[Communicator], None])
     def check(comm: Communicator) -> None:
         call(comm)
         if comm.rank:
-            time.sleep(LONG)
+            _come_late(naps, longest)
         else:
             waiter.append(threading.current_thread())
         call(comm)
@@ -71,16 +85,19 @@ def _naps(monkeypatch: pytest.MonkeyPatch, call: Callable[[Communicator], None])
     return naps
 
 
+def test_naps_are_a_part_of_the_time_waited() -> None:
+    seconds = [waiting.nap_of(waited) for waited in (0.0, 0.02, 0.05, 0.1, 0.2, 9.0)]
+    assert seconds == pytest.approx([5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 1e-3])
+
+
 @pytest.mark.parametrize("call", [_barrier, _reduce, _request])
 def test_naps_grow_while_ranks_are_absent(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
-    naps = _naps(monkeypatch, call)
-    assert min(naps) < waiting._LONG_NAP / 4
-    assert max(naps) == waiting._LONG_NAP
+    assert max(_naps(monkeypatch, call, waiting._LONG_NAP)) == waiting._LONG_NAP
 
 
 @pytest.mark.parametrize("call", [_receive, _request_beside_a_message])
 def test_naps_stay_short_if_data_may_move(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
-    assert set(_naps(monkeypatch, call)) == {waiting.NAP}
+    assert set(_naps(monkeypatch, call, waiting.NAP)) == {waiting.NAP}
 
 
 def test_the_thread_that_pushes_requests_naps_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +109,12 @@ def test_the_thread_that_pushes_requests_naps_as_long(monkeypatch: pytest.Monkey
 
     def check(comm: Communicator) -> None:
         if comm.rank:
-            time.sleep(LONG)
+            _come_late(naps, waiting._LONG_NAP)
         request = comm.iallreduce(np.ones(2))
         if comm.rank == 0:
-            time.sleep(LONG)
+            _come_late(naps, waiting._LONG_NAP)
         request.wait()
 
     monkeypatch.setattr(progress, "time", SimpleNamespace(sleep=sleep))
     run(2, check)
-    assert min(naps) < waiting._LONG_NAP / 4
     assert max(naps) == waiting._LONG_NAP
