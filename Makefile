@@ -74,9 +74,9 @@ quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,t
 # Programs that are launched, of which MPI libraries may end some otherwise; the files that take longest come first.
 # By their names: pytest collects a file with its directory if it is given both.
 longest := tests/adapters/test_processes.py tests/session/test_runtime.py
-launching := -m each_mpi $(longest) tests/testing/test_given.py tests/faults tests/testing/test_plugin.py \
-	tests/hosts $(filter-out $(longest),$(wildcard tests/session/test_*.py)) tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py \
-	tests/docs/test_jobs.py
+# Who gets the first, which is one test, gets the sixth as well.
+launching := -m each_mpi $(longest) tests/testing/test_given.py tests/faults tests/testing/test_plugin.py tests/docs/test_jobs.py \
+	tests/hosts $(filter-out $(longest),$(wildcard tests/session/test_*.py)) tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py
 even := $(or $(RANKS),4)
 odd := $(or $(RANKS),3)
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
@@ -137,11 +137,11 @@ environment: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/whee
 other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 
 .PHONY: test test-quick test-alone test-mpich test-openmpi test-openmpi-on-ranks test-launched test-wheel
-test: test-alone test-mpich test-openmpi-on-ranks
-	@echo '== tests of launched programs, which often wait, and meanwhile those of the wheel, printed at the end'
-	@said="$$(mktemp)"; nice $(MAKE) --no-print-directory test-wheel > "$$said" 2>&1 & wheel=$$!; \
+test: test-alone
+	@echo '== tests on ranks, which wait for one another, and meanwhile those of the wheel, printed at the end'
+	@said="$$(mktemp)"; nice -n 19 $(MAKE) --no-print-directory test-wheel WORKERS=1 > "$$said" 2>&1 & wheel=$$!; \
 	trap 'rm "$$said"; kill "$$wheel" 2> /dev/null || true' EXIT; \
-	failed=0; $(MAKE) --no-print-directory test-launched || failed=1; \
+	failed=0; $(MAKE) --no-print-directory test-mpich test-openmpi-on-ranks test-launched || failed=1; \
 	wait "$$wheel" || failed=1; \
 	cat "$$said"; exit "$$failed"
 

@@ -107,12 +107,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Leave what is imported and collected out of garbage collections: most tests leave far less behind."""
+    """Leave what is imported and collected out of garbage collections, which become few: most tests leave little behind."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
         gc.enable()
 
 

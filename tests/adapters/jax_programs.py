@@ -495,7 +495,10 @@ def trained(optimizer: Any, data: Any, steps: int = 3) -> Any:
 
 
 WRAPPED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
-    "lbfgs": lambda wrap: wrap(optax.lbfgs()),
+    # With another search along a line than its own, which takes ten times as long to compile.
+    "lbfgs": lambda wrap: wrap(
+        optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(max_backtracking_steps=9))
+    ),
     "plateau": lambda wrap: wrap(
         optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1))
     ),

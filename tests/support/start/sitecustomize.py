@@ -13,7 +13,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-gc.set_threshold(100_000, 20, 20)
+gc.set_threshold(1_000_000, 20, 20)
 atexit.register(gc.freeze)
 
 
