@@ -152,9 +152,7 @@ def test_each_host_gets_one_copy_of_what_all_ranks_get(tmp_path: Path) -> None:
 @pytest.mark.each_mpi
 def test_nothing_goes_on_when_a_host_dies(two: Hosts) -> None:
     job = two.start(2, "-u", "-c", _ENDLESS, PYTHONPATH=str(ROOT))
-    assert job.stdout is not None
-    begun = [line for _, line in zip(range(4), job.stdout, strict=False)]
-    assert begun == ["begun\n"] * 4
+    _wait_for(4, job)
     killed = time.monotonic()
     two.kill(1)
     _output(two, job)
@@ -168,9 +166,7 @@ def test_ranks_of_a_host_that_is_cut_off_time_out_as_all_others_do(
     two: Hosts, tmp_path: Path
 ) -> None:
     job = two.start(1, "-u", "-c", _CUT, str(tmp_path), PYTHONPATH=str(ROOT))
-    assert job.stdout is not None
-    begun = [line for _, line in zip(range(2), job.stdout, strict=False)]
-    assert begun == ["begun\n"] * 2
+    _wait_for(2, job)
     two.connect(1, connected=False)
     try:
         deadline = time.monotonic() + _AT_LAST
@@ -186,6 +182,16 @@ def test_ranks_of_a_host_that_is_cut_off_time_out_as_all_others_do(
         _output(two, job)
     assert job.returncode != 0
     assert _ended(two)
+
+
+def _wait_for(ranks: int, job: subprocess.Popen[str]) -> None:
+    """Return once so many ranks have said that they have begun."""
+    assert job.stdout is not None
+    said: list[str] = []
+    # Launchers say something too, now and then.
+    while said.count("begun\n") < ranks and (line := job.stdout.readline()):
+        said.append(line)
+    assert said.count("begun\n") == ranks, said
 
 
 def _output(made: Hosts, job: subprocess.Popen[str]) -> str:
