@@ -22,7 +22,7 @@ from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.statistics import Count
 from arraycomm._errors import TransportError
-from arraycomm._folds import fold_function
+from arraycomm._folds import fold_function, rows_of
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
 from arraycomm._protocol.agreement import agree
 from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, digest_of, encode
@@ -114,7 +114,8 @@ class FastAllreduce:
         self._quiet.run(np.seterr, all="ignore")
         end = PAYLOAD + self._nbytes
         self._rows = [
-            rows[:, PAYLOAD:end].view(dtype).reshape(len(rows), *shape) for rows in control.rows
+            rows_of(rows[:, PAYLOAD:end].view(dtype).reshape(len(rows), *shape))
+            for rows in control.rows
         ]
         self._own = [
             np.frombuffer(slot, np.uint8)[PAYLOAD:end].view(dtype).reshape(shape)

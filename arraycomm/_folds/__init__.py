@@ -12,3 +12,4 @@ _way = in_c if in_c.AVAILABLE else by_numpy
 fold = _way.fold
 fold_function = _way.fold_function
 prefixes = _way.prefixes
+rows_of = _way.rows_of
