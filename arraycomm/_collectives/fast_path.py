@@ -1,7 +1,7 @@
-"""The fast path of a small reduction that was called before.
+"""The fast paths of reductions that were called before.
 
-It does what a call does otherwise (view, header, fold, result), with everything that depends only on
-operation, dtype and shape worked out beforehand. If anything is unusual it hands over.
+They do what a call does otherwise (view, header, movement, fold, result), with everything that depends only on
+operation, dtype and shape worked out beforehand. If anything is unusual they hand over.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import allocate, commit_out, to_framework
 from arraycomm._arrays.views import view
+from arraycomm._collectives import chunks
+from arraycomm._collectives.algorithms import allreduce, overlap
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.shared_arrays import exist
 from arraycomm._collectives.statistics import Count
 from arraycomm._errors import TransportError
 from arraycomm._folds import fold_function, rows_of
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
 from arraycomm._protocol.agreement import agree
-from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, digest_of, encode
+from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, digest_of, encode, show
 from arraycomm._transports.control import PAYLOAD, PREFIX
 
 _CURRENT: Final = ("allreduce", None)
@@ -41,7 +44,7 @@ class FastPaths:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.paths: dict[tuple[Any, ...], FastAllreduce] = {}
+        self.paths: dict[tuple[Any, ...], FastPath] = {}
         runner.statistics.fast_paths = self._counts
         runner.group.on_end.append(self.forget)
         runner.group.on_watch.append(self.forget)
@@ -58,7 +61,7 @@ class FastPaths:
         """Keep the fast path of a reduction by a key; ranks compare the note together with the op."""
         group = self._runner.group
         # A tracer has to see every call.
-        if group.tracer is not None or getattr(x, "nbytes", 0) > group.inline_bytes:
+        if group.tracer is not None:
             return
         # An array on a device would be copied from there to be looked at.
         if self._runner.placements.on_device(x):
@@ -66,20 +69,20 @@ class FastPaths:
         # An array that cannot be looked at a second time has no fast path.
         with suppress(Exception):
             source = view(x)
-            if (
-                source.array.nbytes > group.inline_bytes
-                or len(source.shape) > MAX_DIMS
-                or source.copied
-                or group.closed is not None
-            ):
+            if len(source.shape) > MAX_DIMS or source.copied or group.closed is not None:
+                return
+            large = source.array.nbytes > group.inline_bytes
+            # Ranks that compare no headers go without one if their arrays are large.
+            if large and not group.options.check:
                 return
             if len(self.paths) >= _MAX_CACHED:
                 self.forget()
-            self.paths[key] = self.make(source, op, note)
+            make = LargeAllreduce if large else self.make
+            self.paths[key] = make(self._runner, op, source, note)
 
-    def make(self, source: BufferView, op: str, note: str) -> FastAllreduce:
-        """Make the fast path of arrays like that of a view."""
-        return FastAllreduce(self._runner, op, source, note)
+    def make(self, runner: Runner, op: str, source: BufferView, note: str) -> FastPath:
+        """Make the fast path of small arrays like that of a view."""
+        return FastAllreduce(runner, op, source, note)
 
     def forget(self) -> None:
         """Give up all fast paths; their figures are kept."""
@@ -90,25 +93,60 @@ class FastPaths:
         return [path.count() for path in self.paths.values()]
 
 
-class FastAllreduce:
-    """`allreduce` of one op, dtype and shape, small enough to travel with the header.
+class FastPath:
+    """`allreduce` of one op, dtype and shape.
 
     Calling it returns the result, or None if the call has to be made in full.
     """
 
-    def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
+    def __init__(
+        self, runner: Runner, op: str, source: BufferView, note: str, *, inline: bool
+    ) -> None:
         group, control = runner.group, runner.group.control
         dtype, shape = source.dtype, source.shape
         self._runner, self._group, self._control = runner, group, control
         self._engine, self._turn = group.engine, group.engine.turn
         self._watchdog = group.watchdog
-        self._dtype, self._shape, self._numpy = dtype, shape, type(source.source) is np.ndarray
+        self._dtype, self._shape = dtype, shape
         self._op = op
         self._signature = Signature("allreduce", op + note, None, dtype, shape)
-        count = int(np.prod(shape, dtype=np.int64))
-        self._nbytes = count * dtype.itemsize
-        self._prefix = encode(self._signature, self._nbytes)
+        self._nbytes = source.array.nbytes
+        self._prefix = encode(self._signature, self._nbytes if inline else -1)
         self._digest = digest_of(self._prefix)
+        self._digests = Headers.digest_words(control)
+        self._calls, self._seconds = 0, 0.0
+
+    def __call__(self, x: Any, out: Any) -> Any:
+        raise NotImplementedError
+
+    def await_others(self) -> None:
+        """Wait until every rank has posted this step."""
+        self._watchdog.current = _CURRENT
+        self._engine.wait_for(self._control.done, handle=self._control)
+
+    def give_up(self, error: BaseException) -> None:
+        """End the group: the other ranks may have gone on from here, and no later call would fit theirs."""
+        self._group.close(error)
+        if isinstance(error, TransportError):
+            self._watchdog.explain_failure(error)
+
+    def settle(self, x: Array, out: Array) -> None:
+        """Raise on every rank if calls differ; go on if arrays are on devices elsewhere."""
+        agreeing = agree(self._control, self._signature)
+        out[...] = self._runner.settle(agreeing, Allreduce, x, self._op, None)
+
+    def count(self) -> Count:
+        """Return what this path has done so far."""
+        return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)
+
+
+class FastAllreduce(FastPath):
+    """The fast path of arrays that are small enough to travel with the header."""
+
+    def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
+        super().__init__(runner, op, source, note, inline=True)
+        control, dtype, shape = self._control, self._dtype, self._shape
+        self._numpy = type(source.source) is np.ndarray
         self._fold = fold_function(op, dtype)
         self._quiet = contextvars.copy_context()
         self._quiet.run(np.seterr, all="ignore")
@@ -121,8 +159,6 @@ class FastAllreduce:
             np.frombuffer(slot, np.uint8)[PAYLOAD:end].view(dtype).reshape(shape)
             for slot in control.mine
         ]
-        self._digests = Headers.digest_words(control)
-        self._calls, self._seconds = 0, 0.0
 
     def __call__(self, x: Any, out: Any) -> Any:
         if self._numpy:
@@ -191,22 +227,65 @@ class FastAllreduce:
         finally:
             self._turn.release()
 
-    def await_others(self) -> None:
-        """Wait until every rank has posted this step."""
-        self._watchdog.current = _CURRENT
-        self._engine.wait_for(self._control.done, handle=self._control)
 
-    def give_up(self, error: BaseException) -> None:
-        """End the group: the other ranks may have gone on from here, and no later call would fit theirs."""
-        self._group.close(error)
-        if isinstance(error, TransportError):
-            self._watchdog.explain_failure(error)
+class LargeAllreduce(FastPath):
+    """The fast path of arrays whose elements move after the header."""
 
-    def settle(self, x: Array, out: Array) -> None:
-        """Raise on every rank if calls differ; go on if arrays are on devices elsewhere."""
-        agreeing = agree(self._control, self._signature)
-        out[...] = self._runner.settle(agreeing, Allreduce, x, self._op, None)
+    def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
+        super().__init__(runner, op, source, note, inline=False)
+        self._link = runner.group.transport
 
-    def count(self) -> Count:
-        """Return what this path has done so far."""
-        return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)
+    def __call__(self, x: Any, out: Any) -> Any:
+        try:
+            source = view(x)
+            if source.copied or source.dtype != self._dtype or source.shape != self._shape:
+                return None
+            into = None if out is None else view_out(out, self._shape, self._dtype)
+            own = source.array
+            target = allocate(self._shape, self._dtype) if into is None else into.array
+            if not (own.flags.c_contiguous and own.flags.aligned and target.flags.carray):
+                return None
+            if into is not None and overlap(own, target):
+                return None
+            chunks.reserve(self._link, self._nbytes)
+        except Exception:
+            return None
+        if not self._reduce(own, target):
+            return None
+        return to_framework(target, source) if into is None else commit_out(into)
+
+    def _reduce(self, x: Array, out: Array) -> bool:
+        """Reduce, unless another call is under way; tell whether that was done."""
+        if not self._turn.acquire(False):
+            return False
+        try:
+            # Arrays that ranks share go another way if they lie at the same place.
+            if self._engine.queue or self._group.closed is not None or exist(self._link):
+                return False
+            started, control = perf_counter(), self._control
+            self._watchdog.current = _CURRENT
+            try:
+                show(control, self._prefix, None)
+                if not control.done():
+                    self.await_others()
+            except BaseException as error:
+                self.give_up(error)
+                raise
+            if self._agrees():
+                moving = allreduce(self._link, x.reshape(-1), out.reshape(-1), self._op)
+                self._engine.run(self._group.guarded(moving))
+            else:
+                self.settle(x, out)
+            self._calls += 1
+            self._seconds += perf_counter() - started
+            return True
+        finally:
+            self._turn.release()
+
+    def _agrees(self) -> bool:
+        """Tell whether every rank has shown this call."""
+        parity = self._control.step & 1
+        words = self._control.words[parity]
+        return self._control.alike[parity] or all(
+            words[place] == self._digest for place in self._digests
+        )

@@ -35,8 +35,8 @@ class NativePaths(FastPaths):
         self._repeats = compiled.Repeats(_REPEATED)
         self.again = self._repeats.again
 
-    def make(self, source: BufferView, op: str, note: str) -> FastAllreduce:
-        path = NativeAllreduce(self._runner, op, source, note)
+    def make(self, runner: Runner, op: str, source: BufferView, note: str) -> FastAllreduce:
+        path = NativeAllreduce(runner, op, source, note)
         if type(source.source) is _REPEATED and not note:
             self._repeats.remember(op, path.exchange)
         return path
