@@ -13,9 +13,12 @@ from arraycomm._collectives.blocks import rows_of
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Flat, Handle, Link, Steps, Transport
 
-# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many bytes.
+# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many bytes; those of
+# two ranks in fewer, which may be larger.
 _OVERLAPPING: Final = 4
+_OVERLAPPING_OF_TWO: Final = 2
 _LEAST_CHUNK: Final = 1 << 20
+_CHUNK_OF_TWO: Final = 16 << 20
 # No chunk is larger. All have whole cache lines, which have whole elements.
 _LARGEST_CHUNK: Final = 256 << 20
 _LINE: Final = 64
@@ -67,7 +70,10 @@ def overlapping_chunk(nbytes: int, size: int, measured: int | None = None) -> in
 def _best_chunk(nbytes: int, size: int, measured: int | None) -> int:
     if measured is not None:
         return measured
-    few = min(max(nbytes // _OVERLAPPING, _LEAST_CHUNK), selection.CHUNK_BYTES)
+    parts, most = _OVERLAPPING, selection.CHUNK_BYTES
+    if size == 2:
+        parts, most = _OVERLAPPING_OF_TWO, _CHUNK_OF_TWO
+    few = min(max(nbytes // parts, _LEAST_CHUNK), most)
     return min(max(few, isqrt(_FOLDED * size * nbytes)), _LARGEST_CHUNK)
 
 
@@ -75,9 +81,10 @@ def scratch_bytes(link: Link, nbytes: int) -> int:
     """Return the bytes of scratch memory that suffice for reductions of up to so many bytes."""
     size, measured, room = link.size, link.crossovers, 2 * selection.CHUNK_BYTES
     if link.overlaps:
+        # Two chunks are on their way, in a scan with what is folded of them. Of an exchange all ranks' are here.
         chunk = min(_best_chunk(nbytes, size, measured.chunk), nbytes) + _LINE
-        # Two chunks are on their way. Of an exchange all ranks' are here, and in a scan what is folded as well.
-        room = max(2 * room, (4 if size == 2 else 2) * chunk)
+        exchanged = min(nbytes, selection.most_exchanged(measured)) + 2 * _LINE
+        room = max(2 * room, 2 * chunk, size * exchanged if size == 2 else 0)
     return max(room, size * min(nbytes, measured.gather or 0)) + _LINE * size
 
 

@@ -19,7 +19,8 @@ from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import allocate, commit_out, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._collectives import chunks
-from arraycomm._collectives.algorithms import allreduce, overlap
+from arraycomm._collectives.algorithms import allreduce
+from arraycomm._collectives.placement import Destination
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.shared_arrays import exist
@@ -245,7 +246,7 @@ class LargeAllreduce(FastPath):
             target = allocate(self._shape, self._dtype) if into is None else into.array
             if not (own.flags.c_contiguous and own.flags.aligned and target.flags.carray):
                 return None
-            if into is not None and overlap(own, target):
+            if not Destination(source, out, own).takes(target):
                 return None
             chunks.reserve(self._link, self._nbytes)
         except Exception:
