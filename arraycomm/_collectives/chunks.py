@@ -83,7 +83,7 @@ def scratch_bytes(link: Link, nbytes: int) -> int:
     if link.overlaps:
         # Two chunks are on their way, in a scan with what is folded of them. Of an exchange all ranks' are here.
         chunk = min(_best_chunk(nbytes, size, measured.chunk), nbytes) + _LINE
-        exchanged = min(nbytes, selection.most_exchanged(measured)) + 2 * _LINE
+        exchanged = min(nbytes, measured.exchange or selection.EXCHANGE_BYTES) + 2 * _LINE
         room = max(2 * room, 2 * chunk, size * exchanged if size == 2 else 0)
     return max(room, size * min(nbytes, measured.gather or 0)) + _LINE * size
 

@@ -20,7 +20,7 @@ GATHER_BYTES: Final = 64 << 10
 # Larger reductions go chunk by chunk, small enough for the cache that cores share.
 CHUNK_BYTES: Final = 4 << 20
 # Of two ranks whose movements overlap, each takes the other's elements and folds all, up to so many bytes.
-EXCHANGE_BYTES: Final = 512 << 10
+EXCHANGE_BYTES: Final = 1 << 20
 
 
 class Algorithm(enum.StrEnum):
@@ -79,7 +79,7 @@ def choose(
         return Algorithm.HEADER
     if shared and nbytes <= _or(measured.steps, most_in_steps(payload)):
         return Algorithm.STEPS
-    if overlaps and size == 2 and nbytes <= most_exchanged(measured):
+    if overlaps and size == 2 and nbytes <= _or(measured.exchange, EXCHANGE_BYTES):
         return Algorithm.EXCHANGE
     if nbytes <= _or(measured.gather, GATHER_BYTES // size):
         return Algorithm.GATHER
@@ -89,11 +89,6 @@ def choose(
 def most_in_steps(payload: int) -> int:
     """Return how many bytes go step by step at most, if a slot has room for `payload` of them."""
     return min(MAX_STEPS * payload, STEPS_BYTES)
-
-
-def most_exchanged(measured: Crossovers) -> int:
-    """Return how many bytes two ranks exchange at most."""
-    return _or(measured.exchange, EXCHANGE_BYTES)
 
 
 def _or(measured: int | None, otherwise: int) -> int:

@@ -39,7 +39,9 @@ def shared_slot(size: int) -> int:
 def message_slot(size: int) -> int:
     """Return the bytes of a slot between nodes, for a group of `size` ranks."""
     least = _MESSAGE_SLOT - PAYLOAD
-    return PAYLOAD + min(max(_MESSAGES // size, least), 64 << 10) // 8 * 8
+    # Slots of two ranks go straight to one another.
+    most = 512 << 10 if size == 2 else min(_MESSAGES // size, 64 << 10)
+    return PAYLOAD + max(most, least) // 8 * 8
 
 
 class ControlChannel:

@@ -55,7 +55,7 @@ class Plan(ProcessBound):
 
     Notes
     -----
-    Collective. A call compares one digest, and a tree of up to 128 KiB (64 KiB between nodes) is
+    Collective. A call compares one digest, and a tree of up to 128 KiB (64 KiB between nodes, 512 between two ranks) is
     sent with it. On one node, each byte of a larger tree is copied once, to memory that the ranks
     share, and folded from there straight into the result. Between nodes, each byte is copied once,
     into a message that is reduced as `allreduce` does.

@@ -37,7 +37,7 @@ def machine(per_node: int = 1) -> model.Machine:
 def live(size: int, per_node: int) -> tuple[real.Simulated, ...]:
     """Simulate what is small: the elements move, and results are compared."""
     on = machine(per_node)
-    cases = [(algorithm, n) for algorithm, n in real.cases(size, on) if n <= 512 << 10]
+    cases = [(algorithm, n) for algorithm, n in real.cases(size, on) if n <= 1 << 20]
     return tuple(real.simulated(size, on, algorithm, nbytes) for algorithm, nbytes in cases)
 
 

@@ -20,9 +20,9 @@ from docs.studies.scaling.simulated import communicators, transports
 # Ranks, by the number of them on a node.
 RANKS: Final = {1: (2, 3, 8, 100, 1000, 1024), 64: (8, 64, 256, 1024)}
 # Bytes of float32: a header's, and what each of the other algorithms is chosen for. The last are several chunks.
-BYTES: Final = (8, 1 << 10, 64 << 10, 512 << 10, 8 << 20)
+BYTES: Final = (8, 1 << 10, 64 << 10, 512 << 10, 1 << 20, 8 << 20)
 # Of the array that the other collectives move.
-COLLECTIVE_BYTES: Final = 128 << 10
+COLLECTIVE_BYTES: Final = 1 << 20
 # Algorithms without a formula: those that send no messages of the library's, those of the user's, and one that
 # no group of hosts takes.
 NOT_MODELLED: Final = {
