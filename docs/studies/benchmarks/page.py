@@ -16,10 +16,12 @@ from docs.studies.benchmarks import charts
 from docs.studies.benchmarks.claims import CLAIMS, Claim
 from docs.studies.benchmarks.runs import (
     ADAPTERS,
+    ELSEWHERE,
     MESSAGES,
     OVERLAP,
     PROGRAMS,
     RUNS,
+    STUDY,
     TRAINING,
     Run,
     figures_of,
@@ -43,8 +45,12 @@ other's. Ratios above 1 are in bold.
 
 {goals}
 
-The figures come from one machine with two cores. {caution}No GPU and no network has been measured. The goals are meant for two ranks on two
+The figures come from one machine with two cores ({processor}). {caution}No GPU and no network has been measured. The goals are meant for two ranks on two
 cores. Four ranks on two cores show the effect of contention. [Benchmark tables](benchmark-tables.md) has all times.
+
+What is gained by moving fewer bytes depends on the machine, above all for large arrays and trees. The same on another one with two cores ({other}), by an earlier version:
+
+{elsewhere}
 
 ## On your machine
 
@@ -214,9 +220,9 @@ python -m arraycomm bench messages --ranks 2
 """
 
 
-def stored() -> dict[str, dict[str, Any]]:
-    """Return the figures there are, by the name of their run."""
-    paths = {run.name: figures_of(run) for run in RUNS}
+def stored(folder: Path = STUDY) -> dict[str, dict[str, Any]]:
+    """Return the figures there are in a folder, by the name of their run."""
+    paths = {run.name: figures_of(run, folder) for run in RUNS}
     return {n: json.loads(p.read_text("utf-8")) for n, p in paths.items() if p.exists()}
 
 
@@ -224,8 +230,12 @@ def written(figures: dict[str, dict[str, Any]]) -> str:
     """Return the page for readers: the charts, and the goals in a table."""
     runs = [run for run in RUNS if run.name in figures]
     busy = any(caution(figures[run.name]) for run in runs)
+    others = stored(ELSEWHERE)
     introduction = INTRODUCTION.format(
         goals=_goals(figures, runs),
+        processor=_processor(figures),
+        elsewhere=_goals(others, [run for run in RUNS if run.name in others]),
+        other=_processor(others),
         slower=_slower(figures, runs),
         caution=BUSY if busy else "",
     )
@@ -305,6 +315,11 @@ def _pair(lines: list[Line], claim: Claim) -> tuple[dict[str, Any], dict[str, An
             if own and other and own["status"] == other["status"] == "ok":
                 return own, other
     return None
+
+
+def _processor(figures: dict[str, dict[str, Any]]) -> str:
+    name: str = figures["mpich-2"]["machine"]["processor"]
+    return name
 
 
 def _goals(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:

@@ -11,6 +11,8 @@ from typing import Final
 
 STUDY: Final = Path(__file__).resolve().parent
 ROOT: Final = STUDY.parents[2]
+# Figures of the same jobs on another machine, by an earlier version of the code.
+ELSEWHERE: Final = STUDY / "elsewhere"
 OVERLAP: Final = STUDY / "overlap.json"
 TRAINING: Final = STUDY / "train.json"
 PROGRAMS: Final = STUDY / "jax.json"
@@ -47,9 +49,9 @@ RUNS: Final = (
 )
 
 
-def figures_of(run: Run) -> Path:
+def figures_of(run: Run, folder: Path = STUDY) -> Path:
     """Return the file that holds the figures of a run."""
-    return STUDY / f"{run.name}.json"
+    return folder / f"{run.name}.json"
 
 
 def take(run: Run, seconds: str) -> bool:
