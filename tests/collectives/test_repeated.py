@@ -1,9 +1,10 @@
-"""Reductions of large arrays that were made before: their fast path does what a full call does."""
+"""Reductions of large arrays, and of tensors, that were made before: their fast path does what a full call does."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
@@ -281,3 +282,114 @@ def test_tensors_get_tensors(on_ranks: OnRanks, several: int) -> None:
             np.testing.assert_array_equal(out.numpy(), total(several, turn))
 
     on_ranks(several, check)
+
+
+# Small tensors, which are read in a quicker way from the second call on.
+
+
+def dual(torch: Any, stack: Any) -> Any:
+    stack.enter_context(torch.autograd.forward_ad.dual_level())
+    return torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
+
+
+def without_storage(torch: Any, stack: Any) -> Any:
+    x = torch.ones(3)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def with_history(torch: Any, stack: Any) -> Any:
+    return torch.ones(3, requires_grad=True)
+
+
+REFUSED = {
+    with_history: (TypeError, "requires gradients"),
+    dual: (TypeError, "dual tensor"),
+    without_storage: (BufferError, "no memory behind"),
+}
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("given", [*REFUSED])
+@pytest.mark.parametrize("place", ["x", "out"])
+def test_tensors_that_are_refused_are_refused_also_later(
+    on_ranks: OnRanks, place: str, given: Any
+) -> None:
+    import torch
+
+    kind, said = REFUSED[given]
+
+    def check(comm: ac.Communicator) -> None:
+        out = torch.empty(3)
+        comm.allreduce(torch.ones(3), out=out)
+        wrong = comm.rank == 1
+        with ExitStack() as stack:
+            refused = given(torch, stack) if wrong else torch.ones(3)
+            passed = {"x": torch.ones(3), "out": out, place: refused}
+            with pytest.raises(kind if wrong else ac.PeerError, match=said):
+                comm.allreduce(passed["x"], out=passed["out"])
+        assert comm.allreduce(torch.ones(3), out=out) is out
+        assert out.tolist() == [2.0] * 3
+
+    on_ranks(2, check)
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_small_tensors_get_tensors(on_ranks: OnRanks, several: int, dtype: str) -> None:
+    import torch
+
+    kind = getattr(torch, dtype)
+
+    def check(comm: ac.Communicator) -> None:
+        for turn in range(3):
+            x = torch.full((2, 2), turn > 0, dtype=kind)
+            memory = torch.full((4, 4), 9).to(kind)
+            for out in (None, torch.empty(2, 2, dtype=kind), memory[::2, ::2], memory[:2].t()[:2]):
+                got = comm.allreduce(x, "max", out=out)
+                assert out is None or got is out
+                assert got.dtype == kind
+                assert got.tolist() == x.tolist()
+            if turn:
+                with pytest.raises((TypeError, ac.PeerError), match="out must have dtype"):
+                    comm.allreduce(x, "max", out=torch.empty(2, 2, dtype=torch.float64))
+                with pytest.raises((ValueError, ac.PeerError), match="out must have the shape"):
+                    comm.allreduce(x, "max", out=torch.empty(4, dtype=kind))
+                with pytest.raises((BufferError, ac.PeerError), match="elements of out share"):
+                    comm.allreduce(x, "max", out=torch.empty(1, dtype=kind).expand(2, 2))
+
+    on_ranks(several, check)
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+def test_autograd_notices_that_a_saved_tensor_was_written(on_ranks: OnRanks) -> None:
+    import torch
+
+    def check(comm: ac.Communicator) -> None:
+        for _ in range(2):
+            saved, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+            loss = (weight * saved).sum()
+            comm.allreduce(torch.ones(3), out=saved)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+    on_ranks(2, check)
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+def test_tensors_inside_of_a_transform_are_refused_also_later(on_ranks: OnRanks) -> None:
+    import torch
+
+    def check(comm: ac.Communicator) -> None:
+        def loss(x: Any) -> Any:
+            return comm.allreduce(x).sum()
+
+        inside = {torch.func.grad: torch.ones(3), torch.func.vmap: torch.ones(2, 3)}
+        for transform, x in inside.items():
+            loss(torch.ones(3))
+            with pytest.raises(TypeError, match=r"traced by torch\.func"):
+                transform(loss)(x)
+            comm.barrier()
+
+    on_ranks(2, check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -36,6 +37,17 @@ def read_torch(x: Any, name: str) -> BufferView:
         return _read_by_copy(x, name)
     check_storage(x, name)
     return BufferView(array, "torch", x, False)
+
+
+def _plain_memory(x: Any) -> Array | None:
+    """Return the memory of a plain tensor on the host; None if it may be another."""
+    if x.requires_grad or _wrapped(x) or _has_tangent(x):
+        return None
+    try:
+        array = _memory_of(x)
+    except (RuntimeError, TypeError):
+        return None
+    return array if _has_storage(x) else None
 
 
 @cache
@@ -79,7 +91,20 @@ def without_history(x: Any, name: str) -> Any:
 
 def _wrapped(x: Any) -> bool:
     """Tell whether `x` lives inside a transform of torch.func."""
-    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x))
+    return bool(_is_wrapped()(x))
+
+
+@cache
+def _is_wrapped() -> Callable[[Any], bool]:
+    is_wrapped: Callable[[Any], bool] = sys.modules[
+        "torch"
+    ]._C._functorch.is_functorch_wrapped_tensor
+    return is_wrapped
+
+
+@cache
+def _forward_ad() -> Any:
+    return sys.modules["torch"].autograd.forward_ad
 
 
 def _check_tangent(x: Any, name: str) -> None:
@@ -89,7 +114,11 @@ def _check_tangent(x: Any, name: str) -> None:
 
 def _has_tangent(x: Any) -> bool:
     """Tell whether `x` is a dual tensor of forward-mode differentiation."""
-    return sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None
+    forward_ad = _forward_ad()
+    # Outside of every `dual_level` there are none; asking so takes a quarter of the time.
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_storage(x: Any, name: str) -> None:
@@ -102,13 +131,11 @@ def check_storage(x: Any, name: str) -> None:
 
 
 def _has_storage(x: Any) -> bool:
-    if x.is_contiguous():
-        reach = x.numel()
-    else:
-        reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return not x.numel() or (
-        (x.storage_offset() + reach) * x.itemsize <= x.untyped_storage().nbytes()
-    )
+    count: int = x.numel()
+    if count and not x.is_contiguous():
+        count = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    needed = (x.storage_offset() + count) * x.itemsize if count else 0
+    return bool(needed <= x.untyped_storage().nbytes())
 
 
 def _read_by_copy(x: Any, name: str) -> BufferView:
@@ -189,14 +216,18 @@ def _carried() -> dict[DType, tuple[str, Any]]:
     }
 
 
+def _note_write(tensor: Any) -> None:
+    """Record a write, so that autograd notices if it saved an older value."""
+    sys.modules["torch"].autograd.graph.increment_version(tensor)
+
+
 def _commit_out(out: BufferView) -> Any:
-    """Copy a copy back, or record the write, so that autograd notices if it saved an older value."""
-    torch = sys.modules["torch"]
+    """Copy a copy back, or record the write."""
     if out.copied:
-        with torch.no_grad():
+        with sys.modules["torch"].no_grad():
             out.source.copy_(_to_tensor(out.array))
     else:
-        torch.autograd.graph.increment_version(out.source)
+        _note_write(out.source)
     return out.source
 
 
@@ -224,6 +255,8 @@ TORCH: Final = Framework(
     name="torch",
     module="torch",
     read=read_torch,
+    plain_memory=_plain_memory,
+    note_write=_note_write,
     device_of=torch_device,
     to_framework=_to_torch,
     takes_over=BY_DTYPE.__contains__,
