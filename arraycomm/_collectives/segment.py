@@ -1,8 +1,9 @@
 """The shared segment: memory that the ranks of a node share, in which large arrays are reduced by chunks.
 
 A chunk is small enough to stay in the caches from the copy in to the fold, so that only the ranks'
-own arrays go through main memory. The steps are those of the control channel. A rank publishes a
-chunk and then folds the one before, so that it seldom waits for ranks that are slightly slower.
+own arrays go through main memory. Each rank folds a part of a chunk for all, and copies in what others fold. The
+steps are those of the control channel. A rank publishes a chunk and then folds its part of the one before, so that
+it seldom waits for ranks that are slightly slower.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from arraycomm._transports.memory_order import fence
 from arraycomm._transports.processes import ProcessesTransport
 from arraycomm._transports.shared_files import SharesFiles
 
-# Up to this many ranks, each rank folds whole chunks, which saves a step and a copy. With more
-# ranks, folding all rows takes longer than the step and the copy.
+# Up to this many ranks, each rank folds whole chunks if it copies in its own part as well, which saves a step and a
+# copy. With more ranks, folding all rows takes longer than the step and the copy.
 MAX_WHOLE_FOLDS: Final = 3
 _CHUNK_BYTES: Final = 512 << 10
 # With more ranks, which wait for more, a chunk is up to so many times as long, if the segment has at most so
@@ -61,15 +62,21 @@ _ALL: Final = slice(None)
 class ChunkTask(NamedTuple):
     """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go.
 
-    `fill` takes whether to copy past the caches, which it may leave aside. `fold` writes the results of a whole
-    chunk, if that is done in another way than row by row.
+    `fill` takes whether to copy past the caches, which it may leave aside; this rank's own part may be left out if
+    `rows` or `fold` read it elsewhere. `fold` writes the results of this rank's part of a chunk to memory for the
+    whole, if that is done in another way than from `rows`.
     """
 
     fill: Callable[[bool], None]
     dtype: DType
     rows: Sequence[Array]
     targets: Callable[[], Targets]
-    fold: Callable[[str], None] | None = None
+    fold: Callable[[str, Array], None] | None = None
+
+
+def own_part(count: int, rank: int, size: int) -> slice:
+    """Return which of so many elements of a chunk a rank folds for all."""
+    return slice(count * rank // size, count * (rank + 1) // size)
 
 
 def chunk_bytes(size: int) -> int:
@@ -192,18 +199,25 @@ class SharedSegment:
         return (self._large if nbytes > _CACHED_BYTES else self._small).ways()
 
     def reduce(
-        self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
+        self,
+        chunk_tasks: Iterable[ChunkTask],
+        op: str,
+        nbytes: int,
+        *,
+        one_way: bool = False,
+        together: bool = True,
     ) -> Steps:
         """Reduce chunk after chunk; each task fills this rank's row and names the targets.
 
         `nbytes` are those of all chunks. `one_way` is whether the tasks copy in one way, whatever they are told.
+        `together` is whether few ranks fold a part of each chunk for all, as many do; it is the same on every rank.
         """
         # The tasks come first: a way that no chunk takes must not count.
         chunks = (
             _Timed(chunk_task, streams, None if one_way else seconds)
             for chunk_task, (streams, seconds) in zip(chunk_tasks, self.ways(nbytes), strict=False)
         )
-        if self.control.size > MAX_WHOLE_FOLDS:
+        if together or self.control.size > MAX_WHOLE_FOLDS:
             yield from self._reduce_together(chunks, op)
             return
         control, reached, last = self.control, self._reached, None
@@ -243,9 +257,11 @@ class SharedSegment:
             published, done = chunk, published
 
     def _fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
-        rows, rank, size = chunk_task.rows, self.control.rank, self.control.size
-        folded, count = self._folded_of(chunk_task, number), len(rows[0])
-        own = slice(count * rank // size, count * (rank + 1) // size)
+        rows, folded = chunk_task.rows, self._folded_of(chunk_task, number)
+        if chunk_task.fold is not None:
+            chunk_task.fold(op, folded)
+            return
+        own = own_part(len(rows[0]), self.control.rank, self.control.size)
         fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])
 
     def _folded_of(self, chunk_task: ChunkTask, number: int) -> Flat:
@@ -254,9 +270,6 @@ class SharedSegment:
 
 
 def _fold(chunk_task: ChunkTask, op: str) -> None:
-    if chunk_task.fold is not None:
-        chunk_task.fold(op)
-        return
     for part, target in chunk_task.targets():
         fold(op, chunk_task.dtype, [row[part] for row in chunk_task.rows], target)
 
@@ -371,21 +384,23 @@ def share(transport: Transport, nbytes: int) -> Steps:
 
 def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[ChunkTask]:
     """Cut an array into chunks, whose folds go to `target`; the two may be the same memory."""
-    step, rank = segment.chunk_bytes // source.itemsize, segment.control.rank
-    apart = not np.may_share_memory(source, target)
+    control, step = segment.control, segment.chunk_bytes // source.itemsize
     for start in range(0, len(source), step):
         part, into = source[start : start + step], target[start : start + step]
         rows = list(segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype))
         segment.position += 1
-        fill = partial(_copy, rows[rank], part)
-        if apart:
-            # Still in the cache, where the copy is not.
-            rows[rank] = part
+        own = own_part(len(part), control.rank, control.size)
+        fill = partial(_copy_others, rows[control.rank], part, own)
+        rows[control.rank] = part
         yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
 
 
-def _copy(row: Flat, part: Flat, streams: bool) -> None:
-    (compiled.copy if streams else np.copyto)(row, part)
+def _copy_others(row: Flat, part: Flat, own: slice, streams: bool) -> None:
+    """Copy what others fold."""
+    copy = compiled.copy if streams else np.copyto
+    for others in (slice(own.start), slice(own.stop, len(part))):
+        if others.stop > (others.start or 0):
+            copy(row[others], part[others])
 
 
 def _whole(into: Flat) -> Targets:

@@ -118,7 +118,9 @@ class Fusion:
                 return _NONE
             assert not isinstance(sources, Held)
             over = self._overwritable(sources) if may_overwrite else _NONE
-            yield from self._reduce_chunks(segment, packed, sources, op, over)
+            yield from self._reduce_chunks(
+                segment, packed, sources, op, over, together=not may_overwrite
+            )
             return over
         self.pack(packed, sources)
         for bucket, part in zip(self.buckets, packed.memory, strict=True):
@@ -163,13 +165,15 @@ class Fusion:
         packed: Packed,
         sources: Sources,
         op: str,
-        over: frozenset[int] = _NONE,
+        over: frozenset[int],
+        *,
+        together: bool,
     ) -> Steps:
         layouts = self._layouts_in(segment)
         arrays = self._arrays(packed, sources)
         flats = {leaf: _flat(arrays[leaf]) for leaf in self._are_cut | over}
         tasks = (layout.chunk_task(arrays, flats, packed.buffer, over) for layout in layouts)
-        yield from segment.reduce(tasks, op, self.nbytes, one_way=True)
+        yield from segment.reduce(tasks, op, self.nbytes, one_way=True, together=together)
 
     def _layouts_in(self, segment: SharedSegment) -> tuple[ChunkLayout, ...]:
         if self._layouts is None:

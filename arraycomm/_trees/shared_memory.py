@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._collectives.segment import ChunkTask, SharedSegment, Targets
+from arraycomm._collectives.segment import ChunkTask, SharedSegment, Targets, own_part
 from arraycomm._transports.base import Bytes
+from arraycomm._trees.buffers import BYTE
 from arraycomm._trees.held import Held, table_of
-from arraycomm._trees.layout import ALIGNMENT, Chunk, Spec
+from arraycomm._trees.layout import ALIGNMENT, Chunk, Part, Spec
 
 
 class ChunkLayout:
@@ -33,10 +35,16 @@ class ChunkLayout:
     ) -> None:
         self.dtype, self.span = chunk.dtype, slice(chunk.start, chunk.stop)
         self._parts = chunk.parts
-        self._table = table_of(chunk.parts)
         rows = segment.rows[number, :, : chunk.stop - chunk.start]
         self._bytes, self._rank = list(rows), segment.control.rank
         self.rows = list(rows.view(chunk.dtype))
+        itemsize = chunk.dtype.itemsize
+        own = own_part(len(self.rows[0]), self._rank, segment.control.size)
+        start, stop = own.start * itemsize, own.stop * itemsize
+        # Of what lies in the chunk, what this rank folds, and what others fold.
+        self._own = table_of(_between(start, stop, chunk.parts))
+        others = _between(0, start, chunk.parts), _between(stop, rows.shape[1], chunk.parts)
+        self._others = table_of(chain(*others))
         self.leaves: list[tuple[int, Array]] = []
         self.ends: list[tuple[int, slice, Bytes]] = []
         own_row = rows[segment.control.rank]
@@ -63,12 +71,15 @@ class ChunkLayout:
         """Return the chunk of one call, with leaves whose memory is held; its results go to the buffer."""
         into = buffer[self.span]
         return ChunkTask(
-            lambda streams: held.fill(self._bytes[self._rank], self._table, streams=streams),
+            lambda streams: held.fill(self._bytes[self._rank], self._others, streams=streams),
             self.dtype,
             self.rows,
             lambda: [(slice(None), into.view(self.dtype))],
-            lambda op: held.fold(op, self.dtype, self._bytes, self._rank, self._table, into),
+            partial(self._fold, held),
         )
+
+    def _fold(self, held: Held, op: str, folded: Array) -> None:
+        held.fold(op, self.dtype, self._bytes, self._rank, self._own, folded.view(BYTE))
 
     def targets(
         self, flats: Mapping[int, Bytes | None], buffer: Bytes, over: frozenset[int]
@@ -96,3 +107,11 @@ class ChunkLayout:
         for leaf, part, into in self.ends:
             flat = flats[leaf]
             into[...] = 0 if flat is None else flat[part]
+
+
+def _between(start: int, stop: int, parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield the parts of leaves that lie between two bytes of a chunk."""
+    for leaf, first, last, at in parts:
+        begin, end = max(start, at), min(stop, at + last - first)
+        if begin < end:
+            yield Part(leaf, first + begin - at, first + end - at, begin)

@@ -73,10 +73,10 @@ TREES: Final = (
     ),
     Fault(
         "last rank's part of a chunk",
-        "with four ranks or more, nobody folds the last rank's part of a chunk",
+        "nobody folds the last rank's part of a chunk",
         _SEGMENT,
         "        fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])",
-        "        if rank < size - 1:\n"
+        "        if self.control.rank < self.control.size - 1:\n"
         "            fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])",
         ("shared_memory_does_not_matter",),
     ),
