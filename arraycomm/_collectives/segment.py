@@ -25,16 +25,13 @@ from arraycomm._native import compiled
 from arraycomm._protocol.details import Detail, exchange_details
 from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 from arraycomm._transports.control import SharedControl
-from arraycomm._transports.memory_order import fence
 from arraycomm._transports.processes import ProcessesTransport
 from arraycomm._transports.shared_files import SharesFiles
 
-# Up to this many ranks, each rank folds whole chunks if it copies in its own part as well, which saves a step and a
-# copy. With more ranks, folding all rows takes longer than the step and the copy.
-MAX_WHOLE_FOLDS: Final = 3
 _CHUNK_BYTES: Final = 512 << 10
-# With more ranks, which wait for more, a chunk is up to so many times as long, if the segment has at most so
-# many bytes then.
+# With more ranks than these, which wait for more, a chunk is up to so many times as long, if the segment has at most
+# so many bytes then.
+_FEW_RANKS: Final = 3
 _LONG_CHUNK: Final = 4
 _SEGMENT_BYTES: Final = 48 << 20
 # All ranks' arrays of so many bytes fit in the caches: what is quicker for these need not be for larger ones.
@@ -81,28 +78,10 @@ def own_part(count: int, rank: int, size: int) -> slice:
 
 def chunk_bytes(size: int) -> int:
     """Return the bytes of a chunk in the segment of `size` ranks, a multiple of 64."""
-    if size <= MAX_WHOLE_FOLDS:
+    if size <= _FEW_RANKS:
         return _CHUNK_BYTES
     fit = _SEGMENT_BYTES // ((ROWS * size + FOLDED) * _CHUNK_BYTES)
     return _CHUNK_BYTES * max(min(_LONG_CHUNK, fit), 1)
-
-
-class _StepReached:
-    """A handle that is done when every rank has posted a step, if not a later one."""
-
-    def __init__(self, control: SharedControl) -> None:
-        self.control = control
-        self.step = 0
-
-    def done(self) -> bool:
-        """Tell whether every rank has posted the step, or the next but one in the same place."""
-        step, control = self.step, self.control
-        words = control.words[step & 1]
-        for stamp in control.stamps:
-            if words[stamp] < step:
-                return False
-        fence()
-        return True
 
 
 # Whether a chunk is copied in past the caches; and a list for the seconds that a byte takes to be copied and to be
@@ -185,7 +164,6 @@ class SharedSegment:
         # Chunk k uses the rows k modulo ROWS.
         self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, self.chunk_bytes)
         self._folded = rows[ROWS * control.size :]
-        self._reached = _StepReached(control)
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -199,46 +177,19 @@ class SharedSegment:
         return (self._large if nbytes > _CACHED_BYTES else self._small).ways()
 
     def reduce(
-        self,
-        chunk_tasks: Iterable[ChunkTask],
-        op: str,
-        nbytes: int,
-        *,
-        one_way: bool = False,
-        together: bool = True,
+        self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
     ) -> Steps:
         """Reduce chunk after chunk; each task fills this rank's row and names the targets.
 
         `nbytes` are those of all chunks. `one_way` is whether the tasks copy in one way, whatever they are told.
-        `together` is whether few ranks fold a part of each chunk for all, as many do; it is the same on every rank.
+        A step publishes a chunk, and this rank's part of the one before. What all ranks have folded is taken
+        once they have posted the next step.
         """
         # The tasks come first: a way that no chunk takes must not count.
         chunks = (
             _Timed(chunk_task, streams, None if one_way else seconds)
             for chunk_task, (streams, seconds) in zip(chunk_tasks, self.ways(nbytes), strict=False)
         )
-        if together or self.control.size > MAX_WHOLE_FOLDS:
-            yield from self._reduce_together(chunks, op)
-            return
-        control, reached, last = self.control, self._reached, None
-        for chunk in chunks:
-            chunk.fill()
-            control.post()
-            if last is not None:
-                reached.step = control.step - 1
-                yield reached
-                last.run(_fold, last.task, op)
-            last = chunk
-        if last is not None:
-            yield control
-            last.run(_fold, last.task, op)
-
-    def _reduce_together(self, chunks: Iterable[_Timed], op: str) -> Steps:
-        """Fold a part of each chunk for all ranks, and take the parts that they fold.
-
-        A step publishes a chunk, and this rank's part of the one before. What all ranks have folded is taken
-        once they have posted the next step.
-        """
         published: _Timed | None = None
         done: _Timed | None = None
         for number, chunk in enumerate(chain(chunks, (None, None))):
@@ -267,11 +218,6 @@ class SharedSegment:
     def _folded_of(self, chunk_task: ChunkTask, number: int) -> Flat:
         folded: Flat = self._folded[number % FOLDED]
         return folded[: chunk_task.rows[0].nbytes].view(chunk_task.dtype)
-
-
-def _fold(chunk_task: ChunkTask, op: str) -> None:
-    for part, target in chunk_task.targets():
-        fold(op, chunk_task.dtype, [row[part] for row in chunk_task.rows], target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from arraycomm._arrays.results import allocate, to_framework
 from arraycomm._arrays.views import result_prototype
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.runner import Runner
-from arraycomm._collectives.segment import MAX_WHOLE_FOLDS, share
+from arraycomm._collectives.segment import share
 from arraycomm._dtypes import BY_NAME, DType, check_movable
 from arraycomm._entries import entries
 from arraycomm._native import compiled
@@ -35,6 +35,8 @@ from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 
 # Bytes that are folded at a time: they stay in the level-2 cache until they are copied to where they go.
 _CHUNK_BYTES: Final = 512 << 10
+# Without a common result, up to this many ranks each fold everything.
+_MAX_WHOLE_FOLDS: Final = 3
 
 
 class _Block(NamedTuple):
@@ -100,7 +102,7 @@ def place_of(link: Link, source: Flat, target: Flat) -> int:
         return 0
     into = _blocks[link].find(target)
     # Without a common result each rank folds everything, as it does with a segment.
-    whole = link.size <= MAX_WHOLE_FOLDS and _blocks[link].alive[found[0]].native
+    whole = link.size <= _MAX_WHOLE_FOLDS and _blocks[link].alive[found[0]].native
     return digest(found, into) if into is not None or whole else 0
 
 

@@ -147,7 +147,7 @@ class Group:
             # All ranks learn of it in the same steps, which this one has taken to the end.
             self.completed = self.control.step
         waiting = self.engine.interrupted
-        on_control = getattr(waiting, "control", waiting) is self.control and self.control.shared
+        on_control = waiting is self.control and self.control.shared
         self.unfinished = waiting is not None and not on_control
         self.end(error)
         if isinstance(error, DeadlockError) or not isinstance(error, CommTimeoutError):

@@ -118,9 +118,7 @@ class Fusion:
                 return _NONE
             assert not isinstance(sources, Held)
             over = self._overwritable(sources) if may_overwrite else _NONE
-            yield from self._reduce_chunks(
-                segment, packed, sources, op, over, together=not may_overwrite
-            )
+            yield from self._reduce_chunks(segment, packed, sources, op, over)
             return over
         self.pack(packed, sources)
         for bucket, part in zip(self.buckets, packed.memory, strict=True):
@@ -166,14 +164,12 @@ class Fusion:
         sources: Sources,
         op: str,
         over: frozenset[int],
-        *,
-        together: bool,
     ) -> Steps:
         layouts = self._layouts_in(segment)
         arrays = self._arrays(packed, sources)
         flats = {leaf: _flat(arrays[leaf]) for leaf in self._are_cut | over}
         tasks = (layout.chunk_task(arrays, flats, packed.buffer, over) for layout in layouts)
-        yield from segment.reduce(tasks, op, self.nbytes, one_way=True, together=together)
+        yield from segment.reduce(tasks, op, self.nbytes, one_way=True)
 
     def _layouts_in(self, segment: SharedSegment) -> tuple[ChunkLayout, ...]:
         if self._layouts is None:

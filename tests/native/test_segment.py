@@ -75,12 +75,12 @@ def test_large_arrays_go_through_the_segment(monkeypatch, ranks: int, streams: b
 def test_calls_without_headers_wait_for_slow_ranks(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some ranks still fold the chunks of one call while others publish those of the next."""
-    fold, slow = segment._fold, set[int]()
+    """Some ranks still fold and take the chunks of one call while others publish those of the next."""
+    folded_of, slow = segment.SharedSegment._folded_of, set[int]()
 
-    def fold_slowly(*chunk: Any) -> None:
+    def find_slowly(*chunk: Any) -> Any:
         time.sleep(0.002 * (threading.get_ident() in slow))
-        fold(*chunk)
+        return folded_of(*chunk)
 
     def check(comm: Communicator) -> None:
         unchecked, plan = comm.dup(check=False), None
@@ -94,7 +94,7 @@ def test_calls_without_headers_wait_for_slow_ranks(
         assert internals.segment(unchecked) is not None
 
     with monkeypatch.context() as patch:
-        patch.setattr(segment, "_fold", fold_slowly)
+        patch.setattr(segment.SharedSegment, "_folded_of", find_slowly)
         run(ranks, check)
 
 

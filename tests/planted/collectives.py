@@ -402,9 +402,9 @@ ARRAYS: Final = (
         "remembered without its op",
         "a reduction that was remembered is taken for one by another op",
         _FAST,
-        "        return FastAllreduce(self._runner, op, ",
+        "        return FastAllreduce(runner, op, ",
         "        known = {path._signature.op for path in self.paths.values()}\n"
-        "        return FastAllreduce(self._runner, min(known | {op}), ",
+        "        return FastAllreduce(runner, min(known | {op}), ",
         ("repeated_calls_reduce_what_they_are_given",),
     ),
 )

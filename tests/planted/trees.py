@@ -67,8 +67,8 @@ TREES: Final = (
         "chunk folded too early",
         "a chunk is folded before every rank has published it",
         _SEGMENT,
-        "                reached.step = control.step - 1",
-        "                reached.step = control.step - 2",
+        "            if number:\n                yield self.control",
+        "            if number > 1:\n                yield self.control",
         ("shared_memory_does_not_matter",),
     ),
     Fault(
