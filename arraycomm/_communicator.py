@@ -239,10 +239,10 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
 
         Notes
         -----
-        Blocks until every rank has called. An array of up to 128 KiB (between nodes 64, and 512 between two ranks) takes
-        one small step. A larger one is cut into slices. Each rank folds one slice of all ranks'
-        arrays, then the slices are gathered: each rank sends about twice the array's bytes (Thakur,
-        Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+        Blocks until every rank has called. An array of up to 128 KiB (between nodes 64, and 512
+        between two ranks) takes one small step. A larger one is cut into slices. Each rank folds one
+        slice of all ranks' arrays, then the slices are gathered: each rank sends about twice the array's
+        bytes (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
         """
         again = self._again if timeout is None else None
         try:

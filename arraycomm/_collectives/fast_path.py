@@ -46,7 +46,7 @@ class FastPaths:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.paths: dict[tuple[Any, ...], FastPath] = {}
+        self.paths: dict[tuple[Any, ...], FastPath | NoFastPath] = {}
         runner.statistics.fast_paths = self._counts
         runner.group.on_end.append(self.forget)
         runner.group.on_watch.append(self.forget)
@@ -68,17 +68,22 @@ class FastPaths:
         # An array on a device would be copied from there to be looked at.
         if self._runner.placements.on_device(x):
             return
+        large = getattr(x, "nbytes", 0) > group.inline_bytes
+        # Ranks that compare no headers go without one if their arrays are large.
+        if large and not group.options.check:
+            return
         # An array that cannot be looked at a second time has no fast path.
         with suppress(Exception):
             source = view(x)
-            if len(source.shape) > MAX_DIMS or source.copied or group.closed is not None:
+            if len(source.shape) > MAX_DIMS or group.closed is not None:
                 return
-            large = source.array.nbytes > group.inline_bytes
-            # Ranks that compare no headers go without one if their arrays are large.
-            if large and not group.options.check:
+            if source.copied and not large:
                 return
             if len(self.paths) >= _MAX_CACHED:
                 self.forget()
+            if source.copied:
+                self.paths[key] = NoFastPath()
+                return
             make = LargeAllreduce if large else self.make
             self.paths[key] = make(self._runner, op, source, note)
 
@@ -93,6 +98,17 @@ class FastPaths:
 
     def _counts(self) -> list[Count]:
         return [path.count() for path in self.paths.values()]
+
+
+class NoFastPath:
+    """Stands for large arrays that cannot be read where they are, so that they are not copied each time to see that."""
+
+    def __call__(self, x: Any, out: Any) -> None:
+        """Have the call made in full."""
+
+    def count(self) -> Count:
+        """Return that nothing was done."""
+        return Count("allreduce", 0, 0, 0.0)
 
 
 class FastPath:

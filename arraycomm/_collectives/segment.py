@@ -43,9 +43,8 @@ _BETWEEN_TRIALS: Final = 1024
 # to so many bytes.
 _MEASURED_RANKS: Final = 8
 _ONE_COPY_BYTES: Final = 8 << 20
-# Chunks that are under way at once. A rank that publishes chunk k has folded chunk k - 2, and so
-# every rank has published chunk k - 2. These ranks have folded chunk k - 4, whose row chunk k
-# reuses.
+# Chunks that are under way at once. A rank that fills the row of chunk k has seen every rank publish chunk k - 2.
+# These ranks have folded chunk k - 3, and with it chunk k - 4, whose row chunk k reuses.
 ROWS: Final = 4
 # Folded chunks: while ranks take one, some have folded the next, and some go on to the one after that.
 FOLDED: Final = 3

@@ -35,7 +35,7 @@ from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 
 # Bytes that are folded at a time: they stay in the level-2 cache until they are copied to where they go.
 _CHUNK_BYTES: Final = 512 << 10
-# Without a common result, up to this many ranks each fold everything.
+# More ranks than these do not fold everything each.
 _MAX_WHOLE_FOLDS: Final = 3
 
 
@@ -101,7 +101,7 @@ def place_of(link: Link, source: Flat, target: Flat) -> int:
     if found is None:
         return 0
     into = _blocks[link].find(target)
-    # Without a common result each rank folds everything, as it does with a segment.
+    # Without a common result each rank folds everything.
     whole = link.size <= _MAX_WHOLE_FOLDS and _blocks[link].alive[found[0]].native
     return digest(found, into) if into is not None or whole else 0
 

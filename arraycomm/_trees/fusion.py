@@ -101,8 +101,8 @@ class Fusion:
     ) -> Steps:
         """Reduce the ranks' leaves into `packed`; return those whose results are in their own place.
 
-        Through shared memory every byte is copied in once, and folded straight into its slot. If leaves
-        may be overwritten, results of large ones are written there instead.
+        Through shared memory each rank folds a part of every chunk for all, and copies its results from there. If
+        leaves may be overwritten, results of large ones are written there instead.
         """
         if memory.group.size == 1:
             # The fold of one rank's leaves is these leaves.

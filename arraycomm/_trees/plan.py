@@ -55,10 +55,10 @@ class Plan(ProcessBound):
 
     Notes
     -----
-    Collective. A call compares one digest, and a tree of up to 128 KiB (64 KiB between nodes, 512 between two ranks) is
-    sent with it. On one node, each byte of a larger tree is copied once, to memory that the ranks
-    share, and folded from there straight into the result. Between nodes, each byte is copied once,
-    into a message that is reduced as `allreduce` does.
+    Collective. A call compares one digest, and a tree of up to 128 KiB (between nodes 64, and 512
+    between two ranks) is sent with it. On one node, the bytes of a larger tree that other ranks fold
+    are copied to memory that the ranks share, and the results from there. Between nodes, each byte
+    is copied once, into a message that is reduced as `allreduce` does.
 
     A plan keeps memory for results, and uses it again once nothing refers to the results in it. If
     no results but those of the last step are in use, a call allocates no memory. Plans of the same

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import chunks, selection, shared_arrays
+from arraycomm._collectives import chunks, fast_path, selection, shared_arrays
 from arraycomm._transports.base import Transport
 from tests.support import internals
 from tests.support.on_ranks import OnRanks
@@ -250,6 +250,27 @@ def test_calls_without_headers_have_none(on_ranks: OnRanks, several: int) -> Non
         assert internals.fast_paths(unchecked) == 0
 
     on_ranks(several, check)
+
+
+def test_arrays_that_have_to_be_copied_are_not_looked_at_each_time(
+    on_ranks: OnRanks, several: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, view = list[int](), fast_path.view
+
+    def counted(x: Any) -> Any:
+        looked.append(x.nbytes)
+        return view(x)
+
+    monkeypatch.setattr(fast_path, "view", counted)
+
+    def check(comm: ac.Communicator) -> int:
+        swapped = own(comm.rank).astype(">f8")
+        for _ in range(3):
+            np.testing.assert_array_equal(comm.allreduce(swapped), total(several))
+        return len(looked)
+
+    # Once on each rank, of which those of threads count together.
+    assert max(on_ranks(several, check)) <= several
 
 
 def test_requests_that_are_outstanding_come_first(on_ranks: OnRanks, several: int) -> None:

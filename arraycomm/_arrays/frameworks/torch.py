@@ -96,9 +96,8 @@ def _wrapped(x: Any) -> bool:
 
 @cache
 def _is_wrapped() -> Callable[[Any], bool]:
-    is_wrapped: Callable[[Any], bool] = sys.modules[
-        "torch"
-    ]._C._functorch.is_functorch_wrapped_tensor
+    transforms: Any = sys.modules["torch"]._C._functorch
+    is_wrapped: Callable[[Any], bool] = transforms.is_functorch_wrapped_tensor
     return is_wrapped
 
 
