@@ -44,10 +44,12 @@ def native_part() -> dict[str, Any]:
     extension = Extension(
         "arraycomm._native.compiled",
         sources=[
-            f"{NATIVE}/{name}.c" for name in ("module", "folds", "exchange", "leaves", "slots")
+            f"{NATIVE}/{name}.c"
+            for name in ("module", "folds", "exchange", "leaves", "nodes", "slots")
         ],
         depends=[
-            f"{NATIVE}/{name}.h" for name in ("kernels", "folds", "exchange", "leaves", "slots")
+            f"{NATIVE}/{name}.h"
+            for name in ("kernels", "folds", "exchange", "leaves", "nodes", "slots")
         ],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
         extra_compile_args=[*OPTIONS, "-fvisibility=hidden"],

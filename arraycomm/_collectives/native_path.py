@@ -1,4 +1,4 @@
-"""The fast path of a small reduction in one call of the native part, if ranks share memory.
+"""The fast path of a small reduction in one call of the native part.
 
 It does the same as the one in Python, which it calls if a rank is late, or if ranks call different things.
 """
@@ -21,10 +21,11 @@ _REPEATED: Final = np.ndarray
 
 
 def fast_paths_of(runner: Runner) -> FastPaths:
-    """Return the fast paths of a communicator: the native part's, if it is there and ranks share memory."""
+    """Return the fast paths of a communicator: the native part's, if it can make steps of the control channel."""
+    control = runner.group.control
     # Another class of control channel does more in a step.
-    possible = compiled is not None and type(runner.group.control) is SharedControl
-    return NativePaths(runner) if possible else FastPaths(runner)
+    shared = compiled is not None and type(control) is SharedControl
+    return NativePaths(runner) if shared or control.native is not None else FastPaths(runner)
 
 
 class NativePaths(FastPaths):
@@ -52,7 +53,6 @@ class NativeAllreduce(FastAllreduce):
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         super().__init__(runner, op, source, note)
         group, control = runner.group, runner.group.control
-        assert isinstance(control, SharedControl)
         self.exchange = compiled.Exchange(
             memory=control.slots,
             rank=control.rank,
@@ -69,11 +69,16 @@ class NativeAllreduce(FastAllreduce):
             turn=group.engine.turn,
             path=self,
             patient=group.transport.spins > 0,
+            nodes=control.native,
         )
 
     def _reduce(self, x: Array, out: Array) -> bool:
         reduced: bool = self.exchange.reduce(x if x.flags.c_contiguous else x.copy(), out)
         return reduced
+
+    def await_others(self) -> None:
+        self._control.resume()
+        super().await_others()
 
     def count(self) -> Count:
         calls, seconds = self.exchange.counts()

@@ -1,7 +1,8 @@
 /* See exchange.h.
  *
  * An Exchange makes one small reduction again and again: it writes an array into this rank's slot, looks for
- * the other ranks' for a moment, and folds all into the result. If that takes longer, it calls `await_others`
+ * the other ranks' for a moment, and folds all into the result. Between nodes the slots of other nodes come in
+ * messages. If that takes longer, it calls `await_others`
  * of Python, where the watchdog, interrupts and timeouts are, and if ranks call different things, `settle`.
  *
  * The GIL is held from the look at the turn until the end, or until the turn has been taken: so nobody else
@@ -10,11 +11,12 @@
 #include "exchange.h"
 
 #include "folds.h"
+#include "nodes.h"
 #include "slots.h"
 
 /* Looks at the other ranks with the GIL, about five microseconds, if ranks are processes; and how long
- * they are looked for without it. */
-enum { LOOKS = 200, WAIT_NANOSECONDS = 100000 };
+ * they are looked for without it, on one node and on several. */
+enum { LOOKS = 200, WAIT_NANOSECONDS = 100000, NODES_NANOSECONDS = 1000000 };
 enum { MAX_DIMS = 8 };
 
 typedef struct {
@@ -23,6 +25,7 @@ typedef struct {
     Slots slots;
     PyObject *header, *dtype, *control, *group, *queue, *locked, *acquire, *release;
     PyObject *await_others, *give_up, *settle;
+    Nodes *nodes; /* NULL on one node */
     const void **rows; /* where the ranks' payloads are, in even steps and in odd ones */
     Py_ssize_t nbytes, shape[MAX_DIMS];
     int ndim, fold, looks;
@@ -88,14 +91,15 @@ static int set_slots(Exchange *self, PyObject *memory, int rank, int size, Py_ss
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"memory", "rank",  "size",    "slot",  "header", "nbytes", "fold", "dtype",
-                            "shape",  "control", "group", "queue", "turn",   "path",   "patient", NULL};
-    PyObject *memory, *shape, *turn, *header, *dtype, *control, *group, *queue, *path;
+                            "shape",  "control", "group", "queue", "turn",   "path",   "patient", "nodes", NULL};
+    PyObject *memory, *shape, *turn, *header, *dtype, *control, *group, *queue, *path, *nodes = Py_None;
     int rank, size, fold, patient;
     Py_ssize_t slot, nbytes;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiinO!niOO!OOOOOp", names, &memory, &rank, &size, &slot,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiinO!niOO!OOOOOp|O", names, &memory, &rank, &size, &slot,
                                      &PyBytes_Type, &header, &nbytes, &fold, &dtype, &PyTuple_Type, &shape,
-                                     &control, &group, &queue, &turn, &path, &patient))
+                                     &control, &group, &queue, &turn, &path, &patient, &nodes))
         return NULL;
+    if (nodes != Py_None && Py_TYPE(nodes) != nodes_type) return PyErr_Format(PyExc_TypeError, "nodes must be Nodes");
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Exchange *self = (Exchange *)allocate(type, 0);
     if (self == NULL) return NULL;
@@ -104,6 +108,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *keyw
     self->control = Py_NewRef(control);
     self->group = Py_NewRef(group);
     self->queue = Py_NewRef(queue);
+    if (nodes != Py_None) self->nodes = (Nodes *)Py_NewRef(nodes);
     self->nbytes = nbytes;
     self->fold = fold;
     self->looks = patient ? LOOKS : 1;
@@ -126,6 +131,7 @@ static int exchange_traverse(Exchange *self, visitproc visit, void *arg)
     Py_VISIT(self->await_others);
     Py_VISIT(self->give_up);
     Py_VISIT(self->settle);
+    Py_VISIT((PyObject *)self->nodes);
     return 0;
 }
 
@@ -142,6 +148,7 @@ static int exchange_clear(Exchange *self)
     Py_CLEAR(self->await_others);
     Py_CLEAR(self->give_up);
     Py_CLEAR(self->settle);
+    Py_CLEAR(self->nodes);
     return 0;
 }
 
@@ -227,11 +234,18 @@ static int await_others(Exchange *self)
 {
     bool done;
     Py_BEGIN_ALLOW_THREADS
-    done = wait_for_all(&self->slots, self->step, WAIT_NANOSECONDS);
+    done = self->nodes ? exchange_nodes(self->nodes, self->step, self->nbytes, NODES_NANOSECONDS)
+                       : wait_for_all(&self->slots, self->step, clock_now() + WAIT_NANOSECONDS);
     Py_END_ALLOW_THREADS
     if (done || call(self->await_others, NULL, NULL) == 0) return 0;
     give_up(self);
     return -1;
+}
+
+/* Whether all ranks show what this one shows. */
+static bool agree(const Exchange *self)
+{
+    return (self->nodes && nodes_alike(self->nodes, self->step)) || same_digests(&self->slots, self->step);
 }
 
 /* Go on with the turn taken, so that no other thread makes a step. */
@@ -239,7 +253,7 @@ static int go_on(Exchange *self, PyObject *x, PyObject *out, void *into)
 {
     if (call(self->acquire, Py_False, NULL)) return -1;
     int failed = await_others(self);
-    if (!failed) failed = same_digests(&self->slots, self->step) ? finish(self, into) : call(self->settle, x, out);
+    if (!failed) failed = agree(self) ? finish(self, into) : call(self->settle, x, out);
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     if (call(self->release, NULL, NULL) == 0) {
@@ -255,8 +269,10 @@ static int go_on(Exchange *self, PyObject *x, PyObject *out, void *into)
 static int make_step(Exchange *self, PyObject *x, PyObject *out, const Py_buffer *from, const Py_buffer *to)
 {
     if (begin_step(self)) return -1;
+    if (self->nodes) announce(self->nodes, self->step, self->nbytes);
     post_step(&self->slots, self->step, PyBytes_AsString(self->header), from->buf, (size_t)self->nbytes);
-    if (all_posted(&self->slots, self->step, self->looks) && same_digests(&self->slots, self->step))
+    /* MPI must not be called with the GIL: another thread may hold MPI's lock and wait for the GIL. */
+    if (!self->nodes && all_posted(&self->slots, self->step, self->looks) && same_digests(&self->slots, self->step))
         return finish(self, to->buf);
     return go_on(self, x, out, to->buf);
 }

@@ -1,4 +1,5 @@
-/* What Python sees of the native part: folds here, the exchange of slots in exchange.c, and leaves in leaves.c.
+/* What Python sees of the native part: folds here, the exchange of slots in exchange.c, that between nodes in
+ * nodes.c, and leaves in leaves.c.
  *
  * Only the limited API of Python 3.11 is used, so that one build serves every later version, and no
  * header of NumPy: arrays come in by the buffer protocol. */
@@ -10,6 +11,7 @@
 #include "exchange.h"
 #include "folds.h"
 #include "leaves.h"
+#include "nodes.h"
 #include "slots.h"
 
 /* Up to so many rows need no memory of their own; with fewer bytes, letting other threads run takes
@@ -234,7 +236,7 @@ static PyMethodDef methods[] = {
 static int exec_module(PyObject *module)
 {
     use_level(level_count() - 1);
-    return add_exchange(module) || add_leaves(module) ? -1 : 0;
+    return add_nodes(module) || add_exchange(module) || add_leaves(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};

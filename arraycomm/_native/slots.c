@@ -5,7 +5,6 @@
 #include "slots.h"
 
 #include <sched.h>
-#include <stdatomic.h>
 #include <string.h>
 #include <time.h>
 
@@ -61,13 +60,26 @@ int64_t clock_now(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-bool wait_for_all(const Slots *slots, int64_t step, int64_t nanoseconds)
+bool wait_for_word(_Atomic int64_t *word, int64_t step, int64_t end)
 {
-    const int64_t end = clock_now() + nanoseconds;
-    while (!all_posted(slots, step, LOOKS)) {
+    for (int looks = 1; atomic_load_explicit(word, memory_order_acquire) < step; ++looks) {
+        PAUSE();
+        if (looks % LOOKS) continue;
         if (clock_now() >= end) return false;
         sched_yield();
     }
+    return true;
+}
+
+bool wait_for_stamp(const Slots *slots, int64_t step, int rank, int64_t end)
+{
+    return wait_for_word(stamp_of(slots, step, rank), step, end);
+}
+
+bool wait_for_all(const Slots *slots, int64_t step, int64_t end)
+{
+    for (int rank = 0; rank < slots->size; ++rank)
+        if (!wait_for_stamp(slots, step, rank, end)) return false;
     return true;
 }
 

@@ -4,6 +4,7 @@
 #ifndef ARRAYCOMM_SLOTS_H
 #define ARRAYCOMM_SLOTS_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -26,8 +27,11 @@ void post_step(const Slots *slots, int64_t step, const void *header, const void 
  * into their slots before can be read then. */
 bool all_posted(const Slots *slots, int64_t step, int looks);
 
-/* Look for at most so many nanoseconds, and let others have the core in between. */
-bool wait_for_all(const Slots *slots, int64_t step, int64_t nanoseconds);
+/* Look until a time, and let others have the core in between: at all ranks' slots, at one rank's, or at a word that
+ * another process counts up. */
+bool wait_for_all(const Slots *slots, int64_t step, int64_t end);
+bool wait_for_stamp(const Slots *slots, int64_t step, int rank, int64_t end);
+bool wait_for_word(_Atomic int64_t *word, int64_t step, int64_t end);
 
 /* Whether every rank's header has the digest of this rank's. */
 bool same_digests(const Slots *slots, int64_t step);

@@ -27,8 +27,6 @@ _LEAST: Final = 4 << 10
 # The least bytes of a slot between nodes, and the most that all slots of a step have as payload there.
 _MESSAGE_SLOT: Final = 256
 _MESSAGES: Final = 256 << 10
-# Up to so many bytes of payload a rank, nodes send one header for all ranks that show the same.
-COMMON: Final = 1 << 10
 
 
 def shared_slot(size: int) -> int:
@@ -52,10 +50,12 @@ class ControlChannel:
 
     # Whether the slots are in memory that all ranks share.
     shared = False
+    # All slots as bytes, and what takes whole steps between nodes in the native part, if anything does.
+    slots: Any = None
+    native: Any = None
 
     def __init__(self, rank: int, size: int, rows: list[Any], mine: list[Any]) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         # The number of the last step posted by this rank.
         self.step = 0
         # The slots of all ranks as bytes, of shape (size, slot), and all of them as 64-bit words.
@@ -87,6 +87,9 @@ class ControlChannel:
         """
         raise NotImplementedError
 
+    def resume(self) -> None:
+        """Go on with a step that `native` has begun."""
+
     def done(self) -> bool:
         """Tell whether every rank has posted the current step; never waits."""
         raise NotImplementedError
@@ -100,10 +103,7 @@ class ControlChannel:
 
 
 class SharedControl(ControlChannel):
-    """A control channel in memory that all ranks share, in one process or on one node.
-
-    Every rank reads all slots, so slots are smaller if there are more ranks.
-    """
+    """A control channel in memory that all ranks share. Each reads all slots: of many ranks, they are smaller."""
 
     shared = True
 

@@ -17,7 +17,7 @@ from arraycomm._transports.control import ControlChannel, message_slot
 from arraycomm._transports.memory_order import fence
 from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.mpi_memory import finish, shared_memory
-from arraycomm._transports.mpi_nodes import NodeExchange, Pair, Rounds
+from arraycomm._transports.mpi_nodes import NodeExchange, Pair, Rounds, native_steps
 from arraycomm._transports.mpi_notes import MpiNotes
 
 
@@ -57,6 +57,9 @@ class MpiControl(ControlChannel):
             self._exchange = Pair(between, self.rows, self._lengths)
         elif self._leads and len(members) > 1:
             self._exchange = Rounds(between, members, own, self.rows, self._lengths)
+        if len(members) > 1 and type(self) is MpiControl:
+            self.slots = memory[: 2 * size * slot]
+            self.native = native_steps(self._exchange, memory, rank, members, slot)
         self._pending = self._started = self._received = False
         self.not_closed.add(self)
         self.notes: MpiNotes = MpiNotes(comm, lambda: self.step)
@@ -71,6 +74,14 @@ class MpiControl(ControlChannel):
         self._pending, self._started, self._received = True, False, False
         if not self._stamps:
             self._start()
+
+    def resume(self) -> None:
+        reached, differs, error = self.native.state()
+        if error:
+            raise translated(MPI.Exception(error))
+        self._pending, self._started, self._received = True, reached >= 0, False
+        if self._exchange is not None and self._started:
+            self._exchange.resume(self.step & 1, reached, differs=differs)
 
     def done(self) -> bool:
         if self._pending:
@@ -132,6 +143,7 @@ class MpiControl(ControlChannel):
         if self._exchange is not None:
             self._exchange.free()
         self.not_closed.discard(self)
+        self.native = None
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
 
 

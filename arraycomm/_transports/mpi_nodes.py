@@ -5,39 +5,73 @@ lie in memory. Otherwise the slots of a node travel as records, and in ⌈log₂
 passes on what it knows to the node 2^k before it (Bruck et al. 1997).
 
 A record is the number of payload bytes, the words in front of the payload, and the payload, in whole words. Ranks
-that show the same words, and little else, have a common record: the words once, and everyone's payload. It begins
+that show the same words, and as many bytes, have a common record: the words once, and everyone's payload. It begins
 with the complement of the number. So a header costs the same on any number of ranks that agree, and whoever finds
 two records that differ passes on a record for each rank.
+
+Slots and common records go by persistent messages, prepared once for each number of bytes. The native part takes
+whole steps by them (`_native/nodes.c`), and leaves those to this module that it cannot finish.
 """
 
 from __future__ import annotations
 
 import abc
+import ctypes
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from arraycomm._transports.control import COMMON, PAYLOAD
+from arraycomm._native import compiled
+from arraycomm._transports.control import PAYLOAD
 
 _TAG: Final = 0
 _WORD: Final = 8
 _WORDS: Final = PAYLOAD // _WORD
-# Persistent messages that are kept, one for each length of a slot that has been sent.
+# For how many numbers of bytes prepared messages are kept.
 _KEPT: Final = 64
+# Records lie in the same place in all steps.
+_ANY: Final = -1
+# The most bytes of a status that the native part has room for.
+_STATUS: Final = 128
 
 Bytes = np.ndarray[Any, Any]
 Rows = Sequence[Bytes]
 Lengths = Sequence[memoryview]
 
 
-class NodeExchange(abc.ABC):
-    """The messages of one step; each step is finished before the next one begins."""
+class Messages(NamedTuple):
+    """Persistent messages of all rounds."""
 
-    # Whether all ranks show the same words in front of the payload, once all has been received. Then no more than
-    # the payload is put into the slots of other nodes.
+    received: list[MPI.Prequest]
+    sent: list[MPI.Prequest]
+
+
+class NodeExchange(abc.ABC):
+    """The messages of one step; each step is finished before the next one begins.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        All ranks, for these messages alone.
+    rows, lengths
+        For each parity, all slots, and how many payload bytes each rank of this node shows.
+    """
+
+    # Whether all ranks show the words of this one in front of their payload, once all has been received. Then no more
+    # than the payload is put into the slots of other nodes.
     alike = False
+    # Where common records are built.
+    box: Bytes | None = None
+    # The number of ranks whose slots come in each round.
+    received_ranks: Sequence[int] = (1,)
+
+    def __init__(self, comm: MPI.Intracomm, rows: Rows, lengths: Lengths) -> None:
+        self._comm, self._rows, self._lengths = comm, rows, lengths
+        # What the native part knows of these messages.
+        self.native: Any = None
+        self._kept: dict[tuple[int, int], Messages] = {}
 
     @abc.abstractmethod
     def start(self, parity: int) -> None:
@@ -51,25 +85,48 @@ class NodeExchange(abc.ABC):
     def sent(self) -> bool:
         """Tell whether nothing of this node's is still to be sent, once all has been received."""
 
+    @abc.abstractmethod
+    def resume(self, parity: int, reached: int, *, differs: bool) -> None:
+        """Go on with a step that the native part has begun, in the round that it reached.
+
+        It has begun the messages of that round. The one that is received has come if it `differs` from what this
+        node shows.
+        """
+
+    @abc.abstractmethod
+    def _prepare(self, nbytes: int, parity: int) -> Messages:
+        """Return new messages."""
+
+    def _prepared(self, nbytes: int, parity: int) -> Messages:
+        """Return the messages for a payload of so many bytes."""
+        key = nbytes, parity
+        messages = self._kept.get(key)
+        if messages is None:
+            if len(self._kept) >= _KEPT:
+                self.free()
+            messages = self._kept[key] = self._prepare(nbytes, parity)
+            if self.native is not None:
+                addresses = (
+                    [MPI._addressof(request) for request in requests] for requests in messages
+                )
+                self.native.add(nbytes, parity, *addresses)
+        return messages
+
     def free(self) -> None:
         """Free what MPI keeps between steps."""
+        if self.native is not None:
+            self.native.clear()
+        for messages in self._kept.values():
+            for request in (*messages.received, *messages.sent):
+                request.Free()
+        self._kept.clear()
 
 
 class Pair(NodeExchange):
     """Two ranks, each alone on its node: a message each way, prepared once for each length."""
 
-    def __init__(self, comm: MPI.Intracomm, rows: Rows, lengths: Lengths) -> None:
-        self._comm, self._rows, self._lengths = comm, rows, lengths
-        self._rank, self._peer = comm.rank, 1 - comm.rank
-        self._receives = [
-            comm.Recv_init([row[self._peer], MPI.BYTE], self._peer, _TAG) for row in rows
-        ]
-        self._sends: list[dict[int, MPI.Prequest]] = [{}, {}]
-
     def start(self, parity: int) -> None:
-        nbytes = self._lengths[parity][self._rank]
-        self._send = self._sends[parity].get(nbytes) or self._prepare(parity, nbytes)
-        self._receive = self._receives[parity]
+        self.resume(parity, 0, differs=False)
         self._receive.Start()
         self._send.Start()
 
@@ -79,23 +136,17 @@ class Pair(NodeExchange):
     def sent(self) -> bool:
         return self._send.Test()
 
-    def _prepare(self, parity: int, nbytes: int) -> MPI.Prequest:
-        kept = self._sends[parity]
-        if len(kept) >= _KEPT:
-            self._free_sends(parity)
-        slot = self._rows[parity][self._rank, : PAYLOAD + nbytes]
-        kept[nbytes] = self._comm.Send_init([slot, MPI.BYTE], self._peer, _TAG)
-        return kept[nbytes]
+    def resume(self, parity: int, reached: int, *, differs: bool) -> None:
+        nbytes = self._lengths[parity][self._comm.rank]
+        (self._receive,), (self._send,) = self._prepared(nbytes, parity)
 
-    def _free_sends(self, parity: int) -> None:
-        for request in self._sends[parity].values():
-            request.Free()
-        self._sends[parity].clear()
-
-    def free(self) -> None:
-        for parity, request in enumerate(self._receives):
-            request.Free()
-            self._free_sends(parity)
+    def _prepare(self, nbytes: int, parity: int) -> Messages:
+        rank, rows = self._comm.rank, self._rows[parity]
+        own, come = rows[rank, : PAYLOAD + nbytes], rows[1 - rank]
+        return Messages(
+            [self._comm.Recv_init([come, MPI.BYTE], 1 - rank, _TAG)],
+            [self._comm.Send_init([own, MPI.BYTE], 1 - rank, _TAG)],
+        )
 
 
 class Rounds(NodeExchange):
@@ -103,14 +154,12 @@ class Rounds(NodeExchange):
 
     Parameters
     ----------
-    comm : MPI.Intracomm
-        All ranks, for these messages alone.
     nodes : sequence of sequences of int
         The ranks of each node; the first of them calls this.
     own : int
         This rank's node.
-    rows, lengths
-        For each parity, all slots, and how many payload bytes each rank of this node shows.
+    comm, rows, lengths
+        See `NodeExchange`.
     """
 
     def __init__(
@@ -121,11 +170,11 @@ class Rounds(NodeExchange):
         rows: Rows,
         lengths: Lengths,
     ) -> None:
-        self._comm, self._rows, self._lengths = comm, rows, lengths
+        super().__init__(comm, rows, lengths)
         self._members = nodes[own]
         count = len(nodes)
         # From this node on, in the order in which their records arrive.
-        turned = [nodes[(own + k) % count] for k in range(count)]
+        turned = _in_turn(nodes, own)
         self._others = _selection([rank for node in turned[1:] for rank in node])
         self._here = _selection(self._members)
         # For each parity, what each rank of this node shows in front of its payload.
@@ -143,13 +192,18 @@ class Rounds(NodeExchange):
             )
             for shift in (1 << k for k in range((count - 1).bit_length()))
         ]
-        # Each has room for all records, and a message behind them.
+        self.received_ranks = [received for *_, received in self._plan]
+        # Each has room for all records, and a message behind them. A step begins in the first one.
         self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
-        self._take_other_box()
+        self.box = self._boxes[0]
+        self._use_box(0)
+        self._receiving: MPI.Request = MPI.REQUEST_NULL
+        self._sending: list[MPI.Request] = []
 
     def start(self, parity: int) -> None:
         self._parity, self._round = parity, 0
-        self._sending: list[MPI.Request] = []
+        self._sending = []
+        self._use_box(0)
         self._end = 0
         self.alike = self._have_common(parity)
         (self._pack_common if self.alike else self._pack)(parity)
@@ -161,35 +215,71 @@ class Rounds(NodeExchange):
             status = MPI.Status()
             if not self._receiving.Test(status):
                 return False
-            count = self._plan[self._round][3]
-            self._add(self._box[self._end :][: status.Get_count(MPI.BYTE)], count)
-            self._known += count
-            self._round += 1
-            if self._round < len(self._plan):
-                self._begin_round()
-            else:
-                self._unpack()
+            self._end_round(status.Get_count(MPI.BYTE))
         return True
 
     def sent(self) -> bool:
         return MPI.Request.Testall(self._sending)
 
-    def _take_other_box(self) -> None:
-        self._boxes.reverse()
-        self._box = self._boxes[0]
+    def resume(self, parity: int, reached: int, *, differs: bool) -> None:
+        self._parity, self._round, self.alike = parity, reached, True
+        self._use_box(0)
+        nbytes = self._lengths[parity][self._members[0]]
+        self._each = _whole(nbytes)
+        self._known = len(self._members) + sum(self.received_ranks[:reached])
+        self._end = self._end_of(self._known)
+        messages = self._prepared(nbytes, _ANY)
+        self._sending = [*messages.sent[: reached + 1]]
+        if reached == len(self._plan):
+            return
+        self._receiving = messages.received[reached]
+        if differs:
+            self._end_round(self._length(self._plan[reached][3]))
+
+    def _use_box(self, number: int) -> None:
+        self._box = self._boxes[number]
         self._words = self._box.data.cast("q")
+
+    def _prepare(self, nbytes: int, parity: int) -> Messages:
+        messages, known = Messages([], []), len(self._members)
+        for to, origin, sent, received in self._plan:
+            into = self._boxes[0][PAYLOAD + known * _whole(nbytes) :]
+            out = self._boxes[0][: PAYLOAD + sent * _whole(nbytes)]
+            messages.received.append(self._comm.Recv_init([into, MPI.BYTE], origin, _TAG))
+            messages.sent.append(self._comm.Send_init([out, MPI.BYTE], to, _TAG))
+            known += received
+        return messages
 
     def _begin_round(self) -> None:
         to, origin, sent, _ = self._plan[self._round]
-        into, out = self._box[self._end :], self._box[: self._end_of(sent)]
-        self._receiving = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
-        self._sending.append(self._comm.Isend([out, MPI.BYTE], to, _TAG))
+        if self.alike:
+            messages = self._prepared(~self._words[0], _ANY)
+            receiving, sending = messages.received[self._round], messages.sent[self._round]
+            receiving.Start()
+            sending.Start()
+            self._receiving = receiving
+            self._sending.append(sending)
+        else:
+            into, out = self._box[self._end :], self._box[: self._end_of(sent)]
+            self._receiving = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
+            self._sending.append(self._comm.Isend([out, MPI.BYTE], to, _TAG))
+
+    def _end_round(self, length: int) -> None:
+        """Take the message of this round, which has so many bytes, and begin the next one."""
+        count = self._plan[self._round][3]
+        self._add(self._box[self._end :][:length], count)
+        self._known += count
+        self._round += 1
+        if self._round < len(self._plan):
+            self._begin_round()
+        else:
+            self._unpack()
 
     def _have_common(self, parity: int) -> bool:
         """Tell whether the ranks of this node have a common record."""
         lengths, (first, *others) = self._lengths[parity], self._shown[parity]
         nbytes = lengths[self._members[0]]
-        if nbytes > COMMON or any(lengths[rank] != nbytes for rank in self._members[1:]):
+        if any(lengths[rank] != nbytes for rank in self._members[1:]):
             return False
         return all(words == first for words in others)
 
@@ -224,7 +314,7 @@ class Rounds(NodeExchange):
                 return
             # What is on its way is still to be sent from where it is.
             common = self._box[: self._end]
-            self._take_other_box()
+            self._use_box(1)
             self.alike, self._end = False, 0
             self._write_records(common, self._known)
             self._write_records(message, count)
@@ -275,6 +365,13 @@ class Rounds(NodeExchange):
         stride = self._stride(0, self._end, self._known)
         return count * stride if stride else self._skip(0, count)
 
+    def _length(self, count: int) -> int:
+        """Return the length of the message with the records of so many ranks that has come."""
+        nbytes = self._words[self._end // _WORD]
+        if nbytes < 0:
+            return PAYLOAD + count * _whole(~nbytes)
+        return self._skip(self._end, count) - self._end
+
     def _skip(self, start: int, count: int) -> int:
         """Return where so many records end that begin at `start`."""
         for _ in range(count):
@@ -289,6 +386,58 @@ class Rounds(NodeExchange):
             return 0
         lengths = self._box[start:end].view(np.int64)[:: stride // _WORD]
         return stride if (lengths == nbytes).all() else 0
+
+
+def _in_turn(nodes: Sequence[Sequence[int]], own: int) -> list[Sequence[int]]:
+    """Return the nodes from this one on."""
+    return [nodes[(own + k) % len(nodes)] for k in range(len(nodes))]
+
+
+def _functions() -> dict[str, int]:
+    """Return where MPI's functions are that the native part calls; none if they are not found."""
+    try:
+        library = ctypes.CDLL(MPI.__file__)
+        found = {"start": library.MPI_Start, "test": library.MPI_Test}
+    except (OSError, AttributeError):
+        return {}
+    return {
+        name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in found.items()
+    }
+
+
+def native_steps(
+    exchange: NodeExchange | None,
+    memory: Bytes,
+    rank: int,
+    nodes: Sequence[Sequence[int]],
+    slot: int,
+) -> Any:
+    """Return what takes whole steps in the native part; None if that is not possible.
+
+    `exchange` is None for all but the first rank of a node. `memory` is that of the node, with slots of `slot` bytes.
+    """
+    # Whoever calls MPI there holds no lock of Python's.
+    possible = compiled is not None and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    functions = _functions() if possible and MPI._sizeof(MPI.Status) <= _STATUS else {}
+    if not functions:
+        return None
+    own = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+    _, *others = _in_turn(nodes, own)
+    size = sum(map(len, nodes))
+    native = compiled.Nodes(
+        memory=memory,
+        rank=rank,
+        size=size,
+        slot=slot,
+        members=nodes[own],
+        others=[rank for node in others for rank in node],
+        received=exchange.received_ranks if exchange is not None else [size - len(nodes[own])],
+        box=exchange.box if exchange is not None else None,
+        **functions,
+    )
+    if exchange is not None:
+        exchange.native = native
+    return native
 
 
 def _selection(ranks: Sequence[int]) -> slice | np.ndarray[Any, Any]:

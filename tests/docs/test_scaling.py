@@ -128,10 +128,6 @@ def test_what_is_sent_with_the_header_is_paid_by_the_byte(size) -> None:
     on = machine(row=1e-7, slot=1e-8)
     moved = (size - 1) * 1e3 * (BETA + GAMMA)
     assert model.in_header(size, 1e3, on, shared=False) == pytest.approx(moved + size * 1e-7)
-    # Of more than 1 KiB each rank's comes with its own header.
-    moved = (size - 1) * (1e4 * (BETA + GAMMA) + 128 * BETA) - np.ceil(np.log2(size)) * 128 * BETA
-    expected = moved + size * 1.1e-7
-    assert model.in_header(size, 1e4, on, shared=False) == pytest.approx(expected)
 
 
 def test_two_ranks_exchange_everything_at_once() -> None:

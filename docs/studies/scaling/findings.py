@@ -171,10 +171,10 @@ def _limits_of_mpi(one: Machine) -> Iterator[str]:
 def _limits_of_headers(one: Machine) -> Iterator[str]:
     yield (
         "Between nodes, arrays of up to 64 KiB (512 KiB of two ranks; of more, 256 KiB divided by the ranks, and 128 bytes at least) are sent with the header. So the bytes that a node receives grow with "
-        f"the ranks: {size_text(8 * LARGEST)} for 8 bytes from each of {LARGEST:,}. If they have more than 1 KiB, each comes with its rank's header."
+        f"the ranks: {size_text(8 * LARGEST)} for 8 bytes from each of {LARGEST:,}."
     )
     yield (
-        f"In each round of the header Python begins two messages and waits for one. This takes it about {time_text(ROUND)}, which the model leaves out: {time_text(model.exponent(LARGEST) * ROUND)} on {LARGEST:,} ranks."
+        f"In each round of the header Python begins two messages and waits for one, unless the native part makes the step, as for small reductions that repeat. This takes Python about {time_text(ROUND)}, which the model leaves out: {time_text(model.exponent(LARGEST) * ROUND)} on {LARGEST:,} ranks."
     )
     yield (
         "The model leaves out contention between nodes, noise of the operating system, ranks that arrive late, "

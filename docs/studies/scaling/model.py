@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.base import DIRECT_RANKS
-from arraycomm._transports.control import COMMON, PAYLOAD, message_slot, shared_slot
+from arraycomm._transports.control import PAYLOAD, message_slot, shared_slot
 from arraycomm._transports.routes import pieces_of
 
 ELEMENT: Final = 4  # float32
@@ -218,8 +218,7 @@ def sent_bytes(movement: Sequence[Rounds]) -> float:
 def header_movement(size: int, shared: bool, per_node: int = 1, payload_bytes: int = 0) -> Movement:
     """Return the messages of a header, of the first rank of a node: none in shared memory.
 
-    Ranks that agree have one header in common if their payload is small. Without shared memory, each rank of a
-    single node counts as a node.
+    Ranks that agree have one header in common. Without shared memory, each rank of a single node counts as a node.
     """
     if shared:
         return []
@@ -227,9 +226,8 @@ def header_movement(size: int, shared: bool, per_node: int = 1, payload_bytes: i
     nodes = size if alone else -(-size // per_node)
     # Two ranks know how long their messages are.
     record = payload_bytes if nodes == size == 2 else _words(payload_bytes)
-    of_all, of_each = (PAYLOAD, 0) if payload_bytes <= COMMON else (0, PAYLOAD)
-    rounds = bruck(nodes, (of_each + record) * size, per_node if alone else 1)
-    return [moved._replace(nbytes=of_all + moved.nbytes) for moved in rounds]
+    rounds = bruck(nodes, record * size, per_node if alone else 1)
+    return [moved._replace(nbytes=PAYLOAD + moved.nbytes) for moved in rounds]
 
 
 def _words(nbytes: float) -> int:
@@ -380,17 +378,13 @@ def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> floa
 
 
 def in_header(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
-    """What the header brought along is folded: p φ + (p − 1) n γ, and (p − 1) n β between nodes.
-
-    If it is more than a little, every rank's header comes along and is read.
-    """
+    """What the header brought along is folded: p φ + (p − 1) n γ, and (p − 1) n β between nodes."""
     moved = 0.0
     if shared or _are_shared(size, machine):
         moved = (size - 1) * nbytes * machine.seen_byte
     if not shared:
         bare = _seconds_of_header(size, machine, 0)
         moved += _seconds_of_header(size, machine, nbytes) - bare
-        moved += size * machine.slot if nbytes > COMMON else 0.0
     return moved + _fold_rows(size, nbytes, machine)
 
 

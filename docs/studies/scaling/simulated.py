@@ -10,7 +10,7 @@ import numpy as np
 from arraycomm import Communicator
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
-from arraycomm._transports.control import COMMON, PAYLOAD, ControlChannel, message_slot, shared_slot
+from arraycomm._transports.control import PAYLOAD, ControlChannel, message_slot, shared_slot
 from docs.studies.scaling import movements
 from docs.studies.scaling.measure import communicator
 from docs.studies.scaling.network import Group, Movement, Network, Plan, Planner
@@ -229,7 +229,7 @@ def _sent(parts: Sequence[tuple[memoryview, Bytes, int, int]]) -> Plan:
     pair = len(set(nodes)) == len(nodes) == 2
     alike = len({bytes(part[0][8:PAYLOAD]) for part in parts}) == len(set(shown)) == 1
     records = [n if pair else -(-n // 8) * 8 for n in shown]
-    if alike and shown[0] <= COMMON:
+    if alike:
         schedule = movements.among_nodes(nodes, records, PAYLOAD)
     else:
         schedule = movements.among_nodes(nodes, [PAYLOAD + nbytes for nbytes in records])

@@ -33,7 +33,6 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 | header, control channel in shared memory | λ + p σ |
 | header, control channel over messages between N nodes | λ + log N (α + 128 β) |
 | "header": the array is sent with the header | p φ + (p − 1) n γ, and (N − 1) p / N n β over messages |
-| … of more than 1 KiB, over messages | + ((N − 1) p / N − log N) 128 β + p σ |
 | "steps": one slot of shared memory after another | ⌈n / slot⌉ p (σ + φ) + (p − 1) n γ |
 | "exchange", of two ranks, for each chunk | α + n β + 2 ψ + n γ |
 | "slices", for each chunk: all-to-all, fold | (p − 1) α + n β (p − 1) / p + p ψ + n γ (p − 1) / p |
@@ -47,7 +46,7 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 
 - What ranks show goes by Bruck's algorithm, from the first rank of each node to those of other nodes. Ranks that agree
   have one header in common, of 128 bytes, and everyone's elements follow it. So a node that has heard from half of the others sends no more than
-  at first, apart from elements. If ranks disagree, or have more than 1 KiB of elements, each has a header of its own. The ranks of a node share one copy of all.
+  at first, apart from elements. If ranks disagree, each has a header of its own. The ranks of a node share one copy of all.
 - In shared memory, chunks have 4 MiB and come one after another. Between nodes a chunk has √(2 p n α / γ) bytes, with 2 α / γ taken
   as 32 KiB: then the latencies of all chunks and the fold of the one chunk that hides behind no message are least together. It has at least a quarter of the array or 4 MiB, whichever is less (of two ranks, half of it or 16 MiB), at least 1 MiB,
   and at most 256 MiB; and chunks are about equally long. There chunks overlap: the elements of the next chunk are on their way while a chunk is folded.

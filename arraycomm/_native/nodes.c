@@ -1,0 +1,357 @@
+/* See nodes.h.
+ *
+ * The first rank of a node leads: it sends and receives, by prepared messages that Python has made. Two ranks alone
+ * on their nodes send one another their slots. Others send a common record, the header once and the payloads of all
+ * ranks that are known so far, from a box in which it grows.
+ *
+ * MPI is called by the addresses of two functions that are the same in every MPI: they take pointers to handles. */
+
+#include "nodes.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "slots.h"
+
+/* Rounds double the nodes that are known. */
+enum { ROUNDS = 24, STATUS_WORDS = 16 };
+/* Looks for a message between two times that the core is given up. */
+enum { LOOKS = 4 };
+
+/* The messages of all rounds for a payload of so many bytes. Slots are sent from where they are, which depends on
+ * the parity of the step; a record has the parity -1. */
+typedef struct {
+    Py_ssize_t nbytes;
+    int parity;
+    void *received[ROUNDS], *sent[ROUNDS];
+} Messages;
+
+struct Nodes {
+    PyObject ob_base;
+    Py_buffer memory, box;
+    Slots slots;
+    _Atomic int64_t *lengths, *complete, *alike; /* behind the slots; see mpi_control.py */
+    int *members, *others, member_count, other_count;
+    int rounds, known[ROUNDS + 1]; /* how many ranks are known before each round, and at last */
+    int (*start)(void *request), (*test)(void *request, int *flag, void *status);
+    Messages *messages;
+    Py_ssize_t message_count;
+    /* Of the step under way: the round whose message is awaited, or -1; whether that has come, and differs; and
+     * MPI's error. */
+    int round, error;
+    bool differs;
+};
+
+PyTypeObject *nodes_type;
+
+/* ---- making one -------------------------------------------------------------------------------- */
+
+/* Read a sequence of ranks. */
+static int *read_ranks(PyObject *sequence, int size, int *count)
+{
+    const Py_ssize_t length = PySequence_Size(sequence);
+    if (length < 0) return NULL;
+    int *const ranks = PyMem_Calloc((size_t)length + 1, sizeof(int));
+    if (ranks == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t place = 0; place < length; ++place) {
+        PyObject *const item = PySequence_GetItem(sequence, place);
+        const long rank = item ? PyLong_AsLong(item) : -1;
+        Py_XDECREF(item);
+        if (rank < 0 || rank > size) {
+            if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "no rank %ld", rank);
+            PyMem_Free(ranks);
+            return NULL;
+        }
+        ranks[place] = (int)rank;
+    }
+    *count = (int)length;
+    return ranks;
+}
+
+/* Read how many ranks become known in each round. */
+static int set_rounds(Nodes *self, PyObject *received)
+{
+    int *const counts = read_ranks(received, self->slots.size, &self->rounds);
+    if (counts == NULL) return -1;
+    self->known[0] = self->member_count;
+    for (int round = 0; round < self->rounds && round < ROUNDS; ++round)
+        self->known[round + 1] = self->known[round] + counts[round];
+    PyMem_Free(counts);
+    if (self->rounds < ROUNDS && self->known[self->rounds] == self->slots.size) return 0;
+    PyErr_SetString(PyExc_ValueError, "the rounds do not bring all ranks");
+    return -1;
+}
+
+static int set_memory(Nodes *self, PyObject *memory, int rank, int size, Py_ssize_t slot)
+{
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE)) return -1;
+    if (size < 1 || rank < 0 || rank >= size || slot < PAYLOAD || slot % 8 || (uintptr_t)self->memory.buf % 8 ||
+        self->memory.len / 2 / size < slot + 8 || self->memory.len < 2 * size * (slot + 8) + 24) {
+        PyErr_SetString(PyExc_ValueError, "the slots are not as the control channel has them");
+        return -1;
+    }
+    self->slots = (Slots){self->memory.buf, (size_t)slot, rank, size};
+    self->lengths = (_Atomic int64_t *)((char *)self->memory.buf + 2 * size * slot);
+    self->complete = self->lengths + 2 * size;
+    self->alike = self->complete + 1;
+    return 0;
+}
+
+static PyObject *nodes_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"memory", "rank", "size", "slot", "members", "others", "received", "box", "start", "test", NULL};
+    PyObject *memory, *members, *others, *received, *box;
+    unsigned long long start, test;
+    Py_ssize_t slot;
+    int rank, size;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiinOOOOKK", names, &memory, &rank, &size, &slot, &members,
+                                     &others, &received, &box, &start, &test))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Nodes *self = (Nodes *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    self->start = (int (*)(void *))(uintptr_t)start;
+    self->test = (int (*)(void *, int *, void *))(uintptr_t)test;
+    self->round = -1;
+    if (set_memory(self, memory, rank, size, slot)) goto failed;
+    self->members = read_ranks(members, size - 1, &self->member_count);
+    self->others = self->members ? read_ranks(others, size - 1, &self->other_count) : NULL;
+    if (self->others == NULL || set_rounds(self, received)) goto failed;
+    if (self->member_count == 0 || self->member_count + self->other_count != size) {
+        PyErr_SetString(PyExc_ValueError, "each rank must be a member of this node or one of the others");
+        goto failed;
+    }
+    if (box != Py_None && PyObject_GetBuffer(box, &self->box, PyBUF_WRITABLE)) goto failed;
+    return (PyObject *)self;
+failed:
+    Py_DECREF((PyObject *)self);
+    return NULL;
+}
+
+static void nodes_dealloc(Nodes *self)
+{
+    PyTypeObject *const type = Py_TYPE((PyObject *)self);
+    if (self->memory.obj) PyBuffer_Release(&self->memory);
+    if (self->box.obj) PyBuffer_Release(&self->box);
+    PyMem_Free(self->members);
+    PyMem_Free(self->others);
+    PyMem_Free(self->messages);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF((PyObject *)type);
+}
+
+/* ---- prepared messages ------------------------------------------------------------------------- */
+
+static size_t whole(Py_ssize_t nbytes)
+{
+    return ((size_t)nbytes + 7) / 8 * 8;
+}
+
+static int read_addresses(PyObject *sequence, int count, void **addresses)
+{
+    if (PySequence_Size(sequence) != count) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there must be a message for each round");
+        return -1;
+    }
+    for (int round = 0; round < count; ++round) {
+        PyObject *const item = PySequence_GetItem(sequence, round);
+        addresses[round] = item ? PyLong_AsVoidPtr(item) : NULL;
+        Py_XDECREF(item);
+        if (PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+static PyObject *nodes_add(Nodes *self, PyObject *args)
+{
+    PyObject *received, *sent;
+    Messages messages;
+    if (!PyArg_ParseTuple(args, "niOO", &messages.nbytes, &messages.parity, &received, &sent)) return NULL;
+    if (read_addresses(received, self->rounds, messages.received) || read_addresses(sent, self->rounds, messages.sent))
+        return NULL;
+    const size_t each = whole(messages.nbytes), size = (size_t)self->slots.size;
+    if (messages.nbytes < 0 || PAYLOAD + each > self->slots.slot ||
+        (messages.parity < 0 && 2 * PAYLOAD + size * each > (size_t)self->box.len))
+        return PyErr_Format(PyExc_ValueError, "there is no room for %zd bytes", messages.nbytes);
+    Messages *const more = PyMem_Realloc(self->messages, ((size_t)self->message_count + 1) * sizeof(Messages));
+    if (more == NULL) return PyErr_NoMemory();
+    self->messages = more;
+    self->messages[self->message_count++] = messages;
+    Py_RETURN_NONE;
+}
+
+static PyObject *nodes_clear_messages(Nodes *self, PyObject *none)
+{
+    (void)none;
+    self->message_count = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *nodes_state(Nodes *self, PyObject *none)
+{
+    (void)none;
+    return Py_BuildValue("iOi", self->round, self->differs ? Py_True : Py_False, self->error);
+}
+
+static const Messages *find_messages(const Nodes *self, int parity, Py_ssize_t nbytes)
+{
+    for (const Messages *messages = self->messages; messages < self->messages + self->message_count; ++messages)
+        if (messages->nbytes == nbytes && (messages->parity < 0 || messages->parity == parity)) return messages;
+    return NULL;
+}
+
+/* ---- one step ---------------------------------------------------------------------------------- */
+
+static _Atomic int64_t *length_of(const Nodes *self, int64_t step, int rank)
+{
+    return self->lengths + (step & 1) * self->slots.size + rank;
+}
+
+void announce(Nodes *self, int64_t step, Py_ssize_t nbytes)
+{
+    atomic_store_explicit(length_of(self, step, self->slots.rank), nbytes, memory_order_relaxed);
+}
+
+bool nodes_alike(const Nodes *self, int64_t step)
+{
+    return atomic_load_explicit(self->alike + (step & 1), memory_order_relaxed);
+}
+
+/* Whether the ranks of this node show the same header, and as many bytes. */
+static bool have_common(const Nodes *self, int64_t step, Py_ssize_t nbytes)
+{
+    const char *const own = slot_of(&self->slots, step, self->slots.rank) + HEADER;
+    for (int place = 0; place < self->member_count; ++place) {
+        const int rank = self->members[place];
+        if (atomic_load_explicit(length_of(self, step, rank), memory_order_relaxed) != nbytes) return false;
+        if (memcmp(slot_of(&self->slots, step, rank) + HEADER, own, PAYLOAD - HEADER)) return false;
+    }
+    return true;
+}
+
+/* Begin the record of all ranks with those of this node. */
+static void pack(Nodes *self, int64_t step, Py_ssize_t nbytes)
+{
+    char *const box = self->box.buf;
+    const int64_t mark = ~(int64_t)nbytes;
+    const size_t each = whole(nbytes);
+    memcpy(box, &mark, HEADER);
+    memcpy(box + HEADER, slot_of(&self->slots, step, self->slots.rank) + HEADER, PAYLOAD - HEADER);
+    for (int place = 0; place < self->member_count; ++place)
+        memcpy(box + PAYLOAD + (size_t)place * each, slot_of(&self->slots, step, self->members[place]) + PAYLOAD, each);
+}
+
+/* Put the payloads of other nodes into their slots; those of the last round lie behind a header of their own. */
+static void unpack(Nodes *self, int64_t step, size_t each)
+{
+    const char *const box = self->box.buf;
+    const int last = self->known[self->rounds - 1];
+    for (int place = 0; place < self->other_count; ++place) {
+        const int number = self->member_count + place;
+        const size_t at = PAYLOAD + (size_t)number * each + (number < last ? 0 : PAYLOAD);
+        memcpy(slot_of(&self->slots, step, self->others[place]) + PAYLOAD, box + at, each);
+    }
+}
+
+/* Whether all is as this node has it in the record that has come in a round. */
+static bool add_record(Nodes *self, size_t each)
+{
+    char *const box = self->box.buf, *const come = box + PAYLOAD + (size_t)self->known[self->round] * each;
+    if (memcmp(come, box, PAYLOAD)) return false;
+    const int ranks = self->known[self->round + 1] - self->known[self->round];
+    if (self->round + 1 < self->rounds) memmove(come, come + PAYLOAD, (size_t)ranks * each);
+    return true;
+}
+
+/* Look for a message until a time. */
+static bool is_over(Nodes *self, void *request, int64_t end)
+{
+    int64_t status[STATUS_WORDS];
+    int over = 0;
+    for (int looks = 1;; ++looks) {
+        self->error = self->test(request, &over, status);
+        if (over && !self->error) return true;
+        if (self->error || clock_now() >= end) return false;
+        if (looks % LOOKS == 0) sched_yield();
+    }
+}
+
+static bool begin_round(Nodes *self, const Messages *messages)
+{
+    self->error = self->start(messages->received[self->round]);
+    if (!self->error) self->error = self->start(messages->sent[self->round]);
+    return !self->error;
+}
+
+static bool lead(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t end)
+{
+    for (int place = 0; place < self->member_count; ++place)
+        if (!wait_for_stamp(&self->slots, step, self->members[place], end)) return false;
+    const Messages *const messages = find_messages(self, (int)(step & 1), nbytes);
+    if (messages == NULL) return false;
+    const bool records = messages->parity < 0;
+    if (records && !have_common(self, step, nbytes)) return false;
+    if (records) pack(self, step, nbytes);
+    for (self->round = 0; self->round < self->rounds; ++self->round) {
+        if (!begin_round(self, messages) || !is_over(self, messages->received[self->round], end)) return false;
+        self->differs = records && !add_record(self, whole(nbytes));
+        if (self->differs) return false;
+    }
+    if (records) {
+        unpack(self, step, whole(nbytes));
+        atomic_store_explicit(self->alike + (step & 1), 1, memory_order_relaxed);
+        atomic_store_explicit(self->complete, step, memory_order_release);
+    }
+    for (int round = 0; round < self->rounds; ++round)
+        if (!is_over(self, messages->sent[round], end)) return false;
+    return true;
+}
+
+bool exchange_nodes(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t nanoseconds)
+{
+    const int64_t end = clock_now() + nanoseconds;
+    self->round = -1;
+    self->error = 0;
+    self->differs = false;
+    if (self->members[0] == self->slots.rank) return lead(self, step, nbytes, end);
+    return wait_for_word(self->complete, step, end) && nodes_alike(self, step);
+}
+
+/* ---- the type ---------------------------------------------------------------------------------- */
+
+static PyMethodDef nodes_methods[] = {
+    {"add", (PyCFunction)(void (*)(void))nodes_add, METH_VARARGS,
+     PyDoc_STR("add(nbytes, parity, received, sent): take the addresses of prepared messages, one each a round.")},
+    {"clear", (PyCFunction)(void (*)(void))nodes_clear_messages, METH_NOARGS,
+     PyDoc_STR("clear(): forget all messages.")},
+    {"state", (PyCFunction)(void (*)(void))nodes_state, METH_NOARGS,
+     PyDoc_STR("state(): return the round of the last step, -1 if none was begun; whether its message has come, and "
+               "differs; and MPI's error, or 0.")},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot nodes_slots[] = {
+    {Py_tp_new, nodes_new},
+    {Py_tp_dealloc, nodes_dealloc},
+    {Py_tp_methods, nodes_methods},
+    {0, NULL},
+};
+
+static PyType_Spec nodes_spec = {
+    .name = "arraycomm._native.compiled.Nodes",
+    .basicsize = sizeof(Nodes),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = nodes_slots,
+};
+
+int add_nodes(PyObject *module)
+{
+    nodes_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &nodes_spec, NULL);
+    if (nodes_type == NULL) return -1;
+    return PyModule_AddObjectRef(module, "Nodes", (PyObject *)nodes_type);
+}

@@ -1,0 +1,416 @@
+"""Steps between nodes in C: they end as they do in Python, which goes on with those that are not like the others.
+
+The ranks are threads, their nodes are pretended, and so is MPI: its functions are found by their addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, Final, Self
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+
+from arraycomm._errors import TransportError
+from arraycomm._folds import in_c
+from arraycomm._native import compiled
+from arraycomm._transports import mpi_control, mpi_nodes
+from arraycomm._transports.control import PAYLOAD, message_slot
+from arraycomm._transports.notes import Notes
+
+if compiled is None:
+    pytest.skip("the native part was not built, or is not to be used", allow_module_level=True)
+
+_START: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_TEST: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), ctypes.c_void_p
+)
+# Seconds after which a step hangs, and for how long the native part does not wait.
+_LIMIT: Final = 20
+_LATE: Final = 0.003
+# An error of MPI's.
+_ERROR: Final = 13
+
+
+class _Request:
+    """A message that may be sent or received again and again."""
+
+    def __init__(self, wire: _Wire, memory: Any, route: tuple[int, int], *, sends: bool) -> None:
+        self._wire, self._memory, self._route, self._sends = wire, memory, route, sends
+        self._active, self._until, self.length = False, 0.0, 0
+        # What the native part is given in place of MPI's handle.
+        self._handle = ctypes.c_int64()
+        self.address = ctypes.addressof(self._handle)
+        wire.requests[self.address] = self
+
+    def Start(self) -> None:  # noqa: N802 - as MPI has it
+        assert not self._active
+        self._active = True
+        if self._sends:
+            self._until = time.monotonic() + self._wire.seconds_of_sends
+            with self._wire.lock:
+                self._wire.sent[self._route].append((self._memory, self._memory.copy()))
+
+    def Test(self, status: Any = None) -> bool:  # noqa: N802 - as MPI has it
+        """Tell whether the message is over. As in MPI, one that is not under way is over at once, and empty."""
+        if self._active and (time.monotonic() < self._until if self._sends else not self._come()):
+            return False
+        if status is not None:
+            status.length = self.length if self._active else 0
+        self._active = False
+        return True
+
+    def _come(self) -> bool:
+        with self._wire.lock:
+            if not (waiting := self._wire.sent[self._route]):
+                return False
+            memory, as_sent = waiting.pop(0)
+        # MPI may read a message late: nothing may have written over it until it has been taken.
+        assert (memory == as_sent).all()
+        self._memory[: len(memory)] = memory
+        self.length = len(memory)
+        return True
+
+    def Free(self) -> None:  # noqa: N802 - as MPI has it
+        assert not self._active
+        del self._wire.requests[self.address]
+
+
+class _Wire:
+    """All messages, and functions for them that are called as MPI's are."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.requests: dict[int, _Request] = {}
+        self.sent: dict[tuple[int, int], list[tuple[Any, Any]]] = defaultdict(list)
+        self.seconds_of_sends = 0.0
+        self.error = 0
+        # Kept: the native part has their addresses.
+        self._start, self._test = _START(self._start_one), _TEST(self._test_one)
+        self.functions = {
+            name: ctypes.cast(function, ctypes.c_void_p).value
+            for name, function in (("start", self._start), ("test", self._test))
+        }
+
+    def _start_one(self, address: int) -> int:
+        self.requests[address].Start()
+        return 0
+
+    def _test_one(self, address: int, flag: Any, status: int) -> int:
+        flag[0] = self.error == 0 and self.requests[address].Test()
+        return self.error
+
+    def comm(self, rank: int, size: int) -> SimpleNamespace:
+        def receiving(what: list[Any], origin: int, tag: int) -> _Request:
+            return _Request(self, what[0], (origin, rank), sends=False)
+
+        def sending(what: list[Any], to: int, tag: int) -> _Request:
+            return _Request(self, what[0], (rank, to), sends=True)
+
+        def begun(prepare: Callable[..., _Request]) -> Callable[..., _Request]:
+            def begin(*arguments: Any) -> _Request:
+                request = prepare(*arguments)
+                # The native part has nothing to do with it.
+                del self.requests[request.address]
+                request.Start()
+                return request
+
+            return begin
+
+        return SimpleNamespace(
+            rank=rank,
+            size=size,
+            Recv_init=receiving,
+            Send_init=sending,
+            Irecv=begun(receiving),
+            Isend=begun(sending),
+        )
+
+
+class _Status:
+    length = 0
+
+    def Get_count(self, kind: None) -> int:  # noqa: N802 - as MPI has it
+        return self.length
+
+
+def _test_all(requests: list[_Request]) -> bool:
+    over = [request.Test() for request in requests]
+    return all(over)
+
+
+class _Notes(Notes):
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+
+class _Rank:
+    """One rank: its control channel, and the reductions that it makes again and again."""
+
+    def __init__(self, control: mpi_control.MpiControl) -> None:
+        self.control = control
+        self.group = SimpleNamespace(completed=0)
+        self.turn = threading.Lock()
+        self.in_python = 0
+        self.settled: Any = None
+        self._exchanges: dict[tuple[int, int], Any] = {}
+
+    def reduce(self, x: Any, header: int) -> Any:
+        """Reduce an array of whole numbers; the header is the same if ranks call the same."""
+        out, self.settled = np.full_like(x, -1), None
+        key = header, len(x)
+        if key not in self._exchanges:
+            self._exchanges[key] = self._exchange(header, x)
+        assert self._exchanges[key].reduce(x, out)
+        assert not self.turn.locked()
+        return out
+
+    def _exchange(self, header: int, x: Any) -> Any:
+        control = self.control
+        prefix = np.full(PAYLOAD - 8, _byte(header, len(x)), np.uint8).tobytes()
+        return compiled.Exchange(
+            memory=control.slots,
+            rank=control.rank,
+            size=control.size,
+            slot=control.slot,
+            header=prefix,
+            nbytes=x.nbytes,
+            fold=in_c.number_of("sum", x.dtype),
+            dtype=x.dtype,
+            shape=x.shape,
+            control=control,
+            group=self.group,
+            queue=[],
+            turn=self.turn,
+            path=self,
+            patient=True,
+            nodes=control.native,
+        )
+
+    def await_others(self) -> None:
+        assert self.turn.locked()
+        self.in_python += 1
+        self.control.resume()
+        deadline = time.monotonic() + _LIMIT
+        while not self.control.done():
+            assert time.monotonic() < deadline, "the step does not end"
+            time.sleep(0)
+
+    def give_up(self, error: BaseException) -> None:
+        self.settled = error
+
+    def settle(self, x: Any, out: Any) -> None:
+        """Note what all ranks show: a byte of each header, and the elements."""
+        control = self.control
+        rows = control.rows[control.step & 1]
+        assert not control.alike[control.step & 1]
+        self.settled = [(int(row[8]), row[PAYLOAD:].view(np.int32).copy()) for row in rows]
+
+
+class _Cluster:
+    """Ranks on nodes; `nodes` has the first rank of its node for each rank."""
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self.size, self.wire = len(nodes), _Wire()
+        members = [[r for r, n in enumerate(nodes) if n == node] for node in dict.fromkeys(nodes)]
+        nbytes = 2 * self.size * message_slot(self.size) + (2 * self.size + 3) * 8
+        memories = [np.zeros(nbytes, np.uint8) for _ in members]
+        comms = [self.wire.comm(rank, self.size) for rank in range(self.size)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mpi_control, "MpiNotes", _Notes)
+            patch.setattr(mpi_nodes, "_functions", lambda: self.wire.functions)
+            patch.setattr(
+                mpi_control,
+                "_node_memory",
+                lambda comm, nodes: (
+                    next(
+                        m for m, ranks in zip(memories, members, strict=True) if comm.rank in ranks
+                    ),
+                    members,
+                ),
+            )
+            self.ranks = [_Rank(mpi_control.MpiControl(comm, comm, nodes)) for comm in comms]
+        self._threads = ThreadPoolExecutor(self.size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+        for rank in self.ranks:
+            rank.control.close()
+        assert not self.wire.requests
+
+    def each(self, function: Callable[[_Rank], Any]) -> list[Any]:
+        """Return what a function returns for each rank; all run at the same time."""
+        futures = [self._threads.submit(function, rank) for rank in self.ranks]
+        return [future.result(_LIMIT) for future in futures]
+
+    def step(self, count: int, headers: Sequence[int], late: int | None) -> None:
+        """Reduce so many elements, and check that every rank gets the total, or sees what all show."""
+
+        def one(rank: _Rank) -> Any:
+            number = rank.control.rank
+            if number == late:
+                time.sleep(_LATE)
+            out = rank.reduce(_elements(count, number), headers[number])
+            return out if rank.settled is None else rank.settled
+
+        own = [_elements(count, number) for number in range(self.size)]
+        for got in self.each(one):
+            if len(set(headers)) == 1:
+                np.testing.assert_array_equal(got, sum(own))
+                continue
+            assert [byte for byte, _ in got] == [_byte(header, count) for header in headers]
+            for (_, elements), shown in zip(got, own, strict=True):
+                np.testing.assert_array_equal(elements[:count], shown)
+        assert all(rank.control.step == self.ranks[0].control.step for rank in self.ranks)
+
+
+def _byte(header: int, count: int) -> int:
+    """Return the byte of which a header consists."""
+    return (3 * header + count) % 251
+
+
+def _elements(count: int, rank: int) -> Any:
+    return np.arange(count, dtype=np.int32) * (rank + 1) + 5 * rank
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing go by MPI."""
+    mpi = SimpleNamespace(
+        BYTE=None,
+        Request=SimpleNamespace(Testall=_test_all),
+        REQUEST_NULL=None,
+        Status=_Status,
+        THREAD_MULTIPLE=3,
+        Query_thread=lambda: 3,
+        _sizeof=lambda kind: 24,
+        _addressof=lambda request: request.address,
+    )
+    monkeypatch.setattr(mpi_nodes, "MPI", mpi)
+
+
+_NODES = [
+    [0, 1],
+    [0, 0, 2],
+    [0, 1, 0, 1],
+    [0, 1, 2],
+    [0, 0, 2, 0, 2, 5],
+    [0, 1, 1, 3, 4],
+    [0, 0, 2, 3, 3, 5, 6, 6],
+]
+_COUNTS = st.sampled_from([0, 1, 2, 250, 300])
+
+
+@st.composite
+def _steps(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[int], int | None, float]]]:
+    """Draw nodes, and for each step the elements, the headers, who is late, and how long sends take."""
+    nodes = draw(st.sampled_from(_NODES))
+    ranks = st.integers(0, len(nodes) - 1)
+    same = st.just([0] * len(nodes))
+    other = ranks.map(lambda rank: [int(rank == r) for r in range(len(nodes))])
+    header = st.one_of(
+        same, same, other, st.lists(st.integers(0, 1), min_size=len(nodes), max_size=len(nodes))
+    )
+    step = st.tuples(_COUNTS, header, st.one_of(st.none(), ranks), st.sampled_from([0.0, _LATE]))
+    return nodes, draw(st.lists(step, min_size=1, max_size=6))
+
+
+@given(_steps())
+@settings(deadline=None)
+def test_steps_end_alike_whoever_is_late_or_differs(
+    drawn: tuple[list[int], list[tuple[int, list[int], int | None, float]]],
+) -> None:
+    nodes, steps = drawn
+    with _Cluster(nodes) as cluster:
+        for count, headers, late, seconds in steps:
+            cluster.wire.seconds_of_sends = seconds
+            cluster.step(count, headers, late)
+
+
+@pytest.mark.parametrize("nodes", _NODES[:4], ids=str)
+def test_steps_that_repeat_need_no_python(nodes: list[int]) -> None:
+    with _Cluster(nodes) as cluster:
+        for _ in range(2000):
+            before = [rank.in_python for rank in cluster.ranks]
+            cluster.step(3, [0] * cluster.size, None)
+            if before == [rank.in_python for rank in cluster.ranks]:
+                return
+    pytest.fail("every step was made in Python")
+
+
+def test_messages_of_many_lengths_are_prepared_anew() -> None:
+    with _Cluster([0, 0, 2]) as cluster:
+        for _ in range(2):
+            for count in range(70):
+                cluster.step(count, [0] * 3, None)
+                # A round of one message each way on each of two nodes, for 64 lengths.
+                assert len(cluster.wire.requests) <= 64 * 4
+
+
+def test_an_error_of_mpi_ends_the_call() -> None:
+    with _Cluster([0, 1]) as cluster:
+        for _ in range(4):
+            cluster.step(1, [0, 0], None)
+        cluster.wire.error = _ERROR
+
+        def failing(rank: _Rank) -> str:
+            with pytest.raises(TransportError) as raised:
+                rank.reduce(_elements(1, rank.control.rank), 0)
+            assert rank.settled is raised.value
+            return str(raised.value)
+
+        assert all(cluster.each(failing))
+        cluster.wire.error = 0
+        # What was begun is over before it is freed.
+        for request in [*cluster.wire.requests.values()]:
+            request.Test()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"memory": np.zeros(64, np.uint8)}, "the slots are not as the control channel has them"),
+        ({"members": []}, "the rounds do not bring all ranks"),
+        ({"members": [0, 2]}, "no rank 2"),
+        ({"others": []}, "each rank must be a member of this node or one of the others"),
+        ({"received": [1, 1]}, "the rounds do not bring all ranks"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_nodes_have_to_be_those_of_a_control_channel(changed: dict[str, Any], message: str) -> None:
+    fitting = {
+        "memory": np.zeros(4 * 256 + 7 * 8, np.uint8),
+        "rank": 0,
+        "size": 2,
+        "slot": 256,
+        "members": [0],
+        "others": [1],
+        "received": [1],
+        "box": np.zeros(1024, np.uint8),
+        "start": 1,
+        "test": 1,
+    }
+    made = compiled.Nodes(**fitting)
+    made.add(128, -1, [1], [1])
+    for wrong, why in (
+        ((129, -1, [1], [1]), "there is no room for 129 bytes"),
+        ((-1, -1, [1], [1]), "there is no room for -1 bytes"),
+        ((8, -1, [], [1]), "there must be a message for each round"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            made.add(*wrong)
+    with pytest.raises(ValueError, match=message):
+        compiled.Nodes(**fitting | changed)
