@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import chain, repeat
 from time import perf_counter
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -25,7 +25,6 @@ from arraycomm._native import compiled
 from arraycomm._protocol.details import Detail, exchange_details
 from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 from arraycomm._transports.control import SharedControl
-from arraycomm._transports.processes import ProcessesTransport
 from arraycomm._transports.shared_files import SharesFiles
 
 _CHUNK_BYTES: Final = 512 << 10
@@ -39,10 +38,8 @@ _CACHED_BYTES: Final = 8 << 20
 # So many chunks are copied past the caches and as many through them, to see which is quicker; then come so many others.
 _TRIED: Final = 3
 _BETWEEN_TRIALS: Final = 1024
-# A segment was measured with up to so many ranks. Beside a transport that copies each byte once, it is quicker up
-# to so many bytes.
+# A segment was measured with up to so many ranks.
 _MEASURED_RANKS: Final = 8
-_ONE_COPY_BYTES: Final = 8 << 20
 # Chunks that are under way at once. A rank that fills the row of chunk k has seen every rank publish chunk k - 2.
 # These ranks have folded chunk k - 3, and with it chunk k - 4, whose row chunk k reuses.
 ROWS: Final = 4
@@ -189,6 +186,8 @@ class SharedSegment:
             _Timed(chunk_task, streams, None if one_way else seconds)
             for chunk_task, (streams, seconds) in zip(chunk_tasks, self.ways(nbytes), strict=False)
         )
+        # Large results would only push one another out of the caches.
+        copy = compiled.copy if self.native and nbytes > _CACHED_BYTES else np.copyto
         published: _Timed | None = None
         done: _Timed | None = None
         for number, chunk in enumerate(chain(chunks, (None, None))):
@@ -203,7 +202,7 @@ class SharedSegment:
             if done is not None:
                 folded = self._folded_of(done.task, number - 1)
                 for part, target in done.task.targets():
-                    target[...] = folded[part]
+                    copy(target, folded[part])
             published, done = chunk, published
 
     def _fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
@@ -244,30 +243,12 @@ def is_preferred(link: Link, nbytes: int) -> bool:
     See `SharedSegment.native` and `is_quicker`.
     """
     shares = link.slot[1] and isinstance(link, SharesFiles)
-    return shares and is_quicker(nbytes, link.size, copies_twice=_copies_twice(link))
+    return shares and is_quicker(nbytes, link.size)
 
 
-def is_quicker(nbytes: int, size: int, *, copies_twice: bool) -> bool:
-    """Tell whether a segment is quicker than the transport's movements, as was measured with up to 8 ranks.
-
-    `copies_twice` is whether the transport copies each byte into shared memory and out of it again. If it
-    does not, a segment has more copies and fewer steps, and many bytes take longer.
-    """
-    few = nbytes <= _CHUNK_BYTES
-    return few or (size <= _MEASURED_RANKS and (copies_twice or nbytes <= _ONE_COPY_BYTES))
-
-
-def _copies_twice(link: Link) -> bool:
-    """Tell whether each byte is copied into shared memory and out of it again."""
-    over_mpi = isinstance(link, Transport) and link.mpi_comm is not None
-    return isinstance(link, ProcessesTransport) or (over_mpi and _is_mpich())
-
-
-@cache
-def _is_mpich() -> bool:
-    from mpi4py import MPI
-
-    return MPI.Get_library_version().startswith("MPICH")
+def is_quicker(nbytes: int, size: int) -> bool:
+    """Tell whether a segment is quicker than the transport's movements, as was measured with up to 8 ranks."""
+    return nbytes <= _CHUNK_BYTES or size <= _MEASURED_RANKS
 
 
 def streaming_segment_of(link: Link) -> Steps:

@@ -1,4 +1,4 @@
-"""Large arrays through memory that ranks share, as under an MPI that copies each byte twice."""
+"""Large arrays through memory that ranks share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def _check(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(("ranks", "streams"), [(2, True), (3, False), (4, True), (4, False)])
 def test_large_arrays_go_through_the_segment(monkeypatch, ranks: int, streams: bool) -> None:
+    """Copies in and out go past the caches, or through them."""
     monkeypatch.setattr(segment.SharedSegment, "ways", lambda *_: repeat((streams, None)))
+    monkeypatch.setattr(segment, "_CACHED_BYTES", 0 if streams else 1 << 40)
 
     def check(comm: Communicator) -> None:
         _check(comm)
@@ -107,9 +109,8 @@ def test_a_rank_without_the_native_part_keeps_all_from_it(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("slow", ["copy", "copyto"])
 def test_ranks_measure_which_copies_are_quicker(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """For arrays that fit in the caches, and for larger ones; and again if that changes."""
-    modules = {"copy": segment.compiled, "copyto": np}
-    copies = {name: getattr(module, name) for name, module in modules.items()}
-    (other,) = copies.keys() - {slow}
+    copy_others = segment._copy_others
+    (other,) = {"copy", "copyto"} - {slow}
     late, made = [slow], Counter[str]()
 
     def check(comm: Communicator) -> None:
@@ -130,16 +131,35 @@ def test_ranks_measure_which_copies_are_quicker(monkeypatch: pytest.MonkeyPatch,
                 comm.barrier()
                 assert made[late_one] < made[quick] / 2, (late_one, length, made)
 
-    for name, copy in copies.items():
+    def copy_late(row: Any, part: Any, own: slice, streams: bool) -> None:
+        name = "copy" if streams else "copyto"
+        made[name] += 1
+        if late[0] == name:
+            time.sleep(0.001)
+        copy_others(row, part, own, streams)
 
-        def copy_late(*arrays: np.ndarray, name: str = name, copy: Any = copy) -> None:
-            made[name] += 1
-            if late[0] == name:
-                time.sleep(0.001)
-            copy(*arrays)
-
-        monkeypatch.setattr(modules[name], name, copy_late)
+    monkeypatch.setattr(segment, "_copy_others", copy_late)
     monkeypatch.setattr(segment, "_BETWEEN_TRIALS", 30)
+    run(2, check)
+
+
+def test_only_large_results_go_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = Counter[int]()
+    copy = segment.compiled.copy
+
+    def counted(out: Any, x: Any) -> None:
+        copied[threading.get_ident()] += out.nbytes
+        copy(out, x)
+
+    def check(comm: Communicator) -> None:
+        for nbytes in (4 << 20, 8 << 20, (8 << 20) + 8):
+            x = np.full(nbytes // 8, comm.rank + 1.0)
+            copied[threading.get_ident()] = 0
+            assert (comm.allreduce(x) == 3).all()
+            assert copied[threading.get_ident()] == (nbytes if nbytes > 8 << 20 else 0)
+
+    monkeypatch.setattr(segment.compiled, "copy", counted)
+    monkeypatch.setattr(segment.SharedSegment, "ways", lambda *_: repeat((False, None)))
     run(2, check)
 
 
@@ -219,16 +239,14 @@ def test_leaves_that_are_copied_in_one_way_are_not_measured(monkeypatch, order: 
 
 def test_the_segment_is_used_as_was_measured() -> None:
     one = segment._CHUNK_BYTES
-    for size, nbytes, twice, once in [
-        (2, one, True, True),
-        (64, one, True, True),
-        (64, one + 1, False, False),
-        (8, 8 << 20, True, True),
-        (2, (8 << 20) + 1, True, False),
-        (8, 1 << 30, True, False),
+    for size, nbytes, quicker in [
+        (2, one, True),
+        (64, one, True),
+        (9, one + 1, False),
+        (8, one + 1, True),
+        (8, 1 << 30, True),
     ]:
-        assert segment.is_quicker(nbytes, size, copies_twice=True) == twice
-        assert segment.is_quicker(nbytes, size, copies_twice=False) == once
+        assert segment.is_quicker(nbytes, size) == quicker
 
 
 def test_a_segment_of_more_ranks_has_longer_chunks_and_not_too_much_memory() -> None:

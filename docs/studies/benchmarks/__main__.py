@@ -10,6 +10,7 @@ from docs.studies.benchmarks.runs import (
     RUNS,
     take,
     take_adapters,
+    take_floors,
     take_messages,
     take_overlap,
     take_programs,
@@ -25,6 +26,8 @@ def main() -> int:
     arguments = parser.parse_args()
     failed = [run for run in RUNS if arguments.run and not take(run, arguments.seconds)]
     if arguments.run:
+        for run in RUNS:
+            take_floors(run)
         take_overlap()
         take_training("20")
         take_programs("5")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from arraycomm.cli.bench.lines import Line
@@ -17,6 +18,7 @@ from docs.studies.benchmarks.claims import CLAIMS, Claim
 from docs.studies.benchmarks.runs import (
     ADAPTERS,
     ELSEWHERE,
+    FLOORS,
     MESSAGES,
     OVERLAP,
     PROGRAMS,
@@ -67,6 +69,14 @@ It starts its ranks by itself; under `mpiexec` it has those. While it runs, it p
 once for dark ones. It needs matplotlib: `pip install 'arraycomm[plot]'`.
 
 `make bench-check BASE=commit` runs the whole benchmark of a checkout and of a commit in turns, and fails if anything takes more than 1.1 times as long as there.
+
+## Where the time goes
+
+{floors}
+
+Times are in milliseconds. "Copy" is a plain copy of the bytes by every rank at the same time. No reduction that leaves its array as it is takes less: each rank reads its array once, and writes a result of that length. "Floor" is
+that copy divided by mpi4py's time, beside "ratio", arraycomm's time divided by mpi4py's. "In" is the copy of what other ranks fold into the shared segment, and "fold" that of a rank's part: rank 0's medians. The rest is the copy of the
+results to where they go, and Python. On two ranks a reduction reads and writes three bytes for each two of a copy. More ranks than cores wait for one another.
 
 ## Arrays of all sizes
 
@@ -236,6 +246,7 @@ def written(figures: dict[str, dict[str, Any]]) -> str:
         processor=_processor(figures),
         elsewhere=_goals(others, [run for run in RUNS if run.name in others]),
         other=_processor(others),
+        floors=_floors(),
         slower=_slower(figures, runs),
         caution=BUSY if busy else "",
     )
@@ -328,6 +339,46 @@ def _goals(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:
         [claim.text, claim.goal, *(compared(figures[run.name], claim) for run in runs)]
         for claim in CLAIMS
     ]
+    return as_markdown(Table("", header, rows))
+
+
+def _floors() -> str:
+    header = [
+        "",
+        "ranks",
+        "mpi4py",
+        "arraycomm",
+        "copy",
+        "ratio",
+        "floor",
+        "in",
+        "fold",
+        "waiting",
+        "rest",
+    ]
+    rows = []
+    for run, figures in ((run, stored(FLOORS).get(run.name)) for run in RUNS):
+        for line in figures["lines"] if figures else ():
+            samples, profile = line["samples"], line["profile"]
+            inside = [profile[part] for part in ("copying in", "folding", "waiting")]
+            rows.append(
+                [
+                    line["work"],
+                    run.title,
+                    *(
+                        f"{1e3 * median(samples[key]):.1f}"
+                        for key in ("mpi4py", "arraycomm", "copy")
+                    ),
+                    *(
+                        ratio_text(ratio(samples[key], samples["mpi4py"]))
+                        for key in ("arraycomm", "copy")
+                    ),
+                    *(
+                        f"{1e3 * seconds:.1f}"
+                        for seconds in (*inside, profile["whole"] - sum(inside))
+                    ),
+                ]
+            )
     return as_markdown(Table("", header, rows))
 
 

@@ -18,6 +18,7 @@ TRAINING: Final = STUDY / "train.json"
 PROGRAMS: Final = STUDY / "jax.json"
 ADAPTERS: Final = STUDY / "adapters.json"
 MESSAGES: Final = STUDY / "messages.json"
+FLOORS: Final = STUDY / "floors"
 # An environment with mpi4jax, which is built on its own; see docs/benchmarks.md.
 WITH_MPI4JAX: Final = ROOT / ".venv-mpi4jax"
 
@@ -90,6 +91,18 @@ def take_adapters(seconds: str) -> None:
 def take_messages(seconds: str) -> None:
     """Take the figures of messages."""
     _take_mode("messages", MESSAGES, seconds)
+
+
+def take_floors(run: Run) -> None:
+    """Take the figures of where the time goes."""
+    environment = ROOT / run.environment / "bin"
+    if not environment.exists():
+        print(f"{run.title}: there is no {run.environment}; its figures stay", file=sys.stderr)
+        return
+    FLOORS.mkdir(exist_ok=True)
+    command = [str(environment / "python"), "-m", "arraycomm", "run", "-n", str(run.ranks)]
+    command += ["-m", "docs.studies.benchmarks.floors", str(figures_of(run, FLOORS))]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
 def _take_mode(mode: str, figures: Path, seconds: str, environment: Path = ROOT / ".venv") -> None:
