@@ -15,9 +15,9 @@ from arraycomm._transports.base import Bytes
 from arraycomm._trees.layout import ALIGNMENT, Bucket, LeafSlot
 
 BYTE: Final = np.dtype(np.uint8)
-# Buffers kept for the results of one fusion: the results of one step may still be in use while the
-# next step is under way.
-_MAX_KEPT: Final = 2
+# Buffers that are kept though nothing refers to results in them any more: those of one step are often dropped once
+# those of the next are there.
+_MAX_IDLE: Final = 2
 
 Sources: TypeAlias = Sequence[BufferView | None]
 # Dead once no array of any framework aliases the buffer.
@@ -37,25 +37,24 @@ class BufferPool:
 
     def acquire(self) -> tuple[Bytes, bool]:
         """Return memory that nothing else uses, and whether it is new."""
-        for number, (memory, lease) in enumerate(self._kept):
-            if lease() is None:
-                buffer, renewed = _leased(memory)
-                self._kept[number] = (memory, renewed)
-                return buffer, False
-        memory = allocate((self._nbytes,), BYTE)
-        buffer, lease = _leased(memory)
-        if len(self._kept) < _MAX_KEPT:
-            self._kept.append((memory, lease))
-        return buffer, True
+        idle = self._idle()
+        memory = idle[0][0] if idle else allocate((self._nbytes,), BYTE)
+        if not len(memory):
+            return memory, True
+        # Not a NumPy view: the base of that would be `memory`, which the pool keeps alive.
+        kind: Any = ctypes.c_char * len(memory)
+        owner = kind.from_buffer(memory)
+        self._kept = [kept for kept in self._kept if kept[0] is not memory]
+        self._kept.append((memory, weakref.ref(owner, self._dropped)))
+        return np.ndarray(memory.shape, BYTE, owner), not idle
 
+    def _idle(self) -> list[tuple[Bytes, Lease]]:
+        return [kept for kept in self._kept if kept[1]() is None]
 
-def _leased(memory: Bytes) -> tuple[Bytes, Lease]:
-    if not len(memory):
-        return memory, weakref.ref(memory)
-    # Not a NumPy view: the base of that would be `memory`, which the pool keeps alive.
-    kind: Any = ctypes.c_char * len(memory)
-    owner = kind.from_buffer(memory)
-    return np.ndarray(memory.shape, BYTE, owner), weakref.ref(owner)
+    def _dropped(self, _: Lease) -> None:
+        """Keep few of the buffers to whose results nothing refers any more."""
+        surplus = self._idle()[_MAX_IDLE:]
+        self._kept = [kept for kept in self._kept if all(kept is not one for one in surplus)]
 
 
 class Packed:
