@@ -80,8 +80,12 @@ class MpiControl(ControlChannel):
         if error:
             raise translated(MPI.Exception(error))
         self._pending, self._started, self._received = True, reached >= 0, False
+        parity = self.step & 1
         if self._exchange is not None and self._started:
-            self._exchange.resume(self.step & 1, reached, differs=differs)
+            self._exchange.resume(parity, reached, differs=differs)
+        elif self._exchange is not None:
+            # The next step like this one goes by them.
+            self._exchange.prepare(self._lengths[parity][self.rank], parity)
 
     def done(self) -> bool:
         if self._pending:

@@ -9,8 +9,9 @@ that show the same words, and as many bytes, have a common record: the words onc
 with the complement of the number. So a header costs the same on any number of ranks that agree, and whoever finds
 two records that differ passes on a record for each rank.
 
-Slots and common records go by persistent messages, prepared once for each number of bytes. The native part takes
-whole steps by them (`_native/nodes.c`), and leaves those to this module that it cannot finish.
+Slots, and common records of reductions that repeat, go by persistent messages, prepared once for each number of
+bytes: they take memory of MPI's. The native part takes whole steps by them (`_native/nodes.c`), and leaves those to
+this module that it cannot finish.
 """
 
 from __future__ import annotations
@@ -97,8 +98,11 @@ class NodeExchange(abc.ABC):
     def _prepare(self, nbytes: int, parity: int) -> Messages:
         """Return new messages."""
 
+    @abc.abstractmethod
+    def prepare(self, nbytes: int, parity: int) -> Messages:
+        """Return the messages for a payload of so many bytes; no step is under way if they are new."""
+
     def _prepared(self, nbytes: int, parity: int) -> Messages:
-        """Return the messages for a payload of so many bytes."""
         key = nbytes, parity
         messages = self._kept.get(key)
         if messages is None:
@@ -138,7 +142,10 @@ class Pair(NodeExchange):
 
     def resume(self, parity: int, reached: int, *, differs: bool) -> None:
         nbytes = self._lengths[parity][self._comm.rank]
-        (self._receive,), (self._send,) = self._prepared(nbytes, parity)
+        (self._receive,), (self._send,) = self.prepare(nbytes, parity)
+
+    def prepare(self, nbytes: int, parity: int) -> Messages:
+        return self._prepared(nbytes, parity)
 
     def _prepare(self, nbytes: int, parity: int) -> Messages:
         rank, rows = self._comm.rank, self._rows[parity]
@@ -228,13 +235,16 @@ class Rounds(NodeExchange):
         self._each = _whole(nbytes)
         self._known = len(self._members) + sum(self.received_ranks[:reached])
         self._end = self._end_of(self._known)
-        messages = self._prepared(nbytes, _ANY)
+        messages = self.prepare(nbytes, parity)
         self._sending = [*messages.sent[: reached + 1]]
         if reached == len(self._plan):
             return
         self._receiving = messages.received[reached]
         if differs:
             self._end_round(self._length(self._plan[reached][3]))
+
+    def prepare(self, nbytes: int, parity: int) -> Messages:
+        return self._prepared(nbytes, _ANY)
 
     def _use_box(self, number: int) -> None:
         self._box = self._boxes[number]
@@ -252,8 +262,8 @@ class Rounds(NodeExchange):
 
     def _begin_round(self) -> None:
         to, origin, sent, _ = self._plan[self._round]
-        if self.alike:
-            messages = self._prepared(~self._words[0], _ANY)
+        messages = self._kept.get((~self._words[0], _ANY)) if self.alike else None
+        if messages is not None:
             receiving, sending = messages.received[self._round], messages.sent[self._round]
             receiving.Start()
             sending.Start()
