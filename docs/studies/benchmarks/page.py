@@ -107,11 +107,7 @@ Every figure behind [Performance](benchmarks.md): `allreduce` with `op="sum"`, t
 steps, compiled programs, and a step with each adapter.
 
 `python -m docs.studies.benchmarks --run` measures again and writes both pages and their charts;
-`docs/studies/benchmarks/` holds every sample.
-
-The tables were measured with an earlier version of the code, whose plans are slower. On another machine with less memory bandwidth (Xeon, 2.5 GHz,
-2 cores, MPICH, two ranks), `plan` of the tree of ResNet-50 takes 45 to 48 ms if only NumPy is loaded. mpi4py takes 71 to 73 ms: a ratio of 0.62 to 0.67.
-If PyTorch is loaded as well, `plan` takes 52 to 57 ms, a ratio of up to 0.78.
+`docs/studies/benchmarks/` holds every sample. Overlap, training steps, compiled programs, adapters and messages were measured with an earlier version of the code.
 """
 
 METHOD: Final = """\
