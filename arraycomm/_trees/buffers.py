@@ -15,8 +15,9 @@ from arraycomm._transports.base import Bytes
 from arraycomm._trees.layout import ALIGNMENT, Bucket, LeafSlot
 
 BYTE: Final = np.dtype(np.uint8)
-# Buffers that are kept though nothing refers to results in them any more: those of one step are often dropped once
-# those of the next are there.
+# Of so many buffers results may be in use at once; with more, some are new in each call. If nothing refers to the
+# results in them any more, so many are kept: those of one step are often dropped once those of the next are there.
+_MAX_KEPT: Final = 8
 _MAX_IDLE: Final = 2
 
 Sources: TypeAlias = Sequence[BufferView | None]
@@ -37,24 +38,19 @@ class BufferPool:
 
     def acquire(self) -> tuple[Bytes, bool]:
         """Return memory that nothing else uses, and whether it is new."""
-        idle = self._idle()
-        memory = idle[0][0] if idle else allocate((self._nbytes,), BYTE)
+        used, idle = list[tuple[Bytes, Lease]](), list[tuple[Bytes, Lease]]()
+        for kept in self._kept:
+            # Looked at once: a lease may end at any time.
+            (idle if kept[1]() is None else used).append(kept)
+        new = not idle
+        memory = allocate((self._nbytes,), BYTE) if new else idle.pop()[0]
         if not len(memory):
             return memory, True
         # Not a NumPy view: the base of that would be `memory`, which the pool keeps alive.
         kind: Any = ctypes.c_char * len(memory)
         owner = kind.from_buffer(memory)
-        self._kept = [kept for kept in self._kept if kept[0] is not memory]
-        self._kept.append((memory, weakref.ref(owner, self._dropped)))
-        return np.ndarray(memory.shape, BYTE, owner), not idle
-
-    def _idle(self) -> list[tuple[Bytes, Lease]]:
-        return [kept for kept in self._kept if kept[1]() is None]
-
-    def _dropped(self, _: Lease) -> None:
-        """Keep few of the buffers to whose results nothing refers any more."""
-        surplus = self._idle()[_MAX_IDLE:]
-        self._kept = [kept for kept in self._kept if all(kept is not one for one in surplus)]
+        self._kept = [*used, (memory, weakref.ref(owner)), *idle[: _MAX_IDLE - 1]][:_MAX_KEPT]
+        return np.ndarray(memory.shape, BYTE, owner), new
 
 
 class Packed:

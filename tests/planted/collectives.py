@@ -378,8 +378,8 @@ ARRAYS: Final = (
         "stale buffer",
         "the memory of a tree's results is used again while a caller still has them",
         "arraycomm/_trees/buffers.py",
-        "            if lease() is None:",
-        "            if True:",
+        "(idle if kept[1]() is None else used).append(kept)",
+        "idle.append(kept)",
         ("results_are_nobody_elses",),
     ),
     Fault(

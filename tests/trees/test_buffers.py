@@ -34,6 +34,15 @@ def test_few_buffers_are_kept_of_which_nothing_is_used() -> None:
     assert [new for _, new in again] == [False, False, True]
 
 
+def test_few_buffers_are_kept_in_all() -> None:
+    pool = BufferPool(64)
+    kept = [pool.acquire()[0] for _ in range(10)]
+    del kept[:8]
+    assert pool.acquire()[1] is False
+    del kept[:]
+    assert pool.acquire()[1] is False
+
+
 def test_buffers_without_bytes_are_all_new() -> None:
     pool = BufferPool(0)
     assert [pool.acquire()[1] for _ in range(2)] == [True, True]
