@@ -63,6 +63,8 @@ class NodeExchange(abc.ABC):
     # Whether all ranks show the words of this one in front of their payload, once all has been received. Then no more
     # than the payload is put into the slots of other nodes.
     alike = False
+    # Whether messages go from another place in even steps than in odd ones.
+    by_parity = True
     # Where common records are built.
     box: Bytes | None = None
     # The number of ranks whose slots come in each round.
@@ -95,25 +97,22 @@ class NodeExchange(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _prepare(self, nbytes: int, parity: int) -> Messages:
+    def _make(self, nbytes: int, parity: int) -> Messages:
         """Return new messages."""
 
-    @abc.abstractmethod
     def prepare(self, nbytes: int, parity: int) -> Messages:
         """Return the messages for a payload of so many bytes; no step is under way if they are new."""
-
-    def _prepared(self, nbytes: int, parity: int) -> Messages:
-        key = nbytes, parity
+        key = nbytes, parity if self.by_parity else _ANY
         messages = self._kept.get(key)
         if messages is None:
             if len(self._kept) >= _KEPT:
                 self.free()
-            messages = self._kept[key] = self._prepare(nbytes, parity)
+            messages = self._kept[key] = self._make(*key)
             if self.native is not None:
                 addresses = (
                     [MPI._addressof(request) for request in requests] for requests in messages
                 )
-                self.native.add(nbytes, parity, *addresses)
+                self.native.add(*key, *addresses)
         return messages
 
     def free(self) -> None:
@@ -144,10 +143,7 @@ class Pair(NodeExchange):
         nbytes = self._lengths[parity][self._comm.rank]
         (self._receive,), (self._send,) = self.prepare(nbytes, parity)
 
-    def prepare(self, nbytes: int, parity: int) -> Messages:
-        return self._prepared(nbytes, parity)
-
-    def _prepare(self, nbytes: int, parity: int) -> Messages:
+    def _make(self, nbytes: int, parity: int) -> Messages:
         rank, rows = self._comm.rank, self._rows[parity]
         own, come = rows[rank, : PAYLOAD + nbytes], rows[1 - rank]
         return Messages(
@@ -168,6 +164,8 @@ class Rounds(NodeExchange):
     comm, rows, lengths
         See `NodeExchange`.
     """
+
+    by_parity = False
 
     def __init__(
         self,
@@ -243,14 +241,11 @@ class Rounds(NodeExchange):
         if differs:
             self._end_round(self._length(self._plan[reached][3]))
 
-    def prepare(self, nbytes: int, parity: int) -> Messages:
-        return self._prepared(nbytes, _ANY)
-
     def _use_box(self, number: int) -> None:
         self._box = self._boxes[number]
         self._words = self._box.data.cast("q")
 
-    def _prepare(self, nbytes: int, parity: int) -> Messages:
+    def _make(self, nbytes: int, parity: int) -> Messages:
         messages, known = Messages([], []), len(self._members)
         for to, origin, sent, received in self._plan:
             into = self._boxes[0][PAYLOAD + known * _whole(nbytes) :]

@@ -32,8 +32,8 @@ from arraycomm.cli.bench.trees import TREES
 _REPEATED: Final = 15
 _PROFILED: Final = 15
 _MB: Final = 1 << 20
-# What of a call is timed from inside: the function that does it, and its name in the table. The inner ones come last:
-# their time is not that of the others.
+# What of a call is timed from inside: the function that does it, and its name in the table. What one of
+# them does within another counts for the outer one.
 _INSIDE: Final = (
     (Engine, "wait_for", "waiting"),
     (Transport, "fold", "folding"),
