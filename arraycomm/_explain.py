@@ -27,9 +27,10 @@ _IN_WORDS: Final = {
     Algorithm.HEADER: "one step: the elements travel with the header, and every rank folds them",
     Algorithm.STEPS: "a slot of shared memory after another: every rank folds what all show",
     Algorithm.GATHER: "every rank gathers all ranks' elements, and folds them",
-    Algorithm.EXCHANGE: "each rank takes the other's elements, chunk by chunk, and folds all",
     Algorithm.SLICES: "chunk by chunk: each rank folds a slice of all ranks' elements, "
     "then slices are gathered",
+    Algorithm.CHAIN: "chunk by chunk from node to node: each folds its ranks' elements onto the total of those "
+    "before, and the result goes back",
     Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share, from where they fold them",
     Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of all ranks, "
     "which they share",
@@ -41,8 +42,8 @@ _IN_WORDS: Final = {
 }
 # Between which of them the size decides, by measured crossovers if there are some.
 _BY_SIZE: Final = (
-    *(Algorithm.STEPS, Algorithm.GATHER, Algorithm.EXCHANGE),
-    *(Algorithm.SLICES, Algorithm.SEGMENT),
+    *(Algorithm.STEPS, Algorithm.GATHER, Algorithm.SLICES),
+    *(Algorithm.SEGMENT, Algorithm.CHAIN),
 )
 
 
@@ -60,7 +61,7 @@ class Explanation:
         What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
         pinned memory.
     algorithm : str
-        "local", "header", "steps", "gather", "exchange", "slices", "segment", "shared",
+        "local", "header", "steps", "gather", "slices", "chain", "segment", "shared",
         "native", "function" or "function by slices".
     copies : int
         Copies that are made of the array before it is sent: 0 if its own memory can be used.

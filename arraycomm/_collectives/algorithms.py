@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._collectives import chunks, segment, selection
+from arraycomm._collectives import chain, chunks, segment, selection
 from arraycomm._collectives.blocks import (
     blocks_of,
     bounds_of,
@@ -36,8 +36,10 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
     if algorithm is Algorithm.NATIVE:
         yield link.allreduce(source, target, op)
         return
-    if algorithm is Algorithm.SEGMENT:
-        if found := (yield from segment.streaming_segment_of(link)):
+    if algorithm in (Algorithm.SEGMENT, Algorithm.CHAIN):
+        chained = algorithm is Algorithm.CHAIN
+        opened = (chain.segment_of if chained else segment.streaming_segment_of)(link)
+        if found := (yield from opened):
             yield from found.reduce(segment.chunk_tasks(found, source, target), op, source.nbytes)
             return
         algorithm = selection.without_segment(link, source.nbytes)
@@ -70,8 +72,6 @@ def _reduce_by(
             yield from gatherv(link, source, into, bounds, root)
             if into is not None:
                 link.fold(op, source.dtype, rows_of(into, link.size), target)
-        case Algorithm.EXCHANGE:
-            yield from _in_slices(link, source, target, op, whole=True)
         case _:
             yield from _in_slices(link, source, target, op, root)
 
@@ -205,18 +205,14 @@ def _in_slices(
     target: Flat,
     op: str,
     root: int | None = None,
-    whole: bool = False,
 ) -> Steps:
-    """Fold a slice of each chunk on each rank, for all ranks, or for a root, which alone has a target then.
-
-    If it is `whole`, each rank gets and folds all of the chunk, and nothing moves after that.
-    """
+    """Fold a slice of each chunk on each rank, for all ranks, or for a root, which alone has a target then."""
     size, rank, dtype = link.size, link.rank, source.dtype
     ranges = (
         chunks.overlapping_ranges(link, source) if link.overlaps else chunks.ranges(link, source)
     )
-    cuts = [[r.start, r.stop] if whole else chunks.slices(r, size) for r in ranges]
-    owns = [slice(*(cut if whole else cut[rank : rank + 2])) for cut in cuts]
+    cuts = [chunks.slices(chunk, size) for chunk in ranges]
+    owns = [slice(*cut[rank : rank + 2]) for cut in cuts]
     longest = max((own.stop - own.start for own in owns), default=0)
     halves = chunks.halves(link, len(cuts), size * longest, dtype)
     # What goes to a root is still on its way while the next chunk is folded.
@@ -230,10 +226,8 @@ def _in_slices(
     def begin(number: int) -> Handle:
         own = source[owns[number]]
         counts = [0 if peer == rank else len(own) for peer in range(size)]
-        sent = Blocks(raw(own), [n * source.itemsize for n in counts], [0] * size)
-        if not whole:
-            sent = blocks_of(source, cuts[number])
-            sent = sent._replace(counts=[n * (r != rank) for r, n in enumerate(sent.counts)])
+        sent = blocks_of(source, cuts[number])
+        sent = sent._replace(counts=[n * (r != rank) for r, n in enumerate(sent.counts)])
         return link.alltoall(sent, in_order(halves[number & 1], counts))
 
     def fold(number: int) -> None:
@@ -250,7 +244,7 @@ def _in_slices(
         into = None if target is None else blocks_of(target, cuts[number])
         return link.gather(raw(part(number)), into, root)
 
-    yield from chunks.one_by_one(link, len(cuts), begin, fold, None if whole else after)
+    yield from chunks.one_by_one(link, len(cuts), begin, fold, after)
 
 
 def _unaliased(source: Flat, target: Flat) -> Flat:

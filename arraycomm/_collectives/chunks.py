@@ -81,10 +81,9 @@ def scratch_bytes(link: Link, nbytes: int) -> int:
     """Return the bytes of scratch memory that suffice for reductions of up to so many bytes."""
     size, measured, room = link.size, link.crossovers, 2 * selection.CHUNK_BYTES
     if link.overlaps:
-        # Two chunks are on their way, in a scan with what is folded of them. Of an exchange all ranks' are here.
+        # Two chunks are on their way, in a scan with what is folded of them.
         chunk = min(_best_chunk(nbytes, size, measured.chunk), nbytes) + _LINE
-        exchanged = min(nbytes, measured.exchange or selection.EXCHANGE_BYTES) + 2 * _LINE
-        room = max(2 * room, 2 * chunk, size * exchanged if size == 2 else 0)
+        room = max(2 * room, 2 * chunk)
     return max(room, size * min(nbytes, measured.gather or 0)) + _LINE * size
 
 

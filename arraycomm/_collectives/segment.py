@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from time import perf_counter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,7 +24,7 @@ from arraycomm._folds import fold
 from arraycomm._native import compiled
 from arraycomm._protocol.details import Detail, exchange_details
 from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
-from arraycomm._transports.control import SharedControl
+from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.shared_files import SharesFiles
 
 _CHUNK_BYTES: Final = 512 << 10
@@ -145,6 +145,9 @@ class _Copies:
 class SharedSegment:
     """Rows of memory for the chunks of each rank that are under way, and some for folded chunks."""
 
+    # Whether a task may fold this rank's part by itself.
+    folds_leaves: ClassVar[bool] = True
+
     def __init__(self, control: SharedControl, memory: Bytes, *, native: bool) -> None:
         # Its steps say which chunks every rank has published.
         self.control = control
@@ -165,6 +168,14 @@ class SharedSegment:
     def nbytes(size: int) -> int:
         """Return the bytes of memory that a group of `size` ranks shares."""
         return (ROWS * size + FOLDED) * chunk_bytes(size)
+
+    def chunk_for(self, nbytes: int) -> int:
+        """Return the bytes of a chunk of a call with so many bytes in all."""
+        return self.chunk_bytes
+
+    def own(self, count: int) -> slice:
+        """Return which of so many elements of a chunk this rank folds for all."""
+        return own_part(count, self.control.rank, self.control.size)
 
     def ways(self, nbytes: int) -> Iterator[_Way]:
         """Return the way of each chunk of a call with so many bytes in all."""
@@ -210,7 +221,7 @@ class SharedSegment:
         if chunk_task.fold is not None:
             chunk_task.fold(op, folded)
             return
-        own = own_part(len(rows[0]), self.control.rank, self.control.size)
+        own = self.own(len(rows[0]))
         fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])
 
     def _folded_of(self, chunk_task: ChunkTask, number: int) -> Flat:
@@ -285,15 +296,15 @@ def _open(transport: Transport) -> Steps:
     return SharedSegment(control, memory, native=native)
 
 
-def share(transport: Transport, nbytes: int) -> Steps:
+def share(transport: Transport, nbytes: int, among: ControlChannel | None = None) -> Steps:
     """Return so many bytes that all ranks share, and whether all have the native part; collective.
 
-    The memory is None, on every rank, if `nbytes` is 0, or one of them cannot open it.
+    Of a control channel `among` some ranks, these share it. The memory is None, on every rank, if `nbytes` is 0, or one of them cannot open it.
     """
-    control = transport.control
+    control = among or transport.control
     if not isinstance(control, SharedControl) or not nbytes:
         return None, False
-    name = transport.offer_memory(nbytes) if transport.rank == 0 else ""
+    name = transport.offer_memory(nbytes) if control.rank == 0 else ""
     try:
         offers = yield from exchange_details(control, MemoryOffer(name))
         memory = transport.open_memory(offers[0].memory, nbytes)
@@ -310,12 +321,12 @@ def share(transport: Transport, nbytes: int) -> Steps:
 
 def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[ChunkTask]:
     """Cut an array into chunks, whose folds go to `target`; the two may be the same memory."""
-    control, step = segment.control, segment.chunk_bytes // source.itemsize
+    control, step = segment.control, segment.chunk_for(source.nbytes) // source.itemsize
     for start in range(0, len(source), step):
         part, into = source[start : start + step], target[start : start + step]
         rows = list(segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype))
         segment.position += 1
-        own = own_part(len(part), control.rank, control.size)
+        own = segment.own(len(part))
         fill = partial(_copy_others, rows[control.rank], part, own)
         rows[control.rank] = part
         yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 from typing import Final
 
+from arraycomm._collectives import chain
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.segment import is_preferred
 from arraycomm._dtypes import DType
-from arraycomm._transports.base import Link
+from arraycomm._transports.base import Link, Transport
 from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
 
 # Slots of the control channel that are shown one after another, and folded by every rank: up to so many,
@@ -19,8 +20,6 @@ STEPS_BYTES: Final = 512 << 10
 GATHER_BYTES: Final = 64 << 10
 # Larger reductions go chunk by chunk, small enough for the cache that cores share.
 CHUNK_BYTES: Final = 4 << 20
-# Of two ranks whose movements overlap, each takes the other's elements and folds all, up to so many bytes.
-EXCHANGE_BYTES: Final = 1 << 20
 
 
 class Algorithm(enum.StrEnum):
@@ -30,8 +29,8 @@ class Algorithm(enum.StrEnum):
     HEADER = "header"
     STEPS = "steps"
     GATHER = "gather"
-    EXCHANGE = "exchange"
     SLICES = "slices"
+    CHAIN = "chain"
     SEGMENT = "segment"
     SHARED = "shared"
     NATIVE = "native"
@@ -52,12 +51,18 @@ def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Algorithm:
     stepwise = algorithm is Algorithm.STEPS and link.crossovers.steps is None
     if (stepwise or algorithm is Algorithm.SLICES) and is_preferred(link, nbytes):
         return Algorithm.SEGMENT
+    if algorithm is Algorithm.SLICES and _is_chained(link, dtype, nbytes):
+        return Algorithm.CHAIN
     return algorithm
+
+
+def _is_chained(link: Link, dtype: DType, nbytes: int) -> bool:
+    return isinstance(link, Transport) and chain.is_preferred(link, [dtype], nbytes)
 
 
 def without_segment(link: Link, nbytes: int) -> Algorithm:
     """Return the algorithm of ranks that have no segment, since they cannot map it or lack the native part."""
-    return choose(nbytes, link.size, *link.slot, link.overlaps, link.crossovers)
+    return choose(nbytes, link.size, *link.slot, link.crossovers)
 
 
 def choose(
@@ -65,13 +70,12 @@ def choose(
     size: int,
     payload: int,
     shared: bool,
-    overlaps: bool = False,
     measured: Crossovers = NOT_MEASURED,
 ) -> Algorithm:
     """Return the algorithm for `nbytes` on `size` ranks.
 
     `payload` is what fits in a slot of the control channel, which is memory of all ranks if `shared`.
-    `overlaps` is whether the link's movements may overlap. What was `measured` takes the place of thresholds.
+    What was `measured` takes the place of thresholds.
     """
     if size == 1:
         return Algorithm.LOCAL
@@ -79,8 +83,6 @@ def choose(
         return Algorithm.HEADER
     if shared and nbytes <= _or(measured.steps, most_in_steps(payload)):
         return Algorithm.STEPS
-    if overlaps and size == 2 and nbytes <= _or(measured.exchange, EXCHANGE_BYTES):
-        return Algorithm.EXCHANGE
     if nbytes <= _or(measured.gather, GATHER_BYTES // size):
         return Algorithm.GATHER
     return Algorithm.SLICES

@@ -5,11 +5,14 @@ By the native part if it is there, and else by NumPy, with the same bits.
 
 from __future__ import annotations
 
-from arraycomm._folds import by_numpy, in_c
+from arraycomm._folds import by_numpy, in_c, totals
+from arraycomm._folds.totals import total_dtype as total_dtype
 
 _way = in_c if in_c.AVAILABLE else by_numpy
+_totals = in_c if in_c.AVAILABLE else totals
 
 fold = _way.fold
 fold_function = _way.fold_function
-prefixes = _way.prefixes
+fold_on = _totals.fold_on
+prefixes = _totals.prefixes
 rows_of = _way.rows_of

@@ -20,7 +20,7 @@ Fold = Callable[[Sequence[Array], Array], None]
 # Bytes folded at a time, so that the accumulator and scratch memory stay in the level-2 cache.
 _BLOCK_BYTES = 512 << 10
 
-_UFUNCS: dict[str, np.ufunc] = {
+UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "mean": np.add,
     "prod": np.multiply,
@@ -30,7 +30,7 @@ _UFUNCS: dict[str, np.ufunc] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
-_BOOLEAN: dict[str, np.ufunc] = {
+BOOLEAN: dict[str, np.ufunc] = {
     "min": np.logical_and,
     "max": np.logical_or,
     "and": np.logical_and,
@@ -50,8 +50,8 @@ def fold_function(op: str, dtype: DType) -> Fold:
     if kind is Kind.NARROW:
         return _narrow(op, dtype)
     if kind is Kind.COMPLEX and op == "prod":
-        return _complex_product
-    return _chain(_BOOLEAN[op] if kind is Kind.BOOL else _UFUNCS[op], mean=op == "mean")
+        return complex_product
+    return _chain(BOOLEAN[op] if kind is Kind.BOOL else UFUNCS[op], mean=op == "mean")
 
 
 def rows_of(array: Array) -> Sequence[Array]:
@@ -82,7 +82,7 @@ _quiet = _Quiet()
 
 
 def _fold_blocks(step: Fold, rows: Sequence[Array], out: Array) -> None:
-    count = _block(out.dtype)
+    count = block_length(out.dtype)
     if len(out) <= count:
         step(rows, out)
         return
@@ -92,38 +92,12 @@ def _fold_blocks(step: Fold, rows: Sequence[Array], out: Array) -> None:
 
 
 @lru_cache(maxsize=64)
-def _block(dtype: DType) -> int:
+def block_length(dtype: DType) -> int:
     """Return how many elements are folded at a time; narrow floats need two rows of float32 as well."""
     return _BLOCK_BYTES // (16 if kind_of(dtype) is Kind.NARROW else dtype.itemsize)
 
 
-def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Write the fold of the rows up to and including k to `outs[k]`; no row overlaps any of `outs`."""
-    kind = kind_of(dtype)
-    ufunc = _BOOLEAN[op] if kind is Kind.BOOL else _UFUNCS[op]
-    wide = np.dtype(np.float32) if kind is Kind.NARROW else dtype
-    with np.errstate(all="ignore"), ieee_mode():
-        count_at_once = _block(dtype)
-        for start in range(0, len(rows[0]), count_at_once):
-            block = slice(start, start + count_at_once)
-            total = rows[0][block].astype(wide)
-            outs[0][block] = total
-            for count, (row, out) in enumerate(zip(rows[1:], outs[1:], strict=True), 2):
-                if kind is Kind.COMPLEX and op == "prod":
-                    _complex_product([total, row[block]], total)
-                else:
-                    ufunc(total, row[block].astype(wide, copy=False), out=total)
-                out[block] = _mean_of(total, count) if op == "mean" else total
-
-
-def _mean_of(total: Array, count: int) -> Array:
-    """Return the mean of `count` rows whose sum is `total`."""
-    mean = total.copy()
-    _divide(mean, count)
-    return mean
-
-
-def _divide(total: Array, count: int) -> None:
+def divide(total: Array, count: int) -> None:
     """Divide in place, the parts of complex numbers as reals: else (inf + 0j) / n would be NaN."""
     for part in (total.real, total.imag) if total.dtype.kind == "c" else (total,):
         np.divide(part, part.dtype.type(count), out=part)
@@ -138,12 +112,12 @@ def _chain(ufunc: np.ufunc, *, mean: bool) -> Fold:
         for row in rows[2:]:
             ufunc(out, row, out=out)
         if mean:
-            _divide(out, len(rows))
+            divide(out, len(rows))
 
     return chain
 
 
-def _complex_product(rows: Sequence[Array], out: Array) -> None:
+def complex_product(rows: Sequence[Array], out: Array) -> None:
     """(ac − bd) + (ad + bc)i, each operation rounded: NumPy's own product may fuse some."""
     real, imag = rows[0].real.copy(), rows[0].imag.copy()
     for row in rows[1:]:
@@ -155,7 +129,7 @@ def _complex_product(rows: Sequence[Array], out: Array) -> None:
 
 def _narrow(op: str, dtype: DType) -> Fold:
     """Accumulate 16- and 8-bit floats in float32, and round once at the end."""
-    ufunc, by_bits = _UFUNCS[op], dtype == np.float16
+    ufunc, by_bits = UFUNCS[op], dtype == np.float16
     widen, round_to = (widen_half, round_to_half) if by_bits else (np.copyto, np.copyto)
 
     def narrow(rows: Sequence[Array], out: Array) -> None:

@@ -38,6 +38,20 @@ def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
     fold_function(op, dtype)(rows, out)
 
 
+def fold_on(
+    op: str,
+    dtype: DType,
+    total: Array | None,
+    before: int,
+    rows: Sequence[Array],
+    out: Array,
+    *,
+    more: bool,
+) -> None:
+    """Fold contiguous rows onto an earlier total; see `totals.fold_on`."""
+    compiled.fold_on(number_of(op, dtype), total, before, rows, out, more)
+
+
 def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
     """Write the fold of the rows up to and including k to `outs[k]`; no row overlaps any of `outs`."""
     compiled.prefixes(number_of(op, dtype), rows, outs)

@@ -121,6 +121,11 @@ size_t fold_itemsize(int fold)
     return table_plain[fold / OPS].itemsize;
 }
 
+size_t fold_total_size(int fold)
+{
+    return table_plain[fold / OPS].total_size;
+}
+
 /* ---- the mode of a thread ---------------------------------------------------------------------- */
 
 /* Whether this thread rounds to nearest even and keeps subnormal numbers; see _folds/ieee.py. */
@@ -141,6 +146,7 @@ typedef struct {
     int op, row_count;
     const void *const *rows;
     void *const *outs;
+    Earlier earlier;
     size_t start, count;
 } Block;
 
@@ -152,6 +158,11 @@ static const void *row_of(const Block *block, int row)
 static void *out_of(const Block *block, int row)
 {
     return (char *)block->outs[row] + block->start * block->with->itemsize;
+}
+
+static const void *earlier_total(const Block *block)
+{
+    return (const char *)block->earlier.total + block->start * block->with->total_size;
 }
 
 static void join(const Block *block, void *out, const void *left, const void *right)
@@ -167,16 +178,19 @@ static void divide(const Block *block, void *out, const void *total, int rows)
 /* Totals that are elements: each is what is written up to its row. */
 static void fold_plain(const Block *block, bool every)
 {
-    const void *total = row_of(block, 0);
-    if (every || block->row_count == 1) memcpy(out_of(block, 0), total, block->count * block->with->itemsize);
-    for (int row = 1; row < block->row_count; ++row) {
+    const bool begins = block->earlier.total == NULL;
+    const void *total = begins ? row_of(block, 0) : earlier_total(block);
+    if (begins && (every || block->row_count == 1))
+        memcpy(out_of(block, 0), total, block->count * block->with->itemsize);
+    for (int row = begins; row < block->row_count; ++row) {
         void *const out = out_of(block, every ? row : 0);
         join(block, out, total, row_of(block, row));
         total = out;
     }
+    if (block->earlier.more) return;
     for (int row = every ? 0 : block->row_count - 1; row < block->row_count; ++row) {
         void *const out = out_of(block, every ? row : 0);
-        divide(block, out, out, row + 1);
+        divide(block, out, out, block->earlier.rows + row + 1);
     }
 }
 
@@ -185,17 +199,23 @@ static void fold_loaded(const Block *block, bool every)
 {
     _Alignas(64) char total[TOTALS_BYTES], other[TOTALS_BYTES];
     const Arithmetic *const with = block->with;
+    const size_t nbytes = block->count * with->total_size;
+    const bool begins = block->earlier.total == NULL;
+    if (!begins) memcpy(total, earlier_total(block), nbytes);
     for (int row = 0; row < block->row_count; ++row) {
-        with->load(row ? other : total, row_of(block, row), block->count);
-        if (row) join(block, total, total, other);
-        if (!every && row < block->row_count - 1) continue;
+        const bool first = begins && row == 0;
+        with->load(first ? total : other, row_of(block, row), block->count);
+        if (!first) join(block, total, total, other);
+        if (!every && (row < block->row_count - 1 || block->earlier.more)) continue;
         void *const result = block->op == MEAN ? other : total;
-        divide(block, result, total, row + 1);
+        divide(block, result, total, block->earlier.rows + row + 1);
         with->store(out_of(block, every ? row : 0), result, block->count);
     }
+    if (block->earlier.more) memcpy((char *)block->outs[0] + block->start * with->total_size, total, nbytes);
 }
 
-void run_fold(int fold, const void *const *rows, int row_count, void *const *outs, bool every, size_t count)
+static void fold_blocks(int fold, Earlier earlier, const void *const *rows, int row_count, void *const *outs,
+                        bool every, size_t count)
 {
     const Arithmetic *const with = &tables[level][fold / OPS];
     const size_t most = with->load ? TOTALS_BYTES / with->total_size : BLOCK_BYTES / with->itemsize;
@@ -207,11 +227,21 @@ void run_fold(int fold, const void *const *rows, int row_count, void *const *out
     }
     for (size_t start = 0; start < count; start += most) {
         const size_t left = count - start;
-        const Block block = {with, fold % OPS, row_count, rows, outs, start, left < most ? left : most};
-        if (with->pair && fold % OPS == SUM && row_count == 2 && !every)
+        const Block block = {with, fold % OPS, row_count, rows, outs, earlier, start, left < most ? left : most};
+        if (with->pair && fold % OPS == SUM && row_count == 2 && !every && !earlier.total && !earlier.more)
             with->pair(out_of(&block, 0), row_of(&block, 0), row_of(&block, 1), block.count);
         else if (with->load) fold_loaded(&block, every);
         else fold_plain(&block, every);
     }
     if (other_mode) fesetenv(&mode);
+}
+
+void run_fold(int fold, const void *const *rows, int row_count, void *const *outs, bool every, size_t count)
+{
+    fold_blocks(fold, (Earlier){0}, rows, row_count, outs, every, count);
+}
+
+void run_fold_on(int fold, Earlier earlier, const void *const *rows, int row_count, void *out, size_t count)
+{
+    fold_blocks(fold, earlier, rows, row_count, &out, false, count);
 }

@@ -168,6 +168,54 @@ static PyObject *py_prefixes(PyObject *module, PyObject *const *args, Py_ssize_t
     return reduce_rows(args, nargs, true);
 }
 
+/* Rows come first, then the total before them if there is one, and then what is written. */
+static int check_fold_on(const Buffers *buffers, Py_ssize_t rows, bool begins, bool more, int fold)
+{
+    const size_t count = (size_t)buffers->all[0].len / fold_itemsize(fold);
+    const Py_buffer *const out = &buffers->all[buffers->count - 1];
+    bool fit = (size_t)buffers->all[0].len == count * fold_itemsize(fold);
+    fit = fit && (size_t)out->len == count * (more ? fold_total_size(fold) : fold_itemsize(fold));
+    fit = fit && (begins || (size_t)buffers->all[rows].len == count * fold_total_size(fold));
+    for (Py_ssize_t row = 0; fit && row < rows; ++row) fit = buffers->all[row].len == buffers->all[0].len;
+    for (Py_ssize_t place = 0; fit && count && place < buffers->count - 1; ++place) fit = !overlap(&buffers->all[place], out);
+    if (!fit) PyErr_SetString(PyExc_ValueError, "rows and totals must have the same elements, and out its own memory");
+    return fit ? 0 : -1;
+}
+
+static PyObject *py_fold_on(PyObject *module, PyObject *args)
+{
+    PyObject *total, *arrays, *out, *result = NULL;
+    int number, before, more;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iOiOOp", &number, &total, &before, &arrays, &out, &more)) return NULL;
+    const Py_ssize_t rows = PySequence_Size(arrays);
+    const bool begins = total == Py_None;
+    if (rows < 0) return NULL;
+    if (number < 0 || number >= DTYPES * OPS || rows == 0 || before < 0)
+        return PyErr_Format(PyExc_ValueError, "there is no such fold, or no row");
+    Buffers buffers;
+    if (make_room(&buffers, rows + 2)) return NULL;
+    if (take_all(&buffers, arrays, rows, PyBUF_SIMPLE) || (!begins && take(&buffers, total, PyBUF_SIMPLE))) goto end;
+    if (take(&buffers, out, PyBUF_WRITABLE) || check_fold_on(&buffers, rows, begins, more, number)) goto end;
+    const void *few[2 * FEW_ROWS];
+    const void **addresses = rows <= 2 * FEW_ROWS ? few : PyMem_Calloc((size_t)rows, sizeof(void *));
+    if (addresses == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (Py_ssize_t row = 0; row < rows; ++row) addresses[row] = buffers.all[row].buf;
+    const Earlier earlier = {begins ? NULL : buffers.all[rows].buf, before, more};
+    const size_t count = (size_t)buffers.all[0].len / fold_itemsize(number);
+    Py_BEGIN_ALLOW_THREADS
+    run_fold_on(number, earlier, addresses, (int)rows, buffers.all[buffers.count - 1].buf, count);
+    Py_END_ALLOW_THREADS
+    if (addresses != few) PyMem_Free(addresses);
+    result = Py_NewRef(Py_None);
+end:
+    release(&buffers);
+    return result;
+}
+
 static PyObject *py_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Buffers buffers;
@@ -222,6 +270,9 @@ static PyMethodDef methods[] = {
      PyDoc_STR("find_fold(op, dtype): return the number of a reduction, or -1.")},
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL,
      PyDoc_STR("fold(number, rows, out): write the fold of the rows, a sequence or one array, in their order, to `out`.")},
+    {"fold_on", py_fold_on, METH_VARARGS,
+     PyDoc_STR("fold_on(number, total, before, rows, out, more): fold rows onto the total of as many before, or None; "
+               "`out` gets a total if more rows are to come.")},
     {"prefixes", (PyCFunction)(void (*)(void))py_prefixes, METH_FASTCALL,
      PyDoc_STR("prefixes(number, rows, outs): write the fold of the rows up to row k to `outs[k]`.")},
     {"copy", (PyCFunction)(void (*)(void))py_copy, METH_FASTCALL,

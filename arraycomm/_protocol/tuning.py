@@ -2,7 +2,7 @@
 
 It is JSON, with an entry for each number of ranks and nodes that has been measured:
 
-    {"arraycomm": "tuning", "format": 1, "measured": [{"ranks": 4, "nodes": 2, "gather": 131072, "chunk": null}]}
+    {"arraycomm": "tuning", "format": 1, "measured": [{"ranks": 4, "nodes": 2, "gather": 131072, "slices": 0, "chunk": null}]}
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _HEAD: Final = {"arraycomm": "tuning", "format": 1}
 # The least and the largest number of each kind. What all ranks together gather is one movement.
 _LIMITS: Final = {
     "steps": (0, 1 << 30),
-    "exchange": (0, 1 << 30),
     "gather": (0, 1 << 30),
+    "slices": (0, 1 << 40),
     "chunk": (64 << 10, 256 << 20),
 }
 _MOST_GATHERED: Final = 1 << 30

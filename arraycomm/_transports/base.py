@@ -22,6 +22,7 @@ from arraycomm._dtypes import DType
 from arraycomm._folds import fold, prefixes
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
+from arraycomm._transports.node_chain import NodeChain
 from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
 from arraycomm._transports.pairs import Pair, PlainPair
 
@@ -130,6 +131,8 @@ class Transport(Link):
     local_rank: int
     local_size: int
     control: ControlChannel
+    # The chain of nodes, if there are several with several ranks each, in order.
+    chain: NodeChain | None = None
     mpi_comm: Any = None
     # Number of polls before a waiting rank starts to yield its core.
     spins: int = 0

@@ -10,15 +10,16 @@ class Crossovers(NamedTuple):
 
     Attributes
     ----------
-    steps, exchange, gather
-        The largest arrays that go by these algorithms, in bytes of one rank.
+    steps, gather, slices
+        The largest arrays that go by these algorithms, in bytes of one rank. Larger ones than go by slices go along a
+        chain of nodes, if the nodes make one.
     chunk
         The bytes of a chunk of slices between nodes.
     """
 
     steps: int | None = None
-    exchange: int | None = None
     gather: int | None = None
+    slices: int | None = None
     chunk: int | None = None
 
 

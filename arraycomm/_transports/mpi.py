@@ -6,8 +6,8 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, cast
+from collections.abc import Sequence
+from typing import Any, Final, cast
 
 from mpi4py import MPI
 
@@ -15,6 +15,7 @@ from arraycomm._errors import TransportError
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.mailbox import Mailbox
+from arraycomm._transports.mpi_chain import make_chain
 from arraycomm._transports.mpi_control import MpiControl
 from arraycomm._transports.mpi_direct import DirectMessages
 from arraycomm._transports.mpi_failures import (
@@ -24,6 +25,7 @@ from arraycomm._transports.mpi_failures import (
     translated,
 )
 from arraycomm._transports.mpi_memory import finish, shared_memory
+from arraycomm._transports.mpi_movement import begin
 from arraycomm._transports.mpi_pairs import MpiPair
 from arraycomm._transports.mpi_probe import MessageProbe
 from arraycomm._transports.mpi_relay import Broadcasts
@@ -33,27 +35,6 @@ from arraycomm._transports.shared_files import SharesFiles
 
 # Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if both share the core.
 _SPINS: Final = 8
-
-
-class _Movement:
-    """A nonblocking MPI operation, and its arguments, of which it keeps the buffers alive."""
-
-    # MPI accesses the buffers until an operation is finished, even if the caller has given it up: a
-    # message that comes too late must not be written into memory that has been used again.
-    under_way: ClassVar[set[_Movement]] = set()
-
-    def __init__(self, request: MPI.Request, arguments: tuple[Any, ...]) -> None:
-        self._request, self._arguments = request, arguments
-        self.under_way.add(self)
-
-    def done(self) -> bool:
-        try:
-            finished = self._request.Test()
-        except MPI.Exception as error:
-            raise translated(error) from error
-        if finished:
-            self.under_way.discard(self)
-        return finished
 
 
 class MPITransport(SharesFiles, Transport):
@@ -94,41 +75,43 @@ class MPITransport(SharesFiles, Transport):
                 self._broadcasts = Broadcasts(self._between, places)
             if 1 < self.size <= DIRECT_RANKS:
                 self._direct = DirectMessages(self._between, places)
+            if share:
+                self.chain = make_chain(comm, self._between, places)
         else:
             self.control = SharedControl(self.rank, self.size, memory)
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.alltoall(send, recv)
-        return self._begin(self.mpi_comm.Ialltoallv, _vector(send), _vector(recv))
+        return begin(self.mpi_comm.Ialltoallv, _vector(send), _vector(recv))
 
     def allgather(self, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.allgather(recv)
-        return self._begin(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, _vector(recv))
+        return begin(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, _vector(recv))
 
     def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
         into = recv and _vector(recv)
-        return self._begin(self.mpi_comm.Igatherv, [send, MPI.BYTE], into, root)
+        return begin(self.mpi_comm.Igatherv, [send, MPI.BYTE], into, root)
 
     def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
         parts = send and _vector(send)
-        return self._begin(self.mpi_comm.Iscatterv, parts, [recv, MPI.BYTE], root)
+        return begin(self.mpi_comm.Iscatterv, parts, [recv, MPI.BYTE], root)
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
         if self._broadcasts is not None:
             return self._broadcasts.bcast(buffer, root)
-        return self._begin(self.mpi_comm.Ibcast, [buffer, MPI.BYTE], root)
+        return begin(self.mpi_comm.Ibcast, [buffer, MPI.BYTE], root)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
         if dest == self.rank:
             return self._own.send((dest, dest, tag), buffer)
-        return self._begin(self.mpi_comm.Isend, [buffer, MPI.BYTE], dest, tag)
+        return begin(self.mpi_comm.Isend, [buffer, MPI.BYTE], dest, tag)
 
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
         if source == self.rank:
             return self._own.recv((source, source, tag), buffer)
-        return self._begin(self.mpi_comm.Irecv, [buffer, MPI.BYTE], source, tag)
+        return begin(self.mpi_comm.Irecv, [buffer, MPI.BYTE], source, tag)
 
     def pair(self, send: Bytes, dest: int, recv: Bytes, source: int, tag: int) -> Pair:
         if self.rank in (dest, source):
@@ -137,12 +120,6 @@ class MPITransport(SharesFiles, Transport):
 
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         return self._probe(source, tags)
-
-    def _begin(self, start: Callable[..., MPI.Request], *arguments: Any) -> Handle:
-        try:
-            return _Movement(start(*arguments), arguments)
-        except MPI.Exception as error:
-            raise translated(error) from error
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         try:
@@ -166,6 +143,8 @@ class MPITransport(SharesFiles, Transport):
 
     def free(self) -> None:
         self.control.close()
+        if self.chain is not None:
+            self.chain.control.close()
         if self._between is not None:
             self._between.Free()
         self.mpi_comm.Free()

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._collectives import algorithms
+from arraycomm._collectives import algorithms, chain
 from arraycomm._collectives.segment import ROWS, SharedSegment, segment_of
 from arraycomm._collectives.selection import most_in_steps
 from arraycomm._folds import fold
@@ -88,7 +88,12 @@ class Fusion:
         group = memory.group
         if group.size == 1 or self.nbytes <= most_in_steps(group.inline_bytes):
             return None
-        return (yield from segment_of(group.transport))
+        transport = group.transport
+        if transport.chain is None:
+            return (yield from segment_of(transport))
+        if not chain.is_preferred(transport, self._dtypes, self.nbytes):
+            return None
+        return (yield from chain.segment_of(transport))
 
     def reduce(
         self,
@@ -173,7 +178,7 @@ class Fusion:
 
     def _layouts_in(self, segment: SharedSegment) -> tuple[ChunkLayout, ...]:
         if self._layouts is None:
-            chunks = enumerate(cut(self.buckets, segment.chunk_bytes))
+            chunks = enumerate(cut(self.buckets, segment.chunk_for(self.nbytes)))
             self._layouts = tuple(
                 ChunkLayout(chunk, segment, number % ROWS, self.specs) for number, chunk in chunks
             )

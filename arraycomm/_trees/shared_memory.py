@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._collectives.segment import ChunkTask, SharedSegment, Targets, own_part
+from arraycomm._collectives.segment import ChunkTask, SharedSegment, Targets
 from arraycomm._transports.base import Bytes
 from arraycomm._trees.buffers import BYTE
 from arraycomm._trees.held import Held, table_of
@@ -39,7 +39,8 @@ class ChunkLayout:
         self._bytes, self._rank = list(rows), segment.control.rank
         self.rows = list(rows.view(chunk.dtype))
         itemsize = chunk.dtype.itemsize
-        own = own_part(len(self.rows[0]), self._rank, segment.control.size)
+        self._folds = segment.folds_leaves
+        own = segment.own(len(self.rows[0])) if self._folds else slice(0, 0)
         start, stop = own.start * itemsize, own.stop * itemsize
         # Of what lies in the chunk, what this rank folds, and what others fold.
         self._own = table_of(_between(start, stop, chunk.parts))
@@ -75,7 +76,7 @@ class ChunkLayout:
             self.dtype,
             self.rows,
             lambda: [(slice(None), into.view(self.dtype))],
-            partial(self._fold, held),
+            partial(self._fold, held) if self._folds else None,
         )
 
     def _fold(self, held: Held, op: str, folded: Array) -> None:

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._folds import fold, fold_function
+from arraycomm._folds import fold, fold_function, fold_on, total_dtype
 from arraycomm._folds.float16 import round_to_half, widen_half
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
 from tests.support.oracle import CASES, IDS, expected, same_result, sample
@@ -70,6 +70,23 @@ def test_rows_of_one_array_are_folded_as_others(dtype, op) -> None:
         fold(op, dtype, block, one)
         fold(op, dtype, list(block), other)
         assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
+def test_a_fold_in_parts_has_the_bits_of_the_whole(dtype, op) -> None:
+    """Each part goes on from the total of those before; of none of a part's rows, one or several."""
+    for parts, count in product(((1,), (1, 1), (2, 1, 3), (9, 8)), (0, 1, 20_001)):
+        arrays = [sample(dtype, count, rank, op) for rank in range(sum(parts))]
+        whole, result = np.empty(count, dtype), np.empty(count, dtype)
+        fold(op, dtype, arrays, whole)
+        total, before = None, 0
+        for number, length in enumerate(parts, 1):
+            more = number < len(parts)
+            out = np.empty(count, total_dtype(dtype)) if more else result
+            rows = arrays[before : before + length]
+            fold_on(op, dtype, total, before, rows, out, more=more)
+            total, before = out, before + length
+        assert same_result(result, whole, op)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 
 from arraycomm._collectives import algorithms, scans
 from arraycomm._collectives.chunks import overlapping_chunk, scratch_bytes
-from arraycomm._collectives.selection import (
-    EXCHANGE_BYTES,
-    GATHER_BYTES,
-    MAX_STEPS,
-    choose,
-)
+from arraycomm._collectives.selection import GATHER_BYTES, MAX_STEPS, choose
 from arraycomm._transports.crossovers import Crossovers
 
 SLOT = 32 << 10
@@ -39,20 +34,6 @@ SLOT = 32 << 10
 def test_way_of_a_reduction(nbytes, size, shared, chosen) -> None:
     payload = SLOT if shared else 128
     assert choose(nbytes, size, payload, shared) == chosen
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "size", "chosen"),
-    [
-        (SLOT, 2, "header"),
-        (SLOT + 1, 2, "exchange"),
-        (EXCHANGE_BYTES, 2, "exchange"),
-        (EXCHANGE_BYTES + 1, 2, "slices"),
-        (SLOT + 1, 3, "slices"),
-    ],
-)
-def test_two_ranks_between_nodes_exchange_what_is_not_large(nbytes, size, chosen) -> None:
-    assert choose(nbytes, size, SLOT, False, overlaps=True) == chosen
 
 
 def test_chunks_that_overlap_are_neither_tiny_nor_large_on_few_ranks_and_larger_on_two() -> None:
@@ -80,14 +61,14 @@ def test_chunks_that_overlap_are_about_equally_long(nbytes, size, measured) -> N
 
 
 def test_larger_messages_never_go_back_to_the_way_of_smaller_ones() -> None:
-    order = ["header", "steps", "gather", "exchange", "slices"]
-    for shared, overlaps, size in ((True, False, 4), (False, False, 4), (False, True, 2)):
+    order = ["header", "steps", "gather", "slices"]
+    for shared, size in ((True, 4), (False, 4), (False, 2)):
         sizes = range(0, 1 << 22, 997)
-        ways = [order.index(choose(n, size, SLOT, shared, overlaps)) for n in sizes]
+        ways = [order.index(choose(n, size, SLOT, shared)) for n in sizes]
         assert ways == sorted(ways)
 
 
-@example(size=2, count=1 << 22, itemsize=16, measured=Crossovers(exchange=1 << 30, chunk=32 << 20))
+@example(size=2, count=1 << 22, itemsize=16, measured=Crossovers(chunk=32 << 20))
 @example(size=20, count=1 << 22, itemsize=16, measured=Crossovers())
 @example(size=50, count=1 << 16, itemsize=16, measured=Crossovers(gather=1 << 20))
 # The smallest chunks of the largest array between the most ranks have millions of slices.

@@ -79,7 +79,6 @@ def test_words(on_ranks, several) -> None:
         words = {
             "slices": "each rank folds a slice",
             "segment": "memory that the ranks share",
-            "exchange": "takes the other's elements",
         }
         assert words[explained.algorithm] in said
         assert "what the ranks call is not compared" in said

@@ -130,12 +130,6 @@ def test_what_is_sent_with_the_header_is_paid_by_the_byte(size) -> None:
     assert model.in_header(size, 1e3, on, shared=False) == pytest.approx(moved + size * 1e-7)
 
 
-def test_two_ranks_exchange_everything_at_once() -> None:
-    on = machine(part=1e-6, begin=1e-5)
-    expected = ALPHA + 1e6 * (BETA + GAMMA) + 1e-5 + 2e-6
-    assert model.in_exchange(2, 1e6, on) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("size", [128, 1024])
 def test_only_the_first_rank_of_a_node_sends_its_header(size) -> None:
     on = machine(per_node=64, slot=1e-8, seen=5e-7, seen_byte=1e-11)
@@ -264,7 +258,7 @@ def test_the_model_chooses_what_the_library_chooses(size, shared) -> None:
     for nbytes in (8, 128, 129, 4096, 64 << 10, 1 << 20, 100_000_000):
         payload = model.payload(size, shared)
         assert not slot or payload == slot - PAYLOAD
-        chosen = selection.choose(nbytes, size, payload, shared, overlaps=not shared)
+        chosen = selection.choose(nbytes, size, payload, shared)
         assert model.chosen(size, nbytes, shared) == chosen
         assert chosen in model.ALGORITHMS
 

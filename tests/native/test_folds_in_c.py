@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._folds import by_numpy
+from arraycomm._folds import by_numpy, totals
 from arraycomm._folds.ieee import in_ieee_mode
 from arraycomm._native import compiled
 from tests.support.oracle import CASES, IDS, NARROW, same_result
@@ -83,13 +83,20 @@ def _check(op: str, dtype: np.dtype[Any], rows: list[Array], offset: int = 0) ->
     """Fold, and fold all prefixes, into guarded memory."""
     empty = np.zeros(len(rows[0]), dtype)
     wanted = [empty.copy() for _ in rows]
-    by_numpy.prefixes(op, dtype, rows, wanted)
+    totals.prefixes(op, dtype, rows, wanted)
     placed = [_placed(empty, offset) for _ in range(len(rows) + 1)]
     outs = [out for out, _ in placed]
     in_c.fold(op, dtype, rows, outs[0])
     in_c.prefixes(op, dtype, rows, outs[1:])
     for out, want in zip(outs, [wanted[-1], *wanted], strict=True):
         assert same_result(out.copy(), want, op)
+    half = len(rows) // 2
+    total, whole = _placed(np.zeros(len(empty), totals.total_dtype(dtype)), offset)
+    placed.append((total, whole))
+    if half:
+        in_c.fold_on(op, dtype, None, 0, rows[:half], total, more=True)
+    in_c.fold_on(op, dtype, total if half else None, half, rows[half:], outs[0], more=False)
+    assert same_result(outs[0].copy(), wanted[-1], op)
     assert all(_is_guarded(*pair) for pair in placed)
 
 

@@ -56,8 +56,8 @@ FOLDS: Final = (
         "one rank alone",
         "on one rank a mean is divided by two",
         _FOLDS,
-        "            _divide(out, len(rows))",
-        "            _divide(out, max(len(rows), 2))",
+        "            divide(out, len(rows))",
+        "            divide(out, max(len(rows), 2))",
         ("one_rank_alone_gets_what_it_gave", "mean_of_equal_values_is_that_value"),
     ),
     Fault(
@@ -88,7 +88,7 @@ FOLDS: Final = (
     Fault(
         "mean of prefixes",
         "`scan` divides by one rank less",
-        _FOLDS,
+        "arraycomm/_folds/totals.py",
         "enumerate(zip(rows[1:], outs[1:], strict=True), 2)",
         "enumerate(zip(rows[1:], outs[1:], strict=True), 1)",
         ("scan_is_the_fold_of_the_ranks_so_far",),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._collectives import chain
 from arraycomm._communicator import Communicator
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks
@@ -130,8 +132,9 @@ def test_chunks_that_overlap_have_the_bits_of_the_order_of_ranks(
 @pytest.mark.parametrize(
     ("measured", "algorithm"),
     [
-        (Crossovers(exchange=1 << 24, gather=1 << 24, chunk=64 << 10), {"exchange", "gather"}),
-        (Crossovers(exchange=0, gather=0, chunk=64 << 10), {"slices"}),
+        (Crossovers(gather=1 << 24, chunk=64 << 10), {"gather"}),
+        (Crossovers(gather=0, slices=1 << 24, chunk=64 << 10), {"slices"}),
+        (Crossovers(gather=0, slices=0), {"slices", "chain"}),
     ],
 )
 def test_measured_crossovers_change_the_algorithm_but_no_bits(
@@ -144,6 +147,42 @@ def test_measured_crossovers_change_the_algorithm_but_no_bits(
     assert ac.explain(x, comm=comm).algorithm in algorithm
     assert comm.allreduce(x).tobytes() == expected.tobytes()
     assert comm.allreduce(x, out=x).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "int16"])
+def test_a_chain_of_nodes_has_the_bits_of_slices(comm: Communicator, dtype: str) -> None:
+    """Of arrays, also in place, and of trees of several dtypes; in several chunks, and again and again."""
+    link, rank = internals.transport(comm), comm.rank
+    rng, kind = np.random.default_rng(rank), np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    for count in (70_001, 2_500_003):
+        x = rng.standard_normal(count).astype(kind)
+        tree = {"a": x[: count // 3], "b": rng.standard_normal(count // 2), "c": x[::2], "d": x[:0]}
+        link.crossovers = Crossovers(gather=0, slices=1 << 40)
+        expected, reduced = comm.allreduce(x), ac.allreduce_tree(tree, "sum", comm=comm)
+        link.crossovers = Crossovers(gather=0, slices=0)
+        plan = comm.plan(tree, "sum")
+        for _ in range(3):
+            assert comm.allreduce(x).tobytes() == expected.tobytes()
+            for found in (plan(tree), ac.allreduce_tree(tree, "sum", comm=comm)):
+                assert all(found[k].tobytes() == reduced[k].tobytes() for k in tree)
+        y = x.copy()
+        assert comm.allreduce(y, out=y).tobytes() == expected.tobytes()
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_without_memory_a_chain_of_nodes_is_left_aside(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If one rank has none, then on all of them."""
+    if comm.rank == 1:
+        monkeypatch.setattr(chain, "allocate", _no_memory)
+    internals.transport(comm).crossovers = Crossovers(gather=0, slices=0)
+    x = np.arange(300_000.0) + comm.rank
+    assert (comm.allreduce(x) == comm.size * np.arange(300_000.0) + sum(range(comm.size))).all()
+    assert not chain.opened(internals.transport(comm))
 
 
 @pytest.mark.parametrize("nbytes", [1 << 17, 3 << 20])

@@ -23,7 +23,7 @@ from arraycomm.cli.bench.tables import Table, as_text, number_text, size_text
 from arraycomm.cli.bench.timing import measure
 
 # The largest arrays in which two algorithms are compared, and what all ranks gather of them at most.
-_LARGEST: Final = {"steps": 4 << 20, "exchange": 16 << 20, "gather": 4 << 20}
+_LARGEST: Final = {"steps": 4 << 20, "gather": 4 << 20, "slices": 16 << 20}
 _GATHERED: Final = 64 << 20
 # The lengths of chunks that are compared, and the arrays; None is the length without measurements.
 _CHUNKS: Final = (None, *(1 << bits for bits in range(20, 25)))
@@ -38,10 +38,9 @@ Chunked = Mapping[int, Mapping[int | None, float]]
 
 
 class Plan(NamedTuple):
-    """What is measured between some ranks: an algorithm against that for larger arrays, and chunks."""
+    """What is measured between some ranks: algorithms against that for larger arrays, and chunks."""
 
-    algorithm: str
-    sizes: Sequence[int]
+    sizes: Mapping[str, Sequence[int]]
     chunked: Sequence[int]
 
 
@@ -74,20 +73,22 @@ def best_chunk(seconds: Chunked) -> int | None:
     return best if best is not None and relative(best) < _BETTER else None
 
 
-def plan_of(size: int, payload: int, shared: bool, sizes: Sequence[int] | None) -> Plan:
-    """Return what to measure between so many ranks; `sizes` are those that the user asks for."""
-    algorithm = "steps" if shared else "exchange" if size == 2 else "gather"
-    largest = _LARGEST[algorithm]
-    if algorithm == "gather":
-        largest = min(largest, _GATHERED // size)
-    if sizes is None:
-        doubled = (1 << bits for bits in range(max(payload, 1).bit_length(), 30))
-        return Plan(algorithm, [n for n in doubled if n <= largest], () if shared else _CHUNKED)
-    return Plan(
-        algorithm,
-        [n for n in sizes if payload < n <= largest],
-        () if shared else [n for n in sizes if n >= _CHUNKED[0]],
+def plan_of(
+    size: int, payload: int, shared: bool, sizes: Sequence[int] | None, *, chained: bool = False
+) -> Plan:
+    """Return what to measure between so many ranks; `sizes` are those that the user asks for.
+
+    `chained` is whether the nodes are a chain, so that slices are compared with it.
+    """
+    largest = _LARGEST | {"gather": min(_LARGEST["gather"], _GATHERED // size)}
+    algorithms = ["steps"] if shared else ["gather", *(["slices"] if chained else [])]
+    asked = (
+        [1 << bits for bits in range(max(payload, 1).bit_length(), 30)] if sizes is None else sizes
     )
+    compared = {name: [n for n in asked if payload < n <= largest[name]] for name in algorithms}
+    if shared:
+        return Plan(compared, ())
+    return Plan(compared, _CHUNKED if sizes is None else [n for n in sizes if n >= _CHUNKED[0]])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -127,17 +128,22 @@ def _before(path: Path) -> tuple[Entries, str]:
 
 def _measured(field: Field, transport: Transport, arguments: argparse.Namespace) -> Crossovers:
     payload, shared = transport.slot
-    plan = plan_of(field.size, payload, shared, arguments.sizes)
-    small_and_large = [Crossovers(**{plan.algorithm: limit}) for limit in (1 << 40, 0)]
+    chained = transport.chain is not None
+    plan = plan_of(field.size, payload, shared, arguments.sizes, chained=chained)
     found: dict[str, int | None] = {}
-    compared: dict[int, tuple[float, float]] = {}
+    compared: dict[str, dict[int, tuple[float, float]]] = {}
+    # What is smaller than by slices goes by them, until more is known.
+    rest = {} if shared else {"gather": 0, "slices": 1 << 40}
     try:
-        for nbytes in plan.sizes:
-            small, large = _times(field, transport, nbytes, small_and_large, arguments)
-            compared[nbytes] = small, large
-        if compared:
-            found[plan.algorithm] = crossover(compared)
-        by_chunk = [NOT_MEASURED._replace(exchange=0, gather=0, chunk=n) for n in _CHUNKS]
+        for algorithm, sizes in plan.sizes.items():
+            choices = [Crossovers(**{**rest, algorithm: limit}) for limit in (1 << 40, 0)]
+            compared[algorithm] = {}
+            for nbytes in sizes:
+                small, large = _times(field, transport, nbytes, choices, arguments)
+                compared[algorithm][nbytes] = small, large
+            if sizes:
+                found[algorithm] = crossover(compared[algorithm])
+        by_chunk = [NOT_MEASURED._replace(**rest, chunk=n) for n in _CHUNKS]
         chunked = {
             nbytes: dict(
                 zip(_CHUNKS, _times(field, transport, nbytes, by_chunk, arguments), strict=True)
@@ -148,7 +154,7 @@ def _measured(field: Field, transport: Transport, arguments: argparse.Namespace)
         transport.crossovers = NOT_MEASURED
     found["chunk"] = best_chunk(chunked)
     if field.rank == 0:
-        for table in _tables(plan.algorithm, compared, chunked):
+        for table in _tables(compared, chunked):
             print(as_text(table), end="\n\n")
     return Crossovers(**found)
 
@@ -177,8 +183,8 @@ def _times(
     return [statistics.median(row) for row in samples]
 
 
-def _tables(algorithm: str, compared: Compared, chunked: Chunked) -> Iterator[Table]:
-    if compared:
+def _tables(by_algorithm: Mapping[str, Compared], chunked: Chunked) -> Iterator[Table]:
+    for algorithm, compared in by_algorithm.items():
         rows = [
             [size_text(nbytes), *(number_text(1e6 * s) for s in times)]
             for nbytes, times in sorted(compared.items())

@@ -20,7 +20,7 @@ from docs.studies.scaling.model import Machine
 # The least of all repetitions: other programs on the machine only ever add to a time.
 BEST: Final = "min"
 LARGE: Final = 16 << 20
-EXCHANGED: Final = 1 << 20
+MEGABYTE: Final = 1 << 20
 MEDIUM: Final = 16 << 10
 _FOLDED: Final = 256 << 10
 _SMALL: Final = 8
@@ -97,8 +97,6 @@ def waits(kind: str, ranks: int, nbytes: int) -> int:
             return header
         case "steps":
             return header + ceil(nbytes / model.payload(ranks, shared=True))
-        case "exchange":
-            return header + ceil(nbytes / overlapping_chunk(nbytes, ranks))
         case _ if kind == "messages":
             # The messages of a movement overlap.
             return header + 2 * ceil(nbytes / overlapping_chunk(nbytes, ranks))
@@ -149,7 +147,7 @@ def _as_measured(machine: Machine, kind: str, nbytes: int) -> float:
 
     By messages, large arrays went in slices, one chunk after another as in shared memory.
     """
-    if kind == "messages" and nbytes >= EXCHANGED:
+    if kind == "messages" and nbytes >= MEGABYTE:
         slices = model.in_slices(2, nbytes, machine, shared=True)
         return model.header_of_messages(2, machine) + slices
     return _work(Here(machine, machine, {}, 2), kind, 2, nbytes)
@@ -168,7 +166,7 @@ _SHOWN: Final = (
     ("seen", "shared", _SMALL, 1),
     ("seen_byte", "shared", MEDIUM, MEDIUM),
     ("near_latency", "messages", _SMALL, 1),
-    ("begin", "messages", EXCHANGED, 2),
+    ("begin", "messages", MEGABYTE, 2),
     ("near_byte", "messages", LARGE, LARGE),
 )
 _PASSES: Final = 5

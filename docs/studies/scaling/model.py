@@ -246,14 +246,6 @@ def _chunks(size: int, nbytes: float, per_node: int) -> Movement:
     ]
 
 
-def _exchanged(size: int, nbytes: float, per_node: int) -> Movement:
-    return [
-        rounds
-        for chunk in _overlapping_cut(size, nbytes)
-        for rounds in pairwise(size, size * chunk, per_node)
-    ]
-
-
 def _overlapping_cut(size: int, nbytes: float, chunk: int | None = None) -> list[int]:
     return _cut(nbytes, overlapping_chunk(int(nbytes), size, chunk))
 
@@ -271,7 +263,6 @@ def _no_messages(size: int, nbytes: float, per_node: int) -> Movement:
 MOVEMENTS: Final[dict[str, Callable[[int, float, int], Movement]]] = {
     "header": _no_messages,
     "steps": _no_messages,
-    "exchange": _exchanged,
     "slices": _chunks,
 }
 
@@ -368,7 +359,7 @@ def payload(size: int, shared: bool) -> int:
 
 def chosen(size: int, nbytes: int, shared: bool) -> str:
     """Return the algorithm that arraycomm chooses; see `arraycomm._collectives.selection.choose`."""
-    return choose(nbytes, size, payload(size, shared), shared, overlaps=not shared)
+    return choose(nbytes, size, payload(size, shared), shared)
 
 
 def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> float:
@@ -394,18 +385,6 @@ def in_steps(size: int, nbytes: float, machine: Machine, shared: bool) -> float:
     each = machine.step + machine.seen + size * (machine.slot + machine.row)
     read = (size - 1) * nbytes * machine.seen_byte
     return steps * each + read + _fold_all(size, nbytes, machine)
-
-
-def in_exchange(size: int, nbytes: float, machine: Machine, shared: bool = False) -> float:
-    """Each of two ranks takes the other's elements and folds all, chunk by chunk: α + n β + n γ.
-
-    A chunk is folded while the next one is under way.
-    """
-    cut = _overlapping_cut(size, nbytes)
-    taken = [seconds(pairwise(size, size * n, machine.per_node), machine) for n in cut]
-    folded = [_fold_all(size, n, machine) for n in cut]
-    local = machine.begin + size * machine.part
-    return _overlapping(taken, folded, [0.0] * len(cut)) + len(cut) * local
 
 
 def in_slices(
@@ -515,6 +494,5 @@ def _fold_slice(size: int, nbytes: float, machine: Machine) -> float:
 ALGORITHMS: Final[dict[str, Callable[[int, float, Machine, bool], float]]] = {
     "header": in_header,
     "steps": in_steps,
-    "exchange": in_exchange,
     "slices": in_slices,
 }

@@ -34,7 +34,6 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 | header, control channel over messages between N nodes | λ + log N (α + 128 β) |
 | "header": the array is sent with the header | p φ + (p − 1) n γ, and (N − 1) p / N n β over messages |
 | "steps": one slot of shared memory after another | ⌈n / slot⌉ p (σ + φ) + (p − 1) n γ |
-| "exchange", of two ranks, for each chunk | α + n β + 2 ψ + n γ |
 | "slices", for each chunk: all-to-all, fold | (p − 1) α + n β (p − 1) / p + p ψ + n γ (p − 1) / p |
 | … and allgather, by a ring or by a message to each | (p − 1) α + n β (p − 1) / p |
 | slices of the whole array, both exchanges in few rounds (**not built**) | 2 log p α + n β (log p / 2 + 1) + p ψ + n γ |

@@ -1,0 +1,280 @@
+"""Reductions over a chain of nodes: each node folds its ranks' elements onto the total of the nodes before.
+
+The total of a chunk goes from the first node to the last one, and the result goes back, so that a node's link carries
+each element once in each direction, however many ranks the node has. The ranks of a node publish their elements in a
+shared segment. Each of them folds and sends a part of every chunk, and copies in what others fold.
+
+The chunks follow one another through the nodes. Node i folds chunk k in turn k + i + 1, and has its result in turn
+k + 2 (N - 1) - i + 1 of N nodes: what a turn waits for is sent in an earlier turn of a neighbour. A turn is a step of
+the node's own control channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from math import isqrt
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from arraycomm._arrays.buffer import Array
+from arraycomm._arrays.results import allocate
+from arraycomm._collectives.segment import (
+    FOLDED,
+    ROWS,
+    ChunkTask,
+    MemoryOpened,
+    SharedSegment,
+    own_part,
+    share,
+)
+from arraycomm._dtypes import DType
+from arraycomm._folds import total_dtype
+from arraycomm._native import compiled
+from arraycomm._protocol.details import exchange_details
+from arraycomm._transports.base import Bytes, Handle, Link, Steps, Transport
+from arraycomm._transports.node_chain import NodeChain
+
+# The bytes of a chunk at most, if the segment of a node has at most so many then; and at least.
+_CHUNK: Final = 1 << 20
+_SEGMENT: Final = 64 << 20
+_LEAST_CHUNK: Final = 16 << 10
+# The bytes that a link takes in the time of a turn that moves nothing.
+_TURN: Final = 512 << 10
+# The messages of slices that take as long as a turn, and the bytes that a link takes in the time of one of them.
+_MESSAGES: Final = 16
+_MESSAGE: Final = 256 << 10
+# Of the results, one is asked for, one has come, two may still be copied from, and one is still sent on.
+_RESULTS: Final = FOLDED + 2
+# The most bytes of a total for each byte of an element.
+_WIDEST: Final = 4
+# Results of more bytes would only push one another out of the caches.
+_LARGE: Final = 8 << 20
+
+
+def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> bool:
+    """Tell whether elements of these dtypes are better reduced along a chain of nodes than by slices."""
+    chain = transport.chain
+    if chain is None:
+        return False
+    if (slices := transport.crossovers.slices) is not None:
+        return nbytes > slices
+    widest = max(total_dtype(dtype).itemsize // dtype.itemsize for dtype in dtypes)
+    return is_quicker(nbytes, chain.nodes, chain.lanes, widest)
+
+
+def is_quicker(nbytes: int, nodes: int, lanes: int, widest: int) -> bool:
+    """Tell whether a chain is quicker than slices, on so many nodes of so many ranks.
+
+    By slices, a node gets the elements of all ranks for the slices of its own, and further slices of the result.
+    Along the chain it gets a total, which is `widest` times as wide as the elements, and the result: of two nodes
+    one of these. But each node waits for the one before it.
+    """
+    by_slices = (lanes + 1) * (nodes - 1) / nodes
+    saved = by_slices - (widest if nodes == 2 else widest + 1)
+    return saved > 0 and nbytes * saved >= (nodes - 2) * max(_MESSAGES - lanes, 0) * _MESSAGE
+
+
+def chunk_bytes(nbytes: int, nodes: int, largest: int) -> int:
+    """Return the bytes of a chunk of so many bytes in all; they are about equally long.
+
+    All turns together take the least time if the chunks have the square root of nbytes · `_TURN` / (2 · nodes).
+    """
+    best = max(isqrt(nbytes * _TURN // (2 * nodes)), _LEAST_CHUNK)
+    count = max(nbytes // min(best, largest), -(-nbytes // largest), 1)
+    return min(max(-(-nbytes // (64 * count)), 1) * 64, largest)
+
+
+def largest_chunk(most: int) -> int:
+    """Return the bytes of the largest chunk in the segment of a node with up to so many ranks."""
+    rows = ROWS * most + _RESULTS
+    return max(min(_CHUNK, _SEGMENT // rows // 4096 * 4096), _LEAST_CHUNK)
+
+
+class ChainSegment(SharedSegment):
+    """The shared segment of a node, whose chunks go on along the chain."""
+
+    folds_leaves = False
+
+    def __init__(self, chain: NodeChain, memory: Bytes) -> None:
+        self.chain, self.control = chain, chain.control
+        self.native, self.position = compiled is not None, 0
+        self.chunk_bytes = largest_chunk(chain.most)
+        size = chain.control.size
+        rows = memory.reshape(-1, self.chunk_bytes)
+        self.rows = rows[: ROWS * size].reshape(ROWS, size, self.chunk_bytes)
+        self._folded = rows[ROWS * size :]
+        # Two totals that come, and two that go.
+        part = -(-self.chunk_bytes // chain.lanes) + 64
+        self.totals = allocate((4, part * _WIDEST), np.dtype(np.uint8))
+
+    @staticmethod
+    def nbytes_of(chain: NodeChain) -> int:
+        """Return the bytes of memory that the ranks of this node share."""
+        return (ROWS * chain.control.size + _RESULTS) * largest_chunk(chain.most)
+
+    def chunk_for(self, nbytes: int) -> int:
+        return chunk_bytes(nbytes, self.chain.nodes, self.chunk_bytes)
+
+    def own(self, count: int) -> slice:
+        place, lanes = self.control.rank, self.chain.lanes
+        return own_part(count, place, lanes) if place < lanes else slice(0, 0)
+
+    def result(self, task: ChunkTask, number: int) -> Array:
+        """Return the memory for the result of a chunk."""
+        result: Array = self._folded[number % _RESULTS]
+        return result[: task.rows[0].nbytes].view(task.dtype)
+
+    def reduce(
+        self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
+    ) -> Steps:
+        call = _Call(self, list(chunk_tasks), op)
+        node, last = self.chain.node, self.chain.nodes - 1
+        delay = 2 * last - node + 1
+        copy = compiled.copy if self.native and nbytes > _LARGE else np.copyto
+        end = len(call.tasks) + delay
+        for turn in range(end + 1):
+            call.fill(turn - node)
+            if turn:
+                yield self.control
+            yield from call.fold(turn - 1 - node)
+            yield from call.take_result(turn - delay)
+            yield from call.free_result(turn - delay + 2)
+            if turn < end:
+                self.control.post()
+            if turn > delay:
+                task = call.tasks[turn - delay - 1]
+                folded = self.result(task, turn - delay - 1)
+                for part, target in task.targets():
+                    copy(target, folded[part])
+        yield from call.finish()
+
+
+class _Call:
+    """This rank's messages of one call, and the folds between them; numbers are those of chunks."""
+
+    def __init__(self, segment: ChainSegment, tasks: list[ChunkTask], op: str) -> None:
+        self.tasks, self._op = tasks, op
+        self._segment, self._chain = segment, segment.chain
+        self._is_last = segment.chain.node == segment.chain.nodes - 1
+        self._carries = segment.control.rank < segment.chain.lanes
+        # What comes next, and what has been sent: by the memory that it is sent from.
+        self._total: Handle | None = None
+        self._result: Handle | None = None
+        self._sent: dict[int, Handle] = {}
+        self._ask_total(0)
+
+    def fill(self, number: int) -> None:
+        """Publish this rank's elements."""
+        if 0 <= number < len(self.tasks):
+            self.tasks[number].fill(False)
+
+    def fold(self, number: int) -> Steps:
+        """Fold this rank's part onto the total of the nodes before, and send the total or the result."""
+        if not (self._carries and 0 <= number < len(self.tasks)):
+            return
+        task, total = self.tasks[number], None
+        if self._total is not None:
+            yield self._total
+            self._ask_total(number + 1)
+            total = self._coming(number)
+        own = self._own(number)
+        if self._is_last:
+            out = self._segment.result(task, number)[own]
+        else:
+            yield from self._free(-1 - (number & 1))
+            out = self._part(2 + (number & 1), number)
+        rows = [row[own] for row in task.rows]
+        self._chain.fold_on(self._op, task.dtype, total, rows, out)
+        if self._is_last:
+            self._send(out, self._memory_of(number), self._chain.before)
+        else:
+            self._send(out, -1 - (number & 1), self._chain.after)
+
+    def take_result(self, number: int) -> Steps:
+        """Wait for this rank's part of a result, send it on, and ask for the next one."""
+        if self._is_last or not self._carries:
+            return
+        if 0 <= number < len(self.tasks):
+            assert self._result is not None
+            yield self._result
+            if self._chain.node:
+                out = self._segment.result(self.tasks[number], number)[self._own(number)]
+                self._send(out, self._memory_of(number), self._chain.before)
+        if -1 <= number < len(self.tasks) - 1:
+            into = self._segment.result(self.tasks[number + 1], number + 1)[self._own(number + 1)]
+            self._result = self._chain.recv(into.view(np.uint8), self._chain.after)
+
+    def free_result(self, number: int) -> Steps:
+        """Wait until the memory for a result is free: others of this node may have another part of it then."""
+        yield from self._free(self._memory_of(number))
+
+    def finish(self) -> Steps:
+        """Wait until everything has been sent."""
+        yield from self._sent.values()
+
+    def _own(self, number: int) -> slice:
+        return self._segment.own(len(self.tasks[number].rows[0]))
+
+    def _part(self, place: int, number: int) -> Array:
+        """Return memory for a total of this rank's part."""
+        own, dtype = self._own(number), total_dtype(self.tasks[number].dtype)
+        part: Array = self._segment.totals[place].view(dtype)[: own.stop - own.start]
+        return part
+
+    def _coming(self, number: int) -> Array:
+        return self._part(number & 1, number)
+
+    def _ask_total(self, number: int) -> None:
+        self._total = None
+        if self._chain.before >= 0 and number < len(self.tasks):
+            into = self._coming(number).view(np.uint8)
+            self._total = self._chain.recv(into, self._chain.before)
+
+    @staticmethod
+    def _memory_of(number: int) -> int:
+        return number % _RESULTS
+
+    def _send(self, part: Array, memory: int, peer: int) -> None:
+        self._sent[memory] = self._chain.send(part.view(np.uint8), peer)
+
+    def _free(self, memory: int) -> Steps:
+        """Wait until what was sent from some memory is on its way."""
+        if (sent := self._sent.pop(memory, None)) is not None:
+            yield sent
+
+
+# The segments of transports, or None for those that cannot have one.
+_opened: Final[WeakKeyDictionary[Transport, ChainSegment | None]] = WeakKeyDictionary()
+
+
+def segment_of(transport: Link) -> Steps:
+    """Return the segment of a transport's chain, opened by the first call; collective.
+
+    None, on every rank, if the ranks of a node cannot open it.
+    """
+    assert isinstance(transport, Transport)
+    if transport not in _opened:
+        _opened[transport] = yield from _open(transport)
+    return _opened[transport]
+
+
+def opened(transport: Transport) -> bool:
+    """Tell whether the segment of a transport has been opened."""
+    return _opened.get(transport) is not None
+
+
+def _open(transport: Transport) -> Steps:
+    chain = transport.chain
+    if chain is None:
+        return None
+    memory, _ = yield from share(transport, ChainSegment.nbytes_of(chain), chain.control)
+    segment = None
+    if memory is not None:
+        with suppress(MemoryError):
+            segment = ChainSegment(chain, memory)
+    opening = MemoryOpened(segment is not None, compiled is not None)
+    replies = yield from exchange_details(transport.control, opening)
+    return segment if all(reply.opened for reply in replies) else None

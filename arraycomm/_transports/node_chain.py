@@ -1,0 +1,78 @@
+"""A chain of nodes: what the ranks of one node send goes on to the next node, in the order of ranks."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from arraycomm._dtypes import DType
+from arraycomm._folds import fold_on
+from arraycomm._transports.control import SharedControl
+from arraycomm._transports.pairs import Handle
+
+Bytes = np.ndarray[Any, Any]
+
+
+def is_chain(members: Sequence[Sequence[int]]) -> bool:
+    """Tell whether nodes with these ranks are several, of several ranks each, which follow one another."""
+    in_order = [rank for ranks in members for rank in ranks]
+    several = len(members) > 1 and min(map(len, members)) > 1
+    return several and in_order == sorted(in_order)
+
+
+class NodeChain(abc.ABC):
+    """One rank's place in the chain.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    members : sequence of sequence of int
+        The ranks of each node, for which `is_chain` holds.
+    control : SharedControl
+        Steps of the ranks of this node alone.
+
+    Attributes
+    ----------
+    node, nodes : int
+        The number of this rank's node, and how many nodes there are.
+    lanes, most : int
+        The ranks of the smallest node, and of the largest.
+    first : int
+        The first rank of this node.
+    before, after : int
+        The ranks of the neighbouring nodes with which this rank exchanges messages; -1 if there is none. A rank
+        for which the smallest node has no counterpart exchanges none.
+    """
+
+    def __init__(self, rank: int, members: Sequence[Sequence[int]], control: SharedControl) -> None:
+        self.control, place = control, control.rank
+        self.node = next(node for node, ranks in enumerate(members) if rank in ranks)
+        self.nodes = len(members)
+        self.lanes, self.most = min(map(len, members)), max(map(len, members))
+        self.first = members[self.node][0]
+        carries = place < self.lanes
+        self.before = members[self.node - 1][place] if carries and self.node else -1
+        self.after = members[self.node + 1][place] if carries and self.node + 1 < self.nodes else -1
+
+    @abc.abstractmethod
+    def send(self, buffer: Bytes, peer: int) -> Handle:
+        """Send bytes to a neighbour; several messages to one arrive in their order."""
+
+    @abc.abstractmethod
+    def recv(self, buffer: Bytes, peer: int) -> Handle:
+        """Receive what a neighbour sends."""
+
+    def fold_on(
+        self,
+        op: str,
+        dtype: DType,
+        total: Bytes | None,
+        rows: Sequence[Bytes],
+        out: Bytes,
+    ) -> None:
+        """Fold the rows of this node onto the total of the nodes before; `out` gets the result on the last one."""
+        fold_on(op, dtype, total, self.first, rows, out, more=self.node + 1 < self.nodes)

@@ -1,0 +1,225 @@
+"""The chain of nodes: what it is chosen for, and its results whatever the order in which ranks and messages go on."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arraycomm._collectives import chain
+from arraycomm._collectives.chain import ChainSegment, chunk_bytes, is_quicker, largest_chunk
+from arraycomm._collectives.segment import chunk_tasks
+from arraycomm._folds import fold
+from arraycomm._transports.control import SharedControl
+from arraycomm._transports.node_chain import NodeChain, is_chain
+
+MIB = 1 << 20
+
+# The choice
+
+
+@pytest.mark.parametrize(
+    ("members", "chained"),
+    [
+        ([[0, 1], [2, 3]], True),
+        ([[0, 1, 2], [3, 4]], True),
+        ([[0, 1, 2, 3]], False),
+        ([[0], [1]], False),
+        ([[0, 1], [2]], False),
+        ([[0, 2], [1, 3]], False),
+        ([[0, 1], [2, 3], [4, 5]], True),
+    ],
+)
+def test_nodes_whose_ranks_follow_one_another_are_a_chain(members, chained) -> None:
+    assert is_chain(members) == chained
+
+
+def test_a_chain_is_taken_if_it_sends_less_and_its_turns_take_less_than_that() -> None:
+    assert is_quicker(64 << 10, 2, 2, 1)
+    # The total of 16-bit floats has twice their bytes: as many as the slices of three ranks.
+    assert not is_quicker(64 * MIB, 2, 3, 2)
+    assert is_quicker(64 * MIB, 2, 4, 2)
+    # Two ranks of three nodes get what they would by slices.
+    assert not is_quicker(64 * MIB, 3, 2, 1)
+    assert not is_quicker(8 * MIB, 4, 2, 1)
+    assert is_quicker(64 * MIB, 4, 2, 1)
+    # With many ranks, slices are more messages than a chain has turns.
+    assert is_quicker(64 << 10, 2048, 64, 1)
+
+
+@given(st.integers(0, 1 << 36), st.integers(2, 4096), st.integers(2, 512))
+def test_chunks_fit_in_the_segment_and_are_about_equally_long(nbytes, nodes, most) -> None:
+    largest = largest_chunk(most)
+    assert largest % 64 == 0
+    assert (chain.ROWS * most + 5) * largest <= (64 * MIB if most <= 1000 else 1 << 30)
+    chunk = chunk_bytes(nbytes, nodes, largest)
+    assert 0 < chunk <= largest
+    assert chunk % 64 == 0
+    count = -(-nbytes // chunk)
+    assert count * chunk - nbytes < chunk
+    assert chunk_bytes(nbytes, 2 * nodes, largest) <= chunk
+
+
+# Ranks that go on in any order
+
+
+class _Message:
+    """A send or a receive, which is finished when the network says so."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer, self.moved = buffer, False
+
+    def done(self) -> bool:
+        return self.moved
+
+
+class _Network:
+    """Messages between ranks, moved at any time after both have begun; a send is finished later still."""
+
+    def __init__(self) -> None:
+        self.leaving: list[tuple[_Message, bytes]] = []
+        self.sent: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
+        self.asked: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
+        self.nbytes: dict[tuple[int, int], int] = defaultdict(int)
+
+    def ready(self) -> list[tuple[int, int]]:
+        return [key for key, sent in self.sent.items() if sent and self.asked[key]]
+
+    def move(self, key: tuple[int, int]) -> None:
+        sent, asked = self.sent[key].popleft(), self.asked[key].popleft()
+        assert len(sent.buffer) == len(asked.buffer)
+        asked.buffer[...] = sent.buffer
+        asked.moved = True
+        self.leaving.append((sent, sent.buffer.tobytes()))
+        self.nbytes[key] += len(sent.buffer)
+
+    def finish(self) -> None:
+        """Finish the send that was moved first; until then MPI may still read its memory."""
+        sent, content = self.leaving.pop(0)
+        assert sent.buffer.tobytes() == content
+        sent.moved = True
+
+
+class _Chain(NodeChain):
+    def __init__(
+        self, network: _Network, rank: int, members: list[list[int]], control: SharedControl
+    ) -> None:
+        super().__init__(rank, members, control)
+        self._network, self._rank = network, rank
+
+    def send(self, buffer: Any, peer: int) -> _Message:
+        self._network.sent[self._rank, peer].append(message := _Message(buffer))
+        return message
+
+    def recv(self, buffer: Any, peer: int) -> _Message:
+        self._network.asked[peer, self._rank].append(message := _Message(buffer))
+        return message
+
+
+class _Job:
+    """Ranks as coroutines, on nodes of these sizes."""
+
+    def __init__(self, sizes: list[int], seed: int) -> None:
+        starts = np.cumsum([0, *sizes])
+        self.members = [list(range(a, b)) for a, b in pairwise(starts)]
+        self.network, self._rng = _Network(), np.random.default_rng(seed)
+        self.segments: list[ChainSegment] = []
+        for ranks in self.members:
+            memory = np.zeros(SharedControl.nbytes(len(ranks)), np.uint8)
+            shared: Any = None
+            for place, rank in enumerate(ranks):
+                control = SharedControl(place, len(ranks), memory)
+                own = _Chain(self.network, rank, self.members, control)
+                if shared is None:
+                    shared = np.zeros(ChainSegment.nbytes_of(own), np.uint8)
+                self.segments.append(ChainSegment(own, shared))
+
+    def run(self, programs: list[Any]) -> None:
+        """Let any rank that can go on do so, or any message be moved, until all are finished."""
+        waiting: dict[int, Any] = dict.fromkeys(range(len(programs)))
+        while waiting:
+            able: list[Callable[[], None]] = [
+                lambda rank=rank: self._go_on(rank, programs[rank], waiting)
+                for rank, handle in waiting.items()
+                if handle is None or handle.done()
+            ]
+            able += [lambda key=key: self.network.move(key) for key in self.network.ready()]
+            able += [self.network.finish] if self.network.leaving else []
+            assert able, "no rank can go on"
+            able[int(self._rng.integers(len(able)))]()
+        assert not self.network.leaving, "a message may still read memory of the caller's"
+
+    @staticmethod
+    def _go_on(rank: int, program: Any, waiting: dict[int, Any]) -> None:
+        try:
+            waiting[rank] = next(program)
+        except StopIteration:
+            del waiting[rank]
+
+
+DTYPES = [np.dtype(name) for name in ("f4", "f8", "i2", "c8", "f2")] + [
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype(ml_dtypes.float8_e4m3fn),
+]
+SMALL = 4096
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(2, 3), min_size=2, max_size=4),
+    seed=st.integers(0, 1 << 30),
+    calls=st.lists(
+        st.tuples(st.integers(0, 12 * SMALL // 4), st.sampled_from(DTYPES), st.booleans()),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_results_are_in_rank_order_whoever_goes_on_first(sizes, seed, calls) -> None:
+    """Several calls one after another, of no chunk, one and more than memory has rows for; also in place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chain, "_CHUNK", SMALL)
+        patch.setattr(chain, "_LEAST_CHUNK", SMALL // 4)
+        patch.setattr(chain, "_TURN", 256)
+        job = _Job(sizes, seed)
+        rng, expected, made = np.random.default_rng(seed), [], []
+        for count, dtype, in_place in calls:
+            op = "sum" if dtype.kind == "i" else "mean"
+            rows = rng.integers(-9, 9, (sum(sizes), count)).astype(dtype)
+            result = np.empty(count, dtype)
+            fold(op, dtype, list(rows.copy()), result)
+            outs = rows if in_place else np.empty_like(rows)
+            expected.append((result, outs))
+            made.append((rows, outs, op))
+
+        def program(rank: int) -> Any:
+            segment = job.segments[rank]
+            for rows, outs, op in made:
+                tasks = chunk_tasks(segment, rows[rank], outs[rank])
+                yield from segment.reduce(tasks, op, rows[rank].nbytes)
+
+        job.run([program(rank) for rank in range(sum(sizes))])
+        for result, outs in expected:
+            assert all(out.tobytes() == result.tobytes() for out in outs)
+
+
+def test_a_link_carries_each_element_once_in_each_direction() -> None:
+    job = _Job([3, 3, 3], 0)
+    rows, outs = np.ones((9, 2 * MIB), np.float32), np.empty((9, 2 * MIB), np.float32)
+    job.run(
+        [
+            segment.reduce(chunk_tasks(segment, x, out), "sum", x.nbytes)
+            for segment, x, out in zip(job.segments, rows, outs, strict=True)
+        ]
+    )
+    assert (outs == 9).all()
+    links: dict[tuple[int, int], int] = defaultdict(int)
+    for (source, target), nbytes in job.network.nbytes.items():
+        links[source // 3, target // 3] += nbytes
+    assert links == dict.fromkeys([(0, 1), (1, 2), (2, 1), (1, 0)], rows[0].nbytes)
