@@ -18,6 +18,8 @@ from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import PAYLOAD, message_slot, shared_slot
 from arraycomm._transports.routes import pieces_of
+from docs.studies.scaling.chained import chunks as chained_chunks
+from docs.studies.scaling.chained import in_chain, is_chained
 
 ELEMENT: Final = 4  # float32
 # Where MPICH 5.0.2 leaves recursive doubling (powers of two) and Bruck's algorithm (others) for a
@@ -255,6 +257,13 @@ def _cut(nbytes: float, chunk: int) -> list[int]:
     return [chunk] * whole + [rest] * bool(rest)
 
 
+def _along_nodes(size: int, nbytes: float, per_node: int) -> Movement:
+    """Each rank of a node between others sends its part of every total, and of every result."""
+    copies = 2 if size > 2 * per_node else 1
+    cut = chained_chunks(size, int(nbytes), per_node)
+    return [Rounds(copies, chunk / per_node, per_node) for chunk in cut]
+
+
 def _no_messages(size: int, nbytes: float, per_node: int) -> Movement:
     return []
 
@@ -264,6 +273,7 @@ MOVEMENTS: Final[dict[str, Callable[[int, float, int], Movement]]] = {
     "header": _no_messages,
     "steps": _no_messages,
     "slices": _chunks,
+    "chain": _along_nodes,
 }
 
 
@@ -357,14 +367,16 @@ def payload(size: int, shared: bool) -> int:
     return (shared_slot if shared else message_slot)(size) - PAYLOAD
 
 
-def chosen(size: int, nbytes: int, shared: bool) -> str:
+def chosen(size: int, nbytes: int, shared: bool, per_node: int = 1) -> str:
     """Return the algorithm that arraycomm chooses; see `arraycomm._collectives.selection.choose`."""
-    return choose(nbytes, size, payload(size, shared), shared)
+    algorithm = str(choose(nbytes, size, payload(size, shared), shared))
+    chained = algorithm == "slices" and not shared and is_chained(size, nbytes, per_node)
+    return "chain" if chained else algorithm
 
 
 def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> float:
     """Return the seconds of arraycomm's allreduce: its header, and the algorithm it chooses."""
-    algorithm = chosen(size, nbytes, shared)
+    algorithm = chosen(size, nbytes, shared, machine.per_node)
     return header(size, machine, shared) + ALGORITHMS[algorithm](size, nbytes, machine, shared)
 
 
@@ -495,4 +507,5 @@ ALGORITHMS: Final[dict[str, Callable[[int, float, Machine, bool], float]]] = {
     "header": in_header,
     "steps": in_steps,
     "slices": in_slices,
+    "chain": in_chain,
 }

@@ -57,6 +57,8 @@ class Network:
         The node of each rank.
     clock : array of float
         The time of each rank, in seconds.
+    time : float
+        That of the event that happens.
     messages, leaving, nbytes : array of int
         What each rank has sent: messages, those of them to other nodes, and bytes.
     """
@@ -71,6 +73,7 @@ class Network:
         self._link = np.zeros(self.node[-1] + 1)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
+        self.time = 0.0
         self._calls: list[Call | None] = [None] * size
 
     def run(self, starts: Sequence[Callable[[], Call]]) -> list[Any]:
@@ -85,7 +88,7 @@ class Network:
             self.at(self.clock[rank], partial(begin, rank))
         self._results = results
         while self._events:
-            _, _, happen = heapq.heappop(self._events)
+            self.time, _, happen = heapq.heappop(self._events)
             happen()
         waiting = [rank for rank, call in enumerate(self._calls) if call is not None]
         if waiting:
@@ -144,6 +147,10 @@ class Network:
         self._sending[source], self._receiving[target] = begun + took, arrival
         self._count(source, target, nbytes)
         return begun + took, arrival
+
+    def can_send(self, rank: int) -> float:
+        """Return when a rank has sent what it has begun to send."""
+        return float(self._sending[rank])
 
     def fold(self, rank: int, nbytes: int) -> None:
         """Let a rank add so many bytes to others."""
@@ -274,6 +281,11 @@ class Group:
         key = (source, target, tag)
 
         def leave() -> None:
+            # Until this sender can send, others of its node may use their link.
+            ready = self.network.can_send(sender)
+            if ready > max(posted, self.network.time):
+                self.network.at(ready, leave)
+                return
             free, arrival = self.network.send(sender, receiver, len(buffer), posted)
             data = buffer.copy() if self.network.moves_data else buffer
             self._sent[key].append((arrival, data))

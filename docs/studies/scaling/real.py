@@ -31,7 +31,6 @@ NOT_MODELLED: Final = {
     Algorithm.SEGMENT: "memory that the ranks of a node share",
     Algorithm.SHARED: "arrays in memory that the ranks of a node share",
     Algorithm.NATIVE: "a device's own reduction",
-    Algorithm.CHAIN: "messages between the neighbours of a chain of nodes",
     Algorithm.FUNCTION: "a function of the user's",
     Algorithm.FUNCTION_BY_SLICES: "a function of the user's",
 }

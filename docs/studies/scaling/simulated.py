@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
 from arraycomm import Communicator
+from arraycomm._collectives import chain
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import PAYLOAD, ControlChannel, message_slot, shared_slot
+from arraycomm._transports.node_chain import NodeChain, is_chain
 from docs.studies.scaling import movements
 from docs.studies.scaling.measure import communicator
 from docs.studies.scaling.network import Group, Movement, Network, Plan, Planner
@@ -35,7 +38,21 @@ class _Members:
         slot = (shared_slot if group.together else message_slot)(group.size)
         self.rows = [np.zeros((group.size, slot), np.uint8) for _ in range(2)]
         self.scratch: Bytes = np.empty(0, np.uint8)
+        self.nodes: dict[int, list[int]] = {}
+        for rank, node in enumerate(group.network.node[group.members].tolist()):
+            self.nodes.setdefault(node, []).append(rank)
+        self._memory: dict[int, Bytes] = {}
         self._children: dict[tuple[int, int], _Members] = {}
+
+    def of_node(self, node: int) -> _Members:
+        """Return what the members on one node share."""
+        return self.child(-1, node, self.nodes[node])
+
+    def memory_of(self, node: int, place: NodeChain) -> Bytes:
+        """Return the shared segment of a node."""
+        if node not in self._memory:
+            self._memory[node] = np.zeros(chain.ChainSegment.nbytes_of(place), np.uint8)
+        return self._memory[node]
 
     def child(self, split: int, color: int, members: Sequence[int]) -> _Members:
         """Return what all callers with the same arguments share."""
@@ -76,6 +93,35 @@ class SimulatedControl(ControlChannel):
         return []
 
 
+class SimulatedChain(NodeChain):
+    """One rank's place in a chain of nodes; folds take time, and move data if the network does."""
+
+    # No other message has this tag.
+    _TAG: ClassVar[int] = -1
+
+    def __init__(self, members: _Members, rank: int) -> None:
+        group = members.group
+        self._group, self._rank, self._place = group, rank, int(group.members[rank])
+        node = int(group.network.node[self._place])
+        here = members.nodes[node]
+        control: Any = SimulatedControl(members.of_node(node), here.index(rank))
+        super().__init__(rank, list(members.nodes.values()), control)
+
+    def send(self, buffer: Bytes, peer: int) -> Handle:
+        return self._group.send(self._rank, peer, self._TAG, buffer)
+
+    def recv(self, buffer: Bytes, peer: int) -> Handle:
+        return self._group.receive(peer, self._rank, self._TAG, buffer)
+
+    def fold_on(
+        self, op: str, dtype: DType, total: Bytes | None, rows: Sequence[Bytes], out: Bytes
+    ) -> None:
+        adds = len(rows) - (total is None)
+        self._group.network.fold(self._place, adds * rows[0].nbytes)
+        if self._group.network.moves_data:
+            super().fold_on(op, dtype, total, rows, out)
+
+
 class SimulatedTransport(Transport):
     """One rank of a simulated group."""
 
@@ -96,6 +142,10 @@ class SimulatedTransport(Transport):
         self._direct = self.overlaps and self.size <= DIRECT_RANKS
         self._begun = 0
         self._splits = 0
+        places = list(members.nodes.values())
+        if self.overlaps and is_chain(places):
+            self.chain = SimulatedChain(members, rank)
+            chain.install(self, self.chain, members.memory_of(own, self.chain))
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         return self._meet(_alltoall, send, recv)

@@ -37,6 +37,7 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 | "slices", for each chunk: all-to-all, fold | (p − 1) α + n β (p − 1) / p + p ψ + n γ (p − 1) / p |
 | … and allgather, by a ring or by a message to each | (p − 1) α + n β (p − 1) / p |
 | slices of the whole array, both exchanges in few rounds (**not built**) | 2 log p α + n β (log p / 2 + 1) + p ψ + n γ |
+| "chain" of N nodes with m ranks each, in K chunks of c bytes | K + 2 N turns; in each, m ψ, c γ and two messages of each rank, which overlap with those of other ranks: 2 (α + c β / m) |
 | broadcast of k pieces by a chain | (p + k − 2) (α + n β / k) |
 | … by a binary tree | (2 k − 2 + about 2 log p) (α + n β / k) |
 | broadcast as MPI libraries do it: parts by a tree, then a ring | (log p + p − 1) α + 2 n β (p − 1) / p |
@@ -52,6 +53,8 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
   In the model, messages of a rank still go one by one; only folds hide behind them. What Python does is added in full.
 - Between nodes, up to 128 ranks send the slices of a chunk as a message to each rank. A folded slice goes once to each other
   node, and is passed on there.
+- Along a chain of nodes, the ranks of a node wait for one another in each turn, and share the node's link. The formula plays the turns one by one, with a clock for every rank (`docs/studies/scaling/chained.py`). It lets the ranks of a node send in
+  their order; in the simulation they send as soon as they can, which changes the time by up to 2 %.
 - With more ranks, slices go by collectives of the MPI, which chooses the algorithm of the allgather.
   MPICH 5.0.2 doubles (by Bruck's algorithm if p is no power of two) while the bytes of all ranks together are below
   512 KiB (80 KiB), and then uses a ring, as for chunks of 4 MiB. Open MPI's nonblocking allgather sends to each rank
@@ -61,7 +64,7 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
   they then take (p − 1) g + α, with a gap g between messages that is smaller than α. A ring gains
   nothing by that, as each of its rounds waits for the one before.
 - "In few rounds" sends slices through other ranks (Bruck et al. 1997): half of the array in each of log p
-  rounds. One rank still folds each slice, in rank order. Below, "the fastest algorithm in rank order" is
+  rounds. One rank still folds each slice, in rank order. Below, "the fastest by slices or by gathering" is
   the fastest of two kinds: slices of the whole array, with either all-to-all and either allgather; and gathering
   everything in few rounds.
 - MPI libraries use recursive doubling and Rabenseifner's algorithm inside `MPI_Allreduce` (Thakur,
