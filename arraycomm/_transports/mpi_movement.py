@@ -11,12 +11,12 @@ from arraycomm._transports.base import Handle
 from arraycomm._transports.mpi_failures import translated
 
 
-class _Movement:
+class Movement:
     """A nonblocking MPI operation, and its arguments, of which it keeps the buffers alive."""
 
     # MPI accesses the buffers until an operation is finished, even if the caller has given it up: a
     # message that comes too late must not be written into memory that has been used again.
-    under_way: ClassVar[set[_Movement]] = set()
+    under_way: ClassVar[set[Movement]] = set()
 
     def __init__(self, request: MPI.Request, arguments: tuple[Any, ...]) -> None:
         self._request, self._arguments = request, arguments
@@ -35,6 +35,6 @@ class _Movement:
 def begin(start: Callable[..., MPI.Request], *arguments: Any) -> Handle:
     """Begin an operation of MPI."""
     try:
-        return _Movement(start(*arguments), arguments)
+        return Movement(start(*arguments), arguments)
     except MPI.Exception as error:
         raise translated(error) from error

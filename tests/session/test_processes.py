@@ -155,7 +155,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path) -> None:
 STUCK = """
 import ctypes, functools, signal, sys, time, numpy as np, arraycomm as ac
 from arraycomm._protocol import process_watch
-from arraycomm._transports import mpi
+from arraycomm._transports import mpi_movement
 process_watch._FOR_EVER = 2.0
 comm = ac.init()
 if comm.rank == 0:
@@ -169,11 +169,11 @@ else:
     comm.send(1, 0)
     class Request:
         Test = functools.partial(ctypes.CDLL(None).sleep, 1000)
-    class Movement(mpi._Movement):
+    class Hanging(mpi_movement.Movement):
         def __init__(self, request, *buffers):
             super().__init__(request, *buffers)
             self._request = Request()
-    mpi._Movement = Movement
+    mpi_movement.Movement = Hanging
 comm.reduce(np.ones(3_000_000))
 """
 

@@ -292,9 +292,9 @@ def drop_first_task(comm: Member) -> None:
 
 def mpi_movements() -> Any:
     """Return the sends and receives that MPI has not finished, whoever waits for them."""
-    from arraycomm._transports.mpi import _Movement
+    from arraycomm._transports.mpi_movement import Movement
 
-    return _Movement.under_way
+    return Movement.under_way
 
 
 # Devices ---------------------------------------------------------------------------------------
