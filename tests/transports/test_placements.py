@@ -150,18 +150,23 @@ def test_measured_crossovers_change_the_algorithm_but_no_bits(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "int16"])
-def test_a_chain_of_nodes_has_the_bits_of_slices(comm: Communicator, dtype: str) -> None:
-    """Of arrays, also in place, and of trees of several dtypes; in several chunks, and again and again."""
+def test_a_chain_of_nodes_has_the_bits_of_slices(
+    comm: Communicator, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of arrays, also in place, and of trees of several dtypes; in many chunks, and again and again."""
     link, rank = internals.transport(comm), comm.rank
+    if link.chain is None:
+        pytest.skip("these nodes are no chain")
+    monkeypatch.setattr(chain, "_CHUNK", 32 << 10)
     rng, kind = np.random.default_rng(rank), np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
-    for count in (70_001, 2_500_003):
+    for count in (40_001, 150_003):
         x = rng.standard_normal(count).astype(kind)
         tree = {"a": x[: count // 3], "b": rng.standard_normal(count // 2), "c": x[::2], "d": x[:0]}
         link.crossovers = Crossovers(gather=0, slices=1 << 40)
         expected, reduced = comm.allreduce(x), ac.allreduce_tree(tree, "sum", comm=comm)
         link.crossovers = Crossovers(gather=0, slices=0)
         plan = comm.plan(tree, "sum")
-        for _ in range(3):
+        for _ in range(2):
             assert comm.allreduce(x).tobytes() == expected.tobytes()
             for found in (plan(tree), ac.allreduce_tree(tree, "sum", comm=comm)):
                 assert all(found[k].tobytes() == reduced[k].tobytes() for k in tree)
@@ -177,6 +182,8 @@ def test_without_memory_a_chain_of_nodes_is_left_aside(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If one rank has none, then on all of them."""
+    if internals.transport(comm).chain is None:
+        pytest.skip("these nodes are no chain")
     if comm.rank == 1:
         monkeypatch.setattr(chain, "allocate", _no_memory)
     internals.transport(comm).crossovers = Crossovers(gather=0, slices=0)
