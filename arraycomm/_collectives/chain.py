@@ -48,6 +48,7 @@ _MESSAGES: Final = 16
 _MESSAGE: Final = 256 << 10
 # Of the results, one is asked for, one has come, two may still be copied from, and one is still sent on.
 _RESULTS: Final = FOLDED + 2
+_LINE: Final = 64
 # The most bytes of a total for each byte of an element.
 _WIDEST: Final = 4
 # Results of more bytes would only push one another out of the caches.
@@ -106,8 +107,8 @@ class ChainSegment(SharedSegment):
         rows = memory.reshape(-1, self.chunk_bytes)
         self.rows = rows[: ROWS * size].reshape(ROWS, size, self.chunk_bytes)
         self._folded = rows[ROWS * size :]
-        # Two totals that come, and two that go.
-        part = -(-self.chunk_bytes // chain.lanes) + 64
+        # Two totals that come, and two that go: whole elements of any dtype, of a part that may have one more.
+        part = (self.chunk_bytes // (chain.lanes * _LINE) + 2) * _LINE
         self.totals = allocate((4, part * _WIDEST), np.dtype(np.uint8))
 
     @staticmethod

@@ -164,7 +164,7 @@ class _Job:
             del waiting[rank]
 
 
-DTYPES = [np.dtype(name) for name in ("f4", "f8", "i2", "c8", "f2")] + [
+DTYPES = [np.dtype(name) for name in ("f4", "f8", "i2", "c8", "c16", "f2")] + [
     np.dtype(ml_dtypes.bfloat16),
     np.dtype(ml_dtypes.float8_e4m3fn),
 ]
@@ -173,7 +173,7 @@ SMALL = 4096
 
 @settings(deadline=None, max_examples=60)
 @given(
-    sizes=st.lists(st.integers(2, 3), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(2, 7), min_size=2, max_size=4),
     seed=st.integers(0, 1 << 30),
     calls=st.lists(
         st.tuples(st.integers(0, 12 * SMALL // 4), st.sampled_from(DTYPES), st.booleans()),
