@@ -14,9 +14,10 @@ from arraycomm._communicator import Communicator, runner_of
 from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._cuda.devices import Devices
 from arraycomm._cuda.link import DeviceLink
-from arraycomm._dtypes import check_op, check_reducible, name_of
+from arraycomm._dtypes import DType, check_op, check_reducible, name_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
+from arraycomm._folds import total_dtype
 from arraycomm._native import compiled
 from arraycomm._protocol.group import Group
 from arraycomm._session import world
@@ -144,14 +145,18 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
         backend=comm.backend if device_link is None else device_link.name,
         algorithm=algorithm.value,
         copies=int(strided) + int(source.copied) + int(staged),
-        sent=_sent(algorithm, nbytes, group.size),
+        sent=_sent(algorithm, nbytes, source.dtype, group),
         notes=tuple(_notes(group, algorithm, x, device_link, placements.reason)),
     )
 
 
-def _sent(algorithm: Algorithm, nbytes: int, size: int) -> int:
+def _sent(algorithm: Algorithm, nbytes: int, dtype: DType, group: Group) -> int:
     """Return how many bytes a rank sends to others."""
+    size, chain = group.size, group.transport.chain
     match algorithm:
+        case Algorithm.CHAIN if chain is not None:
+            wide = total_dtype(dtype).itemsize // dtype.itemsize
+            return nbytes // chain.lanes * ((chain.after >= 0) * wide + (chain.before >= 0))
         case Algorithm.LOCAL | Algorithm.SHARED:
             return 0
         case Algorithm.SLICES | Algorithm.FUNCTION_BY_SLICES | Algorithm.NATIVE:

@@ -9,7 +9,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from arraycomm._callsite import call_site
-from arraycomm._collectives import selection
+from arraycomm._collectives import chain, selection
 from arraycomm._collectives.messages import Message
 from arraycomm._collectives.operation import Operation
 from arraycomm._collectives.placement import HostPlacement
@@ -89,6 +89,8 @@ class _Call:
         if self.moved:
             by_movement = self.algorithm not in _WITHOUT_MOVEMENTS
             slices = self.operation == Allreduce.name
+            if self.algorithm is Algorithm.CHAIN and not chain.opened(group.transport):
+                return Algorithm.SLICES
             return self.algorithm if by_movement else Algorithm.SLICES if slices else _MOVEMENT
         segment = opened(group.transport)
         if self.algorithm is Algorithm.SEGMENT and (segment is None or not segment.native):

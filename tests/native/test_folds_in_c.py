@@ -161,5 +161,18 @@ def test_what_does_not_fit_is_refused() -> None:
         in_c.fold_function("and", row.dtype)
     with pytest.raises(ValueError, match="as many results as rows"):
         in_c.prefixes("sum", row.dtype, [row, row], [out])
+    half, totals = np.zeros(4, np.float16), np.zeros(4, np.float32)
+    for total, rows, result, more in (
+        (None, [half], half.copy(), True),
+        (None, [half], totals, False),
+        (half.copy(), [half], half.copy(), False),
+        (totals, [half], totals, True),
+        (None, [half, half[:3]], totals, True),
+        (None, [half], half, False),
+    ):
+        with pytest.raises(ValueError, match="must have the same elements, and out its own memory"):
+            in_c.fold_on("sum", half.dtype, total, 1, rows, result, more=more)
+    with pytest.raises(ValueError, match="there is no such fold, or no row"):
+        in_c.fold_on("sum", half.dtype, None, 0, [], totals, more=True)
     with pytest.raises(ValueError, match="no level 9"):
         compiled.use_level(9)

@@ -15,6 +15,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks
 from arraycomm._transports.crossovers import Crossovers
+from tests.collectives.test_trace import traced
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH, TIMEOUT
 
@@ -159,6 +160,14 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
         pytest.skip("these nodes are no chain")
     monkeypatch.setattr(chain, "_CHUNK", 32 << 10)
     rng, kind = np.random.default_rng(rank), np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    # The first node sends totals, which bfloat16 has in float32, and the last one results.
+    link.crossovers = Crossovers(gather=0, slices=0)
+    wide = {"bfloat16": 4, "float8_e5m2": 4}.get(dtype, kind.itemsize)
+    explained = ac.explain(np.zeros(1000, kind), comm=comm)
+    assert explained.algorithm == "header"
+    explained = ac.explain(np.zeros(100_000, kind), comm=comm)
+    assert explained.algorithm == "chain"
+    assert explained.sent == 50_000 * (wide if rank < 2 else kind.itemsize)
     for count in (40_001, 150_003):
         x = rng.standard_normal(count).astype(kind)
         tree = {"a": x[: count // 3], "b": rng.standard_normal(count // 2), "c": x[::2], "d": x[:0]}
@@ -190,6 +199,8 @@ def test_without_memory_a_chain_of_nodes_is_left_aside(
     x = np.arange(300_000.0) + comm.rank
     assert (comm.allreduce(x) == comm.size * np.arange(300_000.0) + sum(range(comm.size))).all()
     assert not chain.opened(internals.transport(comm))
+    events = traced(comm, lambda comm: comm.allreduce(x))["traceEvents"]
+    assert {e["args"]["algorithm"] for e in events if e["name"] == "allreduce"} == {"slices"}
 
 
 @pytest.mark.parametrize("nbytes", [1 << 17, 3 << 20])
