@@ -90,7 +90,7 @@ def choose(
 
 def most_in_steps(payload: int) -> int:
     """Return how many bytes go step by step at most, if a slot has room for `payload` of them."""
-    return min(MAX_STEPS * payload, STEPS_BYTES)
+    return max(payload, min(MAX_STEPS * payload, STEPS_BYTES))
 
 
 def _or(measured: int | None, otherwise: int) -> int:

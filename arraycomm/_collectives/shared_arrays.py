@@ -228,7 +228,7 @@ class MakesSharedArrays:
         with other arrays. Without such an `out`, up to 3 ranks that have the native part fold straight
         out of shared memory as well. All other calls take these arrays as they take any.
 
-        An array of up to 128 KiB, which travels with the header, is ordinary memory. So is every array if
+        An array of up to 1 MiB (less with more than 3 ranks), which travels with the header, is ordinary memory. So is every array if
         the ranks cannot share memory: between nodes, or with one process alone. With `check=False`, ranks
         compare their calls of `allreduce` of large arrays from now on all the same. After an error in a
         call, its `out` may still be written by other ranks until their calls have ended too.

@@ -20,9 +20,10 @@ from arraycomm._transports.notes import NOTES_BYTES, Notes, SharedNotes
 
 PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)
-# The most bytes of payload in all slots of a step in shared memory, and the most and the least in one of them.
-_SHARED: Final = 512 << 10
-_LARGEST: Final = 128 << 10
+# The bytes that a rank reads from others' slots in the time by which a segment takes longer to start; and the most and
+# the least bytes of payload in a slot.
+_READ: Final = 1 << 20
+_LARGEST: Final = 1 << 20
 _LEAST: Final = 4 << 10
 # The least bytes of a slot between nodes, and the most that all slots of a step have as payload there.
 _MESSAGE_SLOT: Final = 256
@@ -30,8 +31,13 @@ _MESSAGES: Final = 256 << 10
 
 
 def shared_slot(size: int) -> int:
-    """Return the bytes of a slot in shared memory, for a group of `size` ranks."""
-    return PAYLOAD + min(max(_SHARED // size, _LEAST), _LARGEST) // 8 * 8
+    """Return the bytes of a slot in shared memory, for a group of `size` ranks.
+
+    Of arrays of n bytes in slots, a rank reads (size - 1) n bytes of others; through a segment it reads
+    2 (size - 1) n / size.
+    """
+    more = (size - 1) * (size - 2)
+    return PAYLOAD + min(max(_READ * size // max(more, 1), _LEAST), _LARGEST) // 8 * 8
 
 
 def message_slot(size: int) -> int:

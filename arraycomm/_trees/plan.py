@@ -55,8 +55,8 @@ class Plan(ProcessBound):
 
     Notes
     -----
-    Collective. A call compares one digest, and a tree of up to 128 KiB (between nodes 64, and 512
-    between two ranks) is sent with it. On one node, the bytes of a larger tree that other ranks fold
+    Collective. A call compares one digest, and a tree of up to 1 MiB (less with more than 3 ranks; between nodes 64 KiB, and
+    512 between two ranks) is sent with it. On one node, the bytes of a larger tree that other ranks fold
     are copied to memory that the ranks share, and the results from there. Between nodes, each byte
     is copied once, into a message that is reduced as `allreduce` does.
 

@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 # Shared slots -------------------------------------------------------------------------------------
 
-# The most bytes of all slots of a step in shared memory, and of one, as users have them.
-SLOTS = channels._SHARED, channels._LARGEST
+# The bytes that a rank may read more of others' slots, and the most bytes of a slot, as users have them.
+SLOTS = channels._READ, channels._LARGEST
 
 
 def slots() -> tuple[int, int]:
-    """Return the most bytes of all slots, and of one, of communicators that are made now."""
-    return channels._SHARED, channels._LARGEST
+    """Return what `set_slots` takes, as communicators that are made now have it."""
+    return channels._READ, channels._LARGEST
 
 
-def set_slots(of_all: int, largest: int) -> None:
+def set_slots(read: int, largest: int) -> None:
     """Let as many bytes travel with the headers of communicators that are made from now on.
 
     If they are few, small arrays go the ways of large ones as well.
     """
-    channels._SHARED, channels._LARGEST = of_all, largest
+    channels._READ, channels._LARGEST = read, largest
 
 
 # A communicator of its own ---------------------------------------------------------------------
