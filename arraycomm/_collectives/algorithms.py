@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._collectives import chain, chunks, segment, selection
+from arraycomm._collectives import chain, chunks, grid, segment, selection
 from arraycomm._collectives.blocks import (
     blocks_of,
     bounds_of,
@@ -43,6 +43,10 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
             yield from found.reduce(segment.chunk_tasks(found, source, target), op, source.nbytes)
             return
         algorithm = selection.without_segment(link, source.nbytes)
+    if algorithm is Algorithm.GRID:
+        assert isinstance(link, Transport)
+        yield from grid.allreduce(link, source, target, op)
+        return
     yield from _reduce_by(algorithm, link, source, target, op)
 
 

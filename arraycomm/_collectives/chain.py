@@ -1,12 +1,13 @@
 """Reductions over a chain of nodes: each node folds its ranks' elements onto the total of the nodes before.
 
 The total of a chunk goes from the first node to the last one, and the result goes back, so that a node's link carries
-each element once in each direction, however many ranks the node has. The ranks of a node publish their elements in a
-shared segment. Each of them folds and sends a part of every chunk, and copies in what others fold.
+each element once in each direction, however many ranks the node has. If there are many nodes for the bytes, the
+results go down a binary tree of nodes instead. The ranks of a node publish their elements in a shared segment. Each of
+them folds and sends a part of every chunk, and copies in what others fold.
 
 The chunks follow one another through the nodes. Node i folds chunk k in turn k + i + 1, and has its result in turn
-k + 2 (N - 1) - i + 1 of N nodes: what a turn waits for is sent in an earlier turn of a neighbour. A turn is a step of
-the node's own control channel.
+k + N + h of N nodes, if that has taken h steps from the last one: what a turn waits for is sent in an earlier turn of
+another node. A turn is a step of the node's own control channel.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from math import isqrt
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._arrays.results import allocate
+from arraycomm._collectives import grid
 from arraycomm._collectives.segment import (
     FOLDED,
     ROWS,
@@ -35,7 +37,7 @@ from arraycomm._folds import total_dtype
 from arraycomm._native import compiled
 from arraycomm._protocol.details import exchange_details
 from arraycomm._transports.base import Bytes, Handle, Link, Steps, Transport
-from arraycomm._transports.node_chain import NodeChain
+from arraycomm._transports.node_chain import NodeChain, ResultsRoute
 
 # The bytes of a chunk at most, if the segment of a node has at most so many then; and at least.
 _CHUNK: Final = 1 << 20
@@ -62,6 +64,8 @@ def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> 
         return False
     if (slices := transport.crossovers.slices) is not None:
         return nbytes > slices
+    if grid.is_preferred(transport, nbytes, chain.nodes):
+        return False
     widest = max(total_dtype(dtype).itemsize // dtype.itemsize for dtype in dtypes)
     return is_quicker(nbytes, chain.nodes, chain.lanes, widest)
 
@@ -94,6 +98,14 @@ def largest_chunk(most: int) -> int:
     return max(min(_CHUNK, _SEGMENT // rows // 4096 * 4096), _LEAST_CHUNK)
 
 
+def is_tree_quicker(nbytes: int, nodes: int) -> bool:
+    """Tell whether results had better go down a binary tree of nodes than back along the chain.
+
+    A node sends each of them twice then, and the last node has not so far to all others.
+    """
+    return nbytes < (nodes - 1 - (nodes - 1).bit_length()) * _TURN
+
+
 class ChainSegment(SharedSegment):
     """The shared segment of a node, whose chunks go on along the chain."""
 
@@ -106,7 +118,7 @@ class ChainSegment(SharedSegment):
         size = chain.control.size
         rows = memory.reshape(-1, self.chunk_bytes)
         self.rows = rows[: ROWS * size].reshape(ROWS, size, self.chunk_bytes)
-        self._folded = rows[ROWS * size :]
+        self.results = rows[ROWS * size :]
         # Two totals that come, and two that go: whole elements of any dtype, of a part that may have one more.
         part = (self.chunk_bytes // (chain.lanes * _LINE) + 2) * _LINE
         self.totals = allocate((4, part * _WIDEST), np.dtype(np.uint8))
@@ -123,48 +135,60 @@ class ChainSegment(SharedSegment):
         place, lanes = self.control.rank, self.chain.lanes
         return own_part(count, place, lanes) if place < lanes else slice(0, 0)
 
-    def result(self, task: ChunkTask, number: int) -> Array:
-        """Return the memory for the result of a chunk."""
-        result: Array = self._folded[number % _RESULTS]
-        return result[: task.rows[0].nbytes].view(task.dtype)
-
     def reduce(
         self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
     ) -> Steps:
-        call = _Call(self, list(chunk_tasks), op)
-        node, last = self.chain.node, self.chain.nodes - 1
-        delay = 2 * last - node + 1
+        chain = self.chain
+        route = chain.results_route(tree=is_tree_quicker(nbytes, chain.nodes))
+        call = _Call(self, list(chunk_tasks), op, route)
+        node, delay = chain.node, chain.nodes + route.hops
         copy = compiled.copy if self.native and nbytes > _LARGE else np.copyto
         end = len(call.tasks) + delay
         for turn in range(end + 1):
             call.fill(turn - node)
             if turn:
                 yield self.control
-            yield from call.fold(turn - 1 - node)
-            yield from call.take_result(turn - delay)
-            yield from call.free_result(turn - delay + 2)
+            if chain.carries:
+                yield from call.fold(turn - 1 - node)
+                yield from call.take_result(turn - delay)
+                yield from call.free_result(turn - delay + 2)
             if turn < end:
                 self.control.post()
             if turn > delay:
-                task = call.tasks[turn - delay - 1]
-                folded = self.result(task, turn - delay - 1)
-                for part, target in task.targets():
+                number = turn - delay - 1
+                folded = call.results_of(number)
+                for part, target in call.tasks[number].targets():
                     copy(target, folded[part])
         yield from call.finish()
+
+
+class _Memory:
+    """Memory for chunks of one length: this rank's parts of totals, all of the results, and its parts of these."""
+
+    def __init__(self, segment: ChainSegment, length: int, dtype: DType) -> None:
+        self.own = own = segment.own(length)
+        count, nbytes = own.stop - own.start, length * dtype.itemsize
+        self.totals = [row.view(total_dtype(dtype))[:count] for row in segment.totals]
+        self.results: list[Array] = [row[:nbytes].view(dtype) for row in segment.results]
+        self.own_results = [result[own] for result in self.results]
+        self.sent_totals = [total.view(np.uint8) for total in self.totals]
+        self.sent_results = [result.view(np.uint8) for result in self.own_results]
 
 
 class _Call:
     """This rank's messages of one call, and the folds between them; numbers are those of chunks."""
 
-    def __init__(self, segment: ChainSegment, tasks: list[ChunkTask], op: str) -> None:
-        self.tasks, self._op = tasks, op
+    def __init__(
+        self, segment: ChainSegment, tasks: list[ChunkTask], op: str, route: ResultsRoute
+    ) -> None:
+        self.tasks, self._op, self._route = tasks, op, route
         self._segment, self._chain = segment, segment.chain
         self._is_last = segment.chain.node == segment.chain.nodes - 1
-        self._carries = segment.control.rank < segment.chain.lanes
+        self._memories: dict[tuple[int, DType], _Memory] = {}
         # What comes next, and what has been sent: by the memory that it is sent from.
         self._total: Handle | None = None
         self._result: Handle | None = None
-        self._sent: dict[int, Handle] = {}
+        self._sent: dict[int, list[Handle]] = {}
         self._ask_total(0)
 
     def fill(self, number: int) -> None:
@@ -174,77 +198,76 @@ class _Call:
 
     def fold(self, number: int) -> Steps:
         """Fold this rank's part onto the total of the nodes before, and send the total or the result."""
-        if not (self._carries and 0 <= number < len(self.tasks)):
+        if not 0 <= number < len(self.tasks):
             return
-        task, total = self.tasks[number], None
+        task, memory, total = self.tasks[number], self._memory_of(number), None
         if self._total is not None:
             yield self._total
             self._ask_total(number + 1)
-            total = self._coming(number)
-        own = self._own(number)
+            total = memory.totals[number & 1]
+        own = memory.own
+        rows: Any = task.rows
+        rows = rows[:, own] if isinstance(rows, np.ndarray) else [row[own] for row in rows]
         if self._is_last:
-            out = self._segment.result(task, number)[own]
-        else:
-            yield from self._free(-1 - (number & 1))
-            out = self._part(2 + (number & 1), number)
-        rows = [row[own] for row in task.rows]
-        self._chain.fold_on(self._op, task.dtype, total, rows, out)
-        if self._is_last:
-            self._send(out, self._memory_of(number), self._chain.before)
-        else:
-            self._send(out, -1 - (number & 1), self._chain.after)
+            out = memory.own_results[number % _RESULTS]
+            self._chain.fold_on(self._op, task.dtype, total, rows, out)
+            self._send_result(memory, number)
+            return
+        going = 2 + (number & 1)
+        yield from self._free(-going)
+        self._chain.fold_on(self._op, task.dtype, total, rows, memory.totals[going])
+        self._sent[-going] = [self._chain.send(memory.sent_totals[going], self._chain.after)]
 
     def take_result(self, number: int) -> Steps:
         """Wait for this rank's part of a result, send it on, and ask for the next one."""
-        if self._is_last or not self._carries:
+        if self._is_last:
             return
         if 0 <= number < len(self.tasks):
             assert self._result is not None
             yield self._result
-            if self._chain.node:
-                out = self._segment.result(self.tasks[number], number)[self._own(number)]
-                self._send(out, self._memory_of(number), self._chain.before)
+            self._send_result(self._memory_of(number), number)
         if -1 <= number < len(self.tasks) - 1:
-            into = self._segment.result(self.tasks[number + 1], number + 1)[self._own(number + 1)]
-            self._result = self._chain.recv(into.view(np.uint8), self._chain.after)
+            into = self._memory_of(number + 1).sent_results[(number + 1) % _RESULTS]
+            self._result = self._chain.recv(into, self._route.source)
 
     def free_result(self, number: int) -> Steps:
         """Wait until the memory for a result is free: others of this node may have another part of it then."""
-        yield from self._free(self._memory_of(number))
+        yield from self._free(number % _RESULTS)
+
+    def results_of(self, number: int) -> Array:
+        """Return the result of a chunk."""
+        results = self._memory_of(number).results
+        return results[number % _RESULTS]
 
     def finish(self) -> Steps:
         """Wait until everything has been sent."""
-        yield from self._sent.values()
+        for sent in self._sent.values():
+            yield from sent
 
-    def _own(self, number: int) -> slice:
-        return self._segment.own(len(self.tasks[number].rows[0]))
-
-    def _part(self, place: int, number: int) -> Array:
-        """Return memory for a total of this rank's part."""
-        own, dtype = self._own(number), total_dtype(self.tasks[number].dtype)
-        part: Array = self._segment.totals[place].view(dtype)[: own.stop - own.start]
-        return part
-
-    def _coming(self, number: int) -> Array:
-        return self._part(number & 1, number)
+    def _memory_of(self, number: int) -> _Memory:
+        task = self.tasks[number]
+        key = len(task.rows[0]), task.dtype
+        memory = self._memories.get(key)
+        if memory is None:
+            memory = self._memories[key] = _Memory(self._segment, *key)
+        return memory
 
     def _ask_total(self, number: int) -> None:
         self._total = None
         if self._chain.before >= 0 and number < len(self.tasks):
-            into = self._coming(number).view(np.uint8)
+            into = self._memory_of(number).sent_totals[number & 1]
             self._total = self._chain.recv(into, self._chain.before)
 
-    @staticmethod
-    def _memory_of(number: int) -> int:
-        return number % _RESULTS
-
-    def _send(self, part: Array, memory: int, peer: int) -> None:
-        self._sent[memory] = self._chain.send(part.view(np.uint8), peer)
+    def _send_result(self, memory: _Memory, number: int) -> None:
+        if self._route.targets:
+            place = number % _RESULTS
+            sent = memory.sent_results[place]
+            self._sent[place] = [self._chain.send(sent, peer) for peer in self._route.targets]
 
     def _free(self, memory: int) -> Steps:
         """Wait until what was sent from some memory is on its way."""
-        if (sent := self._sent.pop(memory, None)) is not None:
-            yield sent
+        if memory in self._sent:
+            yield from self._sent.pop(memory)
 
 
 # The segments of transports, or None for those that cannot have one.

@@ -38,6 +38,8 @@ _CACHED_BYTES: Final = 8 << 20
 # So many chunks are copied past the caches and as many through them, to see which is quicker; then come so many others.
 _TRIED: Final = 3
 _BETWEEN_TRIALS: Final = 1024
+# Of more ranks, each copies in its own part as well, so that all rows lie at the same distance.
+_MANY: Final = 16
 # A segment was measured with up to so many ranks.
 _MEASURED_RANKS: Final = 8
 # Chunks that are under way at once. A rank that fills the row of chunk k has seen every rank publish chunk k - 2.
@@ -62,7 +64,7 @@ class ChunkTask(NamedTuple):
 
     fill: Callable[[bool], None]
     dtype: DType
-    rows: Sequence[Array]
+    rows: Sequence[Array] | Array
     targets: Callable[[], Targets]
     fold: Callable[[str, Array], None] | None = None
 
@@ -324,12 +326,21 @@ def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[
     control, step = segment.control, segment.chunk_for(source.nbytes) // source.itemsize
     for start in range(0, len(source), step):
         part, into = source[start : start + step], target[start : start + step]
-        rows = list(segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype))
+        rows = segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype)
         segment.position += 1
+        if control.size > _MANY:
+            fill = partial(_copy_all, rows[control.rank], part)
+            yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
+            continue
+        rows = list(rows)
         own = segment.own(len(part))
         fill = partial(_copy_others, rows[control.rank], part, own)
         rows[control.rank] = part
         yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
+
+
+def _copy_all(row: Flat, part: Flat, streams: bool) -> None:
+    (compiled.copy if streams else np.copyto)(row, part)
 
 
 def _copy_others(row: Flat, part: Flat, own: slice, streams: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from arraycomm._collectives import chain
+from arraycomm._collectives import chain, grid
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.segment import is_preferred
 from arraycomm._dtypes import DType
@@ -31,6 +31,7 @@ class Algorithm(enum.StrEnum):
     GATHER = "gather"
     SLICES = "slices"
     CHAIN = "chain"
+    GRID = "grid"
     SEGMENT = "segment"
     SHARED = "shared"
     NATIVE = "native"
@@ -51,13 +52,12 @@ def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Algorithm:
     stepwise = algorithm is Algorithm.STEPS and link.crossovers.steps is None
     if (stepwise or algorithm is Algorithm.SLICES) and is_preferred(link, nbytes):
         return Algorithm.SEGMENT
-    if algorithm is Algorithm.SLICES and _is_chained(link, dtype, nbytes):
-        return Algorithm.CHAIN
+    if algorithm is Algorithm.SLICES and isinstance(link, Transport):
+        if chain.is_preferred(link, [dtype], nbytes):
+            return Algorithm.CHAIN
+        if grid.is_preferred(link, nbytes):
+            return Algorithm.GRID
     return algorithm
-
-
-def _is_chained(link: Link, dtype: DType, nbytes: int) -> bool:
-    return isinstance(link, Transport) and chain.is_preferred(link, [dtype], nbytes)
 
 
 def without_segment(link: Link, nbytes: int) -> Algorithm:

@@ -195,7 +195,8 @@ static PyObject *py_fold_on(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "there is no such fold, or no row");
     Buffers buffers;
     if (make_room(&buffers, rows + 2)) return NULL;
-    if (take_all(&buffers, arrays, rows, PyBUF_SIMPLE) || (!begins && take(&buffers, total, PyBUF_SIMPLE))) goto end;
+    if (PyObject_CheckBuffer(arrays) ? take_rows(&buffers, arrays) : take_all(&buffers, arrays, rows, PyBUF_SIMPLE)) goto end;
+    if (!begins && take(&buffers, total, PyBUF_SIMPLE)) goto end;
     if (take(&buffers, out, PyBUF_WRITABLE) || check_fold_on(&buffers, rows, begins, more, number)) goto end;
     const void *few[2 * FEW_ROWS];
     const void **addresses = rows <= 2 * FEW_ROWS ? few : PyMem_Calloc((size_t)rows, sizeof(void *));
@@ -271,7 +272,7 @@ static PyMethodDef methods[] = {
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL,
      PyDoc_STR("fold(number, rows, out): write the fold of the rows, a sequence or one array, in their order, to `out`.")},
     {"fold_on", py_fold_on, METH_VARARGS,
-     PyDoc_STR("fold_on(number, total, before, rows, out, more): fold rows onto the total of as many before, or None; "
+     PyDoc_STR("fold_on(number, total, before, rows, out, more): fold rows, a sequence or one array, onto the total of as many before, or None; "
                "`out` gets a total if more rows are to come.")},
     {"prefixes", (PyCFunction)(void (*)(void))py_prefixes, METH_FASTCALL,
      PyDoc_STR("prefixes(number, rows, outs): write the fold of the rows up to row k to `outs[k]`.")},

@@ -13,41 +13,29 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Generator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from arraycomm._arrays.results import allocate
 from arraycomm._dtypes import DType
 from arraycomm._folds import fold, prefixes
+from arraycomm._transports.blocks import Blocks as Blocks  # noqa: PLC0414 - others import it here
+from arraycomm._transports.blocks import Flat as Flat  # noqa: PLC0414
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
 from arraycomm._transports.node_chain import NodeChain
 from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
 from arraycomm._transports.pairs import Pair, PlainPair
+from arraycomm._transports.rank_grid import RankGrid
 
 Bytes = np.ndarray[Any, Any]
-# One-dimensional, contiguous memory of a link: a NumPy array, or a `DeviceBuffer`.
-Flat: TypeAlias = Any
 Steps: TypeAlias = Generator["Handle", None, Any]
 
 # MPI before version 4 has 32-bit counts and offsets.
 MAX_BYTES: Final = 2**31 - 4096
 # Up to this many ranks of several nodes send each other messages of their own.
 DIRECT_RANKS: Final = 128
-
-
-class Blocks(NamedTuple):
-    """One block of `buffer` for each rank: `counts[r]` bytes from `offsets[r]`."""
-
-    buffer: Flat
-    counts: Sequence[int]
-    offsets: Sequence[int]
-
-    def block(self, rank: int) -> Flat:
-        """Return the bytes that belong to `rank`."""
-        start = self.offsets[rank]
-        return self.buffer[start : start + self.counts[rank]]
 
 
 class Link(abc.ABC):
@@ -131,8 +119,9 @@ class Transport(Link):
     local_rank: int
     local_size: int
     control: ControlChannel
-    # The chain of nodes, if there are several with several ranks each, in order.
+    # The chain of nodes, if there are several with several ranks each, in order; and the grid of many ranks.
     chain: NodeChain | None = None
+    grid: RankGrid | None = None
     mpi_comm: Any = None
     # Number of polls before a waiting rank starts to yield its core.
     spins: int = 0

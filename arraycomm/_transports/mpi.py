@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from mpi4py import MPI
 
@@ -24,8 +24,9 @@ from arraycomm._transports.mpi_failures import (
     survives_failures,
     translated,
 )
+from arraycomm._transports.mpi_grid import free_grid, make_grid
 from arraycomm._transports.mpi_memory import finish, shared_memory
-from arraycomm._transports.mpi_movement import begin
+from arraycomm._transports.mpi_movement import begin, vector
 from arraycomm._transports.mpi_pairs import MpiPair
 from arraycomm._transports.mpi_probe import MessageProbe
 from arraycomm._transports.mpi_relay import Broadcasts
@@ -77,25 +78,26 @@ class MPITransport(SharesFiles, Transport):
                 self._direct = DirectMessages(self._between, places)
             if share:
                 self.chain = make_chain(comm, self._between, places)
+            self.grid = make_grid(comm, places)
         else:
             self.control = SharedControl(self.rank, self.size, memory)
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.alltoall(send, recv)
-        return begin(self.mpi_comm.Ialltoallv, _vector(send), _vector(recv))
+        return begin(self.mpi_comm.Ialltoallv, vector(send), vector(recv))
 
     def allgather(self, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.allgather(recv)
-        return begin(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, _vector(recv))
+        return begin(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, vector(recv))
 
     def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
-        into = recv and _vector(recv)
+        into = recv and vector(recv)
         return begin(self.mpi_comm.Igatherv, [send, MPI.BYTE], into, root)
 
     def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
-        parts = send and _vector(send)
+        parts = send and vector(send)
         return begin(self.mpi_comm.Iscatterv, parts, [recv, MPI.BYTE], root)
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
@@ -145,6 +147,8 @@ class MPITransport(SharesFiles, Transport):
         self.control.close()
         if self.chain is not None:
             self.chain.control.close()
+        if self.grid is not None:
+            free_grid(self.grid)
         if self._between is not None:
             self._between.Free()
         self.mpi_comm.Free()
@@ -174,11 +178,6 @@ def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
     made, request = comm.Idup()
     finish(request)
     return made
-
-
-def _vector(blocks: Blocks) -> Any:
-    """Return blocks as MPI takes them."""
-    return [blocks.buffer, (blocks.counts, blocks.offsets), MPI.BYTE]
 
 
 def _find_nodes(comm: MPI.Intracomm) -> Sequence[int]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from mpi4py import MPI
 
-from arraycomm._transports.base import Handle
+from arraycomm._transports.base import Blocks, Handle
 from arraycomm._transports.mpi_failures import translated
 
 
@@ -30,6 +30,11 @@ class Movement:
         if finished:
             self.under_way.discard(self)
         return finished
+
+
+def vector(blocks: Blocks) -> Any:
+    """Return blocks as MPI takes them."""
+    return [blocks.buffer, (blocks.counts, blocks.offsets), MPI.BYTE]
 
 
 def begin(start: Callable[..., MPI.Request], *arguments: Any) -> Handle:

@@ -13,8 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arraycomm._collectives import chain
-from arraycomm._collectives.chain import ChainSegment, chunk_bytes, is_quicker, largest_chunk
+from arraycomm._collectives import chain, segment
+from arraycomm._collectives.chain import (
+    ChainSegment,
+    chunk_bytes,
+    is_quicker,
+    is_tree_quicker,
+    largest_chunk,
+)
 from arraycomm._collectives.segment import chunk_tasks
 from arraycomm._folds import fold
 from arraycomm._transports.control import SharedControl
@@ -52,6 +58,34 @@ def test_a_chain_is_taken_if_it_sends_less_and_its_turns_take_less_than_that() -
     assert is_quicker(64 * MIB, 4, 2, 1)
     # With many ranks, slices are more messages than a chain has turns.
     assert is_quicker(64 << 10, 2048, 64, 1)
+
+
+def test_results_go_down_a_tree_if_nodes_are_many_for_the_bytes() -> None:
+    assert not is_tree_quicker(1, 2)
+    assert not is_tree_quicker(8 * MIB, 4)
+    assert is_tree_quicker(100 * MIB, 2048)
+    assert not is_tree_quicker(4096 * MIB, 2048)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8, 11])
+def test_results_reach_every_node_once_in_as_many_hops_as_it_says(nodes, tree) -> None:
+    members = [[2 * node, 2 * node + 1] for node in range(nodes)]
+    control = SharedControl(1, 2, np.zeros(SharedControl.nbytes(2), np.uint8))
+    routes = {
+        rank: _Chain(_Network(), rank, members, control).results_route(tree=tree)
+        for _, rank in members
+    }
+    last = 2 * nodes - 1
+    assert (routes[last].hops, routes[last].source) == (0, -1)
+    reached = [target for route in routes.values() for target in route.targets]
+    assert sorted(reached) == [rank for rank in routes if rank != last]
+    for rank, (hops, _, targets) in routes.items():
+        assert len(targets) <= 1 + tree
+        assert all(routes[t].hops == hops + 1 and routes[t].source == rank for t in targets)
+    assert max(route.hops for route in routes.values()) == (
+        nodes.bit_length() - 1 if tree else nodes - 1
+    )
 
 
 @given(st.integers(0, 1 << 36), st.integers(2, 4096), st.integers(2, 512))
@@ -173,7 +207,10 @@ SMALL = 4096
 
 @settings(deadline=None, max_examples=60)
 @given(
-    sizes=st.lists(st.integers(2, 7), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(2, 7), min_size=2, max_size=4)
+    | st.lists(st.integers(2, 3), min_size=5, max_size=8),
+    tree=st.booleans(),
+    many=st.sampled_from([2, 16]),
     seed=st.integers(0, 1 << 30),
     calls=st.lists(
         st.tuples(st.integers(0, 12 * SMALL // 4), st.sampled_from(DTYPES), st.booleans()),
@@ -181,17 +218,19 @@ SMALL = 4096
         max_size=3,
     ),
 )
-def test_results_are_in_rank_order_whoever_goes_on_first(sizes, seed, calls) -> None:
+def test_results_are_in_rank_order_whoever_goes_on_first(sizes, tree, many, seed, calls) -> None:
     """Several calls one after another, of no chunk, one and more than memory has rows for; also in place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chain, "_CHUNK", SMALL)
         patch.setattr(chain, "_LEAST_CHUNK", SMALL // 4)
         patch.setattr(chain, "_TURN", 256)
+        patch.setattr(chain, "is_tree_quicker", lambda *_: tree)
+        patch.setattr(segment, "_MANY", many)
         job = _Job(sizes, seed)
         rng, expected, made = np.random.default_rng(seed), [], []
         for count, dtype, in_place in calls:
             op = "sum" if dtype.kind == "i" else "mean"
-            rows = rng.integers(-9, 9, (sum(sizes), count)).astype(dtype)
+            rows = (9 * rng.standard_normal((sum(sizes), count))).astype(dtype)
             result = np.empty(count, dtype)
             fold(op, dtype, list(rows.copy()), result)
             outs = rows if in_place else np.empty_like(rows)
@@ -199,10 +238,10 @@ def test_results_are_in_rank_order_whoever_goes_on_first(sizes, seed, calls) -> 
             made.append((rows, outs, op))
 
         def program(rank: int) -> Any:
-            segment = job.segments[rank]
+            own = job.segments[rank]
             for rows, outs, op in made:
-                tasks = chunk_tasks(segment, rows[rank], outs[rank])
-                yield from segment.reduce(tasks, op, rows[rank].nbytes)
+                tasks = chunk_tasks(own, rows[rank], outs[rank])
+                yield from own.reduce(tasks, op, rows[rank].nbytes)
 
         job.run([program(rank) for rank in range(sum(sizes))])
         for result, outs in expected:
@@ -214,8 +253,8 @@ def test_a_link_carries_each_element_once_in_each_direction() -> None:
     rows, outs = np.ones((9, 2 * MIB), np.float32), np.empty((9, 2 * MIB), np.float32)
     job.run(
         [
-            segment.reduce(chunk_tasks(segment, x, out), "sum", x.nbytes)
-            for segment, x, out in zip(job.segments, rows, outs, strict=True)
+            own.reduce(chunk_tasks(own, x, out), "sum", x.nbytes)
+            for own, x, out in zip(job.segments, rows, outs, strict=True)
         ]
     )
     assert (outs == 9).all()

@@ -1,0 +1,97 @@
+"""Reductions of many ranks by few messages: slices go along the rows of a grid of ranks, and then along its columns.
+
+Slice s of p, of which rank (s % rows) * columns + s // rows folds the elements of all ranks, so that the slices that
+a column folds lie side by side. A rank sends each rank of its row those of that rank's column, and gets as much
+from each. Then it sends each rank of its column the slice which that one folds, of all ranks of its own row: so they
+arrive in rank order. The results go back by columns and rows. This takes 2 (rows + columns) messages in place of 2 p,
+and every element goes between ranks once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+from arraycomm._collectives.blocks import blocks_of, raw
+from arraycomm._transports.base import Blocks, Flat, Steps, Transport
+from arraycomm._transports.rank_grid import RankGrid
+
+# The most bytes of a chunk.
+_CHUNK: Final = 64 << 20
+# The bytes that a link takes in the latency of a message, and in the time of a turn of a chain.
+_MESSAGE: Final = 32 << 10
+_TURN: Final = 512 << 10
+
+
+def is_preferred(transport: Transport, nbytes: int, chained: int = 0) -> bool:
+    """Tell whether so many bytes are better reduced over the grid of a transport; see `is_quicker`."""
+    grid = transport.grid
+    return grid is not None and is_quicker(nbytes, grid.rows, grid.columns, grid.lanes, chained)
+
+
+def is_quicker(nbytes: int, rows: int, columns: int, lanes: int, chained: int = 0) -> bool:
+    """Tell whether a grid is quicker than slices, or than a chain of so many nodes if that is not 0.
+
+    `lanes` ranks of a node share its link, over which each element goes once more than by slices. Along a chain
+    each goes twice, and the chain takes two turns for each node.
+    """
+    if chained:
+        messages = 2 * (rows + columns) * _MESSAGE
+        return nbytes * (3 * lanes - 2) + messages < 2 * chained * _TURN
+    fewer = 2 * (rows * columns - rows - columns + 1)
+    return nbytes * lanes < fewer * _MESSAGE
+
+
+def scratch_bytes(nbytes: int, size: int, itemsize: int = 16) -> int:
+    """Return the bytes of scratch memory that suffice for so many bytes of elements of this size."""
+    return 2 * (min(nbytes, _CHUNK) + size * itemsize)
+
+
+def allreduce(transport: Transport, source: Flat, target: Flat, op: str) -> Steps:
+    """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
+    grid = transport.grid
+    assert grid is not None
+    step = max(_CHUNK // source.itemsize, 1)
+    for start in range(0, len(source), step):
+        part = slice(start, start + step)
+        yield from _reduce_chunk(transport, grid, source[part], target[part], op)
+
+
+def _reduce_chunk(
+    transport: Transport, grid: RankGrid, source: Flat, target: Flat, op: str
+) -> Steps:
+    rows, columns = grid.rows, grid.columns
+    row, column = divmod(grid.rank, columns)
+    count, dtype = len(source), source.dtype
+    longest = -(-count // (rows * columns))
+    # Where what each column folds begins, and each slice of this rank's column: the last ones are short, or empty.
+    bounds = [min(rows * longest * number, count) for number in range(columns + 1)]
+    ends = [
+        min(bounds[column] + longest * number, bounds[column + 1]) for number in range(rows + 1)
+    ]
+    memory: Flat = transport.take(2 * rows * columns * longest, dtype)
+    come, sent = memory.reshape(2, -1)
+
+    # From each rank of the row, all slices of this column; then to each rank of the column, its slice of this row.
+    brought = [ends[-1] - ends[0]] * columns
+    yield grid.row.alltoall(blocks_of(source, bounds), _spaced(come, rows * longest, brought))
+    by_slice = sent.reshape(rows, columns, longest)
+    by_slice[...] = come.reshape(columns, rows, longest).transpose(1, 0, 2)
+    lengths = [columns * longest * (end > start) for start, end in pairwise(ends)]
+    came = _spaced(come, columns * longest, [lengths[row]] * rows)
+    yield grid.column.alltoall(_spaced(sent, columns * longest, lengths), came)
+
+    if lengths[row]:
+        own, folded = slice(*ends[row : row + 2]), sent[:longest]
+        transport.fold(op, dtype, come.reshape(-1, longest), folded)
+        target[own] = folded[: own.stop - own.start]
+    yield grid.column.allgather(blocks_of(target, ends))
+    yield grid.row.allgather(blocks_of(target, bounds))
+
+
+def _spaced(array: Flat, apart: int, counts: Sequence[int]) -> Blocks:
+    """Return so many elements for each rank, which begin so far apart, as blocks of bytes."""
+    itemsize = array.itemsize
+    offsets = range(0, len(counts) * apart * itemsize, apart * itemsize)
+    return Blocks(raw(array), [count * itemsize for count in counts], offsets)
