@@ -43,8 +43,10 @@ from arraycomm._transports.node_chain import NodeChain, ResultsRoute
 _CHUNK: Final = 1 << 20
 _SEGMENT: Final = 64 << 20
 _LEAST_CHUNK: Final = 16 << 10
-# The bytes that a link takes in the time of a turn that moves nothing.
+# The bytes that a link takes in the time of a turn that moves nothing; and those that a node publishes, folds, sends
+# and copies in that time.
 _TURN: Final = 512 << 10
+_WORKED: Final = 320 << 10
 # The messages of slices that take as long as a turn, and the bytes that a link takes in the time of one of them.
 _MESSAGES: Final = 16
 _MESSAGE: Final = 256 << 10
@@ -82,12 +84,23 @@ def is_quicker(nbytes: int, nodes: int, lanes: int, widest: int) -> bool:
     return saved > 0 and nbytes * saved >= (nodes - 2) * max(_MESSAGES - lanes, 0) * _MESSAGE
 
 
+def is_tree_quicker(nbytes: int, nodes: int) -> bool:
+    """Tell whether results had better go down a binary tree of nodes than back along the chain.
+
+    A node sends each of them twice then, and the last node has not so far to all others.
+    """
+    return nbytes < (nodes - 1 - (nodes - 1).bit_length()) * _TURN
+
+
 def chunk_bytes(nbytes: int, nodes: int, largest: int) -> int:
     """Return the bytes of a chunk of so many bytes in all; they are about equally long.
 
-    All turns together take the least time if the chunks have the square root of nbytes · `_TURN` / (2 · nodes).
+    All turns together take the least time if the chunks have the square root of nbytes · `_WORKED` / the turns
+    that the first one takes.
     """
-    best = max(isqrt(nbytes * _TURN // (2 * nodes)), _LEAST_CHUNK)
+    tree = is_tree_quicker(nbytes, nodes)
+    hops = nodes.bit_length() - 1 if tree else nodes - 1
+    best = max(isqrt(nbytes * _WORKED // (nodes + hops)), _LEAST_CHUNK)
     count = max(nbytes // min(best, largest), -(-nbytes // largest), 1)
     return min(max(-(-nbytes // (64 * count)), 1) * 64, largest)
 
@@ -96,14 +109,6 @@ def largest_chunk(most: int) -> int:
     """Return the bytes of the largest chunk in the segment of a node with up to so many ranks."""
     rows = ROWS * most + _RESULTS
     return max(min(_CHUNK, _SEGMENT // rows // 4096 * 4096), _LEAST_CHUNK)
-
-
-def is_tree_quicker(nbytes: int, nodes: int) -> bool:
-    """Tell whether results had better go down a binary tree of nodes than back along the chain.
-
-    A node sends each of them twice then, and the last node has not so far to all others.
-    """
-    return nbytes < (nodes - 1 - (nodes - 1).bit_length()) * _TURN
 
 
 class ChainSegment(SharedSegment):
@@ -151,7 +156,8 @@ class ChainSegment(SharedSegment):
             if chain.carries:
                 yield from call.fold(turn - 1 - node)
                 yield from call.take_result(turn - delay)
-                yield from call.free_result(turn - delay + 2)
+                # Others of this node may have another part of it then.
+                yield from call.sent_result(turn - delay + 2)
             if turn < end:
                 self.control.post()
             if turn > delay:
@@ -182,9 +188,12 @@ class _Call:
         self, segment: ChainSegment, tasks: list[ChunkTask], op: str, route: ResultsRoute
     ) -> None:
         self.tasks, self._op, self._route = tasks, op, route
-        self._segment, self._chain = segment, segment.chain
+        self._chain = segment.chain
         self._is_last = segment.chain.node == segment.chain.nodes - 1
-        self._memories: dict[tuple[int, DType], _Memory] = {}
+        # That of each chunk: most of them are equally long.
+        shapes = [(len(task.rows[0]), task.dtype) for task in tasks]
+        made = {shape: _Memory(segment, *shape) for shape in dict.fromkeys(shapes)}
+        self._memory = [made[shape] for shape in shapes]
         # What comes next, and what has been sent: by the memory that it is sent from.
         self._total: Handle | None = None
         self._result: Handle | None = None
@@ -200,7 +209,7 @@ class _Call:
         """Fold this rank's part onto the total of the nodes before, and send the total or the result."""
         if not 0 <= number < len(self.tasks):
             return
-        task, memory, total = self.tasks[number], self._memory_of(number), None
+        task, memory, total = self.tasks[number], self._memory[number], None
         if self._total is not None:
             yield self._total
             self._ask_total(number + 1)
@@ -214,7 +223,7 @@ class _Call:
             self._send_result(memory, number)
             return
         going = 2 + (number & 1)
-        yield from self._free(-going)
+        yield from self._sent.pop(-going, ())
         self._chain.fold_on(self._op, task.dtype, total, rows, memory.totals[going])
         self._sent[-going] = [self._chain.send(memory.sent_totals[going], self._chain.after)]
 
@@ -225,18 +234,18 @@ class _Call:
         if 0 <= number < len(self.tasks):
             assert self._result is not None
             yield self._result
-            self._send_result(self._memory_of(number), number)
+            self._send_result(self._memory[number], number)
         if -1 <= number < len(self.tasks) - 1:
-            into = self._memory_of(number + 1).sent_results[(number + 1) % _RESULTS]
+            into = self._memory[number + 1].sent_results[(number + 1) % _RESULTS]
             self._result = self._chain.recv(into, self._route.source)
 
-    def free_result(self, number: int) -> Steps:
-        """Wait until the memory for a result is free: others of this node may have another part of it then."""
-        yield from self._free(number % _RESULTS)
+    def sent_result(self, number: int) -> Iterable[Handle]:
+        """Return what is on its way from memory that a result is to have."""
+        return self._sent.pop(number % _RESULTS, ())
 
     def results_of(self, number: int) -> Array:
         """Return the result of a chunk."""
-        results = self._memory_of(number).results
+        results = self._memory[number].results
         return results[number % _RESULTS]
 
     def finish(self) -> Steps:
@@ -244,18 +253,10 @@ class _Call:
         for sent in self._sent.values():
             yield from sent
 
-    def _memory_of(self, number: int) -> _Memory:
-        task = self.tasks[number]
-        key = len(task.rows[0]), task.dtype
-        memory = self._memories.get(key)
-        if memory is None:
-            memory = self._memories[key] = _Memory(self._segment, *key)
-        return memory
-
     def _ask_total(self, number: int) -> None:
         self._total = None
         if self._chain.before >= 0 and number < len(self.tasks):
-            into = self._memory_of(number).sent_totals[number & 1]
+            into = self._memory[number].sent_totals[number & 1]
             self._total = self._chain.recv(into, self._chain.before)
 
     def _send_result(self, memory: _Memory, number: int) -> None:
@@ -263,11 +264,6 @@ class _Call:
             place = number % _RESULTS
             sent = memory.sent_results[place]
             self._sent[place] = [self._chain.send(sent, peer) for peer in self._route.targets]
-
-    def _free(self, memory: int) -> Steps:
-        """Wait until what was sent from some memory is on its way."""
-        if memory in self._sent:
-            yield from self._sent.pop(memory)
 
 
 # The segments of transports, or None for those that cannot have one.

@@ -18,10 +18,11 @@ from arraycomm._transports.base import Blocks, Flat, Steps, Transport
 from arraycomm._transports.rank_grid import RankGrid
 
 # The most bytes of a chunk.
-_CHUNK: Final = 64 << 20
-# The bytes that a link takes in the latency of a message, and in the time of a turn of a chain.
+_CHUNK: Final = 256 << 20
+# The bytes that a link takes in the latency of a message, in the time of a turn of a chain, and while a rank sorts a byte.
 _MESSAGE: Final = 32 << 10
 _TURN: Final = 512 << 10
+_SORTED: Final = 3
 
 
 def is_preferred(transport: Transport, nbytes: int, chained: int = 0) -> bool:
@@ -34,13 +35,13 @@ def is_quicker(nbytes: int, rows: int, columns: int, lanes: int, chained: int = 
     """Tell whether a grid is quicker than slices, or than a chain of so many nodes if that is not 0.
 
     `lanes` ranks of a node share its link, over which each element goes once more than by slices. Along a chain
-    each goes twice, and the chain takes two turns for each node.
+    each goes twice, and the chain takes a turn for each node.
     """
     if chained:
         messages = 2 * (rows + columns) * _MESSAGE
-        return nbytes * (3 * lanes - 2) + messages < 2 * chained * _TURN
+        return nbytes * (3 * lanes - 2 + _SORTED) + messages < chained * _TURN
     fewer = 2 * (rows * columns - rows - columns + 1)
-    return nbytes * lanes < fewer * _MESSAGE
+    return nbytes * (lanes + _SORTED) < fewer * _MESSAGE
 
 
 def scratch_bytes(nbytes: int, size: int, itemsize: int = 16) -> int:

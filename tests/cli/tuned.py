@@ -51,15 +51,15 @@ def measurements_of_rank_0_hold_on_every_rank() -> None:
     _name_on_rank_0(RIGHT)
     comm = ac.init(timeout=20)
     assert internals.transport(comm).crossovers == NEVER
-    x = np.arange(30_000.0) + comm.rank
+    x = np.arange(200_000.0) + comm.rank
     assert x.nbytes > internals.inline_bytes(comm)
-    assert (comm.allreduce(x) == 2 * np.arange(30_000.0) + 1).all()
+    assert (comm.allreduce(x) == 2 * np.arange(200_000.0) + 1).all()
     explained = ac.explain(x)
     assert explained.algorithm in {"slices", "segment"}
     assert f"chosen by what was measured of 2 ranks on 1 node: {RIGHT}" in str(explained)
     assert "measured" not in str(ac.explain(1.0))
     with comm.dup() as in_steps:
-        internals.transport(in_steps).crossovers = Crossovers(steps=1 << 20)
+        internals.transport(in_steps).crossovers = Crossovers(steps=4 << 20)
         assert ac.explain(x, comm=in_steps).algorithm == "steps"
 
 

@@ -223,7 +223,7 @@ def test_results_are_in_rank_order_whoever_goes_on_first(sizes, tree, many, seed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chain, "_CHUNK", SMALL)
         patch.setattr(chain, "_LEAST_CHUNK", SMALL // 4)
-        patch.setattr(chain, "_TURN", 256)
+        patch.setattr(chain, "_WORKED", 256)
         patch.setattr(chain, "is_tree_quicker", lambda *_: tree)
         patch.setattr(segment, "_MANY", many)
         job = _Job(sizes, seed)

@@ -33,18 +33,18 @@ def test_sides_are_the_divisors_closest_to_one_another(size) -> None:
 
 
 def test_a_grid_is_taken_if_its_messages_save_more_than_its_bytes_cost() -> None:
-    assert not is_quicker(100 * MIB, 32, 32, 1)
-    assert is_quicker(50 * MIB, 32, 32, 1)
+    assert not is_quicker(16 * MIB, 32, 32, 1)
+    assert is_quicker(14 * MIB, 32, 32, 1)
     assert is_quicker(100 * MIB, 256, 512, 1)
     # The ranks of a node share its link.
-    assert not is_quicker(50 * MIB, 32, 32, 8)
+    assert not is_quicker(14 * MIB, 32, 32, 8)
     # A row is no grid.
     assert not is_quicker(1 << 10, 1, 1031, 1)
 
 
 def test_a_grid_is_taken_in_place_of_a_long_chain_for_small_arrays() -> None:
     assert is_quicker(1 * MIB, 256, 512, 64, 2048)
-    assert not is_quicker(64 * MIB, 256, 512, 64, 2048)
+    assert not is_quicker(8 * MIB, 256, 512, 64, 2048)
     assert not is_quicker(1 * MIB, 12, 12, 64, 2)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from arraycomm._collectives.chain import chunk_bytes, is_quicker, largest_chunk
+from arraycomm._collectives.chain import chunk_bytes, is_quicker, is_tree_quicker, largest_chunk
 
 if TYPE_CHECKING:
     from docs.studies.scaling.model import Machine
@@ -33,8 +33,34 @@ def chunks(size: int, nbytes: int, per_node: int) -> list[int]:
 
 
 def turns(size: int, nbytes: int, per_node: int) -> int:
-    """Return how many turns a call takes: K + 2 (N − 1) + 2, of K chunks and N nodes."""
-    return len(chunks(size, nbytes, per_node)) + 2 * (size // per_node - 1) + 2
+    """Return how many turns a call takes: K + N + h + 1, of K chunks and N nodes, if results take up to h hops."""
+    hops = _results(size // per_node, nbytes)[0].max()
+    return len(chunks(size, nbytes, per_node)) + size // per_node + int(hops) + 1
+
+
+def copies(size: int, nbytes: int, per_node: int) -> int:
+    """Return how often the node that sends most sends the bytes of a chunk, as totals and as results."""
+    nodes = size // per_node
+    _, children = _results(nodes, nbytes)
+    return int((np.count_nonzero(children >= 0, axis=0) + (np.arange(nodes) < nodes - 1)).max())
+
+
+def _results(nodes: int, nbytes: int) -> tuple[Array, Array]:
+    """Return how many hops results take to each node, and to which nodes it sends them; -1 is none."""
+    number = nodes - 1 - np.arange(nodes)
+    if is_tree_quicker(nbytes, nodes):
+        hops = np.array([(n + 1).bit_length() - 1 for n in number.tolist()])
+        children = np.array([2 * number + 1, 2 * number + 2])
+    else:
+        hops, children = number, (number + 1)[None]
+    return hops, np.where(children < nodes, nodes - 1 - children, -1)
+
+
+def _lengths(cut: Array, numbers: Array) -> Array:
+    """Return the bytes of these chunks; none of those that do not exist."""
+    there = (numbers >= 0) & (numbers < len(cut))
+    lengths: Array = np.where(there, cut[np.clip(numbers, 0, len(cut) - 1)], 0)
+    return lengths
 
 
 @lru_cache(maxsize=256)
@@ -43,15 +69,17 @@ def in_chain(size: int, nbytes: int, machine: Machine, shared: bool = False) -> 
     lanes = machine.per_node
     nodes, cut = size // lanes, np.array(chunks(size, int(nbytes), lanes))
     last, count = nodes - 1, len(cut)
+    number, (hops, children) = np.arange(nodes), _results(nodes, int(nbytes))
     # When each node begins a turn, and its link is free.
     begun, link = np.zeros((2, nodes))
     # Of each rank: its clock in a turn, when it has sent and received, and when a total and a result have come.
     clock, sent, received, total, result = np.zeros((5, nodes, lanes))
-    python = lanes * machine.part + 4 * machine.begin + machine.step
+    messages = 2 + copies(size, int(nbytes), lanes)
+    python = machine.turn + lanes * machine.lane + messages * machine.message
 
-    def send(source: slice, target: slice, part: Array) -> Array:
-        """Send from nodes to their neighbours, by one rank of a node after another; return the arrivals."""
-        moved = part[:, None] * machine.per_byte
+    def send(source: Array, target: Array, chunk: Array) -> Array:
+        """Send from nodes to others, by one rank of a node after another; return the arrivals."""
+        moved = (cut[chunk] / lanes)[:, None] * machine.per_byte
         behind = moved * np.arange(lanes)
         ready = np.maximum(np.maximum(clock[source], sent[source]), link[source, None])
         leaves = np.maximum.accumulate(ready - behind, axis=1) + behind
@@ -61,32 +89,33 @@ def in_chain(size: int, nbytes: int, machine: Machine, shared: bool = False) -> 
         arrivals: Array = received[target].copy()
         return arrivals
 
+    def send_results(source: Array, chunk: Array) -> None:
+        for targets in children[:, source]:
+            some = targets >= 0
+            if some.any():
+                result[targets[some]] = send(source[some], targets[some], chunk[some])
+
     for turn in range(turns(size, int(nbytes), lanes)):
-        begun += python
-        # The nodes that fold, and those that take a result.
-        first, end = max(turn - count, 0), min(turn, nodes)
-        back, until = max(2 * last + 1 - turn, 0), min(2 * last + 1 - turn + count, last)
-        for nodes_here in (slice(first, end), slice(back, until)):
-            clock[nodes_here] = begun[nodes_here, None]
-        came, arrived = total[first:end].copy(), result[back:until].copy()
-        if first < end:
-            part = cut[turn - 1 - np.arange(first, end)] / lanes
-            rows = lanes - (np.arange(first, end) == 0)
-            folded = (rows * part * machine.fold_byte)[:, None]
-            clock[first:end] = np.maximum(clock[first:end], came) + folded
-            if (stop := min(end, last)) > first:
-                total[first + 1 : stop + 1] = send(
-                    slice(first, stop), slice(first + 1, stop + 1), part[: stop - first]
-                )
-            if end == nodes:
-                result[last - 1 : last] = send(slice(last, nodes), slice(last - 1, last), part[-1:])
-        if back < until:
-            clock[back:until] = np.maximum(clock[back:until], arrived)
-            if (start := max(back, 1)) < until:
-                part = cut[turn - 2 * last - 1 + np.arange(start, until)] / lanes
-                result[start - 1 : until - 1] = send(
-                    slice(start, until), slice(start - 1, until - 1), part
-                )
-        for nodes_here in (slice(first, end), slice(back, until)):
-            begun[nodes_here] = clock[nodes_here].max(axis=1, initial=0.0)
+        begun += python + machine.copy_byte * (
+            _lengths(cut, turn - number) + _lengths(cut, turn - nodes - hops - 1)
+        )
+        # The chunks that nodes fold, and those whose results they take.
+        folded, taken = turn - 1 - number, turn - nodes - hops
+        folding = np.flatnonzero((folded >= 0) & (folded < count))
+        taking = np.flatnonzero((taken >= 0) & (taken < count) & (number < last))
+        clock[folding], clock[taking] = begun[folding, None], begun[taking, None]
+        arrived = result[taking].copy()
+        if len(folding):
+            rows = lanes - (folding == 0)
+            took = (rows * (cut[folded[folding]] / lanes) * machine.fold_byte)[:, None]
+            clock[folding] = np.maximum(clock[folding], total[folding]) + took
+            on = folding[folding < last]
+            total[on + 1] = send(on, on + 1, folded[on])
+            if folding[-1] == last:
+                send_results(folding[-1:], folded[last:])
+        if len(taking):
+            clock[taking] = np.maximum(clock[taking], arrived)
+            send_results(taking, taken[taking])
+        busy = np.union1d(folding, taking)
+        begun[busy] = clock[busy].max(axis=1, initial=0.0)
     return float(max(begun.max(), sent.max()))

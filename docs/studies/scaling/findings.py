@@ -1,18 +1,18 @@
+# ruff: noqa: RUF001 - formulas have Greek letters
 """What follows from the model, as sentences: the summary and the limits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from arraycomm._collectives.chunks import overlapping_chunk
-from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import message_slot
-from arraycomm.cli.bench.tables import size_text
+from arraycomm.cli.bench.tables import ratio_text, size_text
 from docs.studies.scaling import model
 from docs.studies.scaling.formats import count_text, time_text
 from docs.studies.scaling.large import (
-    GAP,
     LARGEST,
     POWERS,
     SIZES,
@@ -20,7 +20,6 @@ from docs.studies.scaling.large import (
     cluster,
     first,
     header,
-    latencies,
     own,
 )
 from docs.studies.scaling.model import Machine
@@ -33,7 +32,7 @@ ROUND = 4e-6
 def in_short(results: dict[str, Any]) -> str:
     """Return the summary."""
     one, many = cluster(results, 1), cluster(results, 64)
-    return _section("Summary", [*_header_in_short(one, many), *_slices_in_short(one)])
+    return _section("Summary", [*_header_in_short(one, many), *_large_arrays_in_short(one, many)])
 
 
 def limits(results: dict[str, Any]) -> str:
@@ -43,7 +42,6 @@ def limits(results: dict[str, Any]) -> str:
         *_limits_of_slices(one, many),
         *_limits_of_order(many),
         *_limits_of_steps(many),
-        *_limits_of_python(one),
         *_limits_of_mpi(one),
         *_limits_of_headers(one),
     ]
@@ -67,15 +65,16 @@ def _header_in_short(one: Machine, many: Machine) -> Iterator[str]:
     )
 
 
-def _slices_in_short(one: Machine) -> Iterator[str]:
+def _large_arrays_in_short(one: Machine, many: Machine) -> Iterator[str]:
     n = SIZES["100 MB"]
+    grid = first(lambda p: model.chosen(p, n, False) == "grid")
     yield (
-        f'For 100 MB arraycomm chooses "slices". This takes {time_text(own(64, n, one))} on 64 ranks, {time_text(own(1024, n, one))} '
-        f"on 1,024 and {time_text(own(LARGEST, n, one))} on {LARGEST:,}, since each chunk costs 2 (p − 1) latencies. Rabenseifner's algorithm "
-        f"takes {time_text(model.by_halving(1024, n, one))} on 1,024 ranks and {time_text(model.by_halving(LARGEST, n, one))} on {LARGEST:,}."
+        f'For 100 MB on one rank a node arraycomm chooses "slices", and from {count_text(grid)} ranks on "grid". This takes {time_text(own(64, n, one))} on 64 ranks, {time_text(own(1024, n, one))} '
+        f'on 1,024 and **{time_text(own(LARGEST, n, one))} on {LARGEST:,}**. With 64 ranks a node it chooses "chain", which takes {time_text(own(1024, n, many))} on 1,024 ranks and **{time_text(own(LARGEST, n, many))} on {LARGEST:,}**.'
     )
     yield (
-        f"The fastest by slices or by gathering would take {time_text(better(1024, n, one))} on 1,024 ranks and {time_text(better(LARGEST, n, one))} on {LARGEST:,}."
+        f"Rabenseifner's algorithm takes {time_text(model.by_halving(LARGEST, n, one))} on {LARGEST:,} ranks, one a node, and {time_text(model.by_halving(LARGEST, n, many))} with 64 a node. It sends and folds each byte as seldom as is possible, "
+        f"on every rank 2 n β + n γ, and has few latencies: it is the bound that the bandwidth sets. arraycomm takes {ratio_text(own(LARGEST, n, one) / model.by_halving(LARGEST, n, one))} and {ratio_text(own(LARGEST, n, many) / model.by_halving(LARGEST, n, many))} times as long, header included."
     )
 
 
@@ -83,28 +82,24 @@ def _limits_of_slices(one: Machine, many: Machine) -> Iterator[str]:
     for title in ("64 KiB", "100 MB"):
         n = SIZES[title]
         yield (
-            f"{title}: arraycomm with its header takes more than twice as long as `MPI_Allreduce` from "
+            f"{title}: arraycomm with its header takes more than twice as long as `MPI_Allreduce` "
             f"{_twice(n, model.mpi_allreduce, one, many)}, and more than twice as long as the fastest "
-            f"by slices or by gathering from {_twice(n, better, one, many)}."
+            f"by slices or by gathering {_twice(n, better, one, many)}."
         )
     n = SIZES["100 MB"]
-    tenth = first(lambda p: latencies(p, n, one) > 0.1 * own(p, n, one))
-    half = first(lambda p: latencies(p, n, one) > 0.5 * own(p, n, one))
     chunks = ", ".join(f"{_chunks_of(n, p)} on {p:,}" for p in (64, 256, 1024, 4096))
     yield (
-        f"Between nodes, smaller chunks hide folds behind messages, and cost more latencies. With more ranks chunks are larger: 100 MB go in {chunks} ranks. The latencies are a tenth of the time from "
-        f"{count_text(tenth)} ranks on, and half of it from {count_text(half)}."
+        f"Between nodes, smaller chunks of slices hide folds behind messages, and cost more latencies. With more ranks chunks are larger: 100 MB go in {chunks} ranks."
     )
     fixed = {p: own(p, n, one, 4 << 20) for p in (1024, LARGEST)}
     yield (
-        f"In chunks of 4 MiB, whatever the number of ranks, 100 MB would take {time_text(fixed[1024])} on 1,024 ranks and {time_text(fixed[LARGEST])} on {LARGEST:,}, instead of "
-        f"{time_text(own(1024, n, one))} and {time_text(own(LARGEST, n, one))}; and 8 MiB on 1,024 ranks {time_text(own(1024, 8 << 20, one, 2 << 20))} in chunks of 2 MiB, instead of "
-        f"{time_text(own(1024, 8 << 20, one))} in {_chunks_of(8 << 20, 1024)}."
+        f"In slices of chunks of 4 MiB, whatever the number of ranks, 100 MB would take {time_text(fixed[1024])} on 1,024 ranks and {time_text(fixed[LARGEST])} on {LARGEST:,}, instead of "
+        f"{time_text(own(1024, n, one))} and {time_text(own(LARGEST, n, one))}; and slices of the whole array, with a message to each rank, {time_text(model.in_slices(LARGEST, n, one))} on {LARGEST:,}."
     )
-    gained = _count_of(n, LARGEST) * (LARGEST - 1) * (one.latency - GAP)
+    latencies = without_python(replace(one, per_byte=0.0, fold_byte=0.0))
     yield (
-        f"If messages overlap, with a gap of {GAP * 1e6:g} µs between two, the all-to-all of 100 MB on {LARGEST:,} ranks takes {time_text(gained)} less "
-        f"(the whole takes {time_text(own(LARGEST, n, one))}). The rings take as long as before."
+        f"Over a grid every byte goes between ranks three times, where slices send it twice, and is copied once more, to be in rank order. On {LARGEST:,} ranks latencies are {time_text(model.in_grid(LARGEST, n, latencies))} of the "
+        f"{time_text(own(LARGEST, n, one))} for 100 MB, and Python and the native part take {time_text(_of_python(LARGEST, n, one))} beside folds. A number of ranks without divisors, such as a prime, has no grid, and takes slices."
     )
 
 
@@ -125,8 +120,8 @@ def _limits_of_order(many: Machine) -> Iterator[str]:
         f'{time_text(model.mpi_allreduce(256, n, many))}. Along "chain" each node continues the fold of the one before, which keeps the '
         f"rank order and sends each byte over a link once in each direction: {time_text(own(256, n, many))}, of which Python takes "
         f"{time_text(_of_python(256, n, many))}. On {LARGEST:,} ranks it takes {time_text(own(LARGEST, n, many))}, and Python "
-        f"{time_text(_of_python(LARGEST, n, many))} of that: in each turn it looks at the part of each rank of its node, and a chunk goes through "
-        f"{LARGEST // many.per_node:,} nodes and back."
+        f"{time_text(_of_python(LARGEST, n, many))} of that, with the copies into and out of the segment: a chunk goes through "
+        f"{LARGEST // many.per_node:,} nodes, and its result down a tree of them in {(LARGEST // many.per_node).bit_length() - 1} hops."
     )
 
 
@@ -151,28 +146,12 @@ def _limits_of_steps(many: Machine) -> Iterator[str]:
     )
 
 
-def _limits_of_python(one: Machine) -> Iterator[str]:
-    n = SIZES["64 KiB"]
-    half = first(lambda p: p * one.part > 0.5 * better(p, n, one))
-    yield (
-        f"On {LARGEST:,} ranks the fastest by slices or by gathering takes {time_text(better(LARGEST, n, one))} for 64 KiB. Python takes {time_text(LARGEST * one.part)} of it: "
-        f"a NumPy call and some bookkeeping for each rank. It takes half of the time from {count_text(half)} ranks on. "
-        "No algorithm helps as long as Python folds the rows one by one."
-    )
-
-
 def _limits_of_mpi(one: Machine) -> Iterator[str]:
     yield (
         "MPI's own reduction could be used with `reproducible=False`, and for integers and bit operations, whose results do not depend on the "
         "order. arraycomm does not use it today. "
         f"8 bytes on {LARGEST:,} ranks take {time_text(own(LARGEST, 8, one))}; MPI's reduction would take "
         f"{time_text(header(LARGEST, one) + model.mpi_allreduce(LARGEST, 8, one))} with the header."
-    )
-    n = SIZES["100 MB"]
-    few = first(lambda p: overlapping_chunk(n, p) <= 2048 * p)
-    yield (
-        "In MPICH, `MPI_Ialltoall` takes few rounds if slices are equal and have at most 2 KiB. `MPI_Ialltoallv`, which "
-        f"arraycomm calls on more than {DIRECT_RANKS} ranks, never does. A chunk of 100 MB has such slices from {count_text(few)} ranks on, an array of 64 KiB from 32."
     )
 
 
@@ -198,5 +177,7 @@ def _twice(
         first(lambda p, m=machine: own(p, nbytes, m) > 2 * other(p, nbytes, m))
         for machine in (one, many)
     )
+    if from_one is None:
+        return "on no number of ranks"
     with_many = "never" if from_many is None else f"{from_many:,}"
-    return f"{count_text(from_one)} ranks on ({with_many} with 64 a node)"
+    return f"from {from_one:,} ranks on ({with_many} with 64 a node)"

@@ -13,8 +13,9 @@ from typing import Any, Final, NamedTuple
 
 from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._collectives.selection import CHUNK_BYTES
+from arraycomm._transports.rank_grid import sides
 from docs.studies.scaling import model
-from docs.studies.scaling.measure import CASES, RANKS, SLICED, STEPPED
+from docs.studies.scaling.measure import CASES, CHAINED, GRIDS, RANKS, SLICED, STEPS
 from docs.studies.scaling.model import Machine
 
 # The least of all repetitions: other programs on the machine only ever add to a time.
@@ -56,7 +57,9 @@ def fitted(results: dict[str, Any]) -> Here:
     """Return what the measurements say of this machine."""
     alone, two, one_core = results["alone"], results["ranks"]["2"], results["one core"]
     machine = _local(alone)
-    machine = _between_two(machine, two)
+    # With its neighbours a rank makes such a call in the native part; the one that pretends does so in Python.
+    native = _at(two, f"shared {_SMALL}") - 2 * (machine.slot + machine.row)
+    machine = _between_two(replace(machine, call=min(machine.call, native)), two)
     mpi = _mpi(machine, two)
     free = Here(machine, mpi, {}, results["machine"]["cores"])
     turn = {
@@ -105,6 +108,11 @@ def waits(kind: str, ranks: int, nbytes: int) -> int:
             return header + ceil(nbytes / CHUNK_BYTES) * (1 + _rounds(ranks, chunk))
 
 
+def alone(results: dict[str, Any]) -> Machine:
+    """Return what the process that pretends says of this machine, with its call in Python."""
+    return replace(fitted(results).machine, call=_local(results["alone"]).call)
+
+
 # What one rank does by itself, from the times on pretended ranks
 
 
@@ -118,13 +126,21 @@ def _local(alone: dict[str, Any]) -> Machine:
     chunks = SLICED / CHUNK_BYTES
     part = slope("messages slices", 64, 1024) / chunks
     call = _at(alone, "messages small 2") - 2 * row
-    steps = STEPPED / model.payload(2, shared=True)
-    stepped = _at(alone, "shared steps 2") - _at(alone, "shared header 2") - STEPPED * fold_byte
-    step = stepped / steps - 2 * (slot + row)
+    step = _at(alone, "steps") / STEPS - 2 * slot
+    lane = slope("turns", *CHAINED) / STEPS
+    turn = _at(alone, f"turns {CHAINED[0]}") / STEPS - CHAINED[0] * lane
+    piece = slope("pieces", *GRIDS)
+    few, many = (_at(alone, f"grid {size}") - size * piece for size in GRIDS)
+    entries = [sum(sides(size)) for size in GRIDS]
     return Machine(
         *(0.0, 0.0, 0.0, 0.0, fold_byte),
         call=call,
         step=step,
+        message=_at(alone, "messages") / STEPS,
+        turn=turn,
+        lane=lane,
+        entry=(many - few) / (entries[1] - entries[0]),
+        piece=piece,
         slot=slot,
         row=row,
         part=part,
@@ -136,21 +152,16 @@ def _between_two(machine: Machine, two: dict[str, Any]) -> Machine:
     """Fit parameters to two ranks on two cores, one after another, until all are consistent."""
     for _ in range(_PASSES):
         for name, kind, nbytes, times in _SHOWN:
-            known = replace(machine, **{name: 0.0})
-            rest = _at(two, f"{kind} {nbytes}") - _as_measured(known, kind, nbytes)
-            machine = replace(machine, **{name: max(0.0, rest / times)})
+            measured = _at(two, f"{kind} {nbytes}")
+            least, most = 0.0, measured / times
+            for _ in range(_HALVINGS):
+                value = (least + most) / 2
+                machine = replace(machine, **{name: value})
+                if _work(Here(machine, machine, {}, 2), kind, 2, nbytes) < measured:
+                    least = value
+                else:
+                    most = value
     return machine
-
-
-def _as_measured(machine: Machine, kind: str, nbytes: int) -> float:
-    """Return the seconds of a case on two ranks, as the library was when it was measured.
-
-    By messages, large arrays went in slices, one chunk after another as in shared memory.
-    """
-    if kind == "messages" and nbytes >= MEGABYTE:
-        slices = model.in_slices(2, nbytes, machine, shared=True)
-        return model.header_of_messages(2, machine) + slices
-    return _work(Here(machine, machine, {}, 2), kind, 2, nbytes)
 
 
 def _mpi(machine: Machine, two: dict[str, Any]) -> Machine:
@@ -170,6 +181,7 @@ _SHOWN: Final = (
     ("near_byte", "messages", LARGE, LARGE),
 )
 _PASSES: Final = 5
+_HALVINGS: Final = 40
 _FITTED: Final = {
     *((kind, nbytes) for _, kind, nbytes, _ in _SHOWN),
     *(("mpi", _SMALL), ("mpi", LARGE)),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from arraycomm._collectives.chunks import overlapping_chunk
 from docs.studies.scaling import fit, model
 from docs.studies.scaling.model import Machine
 
@@ -14,8 +13,6 @@ POWERS: Final = tuple(1 << k for k in range(1, 18))
 LARGEST: Final = POWERS[-1]
 SIZES: Final = {"8 B": 8, "64 KiB": 64 << 10, "100 MB": 100_000_000}
 NODES: Final = {"one rank a node": 1, "64 ranks a node": 64}
-# The gap g of LogGP: the time between two messages of one sender that overlap.
-GAP: Final = 0.3e-6
 
 
 def cluster(results: dict[str, Any], per_node: int) -> Machine:
@@ -27,6 +24,7 @@ def cluster(results: dict[str, Any], per_node: int) -> Machine:
         per_byte=1 / 25e9,
         near_latency=0.5e-6,
         near_byte=1 / 10e9,
+        copy_byte=1 / 10e9,
         fold_byte=1 / 10e9,
         per_node=per_node,
     )
@@ -66,11 +64,3 @@ def first(holds: Callable[[int], bool]) -> int | None:
             break
         found = size
     return found
-
-
-# Where curves cross
-
-
-def latencies(size: int, nbytes: int, machine: Machine) -> float:
-    """Return the seconds of "slices" that are latencies."""
-    return -(-nbytes // overlapping_chunk(nbytes, size)) * 2 * (size - 1) * machine.latency

@@ -21,14 +21,20 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm import Communicator
+from arraycomm._collectives.chain import ChainSegment
 from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.segment import chunk_tasks, forbid_segment
+from arraycomm._communicator import group_of
 from arraycomm._folds import fold
 from arraycomm._launch.launchers import find_launcher
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.options import Options
-from arraycomm._transports.base import Bytes, Handle, Transport
+from arraycomm._transports.base import Bytes, Handle, Steps, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl, message_slot
+from arraycomm._transports.mpi_movement import begin
+from arraycomm._transports.node_chain import NodeChain
+from arraycomm._transports.rank_grid import RankGrid, sides
 from arraycomm.cli.bench.machine import machine, versions
 from arraycomm.cli.bench.timing import measure as timed
 
@@ -42,7 +48,10 @@ CASES: Final = (
 )
 # Pretended numbers of ranks, by the kind of control channel: a shared one has 4 KiB for each rank.
 PRETENDED: Final = {"shared": (2, 8, 64, 1024), "messages": (2, 64, 1024, 16384)}
-STEPPED: Final = 256 << 10
+# Ranks of a node in a chain; and those of a grid, with an element of each for each.
+CHAINED: Final = (2, 64)
+GRIDS: Final = (1024, 16384)
+STEPS: Final = 100
 SLICED: Final = 8 << 20
 _REPETITIONS: Final = 61
 # For each case: all jobs together stay below three minutes.
@@ -143,9 +152,11 @@ class Pretended(Transport):
     name = "pretended"
     rank = local_rank = 0
 
-    def __init__(self, size: int, *, shared: bool) -> None:
+    def __init__(self, size: int, *, shared: bool, grid: bool = False) -> None:
         self.size = self.local_size = size
         self.control = _PretendedShared(size) if shared else _PretendedMessages(size)
+        if grid:
+            self.grid = RankGrid(0, *sides(size), self, self, 1)
 
     def _nothing(self, *_: Any) -> Handle:
         return _Finished()
@@ -163,6 +174,64 @@ class Pretended(Transport):
 
     def nodes(self) -> Sequence[int]:
         return [0] * self.size
+
+
+class _PretendedChain(NodeChain):
+    """A rank of the second of three nodes; what comes is always there."""
+
+    def __init__(self, lanes: int) -> None:
+        ranks = np.arange(3 * lanes).reshape(3, lanes).tolist()
+        super().__init__(lanes, ranks, _PretendedShared(lanes))
+
+    def send(self, buffer: Bytes, peer: int) -> Handle:
+        return _Finished()
+
+    recv = send
+
+
+def _turns(lanes: int) -> Callable[[], Any]:
+    """Return a call that takes `STEPS` turns of a chain, with a line of each rank's in each."""
+    place = _PretendedChain(lanes)
+    segment = ChainSegment(place, np.zeros(ChainSegment.nbytes_of(place), np.uint8))
+    # Of three nodes: K + 2 (N - 1) + 2 turns of K chunks.
+    segment.chunk_bytes = 64 * lanes
+    x, y = np.ones((2, (STEPS - 6) * segment.chunk_bytes // 4), np.float32)
+
+    def call() -> None:
+        for handle in segment.reduce(chunk_tasks(segment, x, y), "sum", x.nbytes):
+            handle.done()
+
+    return call
+
+
+def _steps(size: int) -> Callable[[], Any]:
+    """Return a call that takes `STEPS` steps of a control channel in shared memory."""
+    group = group_of(communicator(Pretended(size, shared=True)))
+    control = group.control
+
+    def steps() -> Steps:
+        for _ in range(STEPS):
+            control.post()
+            yield control
+
+    return lambda: group.engine.run(steps())
+
+
+def _messages() -> Callable[[], Any]:
+    """Return a call that sends `STEPS` / 2 messages to itself, and receives them."""
+    from mpi4py import MPI
+
+    x, y = np.zeros((2, 64), np.uint8)
+
+    def call() -> None:
+        for _ in range(STEPS // 2):
+            for handle in (
+                begin(MPI.COMM_SELF.Irecv, [y, MPI.BYTE], 0, 0),
+                begin(MPI.COMM_SELF.Isend, [x, MPI.BYTE], 0, 0),
+            ):
+                handle.done()
+
+    return call
 
 
 Calls = dict[str, Callable[[], Any]]
@@ -183,12 +252,16 @@ def _alone() -> Calls:
             calls[f"{kind} header {size}"] = comm.barrier
             x, y = np.ones((2, 2), np.float32)
             calls[f"{kind} small {size}"] = partial(comm.allreduce, x, out=y)
-            if kind == "shared" and size <= max(RANKS):
-                x, y = np.ones((2, STEPPED // 4), np.float32)
-                calls[f"{kind} steps {size}"] = partial(comm.allreduce, x, out=y)
             if kind == "messages":
                 x, y = np.ones((2, SLICED // 4), np.float32)
                 calls[f"{kind} slices {size}"] = partial(comm.allreduce, x, out=y)
+    calls |= {f"turns {lanes}": _turns(lanes) for lanes in CHAINED}
+    calls |= {"steps": _steps(2), "messages": _messages()}
+    for size in GRIDS:
+        comm = communicator(Pretended(size, shared=False, grid=True))
+        x, y = np.ones((2, size), np.float32)
+        calls[f"grid {size}"] = partial(comm.allreduce, x, out=y)
+        calls[f"pieces {size}"] = partial(fold, "sum", x.dtype, x[:, None], y[:1])
     return calls | _folds()
 
 
@@ -220,6 +293,8 @@ def run_ranks() -> Times:
         kind: MPITransport(world.Dup(), share=kind == "shared") for kind in ("shared", "messages")
     }
     assert all(made.control.shared == (kind == "shared") for kind, made in transports.items())
+    # What the page says of shared memory is how it is reduced without a segment.
+    forbid_segment(transports["shared"])
     comms = {kind: communicator(made) for kind, made in transports.items()}
     calls: Calls = {}
     for kind, nbytes in CASES:

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final, NamedTuple
 
+from arraycomm._collectives import grid
 from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import PAYLOAD, message_slot, shared_slot
+from arraycomm._transports.rank_grid import LEAST_RANKS, sides
 from arraycomm._transports.routes import pieces_of
 from docs.studies.scaling.chained import chunks as chained_chunks
+from docs.studies.scaling.chained import copies as chained_copies
 from docs.studies.scaling.chained import in_chain, is_chained
 
 ELEMENT: Final = 4  # float32
@@ -26,6 +29,8 @@ ELEMENT: Final = 4  # float32
 # ring in MPI_Iallgather and MPI_Iallgatherv, by the bytes that every rank has in the end.
 RING_FROM: Final = 524_288
 RING_FROM_ODD: Final = 81_920
+# The most bytes of a chunk over a grid.
+GRID_CHUNK: Final = grid._CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,17 @@ class Machine:
         Until others see a slot in shared memory, and for each byte of another rank's that is read.
     fold_byte
         γ, for each byte that is added to others.
-    call, step, begin, slot, row, part
+    copy_byte
+        For each byte that is copied within memory.
+    call, step, begin, message, slot, row, part
         What Python and MPI do on a rank: λ for each call, for each further step of the control channel,
-        for each movement that is started, σ for each slot that is read, φ for each row that is folded
-        with the header, and ψ for each rank's part of a chunk that is moved and folded.
+        for each movement that is started, for each message that is begun and waited for, σ for each slot that is
+        read, φ for each row that is folded with the header, and ψ for each rank's part of a chunk that is moved and
+        folded.
+    turn, lane
+        The same in a turn of a chain, and in it for each rank of the node.
+    entry, piece
+        The same over a grid, for each rank of the row and of the column, and for each row that is folded.
     per_node
         Ranks on a node.
     """
@@ -57,12 +69,18 @@ class Machine:
     fold_byte: float
     seen: float = 0.0
     seen_byte: float = 0.0
+    copy_byte: float = 0.0
     call: float = 0.0
     step: float = 0.0
     begin: float = 0.0
+    message: float = 0.0
     slot: float = 0.0
     row: float = 0.0
     part: float = 0.0
+    turn: float = 0.0
+    lane: float = 0.0
+    entry: float = 0.0
+    piece: float = 0.0
     per_node: int = 1
 
 
@@ -259,9 +277,30 @@ def _cut(nbytes: float, chunk: int) -> list[int]:
 
 def _along_nodes(size: int, nbytes: float, per_node: int) -> Movement:
     """Each rank of a node between others sends its part of every total, and of every result."""
-    copies = 2 if size > 2 * per_node else 1
+    copies = chained_copies(size, int(nbytes), per_node)
     cut = chained_chunks(size, int(nbytes), per_node)
     return [Rounds(copies, chunk / per_node, per_node) for chunk in cut]
+
+
+def _over_grid(size: int, nbytes: float, per_node: int) -> Movement:
+    """All to all along the rows and along the columns, and the results back; slices are equally long."""
+    rows, columns = sides(size)
+    crossing = per_node if size > per_node else 0
+    moved = []
+    for chunk in grid_chunks(size, nbytes):
+        part = chunk / columns
+        moved += [
+            *pairwise(columns, chunk, per_node),
+            Rounds(rows - 1, chunk / rows, crossing),
+            *(rounds._replace(leaving=crossing) for rounds in mpich_allgather(rows, part)),
+            *mpich_allgather(columns, chunk, per_node),
+        ]
+    return moved
+
+
+def grid_chunks(size: int, nbytes: float) -> list[int]:
+    """Return the bytes of each chunk, in as many elements as make slices equally long."""
+    return [-(-chunk // (ELEMENT * size)) * ELEMENT * size for chunk in _cut(nbytes, GRID_CHUNK)]
 
 
 def _no_messages(size: int, nbytes: float, per_node: int) -> Movement:
@@ -274,6 +313,7 @@ MOVEMENTS: Final[dict[str, Callable[[int, float, int], Movement]]] = {
     "steps": _no_messages,
     "slices": _chunks,
     "chain": _along_nodes,
+    "grid": _over_grid,
 }
 
 
@@ -370,8 +410,16 @@ def payload(size: int, shared: bool) -> int:
 def chosen(size: int, nbytes: int, shared: bool, per_node: int = 1) -> str:
     """Return the algorithm that arraycomm chooses; see `arraycomm._collectives.selection.choose`."""
     algorithm = str(choose(nbytes, size, payload(size, shared), shared))
-    chained = algorithm == "slices" and not shared and is_chained(size, nbytes, per_node)
-    return "chain" if chained else algorithm
+    if algorithm != "slices" or shared:
+        return algorithm
+    nodes = size // per_node
+    if is_chained(size, nbytes, per_node) and not _has_grid(size, nbytes, per_node, nodes):
+        return "chain"
+    return "grid" if _has_grid(size, nbytes, per_node) else algorithm
+
+
+def _has_grid(size: int, nbytes: int, per_node: int, nodes: int = 0) -> bool:
+    return size >= LEAST_RANKS and grid.is_quicker(nbytes, *sides(size), per_node, nodes)
 
 
 def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> float:
@@ -436,6 +484,16 @@ def _overlapping(
         network = done = max(network, clock) + gathered[number]
         came = after
     return done
+
+
+def in_grid(size: int, nbytes: float, machine: Machine, shared: bool = False) -> float:
+    """Chunk by chunk: slices along rows, sorted, and along columns; a fold; and the results back."""
+    moved = seconds(_over_grid(size, nbytes, machine.per_node), machine)
+    rows, columns = sides(size)
+    python = 4 * machine.begin + (rows + columns) * machine.entry + size * machine.piece
+    cut = grid_chunks(size, nbytes)
+    work = sum(n * machine.copy_byte + _fold_slice(size, n, machine) for n in cut)
+    return moved + len(cut) * python + work
 
 
 def one_chunk(size: int, nbytes: float, machine: Machine) -> float:
@@ -508,4 +566,5 @@ ALGORITHMS: Final[dict[str, Callable[[int, float, Machine, bool], float]]] = {
     "steps": in_steps,
     "slices": in_slices,
     "chain": in_chain,
+    "grid": in_grid,
 }

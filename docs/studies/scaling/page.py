@@ -224,6 +224,11 @@ def _parameters(here: fit.Here) -> Table:
         ["φ, a row", time_text(machine.row)],
         ["ψ, a part of a chunk", time_text(machine.part)],
         ["starting a nonblocking collective", time_text(machine.begin)],
+        ["beginning a message and waiting for it", time_text(machine.message)],
+        ["a turn of a chain", time_text(machine.turn)],
+        ["… for each rank of the node", time_text(machine.lane)],
+        ["a chunk over a grid, for each rank of the row and the column", time_text(machine.entry)],
+        ["… for each row that is folded", time_text(machine.piece)],
         ["1/γ, fold, in the cache", rate_text(machine.fold_byte)],
         ["until others see a slot in shared memory", time_text(machine.seen)],
         ["reading another rank's slot", rate_text(machine.seen_byte)],
@@ -271,7 +276,7 @@ def _verdict(found: Sequence[fit.Prediction]) -> str:
 
 
 def _alone(results: dict[str, Any]) -> Table:
-    machine = fit.fitted(results).machine
+    machine = fit.alone(results)
     here = replace(machine, near_latency=0.0, near_byte=0.0, fold_byte=0.0, begin=0.0)
     costs = {
         "header": ("header alone (a barrier)", model.header_of_messages),

@@ -89,7 +89,9 @@ class Sent:
 def without_python(machine: Machine) -> Machine:
     """Return a machine on which only messages between ranks and folds take time."""
     return replace(
-        machine, call=0.0, step=0.0, begin=0.0, slot=0.0, row=0.0, part=0.0, seen=0.0, seen_byte=0.0
+        machine,
+        **dict.fromkeys(("call", "step", "begin", "message", "slot", "row", "part"), 0.0),
+        **dict.fromkeys(("turn", "lane", "entry", "piece", "copy_byte", "seen", "seen_byte"), 0.0),
     )
 
 

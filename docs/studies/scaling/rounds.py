@@ -40,6 +40,8 @@ def played(schedule: Iterable[Step], begun: Ranks, node: Ranks, machine: Machine
     clock = begun.copy()
     for step in schedule:
         source = np.flatnonzero(step.to != NOBODY)
+        if not len(source):
+            continue
         target, nbytes = step.to[source], step.nbytes[source]
         took = _took(node[source], node[target], nbytes, machine)
         arrival = np.maximum(clock[source], clock[target]) + took

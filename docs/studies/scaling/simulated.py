@@ -14,6 +14,7 @@ from arraycomm._dtypes import DType
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import PAYLOAD, ControlChannel, message_slot, shared_slot
 from arraycomm._transports.node_chain import NodeChain, is_chain
+from arraycomm._transports.rank_grid import LEAST_RANKS, RankGrid, sides
 from docs.studies.scaling import movements
 from docs.studies.scaling.measure import communicator
 from docs.studies.scaling.network import Group, Movement, Network, Plan, Planner
@@ -122,6 +123,25 @@ class SimulatedChain(NodeChain):
             super().fold_on(op, dtype, total, rows, out)
 
 
+class SimulatedLine:
+    """The movements of a row or a column of a grid."""
+
+    def __init__(self, members: _Members, rank: int) -> None:
+        self._group, self._rank, self._begun = members.group, rank, 0
+
+    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
+        """Send block r to rank r; receive rank r's block in block r."""
+        return self._meet(_alltoall, send, recv)
+
+    def allgather(self, recv: Blocks) -> Handle:
+        """Send this rank's own block of `recv` to all, and receive theirs, in place."""
+        return self._meet(_allgather, recv)
+
+    def _meet(self, planner: Planner, *part: object) -> Handle:
+        self._begun += 1
+        return self._group.meet(self._rank, ("movement", self._begun), planner, part)
+
+
 class SimulatedTransport(Transport):
     """One rank of a simulated group."""
 
@@ -146,6 +166,13 @@ class SimulatedTransport(Transport):
         if self.overlaps and is_chain(places):
             self.chain = SimulatedChain(members, rank)
             chain.install(self, self.chain, members.memory_of(own, self.chain))
+        rows, columns = sides(self.size)
+        if self.overlaps and self.size >= LEAST_RANKS and rows > 1:
+            row, column = divmod(rank, columns)
+            of_row = members.child(-2, row, range(row * columns, (row + 1) * columns))
+            of_column = members.child(-3, column, range(column, self.size, columns))
+            lines = SimulatedLine(of_row, column), SimulatedLine(of_column, row)
+            self.grid = RankGrid(rank, rows, columns, *lines, max(map(len, places)))
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         return self._meet(_alltoall, send, recv)

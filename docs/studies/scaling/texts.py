@@ -25,8 +25,8 @@ MODEL: Final = """\
 A message of *n* bytes takes α + n β (Hockney 1994). Adding *n* bytes to others takes n γ. All ranks
 send at the same time; each sends one message at a time, and can receive one meanwhile. The model also counts what Python does
 for each rank, since it grows with the number of ranks: σ to read a slot of the control channel, φ to
-fold a row that came with the header, ψ to lay out, move and fold one rank's part of a chunk. λ is the cost of the
-call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
+fold a row that came with the header, ψ to lay out, move and fold one rank's part of a chunk; τ and υ in a turn of a chain, and in it for each rank of the node; ε and η over a grid, for each rank of the row and
+the column, and for each row that the native part folds. κ is the time to copy a byte. λ is the cost of the call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 
 | step | time |
 | --- | --- |
@@ -36,8 +36,9 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 | "steps": one slot of shared memory after another | ⌈n / slot⌉ p (σ + φ) + (p − 1) n γ |
 | "slices", for each chunk: all-to-all, fold | (p − 1) α + n β (p − 1) / p + p ψ + n γ (p − 1) / p |
 | … and allgather, by a ring or by a message to each | (p − 1) α + n β (p − 1) / p |
+| "grid" of R rows and C columns, p = R C: two all-to-alls, sorting, fold, two allgathers | 2 (R + C − 2) α + n β (3 + 1 / C) + n κ + (R + C) ε + p η + n γ |
 | slices of the whole array, both exchanges in few rounds (**not built**) | 2 log p α + n β (log p / 2 + 1) + p ψ + n γ |
-| "chain" of N nodes with m ranks each, in K chunks of c bytes | K + 2 N turns; in each, m ψ, c γ and two messages of each rank, which overlap with those of other ranks: 2 (α + c β / m) |
+| "chain" of N nodes with m ranks each, in K chunks of c bytes | K + N + h turns, if results take h hops; in each τ + m υ, 2 c κ, c γ, and messages of each rank, which overlap with those of other ranks: α + c β / m |
 | broadcast of k pieces by a chain | (p + k − 2) (α + n β / k) |
 | … by a binary tree | (2 k − 2 + about 2 log p) (α + n β / k) |
 | broadcast as MPI libraries do it: parts by a tree, then a ring | (log p + p − 1) α + 2 n β (p − 1) / p |
@@ -53,16 +54,18 @@ call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
   In the model, messages of a rank still go one by one; only folds hide behind them. What Python does is added in full.
 - Between nodes, up to 128 ranks send the slices of a chunk as a message to each rank. A folded slice goes once to each other
   node, and is passed on there.
+- More than 128 ranks, one a node or in any other placement, reduce over a grid unless slices take less time, since their arrays are large for so many ranks. A rank sends to its row the slices that each column folds, and to its column the slices of all
+  its row, so that they arrive in rank order; results go back so. A chunk has up to 256 MiB. The model lets one step follow the other.
+- Results on a chain go back from node to node, h = N − 1, or down a binary tree, h = log N, if that saves more turns than it sends bytes.
 - Along a chain of nodes, the ranks of a node wait for one another in each turn, and share the node's link. The formula plays the turns one by one, with a clock for every rank (`docs/studies/scaling/chained.py`). It lets the ranks of a node send in
-  their order; in the simulation they send as soon as they can, which changes the time by up to 2 %.
-- With more ranks, slices go by collectives of the MPI, which chooses the algorithm of the allgather.
+  their order; in the simulation they send as soon as they can, which changes the time by up to 3 %.
+- With more ranks, slices go by collectives of the MPI, and so do the rows and columns of a grid. It chooses the algorithm of the allgather.
   MPICH 5.0.2 doubles (by Bruck's algorithm if p is no power of two) while the bytes of all ranks together are below
   512 KiB (80 KiB), and then uses a ring, as for chunks of 4 MiB. Open MPI's nonblocking allgather sends to each rank
   separately, which costs (p − 1) α on any number of ranks.
 - `MPI_Ialltoallv` sends to each rank separately in both. The term (p − 1) α assumes that one message ends before
   the next begins. MPICH overlaps several messages: in the terms of LogGP (Alexandrov et al. 1995)
-  they then take (p − 1) g + α, with a gap g between messages that is smaller than α. A ring gains
-  nothing by that, as each of its rounds waits for the one before.
+  they then take (p − 1) g + α, with a gap g between messages that is smaller than α.
 - "In few rounds" sends slices through other ranks (Bruck et al. 1997): half of the array in each of log p
   rounds. One rank still folds each slice, in rank order. Below, "the fastest by slices or by gathering" is
   the fastest of two kinds: slices of the whole array, with either all-to-all and either allgather; and gathering
@@ -124,10 +127,7 @@ These parameters are fitted to one process that pretends to have up to 1,024 ran
 
 The other rows are predicted. The jobs ran {runs} times, and the run with the lowest medians of each is kept. The times are
 the least of all repetitions, since other programs can only add to a time; the medians stand beside them.
-The rows "messages" were measured when headers, arrays of 4 KB and slices still went by collectives of the MPI, one after
-another; the algorithms named beside them, and the predictions, are today's. So these rows do not test today's formulas. The β and the time to start
-a collective are fitted by the formula of that time, of chunks one after another. The tables for many ranks below take neither α nor β from these rows.
-What one process does in headers and arrays of 8 bytes by messages, on 64 and more pretended ranks, was measured again on 2026-11-23, with today's code.
+In shared memory, arrays that would go through the segment go by the ways of ranks without one. The tables for many ranks below take neither α nor β from these rows.
 
 {comparison}
 
@@ -136,7 +136,7 @@ The model lets ranks take turns in a fixed order and knows no caches. With more 
 on the system's scheduler, and the slices of large arrays are smaller and stay in the cache more often.
 
 The work of a single rank does not have to be extrapolated: one process pretends that all others have
-answered, and runs the library's own code on {pretended:,} slots. Its chunks have 4 MiB and do not overlap.
+answered, and runs the library's own code on {pretended:,} slots. Its chunks have 4 MiB and do not overlap. Calls of that process are made in Python, and λ is larger there.
 
 {alone}
 """
@@ -149,7 +149,7 @@ LARGE: Final = """\
 Assumptions: α = {alpha} µs and 1/β = {bandwidth:.0f} GB/s between nodes, {near_alpha} µs and {near_bandwidth:.0f} GB/s within one, folds of {fold:.0f} GB/s, no
 contention in the network, and p a power of two. 200 Gb/s are 25 GB/s. For such a network a latency of 1.2 µs is published
 ([Azure HBv3](https://docs.azure.cn/en-us/virtual-machines/hbv3-performance)); the
-rest is for the distances in a large machine. λ, σ, φ and ψ are those measured above.
+rest is for the distances in a large machine. What Python and the native part take is what was measured above, and κ is 1 ÷ 10 GB/s.
 The control channel uses messages between nodes, and shared memory within each.
 """
 
