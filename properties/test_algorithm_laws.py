@@ -32,7 +32,7 @@ _choice = _Choice()
 
 @pytest.fixture(scope="module", autouse=True)
 def _choices_are_made_here() -> Iterator[None]:
-    choose, ranges = selection.choose, chunking.ranges
+    choose, step = selection.choose, chunking.step
     overlapping_chunk = chunking.overlapping_chunk
 
     def choose_here(nbytes, size, *about_link):
@@ -43,16 +43,13 @@ def _choices_are_made_here() -> Iterator[None]:
     def overlapping_chunk_here(*about):
         return overlapping_chunk(*about) if _choice.chunk is None else 8 * _choice.chunk
 
-    def ranges_here(link, array, rows=1):
-        if _choice.chunk is None:
-            return ranges(link, array, rows)
-        starts = range(0, len(array), _choice.chunk)
-        return [range(start, min(start + starts.step, len(array))) for start in starts]
+    def step_here(*about):
+        return step(*about) if _choice.chunk is None else _choice.chunk
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "choose", choose_here)
         patch.setattr(chunking, "overlapping_chunk", overlapping_chunk_here)
-        patch.setattr(chunking, "ranges", ranges_here)
+        patch.setattr(chunking, "step", step_here)
         yield
 
 

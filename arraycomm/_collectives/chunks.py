@@ -14,10 +14,11 @@ from arraycomm._dtypes import DType
 from arraycomm._transports.base import Flat, Handle, Link, Steps, Transport
 
 # Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many bytes; those of
-# two ranks in fewer, which may be larger.
+# two ranks in fewer, which are larger.
 _OVERLAPPING: Final = 4
 _OVERLAPPING_OF_TWO: Final = 2
 _LEAST_CHUNK: Final = 1 << 20
+_LEAST_OF_TWO: Final = 4 << 20
 _CHUNK_OF_TWO: Final = 16 << 20
 # No chunk is larger. All have whole cache lines, which have whole elements.
 _LARGEST_CHUNK: Final = 256 << 20
@@ -28,24 +29,29 @@ _FOLDED: Final = 32 << 10
 
 def ranges(link: Link, array: Flat, rows: int = 1) -> list[range]:
     """Cut an array, of which `rows` are moved at once, into chunks that are small enough."""
-    step = (link.chunk_bytes or selection.CHUNK_BYTES) // (array.itemsize * rows)
-    return _cut(len(array), max(step, link.size // rows))
+    return cut(len(array), step(link, array, rows))
 
 
-def overlapping_ranges(link: Link, array: Flat) -> list[range]:
-    """Cut an array into the chunks of a reduction whose movements overlap."""
+def step(link: Link, array: Flat, rows: int = 1) -> int:
+    """Return the elements of such a chunk."""
+    nbytes, itemsize = link.chunk_bytes or selection.CHUNK_BYTES, int(array.itemsize)
+    return max(nbytes // (itemsize * rows), link.size // rows)
+
+
+def overlapping_step(link: Link, array: Flat) -> int:
+    """Return the elements of a chunk of a reduction whose movements overlap."""
     nbytes = overlapping_chunk(array.nbytes, link.size, link.crossovers.chunk)
-    return _cut(len(array), max(nbytes // array.itemsize, link.size))
+    return max(nbytes // int(array.itemsize), link.size)
 
 
-def _cut(count: int, step: int) -> list[range]:
+def cut(count: int, step: int) -> list[range]:
+    """Cut so many elements into chunks."""
     return [range(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def slices(chunk: range, size: int) -> list[int]:
-    """Return where each rank's slice of a chunk starts, and where the last one ends."""
-    count = len(chunk)
-    return [chunk.start + count * rank // size for rank in range(size + 1)]
+def slices(count: int, size: int) -> list[int]:
+    """Return where each rank's slice of so many elements starts, and where the last one ends."""
+    return [count * rank // size for rank in range(size + 1)]
 
 
 def reserve(transport: Transport, nbytes: int) -> None:
@@ -70,10 +76,10 @@ def overlapping_chunk(nbytes: int, size: int, measured: int | None = None) -> in
 def _best_chunk(nbytes: int, size: int, measured: int | None) -> int:
     if measured is not None:
         return measured
-    parts, most = _OVERLAPPING, selection.CHUNK_BYTES
+    parts, least, most = _OVERLAPPING, _LEAST_CHUNK, selection.CHUNK_BYTES
     if size == 2:
-        parts, most = _OVERLAPPING_OF_TWO, _CHUNK_OF_TWO
-    few = min(max(nbytes // parts, _LEAST_CHUNK), most)
+        parts, least, most = _OVERLAPPING_OF_TWO, _LEAST_OF_TWO, _CHUNK_OF_TWO
+    few = min(max(nbytes // parts, least), most)
     return min(max(few, isqrt(_FOLDED * size * nbytes)), _LARGEST_CHUNK)
 
 

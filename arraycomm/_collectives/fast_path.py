@@ -22,6 +22,7 @@ from arraycomm._arrays.views import NOTHING, view
 from arraycomm._collectives import chunks
 from arraycomm._collectives.algorithms import allreduce
 from arraycomm._collectives.placement import Destination
+from arraycomm._collectives.prepared import Entry, Prepared
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.shared_arrays import exist
@@ -84,16 +85,22 @@ class FastPaths:
             if source.copied:
                 self.paths[key] = NoFastPath()
                 return
-            make = LargeAllreduce if large else self.make
+            make = self.make_large if large else self.make
             self.paths[key] = make(self._runner, op, source, note)
 
     def make(self, runner: Runner, op: str, source: BufferView, note: str) -> FastPath:
         """Make the fast path of small arrays like that of a view."""
         return FastAllreduce(runner, op, source, note)
 
+    def make_large(self, runner: Runner, op: str, source: BufferView, note: str) -> FastPath:
+        """Make the fast path of large arrays like that of a view."""
+        return LargeAllreduce(runner, op, source, note)
+
     def forget(self) -> None:
         """Give up all fast paths; their figures are kept."""
         self._runner.statistics.absorb(self._counts())
+        for path in self.paths.values():
+            path.free()
         self.paths.clear()
 
     def _counts(self) -> list[Count]:
@@ -102,6 +109,9 @@ class FastPaths:
 
 class NoFastPath:
     """Stands for large arrays that cannot be read where they are, so that they are not copied each time to see that."""
+
+    def free(self) -> None:
+        """Nothing is held."""
 
     def __call__(self, x: Any, out: Any) -> None:
         """Have the call made in full."""
@@ -136,6 +146,9 @@ class FastPath:
 
     def __call__(self, x: Any, out: Any) -> Any:
         raise NotImplementedError
+
+    def free(self) -> None:
+        """Give back what the transport keeps for it; no call is made afterwards."""
 
     def await_others(self) -> None:
         """Wait until every rank has posted this step."""
@@ -284,8 +297,13 @@ class LargeAllreduce(FastPath):
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         super().__init__(runner, op, source, note, inline=False)
         self._link = runner.group.transport
+        self._prepared = Prepared(self._link, op)
 
     def __call__(self, x: Any, out: Any) -> Any:
+        if type(x) is type(out) is np.ndarray and self._is_plain(x, out):
+            prepared = self._prepared.find(x, out)
+            if prepared is not None or out is x or not np.may_share_memory(x, out):
+                return out if self._reduce(x, out, prepared) else None
         try:
             source = view(x)
             if source.copied or source.dtype != self._dtype or source.shape != self._shape:
@@ -297,14 +315,23 @@ class LargeAllreduce(FastPath):
                 return None
             if not Destination(source, out, own).takes(target):
                 return None
-            chunks.reserve(self._link, self._nbytes)
         except Exception:
             return None
-        if not self._reduce(own, target):
+        if not self._reduce(own, target, self._prepared.find(own, target)):
             return None
         return to_framework(target, source) if into is None else commit_out(into)
 
-    def _reduce(self, x: Array, out: Array) -> bool:
+    def _is_plain(self, x: Array, out: Array) -> bool:
+        """Tell whether arrays need not be looked at more closely: x has the dtype and the shape of this path."""
+        return (
+            out.dtype == self._dtype
+            and out.shape == self._shape
+            and out.flags.carray
+            and x.flags.c_contiguous
+            and x.flags.aligned
+        )
+
+    def _reduce(self, x: Array, out: Array, prepared: Entry | None) -> bool:
         """Reduce, unless another call is under way; tell whether that was done."""
         if not self._turn.acquire(False):
             return False
@@ -312,18 +339,22 @@ class LargeAllreduce(FastPath):
             # Arrays that ranks share go another way if they lie at the same place.
             if self._engine.queue or self._group.closed is not None or exist(self._link):
                 return False
-            started, control = perf_counter(), self._control
-            self._watchdog.current = _CURRENT
             try:
-                show(control, self._prefix, None)
-                if not control.done():
-                    self.await_others()
-            except BaseException as error:
-                self.give_up(error)
-                raise
-            if self._agrees():
-                moving = allreduce(self._link, x.reshape(-1), out.reshape(-1), self._op)
+                if prepared is None:
+                    chunks.reserve(self._link, self._nbytes)
+            except MemoryError:
+                return False
+            started = perf_counter()
+            self._watchdog.current = _CURRENT
+            if self.meet():
+                source, target = x.reshape(-1), out.reshape(-1)
+                if prepared is None:
+                    moving = allreduce(self._link, source, target, self._op)
+                else:
+                    moving = self._prepared.reduce(prepared, source, target)
                 self._engine.run(self._group.guarded(moving))
+                if prepared is None:
+                    self._prepared.note(source, target)
             else:
                 self.settle(x, out)
             self._calls += 1
@@ -332,10 +363,19 @@ class LargeAllreduce(FastPath):
         finally:
             self._turn.release()
 
-    def _agrees(self) -> bool:
-        """Tell whether every rank has shown this call."""
-        parity = self._control.step & 1
-        words = self._control.words[parity]
-        return self._control.alike[parity] or all(
-            words[place] == self._digest for place in self._digests
-        )
+    def free(self) -> None:
+        self._prepared.free()
+
+    def meet(self) -> bool:
+        """Make the step of the header; tell whether every rank has shown this call."""
+        control = self._control
+        try:
+            show(control, self._prefix, None)
+            if not control.done():
+                self.await_others()
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        parity = control.step & 1
+        words = control.words[parity]
+        return control.alike[parity] or all(words[place] == self._digest for place in self._digests)

@@ -5,12 +5,12 @@ It does the same as the one in Python, which it calls if a rank is late, or if r
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._collectives.fast_path import FastAllreduce, FastPaths
+from arraycomm._collectives.fast_path import FastAllreduce, FastPath, FastPaths, LargeAllreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.statistics import Count
 from arraycomm._folds import in_c
@@ -42,6 +42,9 @@ class NativePaths(FastPaths):
             self._repeats.remember(op, path.exchange)
         return path
 
+    def make_large(self, runner: Runner, op: str, source: BufferView, note: str) -> LargeAllreduce:
+        return NativeLargeAllreduce(runner, op, source, note)
+
     def forget(self) -> None:
         super().forget()
         self._repeats.forget()
@@ -52,25 +55,7 @@ class NativeAllreduce(FastAllreduce):
 
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         super().__init__(runner, op, source, note)
-        group, control = runner.group, runner.group.control
-        self.exchange = compiled.Exchange(
-            memory=control.slots,
-            rank=control.rank,
-            size=control.size,
-            slot=control.slot,
-            header=self._prefix,
-            nbytes=self._nbytes,
-            fold=in_c.number_of(op, source.dtype),
-            dtype=source.dtype,
-            shape=source.shape,
-            control=control,
-            group=group,
-            queue=group.engine.queue,
-            turn=group.engine.turn,
-            path=self,
-            patient=group.transport.spins > 0,
-            nodes=control.native,
-        )
+        self.exchange = _exchange(runner, self, op, source, self._prefix, self._nbytes)
 
     def _reduce(self, x: Array, out: Array) -> bool:
         reduced: bool = self.exchange.reduce(x if x.flags.c_contiguous else x.copy(), out)
@@ -83,3 +68,44 @@ class NativeAllreduce(FastAllreduce):
     def count(self) -> Count:
         calls, seconds = self.exchange.counts()
         return Count("allreduce", calls, calls * self._nbytes, seconds)
+
+
+class NativeLargeAllreduce(LargeAllreduce):
+    """The fast path of large arrays, with the header by the native part."""
+
+    def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
+        super().__init__(runner, op, source, note)
+        self._meet = _exchange(runner, self, op, source, self._prefix, 0).meet
+
+    def meet(self) -> bool:
+        agreed: bool = self._meet()
+        return agreed
+
+    def await_others(self) -> None:
+        self._control.resume()
+        super().await_others()
+
+
+def _exchange(
+    runner: Runner, path: FastPath, op: str, source: BufferView, header: bytes, nbytes: int
+) -> Any:
+    """Return what makes the steps of a path, with so many bytes beside the header."""
+    group, control = runner.group, runner.group.control
+    return compiled.Exchange(
+        memory=control.slots,
+        rank=control.rank,
+        size=control.size,
+        slot=control.slot,
+        header=header,
+        nbytes=nbytes,
+        fold=in_c.number_of(op, source.dtype),
+        dtype=source.dtype,
+        shape=source.shape,
+        control=control,
+        group=group,
+        queue=group.engine.queue,
+        turn=group.engine.turn,
+        path=path,
+        patient=group.transport.spins > 0,
+        nodes=control.native,
+    )

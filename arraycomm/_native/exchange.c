@@ -1,6 +1,6 @@
 /* See exchange.h.
  *
- * An Exchange makes one small reduction again and again: it writes an array into this rank's slot, looks for
+ * An Exchange makes one small reduction, or the header of a larger one, again and again: it writes an array into this rank's slot, looks for
  * the other ranks' for a moment, and folds all into the result. Between nodes the slots of other nodes come in
  * messages. If that takes longer, it calls `await_others`
  * of Python, where the watchdog, interrupts and timeouts are, and if ranks call different things, `settle`.
@@ -321,6 +321,18 @@ static PyObject *exchange_reduce(Exchange *self, PyObject *const *args, Py_ssize
     return done < 0 ? NULL : PyBool_FromLong(done);
 }
 
+/* Make a step with the header alone; whoever calls has the turn. */
+static PyObject *exchange_meet(Exchange *self, PyObject *none)
+{
+    (void)none;
+    if (begin_step(self)) return NULL;
+    if (self->nodes) announce(self->nodes, self->step, 0);
+    post_step(&self->slots, self->step, PyBytes_AsString(self->header), NULL, 0);
+    const bool here = !self->nodes && all_posted(&self->slots, self->step, self->looks);
+    if (!here && await_others(self)) return NULL;
+    return PyBool_FromLong(agree(self));
+}
+
 static PyObject *exchange_counts(Exchange *self, PyObject *none)
 {
     (void)none;
@@ -330,6 +342,8 @@ static PyObject *exchange_counts(Exchange *self, PyObject *none)
 static PyMethodDef exchange_methods[] = {
     {"reduce", (PyCFunction)(void (*)(void))exchange_reduce, METH_FASTCALL,
      PyDoc_STR("reduce(x, out): reduce, and tell whether that was done; nothing has happened if not.")},
+    {"meet", (PyCFunction)(void (*)(void))exchange_meet, METH_NOARGS,
+     PyDoc_STR("meet(): make a step with the header alone, and tell whether all ranks show the same; the turn is taken.")},
     {"counts", (PyCFunction)(void (*)(void))exchange_counts, METH_NOARGS,
      PyDoc_STR("counts(): return how many calls were made, and their seconds.")},
     {NULL, NULL, 0, NULL},

@@ -37,7 +37,7 @@ void post_step(const Slots *slots, int64_t step, const void *header, const void 
 {
     char *const own = slot_of(slots, step, slots->rank);
     memcpy(own + HEADER, header, PAYLOAD - HEADER);
-    memcpy(own + PAYLOAD, payload, nbytes);
+    if (nbytes) memcpy(own + PAYLOAD, payload, nbytes);
     atomic_store_explicit(stamp_of(slots, step, slots->rank), step, memory_order_release);
 }
 

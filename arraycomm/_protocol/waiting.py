@@ -66,10 +66,10 @@ def wait_for(
             nap = nap_of(still) if absent() else NAP
             time.sleep(nap)
             polls += max(nap / _SLEPT, 1)
-        if (seen := moved()) > last:
-            still, last = 0.0, seen
+            if (seen := moved()) > last:
+                still, last = 0.0, seen
         if polls >= _LOOK_EVERY:
-            now, polls = clock.now(), 0.0
+            now, polls, last = clock.now(), 0.0, max(last, moved())
             still = now - last
             if done_after_all(done, watch, now - started):
                 return

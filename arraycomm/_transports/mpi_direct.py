@@ -21,6 +21,8 @@ from arraycomm._transports.routes import Places
 _TAG: Final = 1
 _PASSED_ON: Final = 2
 _OVERLAPPING: Final = 256
+# The most ranks whose messages are made once.
+_PREPARED_RANKS: Final = 8
 
 Requests = list[MPI.Request]
 
@@ -42,7 +44,11 @@ class _Messages:
 
     def done(self) -> bool:
         try:
-            while MPI.Request.Testall(self._requests):
+            while True:
+                while self._requests:
+                    if not self._requests[-1].Test():
+                        return False
+                    self._requests.pop()
                 if self._then is None:
                     self.under_way.discard(self)
                     return True
@@ -50,7 +56,55 @@ class _Messages:
                 self._requests = then()
         except MPI.Exception as error:
             raise translated(error) from error
-        return False
+
+
+class DirectSlices:
+    """The messages of slices between ranks each alone on its node, as those of `DirectMessages`."""
+
+    def __init__(self, comm: MPI.Intracomm, send: Blocks, come: Blocks, result: Blocks) -> None:
+        rank = comm.rank
+        own = Blocks(
+            result.buffer, [result.counts[rank]] * comm.size, [result.offsets[rank]] * comm.size
+        )
+        self._kept = come.buffer
+        self._scatter = self._made(comm, send, come)
+        self._gather = self._made(comm, own, result)
+
+    @staticmethod
+    def _made(comm: MPI.Intracomm, send: Blocks, recv: Blocks) -> list[MPI.Prequest]:
+        made = []
+        for shift in range(1, comm.size):
+            to, origin = (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size
+            for make, blocks, peer in ((comm.Recv_init, recv, origin), (comm.Send_init, send, to)):
+                if nbytes := blocks.counts[peer]:
+                    memory = MPI.buffer.fromaddress(_address(blocks.block(peer)), nbytes)
+                    made.append(make([memory, MPI.BYTE], peer, _TAG))
+        return made
+
+    def scatter(self) -> Handle:
+        """See `PreparedSlices`."""
+        return self._begun(self._scatter)
+
+    def gather(self) -> Handle:
+        """See `PreparedSlices`."""
+        return self._begun(self._gather)
+
+    def _begun(self, requests: list[MPI.Prequest]) -> Handle:
+        try:
+            MPI.Prequest.Startall(requests)
+        except MPI.Exception as error:
+            raise translated(error) from error
+        return _Messages([*requests], self._kept)
+
+    def free(self) -> None:
+        """See `PreparedSlices`."""
+        for request in (*self._scatter, *self._gather):
+            request.Free()
+
+
+def _address(memory: Bytes) -> int:
+    address: int = memory.__array_interface__["data"][0]
+    return address
 
 
 class DirectMessages:
@@ -68,6 +122,7 @@ class DirectMessages:
         self._comm, self._rank, place = comm, comm.rank, places.place
         own = places.members[places.node[comm.rank]]
         self._neighbours = [rank for rank in own if rank != comm.rank]
+        self._passes_on = len(places.members) < comm.size
         others = [ranks for ranks in places.members if ranks is not own]
         # To whom on each other node this rank's block goes, and who on this node gets which blocks.
         self._delegates = [ranks[place[comm.rank] % len(ranks)] for ranks in others]
@@ -114,6 +169,12 @@ class DirectMessages:
             return later
 
         return _Messages(first, recv.buffer, then=then)
+
+    def prepare(self, send: Blocks, come: Blocks, result: Blocks) -> DirectSlices | None:
+        """Make the messages of slices once; None for many ranks, or if blocks would be passed on."""
+        if self._passes_on or self._comm.size > _PREPARED_RANKS:
+            return None
+        return DirectSlices(self._comm, send, come, result)
 
     def _receive(self, requests: Requests, into: Bytes, origin: int, tag: int) -> None:
         if len(into):

@@ -38,7 +38,7 @@ def test_way_of_a_reduction(nbytes, size, shared, chosen) -> None:
 
 def test_chunks_that_overlap_are_neither_tiny_nor_large_on_few_ranks_and_larger_on_two() -> None:
     sizes = [overlapping_chunk(nbytes, 2) for nbytes in (0, 1, 1 << 20, 1 << 22, 1 << 24, 1 << 26)]
-    assert sizes == [64, 64, 1 << 20, 2 << 20, 8 << 20, 16 << 20]
+    assert sizes == [64, 64, 1 << 20, 4 << 20, 8 << 20, 16 << 20]
     sizes = [overlapping_chunk(nbytes, 3) for nbytes in (0, 1, 1 << 20, 1 << 23, 1 << 24, 1 << 26)]
     assert sizes == [64, 64, 1 << 20, 2 << 20, 4 << 20, 4 << 20]
 

@@ -314,14 +314,15 @@ def test_few_ranks_gather_by_the_messages_of_the_library(nodes, monkeypatch) -> 
 
     size = len(nodes)
     sent: Counter[tuple[int, int, int]] = Counter()
-    finished = SimpleNamespace(Testall=lambda requests: True)
-    monkeypatch.setattr(mpi_direct, "MPI", SimpleNamespace(BYTE=None, Request=finished))
+    finished = SimpleNamespace(Test=lambda: True)
+    monkeypatch.setattr(mpi_direct, "MPI", SimpleNamespace(BYTE=None, Exception=Exception))
 
     def noting(rank: int) -> Any:
-        def send(message: Any, peer: int, tag: int) -> None:
+        def send(message: Any, peer: int, tag: int) -> Any:
             sent[rank, peer, len(message[0])] += 1
+            return finished
 
-        return SimpleNamespace(rank=rank, size=size, Isend=send, Irecv=lambda *_: None)
+        return SimpleNamespace(rank=rank, size=size, Isend=send, Irecv=lambda *_: finished)
 
     counts = [10 + rank for rank in range(size)]
     blocks = Blocks(

@@ -165,9 +165,9 @@ ALGORITHMS: Final = (
     Fault(
         "start of a chunk",
         "slices of a second chunk begin where those of the first do",
-        "arraycomm/_collectives/chunks.py",
-        "    return [chunk.start + count * rank // size for rank in range(size + 1)]",
-        "    return [count * rank // size for rank in range(size + 1)]",
+        "arraycomm/_collectives/algorithms.py",
+        "        own = slice(*(chunk.start + bound // itemsize for bound in bounds[rank : rank + 2]))",
+        "        own = slice(*(bound // itemsize for bound in bounds[rank : rank + 2]))",
         ("chunk_size_does_not_matter",),
     ),
     Fault(

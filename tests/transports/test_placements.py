@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import chain
+from arraycomm._collectives import chain, prepared
 from arraycomm._communicator import Communicator
+from arraycomm._folds import fold
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks
 from arraycomm._transports.crossovers import Crossovers
+from arraycomm._transports.mpi_direct import DirectSlices
 from tests.collectives.test_trace import traced
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH, TIMEOUT
@@ -128,6 +130,51 @@ def test_chunks_that_overlap_have_the_bits_of_the_order_of_ranks(
     assert x.tobytes() == (total if rank == 1 else blocks[rank][0]).tobytes()
     x = blocks[rank][0].copy()
     assert comm.scan(x, out=x).tobytes() == sums[rank].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_slices_of_the_same_arrays_are_made_once_with_the_same_bits(
+    comm: Communicator, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turns, in place, of more arrays than are kept, and with other calls and errors in between."""
+    begun = []
+    scatter = DirectSlices.scatter
+    monkeypatch.setattr(DirectSlices, "scatter", lambda self: begun.append(1) or scatter(self))
+    monkeypatch.setattr(prepared, "_KEPT", 2)
+    kind, size = np.dtype(getattr(ml_dtypes, dtype, None) or dtype), comm.size
+    # More than travels with the header of two ranks, also half of it.
+    count = 50_001 if size > 2 else 600_003
+    alone = len(set(internals.transport(comm).nodes())) == size > 1
+    with comm.dup() as made:
+        # In several chunks they are not.
+        chunks = dtype == "complex64"
+        internals.transport(made).crossovers = Crossovers(
+            gather=0, chunk=64 << 10 if chunks else None
+        )
+        arrays = [(np.empty(count, kind), np.empty((3, count // 3), kind)) for _ in range(3)]
+        for turn in range(12):
+            x, out = arrays[turn % 3 if turn > 8 else turn // 3]
+            rows = [
+                np.random.default_rng((r, turn)).standard_normal(count).astype(kind)
+                for r in range(size)
+            ]
+            wanted = np.empty(count, kind)
+            fold("mean", kind, rows, wanted)
+            x[...] = rows[comm.rank]
+            if turn % 3 == 1:
+                with pytest.raises((ValueError, ac.PeerError)):
+                    made.allreduce(x, "mean" if comm.rank else "median")
+            for _ in range(2):
+                into = out.reshape(-1)[: count // 2]
+                half = x[: count // 2]
+                made.allreduce(half, "mean", out=into)
+                assert into.tobytes() == wanted[: count // 2].tobytes()
+            made.allreduce(x, "mean", out=x)
+            assert x.tobytes() == wanted.tobytes()
+            # Another view that begins at the same place.
+            strided = np.repeat(rows[comm.rank], 2)[::2]
+            assert made.allreduce(strided, "mean").tobytes() == wanted.tobytes()
+    assert bool(begun) == (alone and not chunks)
 
 
 @pytest.mark.parametrize(

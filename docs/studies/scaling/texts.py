@@ -49,7 +49,7 @@ the column, and for each row that the native part folds. κ is the time to copy 
   have one header in common, of 128 bytes, and everyone's elements follow it. So a node that has heard from half of the others sends no more than
   at first, apart from elements. If ranks disagree, each has a header of its own. The ranks of a node share one copy of all.
 - In shared memory, chunks have 4 MiB and come one after another. Between nodes a chunk has √(2 p n α / γ) bytes, with 2 α / γ taken
-  as 32 KiB: then the latencies of all chunks and the fold of the one chunk that hides behind no message are least together. It has at least a quarter of the array or 4 MiB, whichever is less (of two ranks, half of it or 16 MiB), at least 1 MiB,
+  as 32 KiB: then the latencies of all chunks and the fold of the one chunk that hides behind no message are least together. It has at least a quarter of the array or 4 MiB, whichever is less (of two ranks, half of it or 16 MiB, and at least 4 MiB), at least 1 MiB,
   and at most 256 MiB; and chunks are about equally long. There chunks overlap: the elements of the next chunk are on their way while a chunk is folded.
   In the model, messages of a rank still go one by one; only folds hide behind them. What Python does is added in full.
 - Between nodes, up to 128 ranks send the slices of a chunk as a message to each rank. A folded slice goes once to each other
