@@ -147,6 +147,19 @@ static void nodes_dealloc(Nodes *self)
 
 /* ---- prepared messages ------------------------------------------------------------------------- */
 
+/* Look for a message until a time. */
+static bool is_over(const Nodes *self, void *request, int64_t end, int *error)
+{
+    int64_t status[STATUS_WORDS];
+    int over = 0;
+    for (int looks = 1;; ++looks) {
+        *error = self->test(request, &over, status);
+        if (over && !*error) return true;
+        if (*error || clock_now() >= end) return false;
+        if (looks % LOOKS == 0) sched_yield();
+    }
+}
+
 static size_t whole(Py_ssize_t nbytes)
 {
     return ((size_t)nbytes + 7) / 8 * 8;
@@ -190,6 +203,39 @@ static PyObject *nodes_clear_messages(Nodes *self, PyObject *none)
     (void)none;
     self->message_count = 0;
     Py_RETURN_NONE;
+}
+
+/* Start persistent messages and look for them, all of them for so long at most. */
+static int move(Nodes *self, void *const *messages, int count, int64_t nanoseconds, bool *done)
+{
+    const int64_t end = clock_now() + nanoseconds;
+    int error = 0;
+    for (int place = 0; place < count && !error; ++place) error = self->start(messages[place]);
+    *done = !error;
+    for (int place = 0; place < count && *done; ++place) *done = is_over(self, messages[place], end, &error);
+    return error;
+}
+
+static PyObject *nodes_move(Nodes *self, PyObject *args)
+{
+    PyObject *sequence;
+    long long nanoseconds;
+    bool done;
+    if (!PyArg_ParseTuple(args, "OL", &sequence, &nanoseconds)) return NULL;
+    const Py_ssize_t count = PySequence_Size(sequence);
+    if (count < 0) return NULL;
+    void **const messages = PyMem_Calloc((size_t)count + 1, sizeof(void *));
+    if (messages == NULL) return PyErr_NoMemory();
+    if (read_addresses(sequence, (int)count, messages)) {
+        PyMem_Free(messages);
+        return NULL;
+    }
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    error = move(self, messages, (int)count, nanoseconds, &done);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(messages);
+    return Py_BuildValue("Oi", done ? Py_True : Py_False, error);
 }
 
 static PyObject *nodes_state(Nodes *self, PyObject *none)
@@ -268,19 +314,6 @@ static bool add_record(Nodes *self, size_t each)
     return true;
 }
 
-/* Look for a message until a time. */
-static bool is_over(Nodes *self, void *request, int64_t end)
-{
-    int64_t status[STATUS_WORDS];
-    int over = 0;
-    for (int looks = 1;; ++looks) {
-        self->error = self->test(request, &over, status);
-        if (over && !self->error) return true;
-        if (self->error || clock_now() >= end) return false;
-        if (looks % LOOKS == 0) sched_yield();
-    }
-}
-
 static bool begin_round(Nodes *self, const Messages *messages)
 {
     self->error = self->start(messages->received[self->round]);
@@ -298,7 +331,7 @@ static bool lead(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t end)
     if (records && !have_common(self, step, nbytes)) return false;
     if (records) pack(self, step, nbytes);
     for (self->round = 0; self->round < self->rounds; ++self->round) {
-        if (!begin_round(self, messages) || !is_over(self, messages->received[self->round], end)) return false;
+        if (!begin_round(self, messages) || !is_over(self, messages->received[self->round], end, &self->error)) return false;
         self->differs = records && !add_record(self, whole(nbytes));
         if (self->differs) return false;
     }
@@ -308,7 +341,7 @@ static bool lead(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t end)
         atomic_store_explicit(self->complete, step, memory_order_release);
     }
     for (int round = 0; round < self->rounds; ++round)
-        if (!is_over(self, messages->sent[round], end)) return false;
+        if (!is_over(self, messages->sent[round], end, &self->error)) return false;
     return true;
 }
 
@@ -329,6 +362,9 @@ static PyMethodDef nodes_methods[] = {
      PyDoc_STR("add(nbytes, parity, received, sent): take the addresses of prepared messages, one each a round.")},
     {"clear", (PyCFunction)(void (*)(void))nodes_clear_messages, METH_NOARGS,
      PyDoc_STR("clear(): forget all messages.")},
+    {"move", (PyCFunction)(void (*)(void))nodes_move, METH_VARARGS,
+     PyDoc_STR("move(messages, nanoseconds): start persistent messages of these addresses, and look for them for so long "
+               "at most; return whether all are over, and MPI's error, or 0.")},
     {"state", (PyCFunction)(void (*)(void))nodes_state, METH_NOARGS,
      PyDoc_STR("state(): return the round of the last step, -1 if none was begun; whether its message has come, and "
                "differs; and MPI's error, or 0.")},

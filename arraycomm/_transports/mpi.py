@@ -88,7 +88,9 @@ class MPITransport(SharesFiles, Transport):
         return begin(self.mpi_comm.Ialltoallv, vector(send), vector(recv))
 
     def prepare(self, send: Blocks, come: Blocks, result: Blocks) -> PreparedSlices | None:
-        return None if self._direct is None else self._direct.prepare(send, come, result)
+        if self._direct is None:
+            return None
+        return self._direct.prepare(send, come, result, self.control.native)
 
     def allgather(self, recv: Blocks) -> Handle:
         if self._direct is not None:

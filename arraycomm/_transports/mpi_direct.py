@@ -7,7 +7,7 @@ one that gets it passes it on there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from mpi4py import MPI
@@ -21,8 +21,9 @@ from arraycomm._transports.routes import Places
 _TAG: Final = 1
 _PASSED_ON: Final = 2
 _OVERLAPPING: Final = 256
-# The most ranks whose messages are made once.
+# The most ranks whose messages are made once, and how long the native part looks for such messages.
 _PREPARED_RANKS: Final = 8
+_NANOSECONDS: Final = 3_000_000
 
 Requests = list[MPI.Request]
 
@@ -61,14 +62,20 @@ class _Messages:
 class DirectSlices:
     """The messages of slices between ranks each alone on its node, as those of `DirectMessages`."""
 
-    def __init__(self, comm: MPI.Intracomm, send: Blocks, come: Blocks, result: Blocks) -> None:
-        rank = comm.rank
+    def __init__(
+        self, comm: MPI.Intracomm, send: Blocks, come: Blocks, result: Blocks, native: Any
+    ) -> None:
+        rank, self._native = comm.rank, native
         own = Blocks(
             result.buffer, [result.counts[rank]] * comm.size, [result.offsets[rank]] * comm.size
         )
         self._kept = come.buffer
         self._scatter = self._made(comm, send, come)
         self._gather = self._made(comm, own, result)
+        self._addresses = {
+            id(made): [MPI._addressof(request) for request in made]
+            for made in (self._scatter, self._gather)
+        }
 
     @staticmethod
     def _made(comm: MPI.Intracomm, send: Blocks, recv: Blocks) -> list[MPI.Prequest]:
@@ -90,11 +97,17 @@ class DirectSlices:
         return self._begun(self._gather)
 
     def _begun(self, requests: list[MPI.Prequest]) -> Handle:
+        done, error = False, 0
         try:
-            MPI.Prequest.Startall(requests)
-        except MPI.Exception as error:
-            raise translated(error) from error
-        return _Messages([*requests], self._kept)
+            if self._native is None:
+                MPI.Prequest.Startall(requests)
+            else:
+                done, error = self._native.move(self._addresses[id(requests)], _NANOSECONDS)
+            if error:
+                raise MPI.Exception(error)
+        except MPI.Exception as raised:
+            raise translated(raised) from raised
+        return _Messages([] if done else [*requests], self._kept)
 
     def free(self) -> None:
         """See `PreparedSlices`."""
@@ -170,11 +183,16 @@ class DirectMessages:
 
         return _Messages(first, recv.buffer, then=then)
 
-    def prepare(self, send: Blocks, come: Blocks, result: Blocks) -> DirectSlices | None:
-        """Make the messages of slices once; None for many ranks, or if blocks would be passed on."""
+    def prepare(
+        self, send: Blocks, come: Blocks, result: Blocks, native: Any
+    ) -> DirectSlices | None:
+        """Make the messages of slices once; None for many ranks, or if blocks would be passed on.
+
+        `native` looks for them in the native part, if it is not None.
+        """
         if self._passes_on or self._comm.size > _PREPARED_RANKS:
             return None
-        return DirectSlices(self._comm, send, come, result)
+        return DirectSlices(self._comm, send, come, result, native)
 
     def _receive(self, requests: Requests, into: Bytes, origin: int, tag: int) -> None:
         if len(into):
