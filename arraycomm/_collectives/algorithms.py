@@ -7,9 +7,7 @@ calls, blocking or not. Sources and targets are one-dimensional, contiguous arra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -214,7 +212,7 @@ def _in_slices(
 ) -> Steps:
     """Fold a slice of each chunk on each rank, for all ranks, or for a root, which alone has a target then."""
     size, rank, dtype = link.size, link.rank, source.dtype
-    cuts = cuts_of(link, source)
+    cuts = chunks.cuts_of(link, source)
     longest = max((cut.longest for cut in cuts), default=0)
     halves = chunks.halves(link, len(cuts), size * longest, dtype)
     # What goes to a root is still on its way while the next chunk is folded.
@@ -247,45 +245,6 @@ def _in_slices(
         return link.allgather(into)
 
     yield from chunks.one_by_one(link, len(cuts), begin, fold, after)
-
-
-class Cut(NamedTuple):
-    """A chunk that goes in slices: which elements it has, and which of them this rank folds.
-
-    Of the bytes: the slices of all ranks and where they begin, what is sent of them, and what comes, and where to.
-    """
-
-    chunk: slice
-    own: slice
-    longest: int
-    counts: list[int]
-    offsets: list[int]
-    sent: list[int]
-    come: list[int]
-    places: list[int]
-
-
-def cuts_of(link: Link, source: Flat) -> list[Cut]:
-    """Return the chunks in which an array goes in slices."""
-    step = (chunks.overlapping_step if link.overlaps else chunks.step)(link, source)
-    return _cuts(len(source), step, link.size, link.rank, source.itemsize)
-
-
-@lru_cache(maxsize=16)
-def _cuts(count: int, step: int, size: int, rank: int, itemsize: int) -> list[Cut]:
-    """Cut so many elements into chunks of up to `step`, and these into slices; nobody changes what is returned."""
-    found = []
-    for chunk in chunks.cut(count, step):
-        bounds = [bound * itemsize for bound in chunks.slices(len(chunk), size)]
-        counts = [end - start for start, end in pairwise(bounds)]
-        own = slice(*(chunk.start + bound // itemsize for bound in bounds[rank : rank + 2]))
-        others = [peer != rank for peer in range(size)]
-        sent = [n * other for n, other in zip(counts, others, strict=True)]
-        come = [counts[rank] * other for other in others]
-        places = bounds_of(come)[:-1]
-        whole, longest = slice(chunk.start, chunk.stop), own.stop - own.start
-        found.append(Cut(whole, own, longest, counts, bounds[:-1], sent, come, places))
-    return found
 
 
 def _unaliased(source: Flat, target: Flat) -> Flat:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
 from math import isqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from arraycomm._collectives import grid, selection
-from arraycomm._collectives.blocks import rows_of
+from arraycomm._collectives.blocks import bounds_of, rows_of
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Flat, Handle, Link, Steps, Transport
 
@@ -52,6 +54,45 @@ def cut(count: int, step: int) -> list[range]:
 def slices(count: int, size: int) -> list[int]:
     """Return where each rank's slice of so many elements starts, and where the last one ends."""
     return [count * rank // size for rank in range(size + 1)]
+
+
+class Cut(NamedTuple):
+    """A chunk that goes in slices: which elements it has, and which of them this rank folds.
+
+    Of the bytes: the slices of all ranks and where they begin, what is sent of them, and what comes, and where to.
+    """
+
+    chunk: slice
+    own: slice
+    longest: int
+    counts: list[int]
+    offsets: list[int]
+    sent: list[int]
+    come: list[int]
+    places: list[int]
+
+
+def cuts_of(link: Link, source: Flat) -> list[Cut]:
+    """Return the chunks in which an array goes in slices."""
+    longest = (overlapping_step if link.overlaps else step)(link, source)
+    return _cuts(len(source), longest, link.size, link.rank, source.itemsize)
+
+
+@lru_cache(maxsize=16)
+def _cuts(count: int, step: int, size: int, rank: int, itemsize: int) -> list[Cut]:
+    """Cut so many elements into chunks of up to `step`, and these into slices; nobody changes what is returned."""
+    found = []
+    for chunk in cut(count, step):
+        bounds = [bound * itemsize for bound in slices(len(chunk), size)]
+        counts = [end - start for start, end in pairwise(bounds)]
+        own = slice(*(chunk.start + bound // itemsize for bound in bounds[rank : rank + 2]))
+        others = [peer != rank for peer in range(size)]
+        sent = [n * other for n, other in zip(counts, others, strict=True)]
+        come = [counts[rank] * other for other in others]
+        places = bounds_of(come)[:-1]
+        whole, longest = slice(chunk.start, chunk.stop), own.stop - own.start
+        found.append(Cut(whole, own, longest, counts, bounds[:-1], sent, come, places))
+    return found
 
 
 def reserve(transport: Transport, nbytes: int) -> None:

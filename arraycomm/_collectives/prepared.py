@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._collectives.algorithms import Cut, cuts_of
 from arraycomm._collectives.blocks import raw, rows_of
+from arraycomm._collectives.chunks import Cut, cuts_of
 from arraycomm._collectives.selection import Algorithm, select
 from arraycomm._folds import fold
 from arraycomm._transports.base import Blocks, Flat, Steps, Transport

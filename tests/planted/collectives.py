@@ -165,7 +165,7 @@ ALGORITHMS: Final = (
     Fault(
         "start of a chunk",
         "slices of a second chunk begin where those of the first do",
-        "arraycomm/_collectives/algorithms.py",
+        "arraycomm/_collectives/chunks.py",
         "        own = slice(*(chunk.start + bound // itemsize for bound in bounds[rank : rank + 2]))",
         "        own = slice(*(bound // itemsize for bound in bounds[rank : rank + 2]))",
         ("chunk_size_does_not_matter",),
