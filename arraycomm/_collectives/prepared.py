@@ -58,13 +58,13 @@ class Prepared:
     def reduce(self, entry: Entry, source: Flat, target: Flat) -> Steps:
         """Reduce by what is prepared; the header has been shown."""
         rank, (messages, cut, rows, spare) = self._link.rank, entry
-        yield messages.scatter()
+        yield messages.scatter(source)
         own, into = source[cut.own], target[cut.own]
         if _address(source) == _address(target):
             spare[...] = own
             own = spare
         fold(self._op, source.dtype, [*rows[:rank], own, *rows[rank:]], into)
-        yield messages.gather()
+        yield messages.gather(target)
 
     def note(self, source: Flat, target: Flat) -> None:
         """Prepare a reduction that has just been made, if it is the second one of these arrays."""

@@ -88,15 +88,15 @@ class DirectSlices:
                     made.append(make([memory, MPI.BYTE], peer, _TAG))
         return made
 
-    def scatter(self) -> Handle:
+    def scatter(self, *arrays: Bytes) -> Handle:
         """See `PreparedSlices`."""
-        return self._begun(self._scatter)
+        return self._begun(self._scatter, arrays)
 
-    def gather(self) -> Handle:
+    def gather(self, *arrays: Bytes) -> Handle:
         """See `PreparedSlices`."""
-        return self._begun(self._gather)
+        return self._begun(self._gather, arrays)
 
-    def _begun(self, requests: list[MPI.Prequest]) -> Handle:
+    def _begun(self, requests: list[MPI.Prequest], arrays: tuple[Bytes, ...]) -> Handle:
         done, error = False, 0
         try:
             if self._native is None:
@@ -107,7 +107,7 @@ class DirectSlices:
                 raise MPI.Exception(error)
         except MPI.Exception as raised:
             raise translated(raised) from raised
-        return _Messages([] if done else [*requests], self._kept)
+        return _Messages([] if done else [*requests], self._kept, *arrays)
 
     def free(self) -> None:
         """See `PreparedSlices`."""

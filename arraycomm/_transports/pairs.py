@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Handle(Protocol):
@@ -14,12 +14,15 @@ class Handle(Protocol):
 
 
 class PreparedSlices(Protocol):
-    """The messages of slices, made once for the same memory; all of one kind are over before the next begin."""
+    """The messages of slices, made once for the same memory; all of one kind are over before the next begin.
 
-    def scatter(self) -> Handle:
+    The arrays whose memory that is are kept until then, also if the caller gives up.
+    """
+
+    def scatter(self, *arrays: Any) -> Handle:
         """Begin to send every rank its slice of this rank's elements, and to receive everyone's of its own."""
 
-    def gather(self) -> Handle:
+    def gather(self, *arrays: Any) -> Handle:
         """Begin to send the result of this rank's slice, and to receive the others'."""
 
     def free(self) -> None:
