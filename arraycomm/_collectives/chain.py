@@ -45,7 +45,7 @@ _SEGMENT: Final = 64 << 20
 _LEAST_CHUNK: Final = 16 << 10
 # The bytes that a link takes in the time of a turn that moves nothing; and those that a node publishes, folds, sends
 # and copies in that time.
-_TURN: Final = 512 << 10
+TURN_BYTES: Final = 512 << 10
 _WORKED: Final = 320 << 10
 # The messages of slices that take as long as a turn, and the bytes that a link takes in the time of one of them.
 _MESSAGES: Final = 16
@@ -66,7 +66,7 @@ def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> 
         return False
     if (slices := transport.crossovers.slices) is not None:
         return nbytes > slices
-    if grid.is_preferred(transport, nbytes, chain.nodes):
+    if grid.is_preferred(transport, nbytes, chain.nodes * TURN_BYTES):
         return False
     widest = max(total_dtype(dtype).itemsize // dtype.itemsize for dtype in dtypes)
     return is_quicker(nbytes, chain.nodes, chain.lanes, widest)
@@ -89,7 +89,7 @@ def is_tree_quicker(nbytes: int, nodes: int) -> bool:
 
     A node sends each of them twice then, and the last node has not so far to all others.
     """
-    return nbytes < (nodes - 1 - (nodes - 1).bit_length()) * _TURN
+    return nbytes < (nodes - 1 - (nodes - 1).bit_length()) * TURN_BYTES
 
 
 def chunk_bytes(nbytes: int, nodes: int, largest: int) -> int:

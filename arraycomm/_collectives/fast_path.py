@@ -22,7 +22,7 @@ from arraycomm._arrays.views import NOTHING, view
 from arraycomm._collectives import chunks
 from arraycomm._collectives.algorithms import allreduce
 from arraycomm._collectives.placement import Destination
-from arraycomm._collectives.prepared import Entry, Prepared
+from arraycomm._collectives.prepared import Prepared, PreparedArrays
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.shared_arrays import exist
@@ -331,7 +331,7 @@ class LargeAllreduce(FastPath):
             and x.flags.aligned
         )
 
-    def _reduce(self, x: Array, out: Array, prepared: Entry | None) -> bool:
+    def _reduce(self, x: Array, out: Array, prepared: PreparedArrays | None) -> bool:
         """Reduce, unless another call is under way; tell whether that was done."""
         if not self._turn.acquire(False):
             return False

@@ -18,10 +18,9 @@ from arraycomm._transports.base import Blocks, Flat, Steps, Transport
 from arraycomm._transports.rank_grid import RankGrid
 
 # The most bytes of a chunk.
-_CHUNK: Final = 256 << 20
-# The bytes that a link takes in the latency of a message, in the time of a turn of a chain, and while a rank sorts a byte.
+CHUNK_BYTES: Final = 256 << 20
+# The bytes that a link takes in the latency of a message, and while a rank sorts a byte.
 _MESSAGE: Final = 32 << 10
-_TURN: Final = 512 << 10
 _SORTED: Final = 3
 
 
@@ -32,28 +31,28 @@ def is_preferred(transport: Transport, nbytes: int, chained: int = 0) -> bool:
 
 
 def is_quicker(nbytes: int, rows: int, columns: int, lanes: int, chained: int = 0) -> bool:
-    """Tell whether a grid is quicker than slices, or than a chain of so many nodes if that is not 0.
+    """Tell whether a grid is quicker than slices, or than a chain if `chained` is not 0.
 
     `lanes` ranks of a node share its link, over which each element goes once more than by slices. Along a chain
-    each goes twice, and the chain takes a turn for each node.
+    each goes twice; the link takes `chained` bytes in the time in which a chunk goes from node to node.
     """
     if chained:
         messages = 2 * (rows + columns) * _MESSAGE
-        return nbytes * (3 * lanes - 2 + _SORTED) + messages < chained * _TURN
+        return nbytes * (3 * lanes - 2 + _SORTED) + messages < chained
     fewer = 2 * (rows * columns - rows - columns + 1)
     return nbytes * (lanes + _SORTED) < fewer * _MESSAGE
 
 
 def scratch_bytes(nbytes: int, size: int, itemsize: int = 16) -> int:
     """Return the bytes of scratch memory that suffice for so many bytes of elements of this size."""
-    return 2 * (min(nbytes, _CHUNK) + size * itemsize)
+    return 2 * (min(nbytes, CHUNK_BYTES) + size * itemsize)
 
 
 def allreduce(transport: Transport, source: Flat, target: Flat, op: str) -> Steps:
     """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
     grid = transport.grid
     assert grid is not None
-    step = max(_CHUNK // source.itemsize, 1)
+    step = max(CHUNK_BYTES // source.itemsize, 1)
     for start in range(0, len(source), step):
         part = slice(start, start + step)
         yield from _reduce_chunk(transport, grid, source[part], target[part], op)

@@ -25,7 +25,7 @@ _KEPT: Final = 8
 _Key = tuple[int, int]
 
 
-class Entry(NamedTuple):
+class PreparedArrays(NamedTuple):
     """What is prepared for one array and its result: none of their memory is kept.
 
     `rows` is where the others' slices come, and `spare` has room for this rank's own.
@@ -42,20 +42,20 @@ class Prepared:
 
     def __init__(self, link: Transport, op: str) -> None:
         self._link, self._op = link, op
-        self._entries: dict[_Key, Entry] = {}
+        self._entries: dict[_Key, PreparedArrays] = {}
         self._last: _Key = (0, 0)
         # What was measured when they were prepared, and whether any can be.
         self._measured: Crossovers | None = None
         self._possible = True
 
-    def find(self, x: Array, out: Array) -> Entry | None:
+    def find(self, x: Array, out: Array) -> PreparedArrays | None:
         """Return what is prepared for a reduction that is about to begin, or None."""
         if self._measured is not self._link.crossovers:
             self.free()
             self._measured, self._possible = self._link.crossovers, True
         return self._entries.get(_key(x, out)) if self._entries else None
 
-    def reduce(self, entry: Entry, source: Flat, target: Flat) -> Steps:
+    def reduce(self, entry: PreparedArrays, source: Flat, target: Flat) -> Steps:
         """Reduce by what is prepared; the header has been shown."""
         rank, (messages, cut, rows, spare) = self._link.rank, entry
         yield messages.scatter(source)
@@ -90,7 +90,7 @@ class Prepared:
             entry.messages.free()
         self._entries.clear()
 
-    def _prepare(self, source: Flat, target: Flat) -> Entry | None:
+    def _prepare(self, source: Flat, target: Flat) -> PreparedArrays | None:
         link, dtype = self._link, source.dtype
         if select(link, self._op, dtype, source.nbytes) is not Algorithm.SLICES:
             return None
@@ -107,7 +107,7 @@ class Prepared:
             return None
         count = cut.own.stop - cut.own.start
         *rows, spare = rows_of(memory[: link.size * count], link.size)
-        return Entry(messages, cut, rows, spare)
+        return PreparedArrays(messages, cut, rows, spare)
 
 
 def _key(x: Array, out: Array) -> _Key:

@@ -7,7 +7,7 @@ one that gets it passes it on there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -59,6 +59,13 @@ class _Messages:
             raise translated(error) from error
 
 
+class _Persistent(NamedTuple):
+    """Persistent messages, and where the native part finds them."""
+
+    requests: list[MPI.Prequest]
+    addresses: list[int]
+
+
 class DirectSlices:
     """The messages of slices between ranks each alone on its node, as those of `DirectMessages`."""
 
@@ -72,13 +79,9 @@ class DirectSlices:
         self._kept = come.buffer
         self._scatter = self._made(comm, send, come)
         self._gather = self._made(comm, own, result)
-        self._addresses = {
-            id(made): [MPI._addressof(request) for request in made]
-            for made in (self._scatter, self._gather)
-        }
 
     @staticmethod
-    def _made(comm: MPI.Intracomm, send: Blocks, recv: Blocks) -> list[MPI.Prequest]:
+    def _made(comm: MPI.Intracomm, send: Blocks, recv: Blocks) -> _Persistent:
         made = []
         for shift in range(1, comm.size):
             to, origin = (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size
@@ -86,7 +89,7 @@ class DirectSlices:
                 if nbytes := blocks.counts[peer]:
                     memory = MPI.buffer.fromaddress(_address(blocks.block(peer)), nbytes)
                     made.append(make([memory, MPI.BYTE], peer, _TAG))
-        return made
+        return _Persistent(made, [MPI._addressof(request) for request in made])
 
     def scatter(self, *arrays: Bytes) -> Handle:
         """See `PreparedSlices`."""
@@ -96,22 +99,22 @@ class DirectSlices:
         """See `PreparedSlices`."""
         return self._begun(self._gather, arrays)
 
-    def _begun(self, requests: list[MPI.Prequest], arrays: tuple[Bytes, ...]) -> Handle:
+    def _begun(self, messages: _Persistent, arrays: tuple[Bytes, ...]) -> Handle:
         done, error = False, 0
         try:
             if self._native is None:
-                MPI.Prequest.Startall(requests)
+                MPI.Prequest.Startall(messages.requests)
             else:
-                done, error = self._native.move(self._addresses[id(requests)], _NANOSECONDS)
+                done, error = self._native.move(messages.addresses, _NANOSECONDS)
             if error:
                 raise MPI.Exception(error)
         except MPI.Exception as raised:
             raise translated(raised) from raised
-        return _Messages([] if done else [*requests], self._kept, *arrays)
+        return _Messages([] if done else [*messages.requests], self._kept, *arrays)
 
     def free(self) -> None:
         """See `PreparedSlices`."""
-        for request in (*self._scatter, *self._gather):
+        for request in (*self._scatter.requests, *self._gather.requests):
             request.Free()
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from arraycomm._collectives import algorithms, scans
 from arraycomm._collectives.chunks import overlapping_chunk, scratch_bytes
-from arraycomm._collectives.selection import GATHER_BYTES, MAX_STEPS, choose
+from arraycomm._collectives.selection import GATHER_BYTES, MAX_STEPS, choose, most_in_steps
 from arraycomm._transports.crossovers import Crossovers
 
 SLOT = 32 << 10
@@ -66,6 +66,9 @@ def test_larger_messages_never_go_back_to_the_way_of_smaller_ones() -> None:
         sizes = range(0, 1 << 22, 997)
         ways = [order.index(choose(n, size, SLOT, shared)) for n in sizes]
         assert ways == sorted(ways)
+    # What travels with the header does not go step by step, nor through a segment.
+    for payload in (64, 64 << 10, 1 << 20):
+        assert most_in_steps(payload) >= payload
 
 
 @example(size=2, count=1 << 22, itemsize=16, measured=Crossovers(chunk=32 << 20))

@@ -43,9 +43,9 @@ def test_a_grid_is_taken_if_its_messages_save_more_than_its_bytes_cost() -> None
 
 
 def test_a_grid_is_taken_in_place_of_a_long_chain_for_small_arrays() -> None:
-    assert is_quicker(1 * MIB, 256, 512, 64, 2048)
-    assert not is_quicker(8 * MIB, 256, 512, 64, 2048)
-    assert not is_quicker(1 * MIB, 12, 12, 64, 2)
+    assert is_quicker(1 * MIB, 256, 512, 64, 1024 * MIB)
+    assert not is_quicker(8 * MIB, 256, 512, 64, 1024 * MIB)
+    assert not is_quicker(1 * MIB, 12, 12, 64, 1 * MIB)
 
 
 def test_without_many_ranks_there_is_none(on_ranks, size) -> None:
@@ -85,7 +85,7 @@ def test_results_have_the_bits_of_the_order_of_ranks(
     """With fewer elements than ranks, as many, and in several chunks; in place as well."""
     if transport != "threads" and ranks > (LAUNCH.size if LAUNCH else 0):
         pytest.skip("there are not so many ranks")
-    monkeypatch.setattr(grid, "_CHUNK", 1000)
+    monkeypatch.setattr(grid, "CHUNK_BYTES", 1000)
 
     def check(comm: Communicator) -> None:
         for columns in _row_major(ranks):

@@ -157,6 +157,38 @@ def test_python_numbers_come_back_as_their_type(on_ranks, size) -> None:
     on_ranks(size, check)
 
 
+def test_large_arrays_like_those_before_may_lie_otherwise(on_ranks, size) -> None:
+    """With gaps from the same place on, and with an `out` that overlaps them."""
+
+    def check(comm: Communicator) -> None:
+        count = 40_000
+        memory, out = np.empty(2 * count), np.empty(count)
+        x, strided, shifted = memory[:count], memory[::2], memory[1 : count + 1]
+        values = np.arange(float(count))
+        for source, into in ((x, out), (x, out), (x, out), (strided, out), (x, shifted), (x, x)):
+            source[...] = values + comm.rank
+            comm.allreduce(source, out=into)
+            assert (into == comm.size * values + sum(range(comm.size))).all()
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("odd", ["shape", "dtype", "op"])
+def test_one_rank_that_differs_after_large_calls_raises_on_all(on_ranks, several, odd) -> None:
+    def check(comm: Communicator) -> None:
+        x, out = np.ones((2, 40_000), np.float32)
+        with comm.dup(timeout=20) as other:
+            for _ in range(4):
+                other.allreduce(x, out=out)
+            if comm.rank == comm.size - 1:
+                x = {"shape": x[1:], "dtype": x.astype(np.int32)}.get(odd, x)
+            op = "max" if odd == "op" and comm.rank == comm.size - 1 else "sum"
+            with pytest.raises(ac.MismatchError, match=f"rank {comm.size - 1}: allreduce"):
+                other.allreduce(x, op)
+
+    on_ranks(several, check)
+
+
 @pytest.fixture
 def _slots_of_users() -> Iterator[None]:
     small = internals.slots()

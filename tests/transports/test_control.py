@@ -1,4 +1,4 @@
-"""What a rank tells of its waits in shared memory is always read whole."""
+"""The control channel in shared memory: its steps, and what a rank tells of its waits, which is always read whole."""
 
 from __future__ import annotations
 
@@ -27,6 +27,22 @@ def hurried() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("size", [2, 9, 10, 30])
+def test_a_step_is_over_once_every_rank_has_posted_it(size: int) -> None:
+    memory = np.zeros(SharedControl.nbytes(size), np.uint8)
+    ranks = [SharedControl(rank, size, memory) for rank in range(size)]
+    for last in range(size):
+        ranks[0].post()
+        for rank in range(1, size):
+            if rank != last:
+                ranks[rank].post()
+        if last:
+            assert not ranks[0].done()
+            assert ranks[0].missing() == [last]
+            ranks[last].post()
+        assert all(control.done() for control in ranks)
 
 
 def test_the_last_text_told_is_read(controls: list[SharedControl]) -> None:

@@ -161,7 +161,9 @@ def test_slices_of_the_same_arrays_are_made_once_with_the_same_bits(
         internals.transport(made).crossovers = Crossovers(
             gather=0, chunk=64 << 10 if chunks else None
         )
-        arrays = [(np.empty(count, kind), np.empty((3, count // 3), kind)) for _ in range(3)]
+        arrays = [
+            (np.empty(2 * count, kind)[:count], np.empty((3, count // 3), kind)) for _ in range(3)
+        ]
         for turn in range(12):
             x, out = arrays[turn % 3 if turn > 8 else turn // 3]
             rows = [
@@ -181,9 +183,15 @@ def test_slices_of_the_same_arrays_are_made_once_with_the_same_bits(
                 assert into.tobytes() == wanted[: count // 2].tobytes()
             made.allreduce(x, "mean", out=x)
             assert x.tobytes() == wanted.tobytes()
+            for _ in range(3):
+                x[...] = rows[comm.rank]
+                made.allreduce(x, "mean", out=out.reshape(-1))
+                assert out.tobytes() == wanted.tobytes()
             # Another view that begins at the same place.
-            strided = np.repeat(rows[comm.rank], 2)[::2]
-            assert made.allreduce(strided, "mean").tobytes() == wanted.tobytes()
+            strided = x.base[::2]
+            strided[...] = rows[comm.rank]
+            made.allreduce(strided, "mean", out=out.reshape(-1))
+            assert out.tobytes() == wanted.tobytes()
     assert bool(begun) == (alone and not chunks)
 
 

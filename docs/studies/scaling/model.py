@@ -14,6 +14,7 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from arraycomm._collectives import grid
+from arraycomm._collectives.chain import TURN_BYTES
 from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.base import DIRECT_RANKS
@@ -30,7 +31,7 @@ ELEMENT: Final = 4  # float32
 RING_FROM: Final = 524_288
 RING_FROM_ODD: Final = 81_920
 # The most bytes of a chunk over a grid.
-GRID_CHUNK: Final = grid._CHUNK
+GRID_CHUNK: Final = grid.CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +420,8 @@ def chosen(size: int, nbytes: int, shared: bool, per_node: int = 1) -> str:
 
 
 def _has_grid(size: int, nbytes: int, per_node: int, nodes: int = 0) -> bool:
-    return size >= LEAST_RANKS and grid.is_quicker(nbytes, *sides(size), per_node, nodes)
+    chained = nodes * TURN_BYTES
+    return size >= LEAST_RANKS and grid.is_quicker(nbytes, *sides(size), per_node, chained)
 
 
 def allreduce(size: int, nbytes: int, machine: Machine, *, shared: bool) -> float:
