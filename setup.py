@@ -45,14 +45,15 @@ def native_part() -> dict[str, Any]:
         "arraycomm._native.compiled",
         sources=[
             f"{NATIVE}/{name}.c"
-            for name in ("module", "folds", "exchange", "leaves", "nodes", "slots")
+            for name in ("module", "folds", "exchange", "leaves", "nodes", "pool", "slots")
         ],
         depends=[
             f"{NATIVE}/{name}.h"
-            for name in ("kernels", "folds", "exchange", "leaves", "nodes", "slots")
+            for name in ("kernels", "folds", "exchange", "leaves", "nodes", "pool", "slots")
         ],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
-        extra_compile_args=[*OPTIONS, "-fvisibility=hidden"],
+        extra_compile_args=[*OPTIONS, "-fvisibility=hidden", "-pthread"],
+        extra_link_args=["-pthread"],
         py_limited_api=True,
         optional=True,
     )

@@ -16,6 +16,8 @@ from arraycomm._cuda.devices import Devices
 from arraycomm._entries import entries, entry
 from arraycomm._errors import BackendUnavailableError, NotInitializedError
 from arraycomm._facts import facts
+from arraycomm._folds import use_threads
+from arraycomm._launch.launchers import threads_for
 from arraycomm._mpi_start import (
     Arguments,
     Opened,
@@ -187,6 +189,7 @@ def init(
         # Raises what is wrong with them before MPI is loaded, since no other rank has to be told.
         given.checked(local_rank=0, local_size=1)
     opened = _open_world(start, given)
+    use_threads(threads_for(opened.runner.group.transport.local_size, os.environ))
     _session.begin(Communicator(opened.runner), arguments, facts(*opened))
     environment.begin(opened.runner)
     _session.show(verbose)

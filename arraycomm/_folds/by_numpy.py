@@ -144,3 +144,7 @@ def _narrow(op: str, dtype: DType) -> Fold:
         round_to(out, accumulator)
 
     return narrow
+
+
+def use_threads(limit: int) -> None:
+    """Do nothing: NumPy's loops take one thread."""

@@ -11,6 +11,8 @@ from arraycomm._folds.by_numpy import Array, Fold
 from arraycomm._native import compiled
 
 AVAILABLE: Final = compiled is not None
+# A few threads read as fast as memory can be read.
+_MOST_THREADS: Final = 8
 
 
 @lru_cache(maxsize=1024)
@@ -55,3 +57,8 @@ def fold_on(
 def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
     """Write the fold of the rows up to and including k to `outs[k]`; no row overlaps any of `outs`."""
     compiled.prefixes(number_of(op, dtype), rows, outs)
+
+
+def use_threads(limit: int) -> None:
+    """Let a large fold take so many threads of this process."""
+    compiled.use_threads(max(1, min(limit, _MOST_THREADS)))

@@ -1,6 +1,7 @@
 /* See folds.h. The loops over elements are in kernels.h. */
 
 #include "folds.h"
+#include "pool.h"
 
 #include <fenv.h>
 #include <stdint.h>
@@ -141,6 +142,10 @@ static bool in_ieee_mode(void)
  * and those of others in the level-1 cache. */
 enum { BLOCK_BYTES = 64 << 10, TOTALS_BYTES = 8 << 10 };
 
+/* Bytes of all rows from which on several threads fold, and of a row in a piece of one: to wake a thread takes as
+ * long as to fold a part of these. */
+enum { SHARED_BYTES = 4 << 20, PIECE_BYTES = 128 << 10 };
+
 typedef struct {
     const Arithmetic *with;
     int op, row_count;
@@ -214,34 +219,58 @@ static void fold_loaded(const Block *block, bool every)
     if (block->earlier.more) memcpy((char *)block->outs[0] + block->start * with->total_size, total, nbytes);
 }
 
-static void fold_blocks(int fold, Earlier earlier, const void *const *rows, int row_count, void *const *outs,
-                        bool every, size_t count)
+/* What a fold is about, and how many elements of each row a piece has that one thread folds. */
+typedef struct {
+    int fold;
+    Earlier earlier;
+    const void *const *rows;
+    int row_count;
+    void *const *outs;
+    bool every;
+    size_t count, piece;
+} Work;
+
+static void fold_piece(const void *context, size_t number)
 {
-    const Arithmetic *const with = &tables[level][fold / OPS];
+    const Work *const work = context;
+    const int op = work->fold % OPS;
+    const Arithmetic *const with = &tables[level][work->fold / OPS];
     const size_t most = with->load ? TOTALS_BYTES / with->total_size : BLOCK_BYTES / with->itemsize;
+    const size_t first = number * work->piece, rest = work->count - first;
+    const size_t end = first + (rest < work->piece ? rest : work->piece);
+    const bool only_rows = !work->every && !work->earlier.total && !work->earlier.more;
     const bool other_mode = !in_ieee_mode();
     fenv_t mode;
     if (other_mode) {
         fegetenv(&mode);
         fesetenv(FE_DFL_ENV);
     }
-    for (size_t start = 0; start < count; start += most) {
-        const size_t left = count - start;
-        const Block block = {with, fold % OPS, row_count, rows, outs, earlier, start, left < most ? left : most};
-        if (with->pair && fold % OPS == SUM && row_count == 2 && !every && !earlier.total && !earlier.more)
-            with->pair(out_of(&block, 0), row_of(&block, 0), row_of(&block, 1), block.count);
-        else if (with->load) fold_loaded(&block, every);
-        else fold_plain(&block, every);
+    for (size_t start = first; start < end; start += most) {
+        const size_t count = end - start < most ? end - start : most;
+        const Block block = {with, op, work->row_count, work->rows, work->outs, work->earlier, start, count};
+        if (with->pair && op == SUM && work->row_count == 2 && only_rows)
+            with->pair(out_of(&block, 0), row_of(&block, 0), row_of(&block, 1), count);
+        else if (with->load) fold_loaded(&block, work->every);
+        else fold_plain(&block, work->every);
     }
     if (other_mode) fesetenv(&mode);
 }
 
+static void fold_pieces(Work work)
+{
+    const size_t itemsize = fold_itemsize(work.fold), nbytes = work.count * itemsize;
+    const bool shared = nbytes * (size_t)work.row_count >= SHARED_BYTES;
+    work.piece = shared ? PIECE_BYTES / itemsize : work.count;
+    if (shared) share_pieces(fold_piece, &work, (work.count + work.piece - 1) / work.piece);
+    else fold_piece(&work, 0);
+}
+
 void run_fold(int fold, const void *const *rows, int row_count, void *const *outs, bool every, size_t count)
 {
-    fold_blocks(fold, (Earlier){0}, rows, row_count, outs, every, count);
+    fold_pieces((Work){fold, {0}, rows, row_count, outs, every, count, 0});
 }
 
 void run_fold_on(int fold, Earlier earlier, const void *const *rows, int row_count, void *out, size_t count)
 {
-    fold_blocks(fold, earlier, rows, row_count, &out, false, count);
+    fold_pieces((Work){fold, earlier, rows, row_count, &out, false, count, 0});
 }

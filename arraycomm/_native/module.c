@@ -12,6 +12,7 @@
 #include "folds.h"
 #include "leaves.h"
 #include "nodes.h"
+#include "pool.h"
 #include "slots.h"
 
 /* Up to so many rows need no memory of their own; with fewer bytes, letting other threads run takes
@@ -266,6 +267,17 @@ static PyObject *py_use_level(PyObject *module, PyObject *number)
     return PyLong_FromLong(before);
 }
 
+static PyObject *py_use_threads(PyObject *module, PyObject *number)
+{
+    (void)module;
+    const long limit = PyLong_AsLong(number), before = thread_limit();
+    if (PyErr_Occurred()) return NULL;
+    if (limit < 1 || limit > MOST_THREADS)
+        return PyErr_Format(PyExc_ValueError, "there may be 1 to %d threads, not %ld", MOST_THREADS, limit);
+    use_threads((int)limit);
+    return PyLong_FromLong(before);
+}
+
 static PyMethodDef methods[] = {
     {"find_fold", py_find_fold, METH_VARARGS,
      PyDoc_STR("find_fold(op, dtype): return the number of a reduction, or -1.")},
@@ -282,6 +294,8 @@ static PyMethodDef methods[] = {
      PyDoc_STR("levels(): return the names of the instruction sets that folds can use here.")},
     {"use_level", py_use_level, METH_O,
      PyDoc_STR("use_level(number): have folds use that instruction set; return the number before.")},
+    {"use_threads", py_use_threads, METH_O,
+     PyDoc_STR("use_threads(limit): have a large fold take so many threads at most; return the limit before.")},
     {NULL, NULL, 0, NULL},
 };
 

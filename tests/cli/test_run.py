@@ -172,12 +172,12 @@ def soon(what: Callable[[], bool]) -> bool:
 
 
 def alive(pid: int) -> bool:
+    # A process that nobody has waited for yet is none any more. One may end while it is looked at.
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    # A process that nobody has waited for yet is none any more.
-    return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
 
 
 # Which launcher

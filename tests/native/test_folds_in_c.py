@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import platform
+import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 from arraycomm._folds import by_numpy, totals
 from arraycomm._folds.ieee import in_ieee_mode
 from arraycomm._native import compiled
+from tests.support.launcher import run_python
 from tests.support.oracle import CASES, IDS, NARROW, same_result
 
 if compiled is None:
@@ -121,6 +124,90 @@ def test_every_pair_of_narrow_floats_is_rounded_as_ml_dtypes_does_it(level, dtyp
         assert same_result(got, wanted, op)
 
 
+@pytest.fixture
+def threads() -> Iterator[int]:
+    before = compiled.use_threads(3)
+    yield 3
+    compiled.use_threads(before)
+
+
+# Bytes of a row of which a few are folded in pieces, the last of them shorter.
+_LARGE: Final = (2 << 20) + 700
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"), [case for case in CASES if case[1] in ("mean", "xor")], ids=str
+)
+def test_several_threads_give_the_same_bits(threads, dtype, op) -> None:
+    _check(op, dtype, [_values(dtype, _LARGE // dtype.itemsize, row) for row in range(3)])
+
+
+def test_several_threads_take_part_in_a_large_fold(threads) -> None:
+    """The thread that calls has not worked for as long as all threads of this process."""
+    rows, out = [np.ones(8 << 20, np.float16)] * 8, np.empty(8 << 20, np.float16)
+    in_c.fold("sum", out.dtype, rows, out)
+    own, all_threads = time.thread_time(), time.process_time()
+    in_c.fold("sum", out.dtype, rows, out)
+    own, all_threads = time.thread_time() - own, time.process_time() - all_threads
+    assert own < 0.9 * all_threads
+    assert (out == 8).all()
+
+
+_SHARED: Final = """
+import os
+import pathlib
+import signal
+import threading
+import numpy as np
+from arraycomm._folds import in_c
+from arraycomm._native import compiled
+
+compiled.use_threads(4)
+rows = [np.full(2_000_000, k, np.float32) for k in range(4)]
+
+def fold():
+    for _ in range(20):
+        out = np.empty_like(rows[0])
+        in_c.fold("sum", out.dtype, rows, out)
+        assert (out == 6).all()
+
+def tasks():
+    return set(pathlib.Path("/proc/self/task").iterdir())
+
+before = tasks()
+fold()
+helpers = tasks() - before
+assert len(helpers) == 3
+# Signals go to the threads that Python knows.
+for helper in helpers:
+    status = (helper / "status").read_text()
+    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk"))
+    assert int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1
+# Several callers at once, of whom one has the helpers.
+callers = [threading.Thread(target=fold) for _ in range(3)]
+for caller in callers:
+    caller.start()
+# A forked process has no helpers, and makes its own; here while they are at work.
+children = []
+for _ in range(4):
+    child = os.fork()
+    if child == 0:
+        fold()
+        os._exit(len(tasks()) - 4)
+    children.append(child)
+for caller in callers:
+    caller.join()
+assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0, 0]
+print("done")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at threads in /proc")
+def test_helpers_are_shared_by_callers_and_left_behind_by_forks() -> None:
+    job = run_python("-c", _SHARED, timeout=120)
+    assert (job.stdout, job.stderr, job.returncode) == ("done\n", "", 0)
+
+
 def test_folds_in_c_have_a_mode_of_their_own(level) -> None:
     """A thread that rounds upwards gets what is nearest all the same, and goes on rounding upwards."""
     library = ctypes.CDLL(ctypes.util.find_library("m"))
@@ -176,3 +263,6 @@ def test_what_does_not_fit_is_refused() -> None:
         in_c.fold_on("sum", half.dtype, None, 0, [], totals, more=True)
     with pytest.raises(ValueError, match="no level 9"):
         compiled.use_level(9)
+    for limit in (0, 65):
+        with pytest.raises(ValueError, match=f"there may be 1 to 64 threads, not {limit}"):
+            compiled.use_threads(limit)

@@ -134,6 +134,15 @@ def verbose_prints_a_line_for_each_fact() -> None:
         ac.init(verbose=1)  # type: ignore[arg-type]
 
 
+def large_folds_take_as_many_threads_as_the_environment_says() -> None:
+    if compiled is None:
+        return
+    for threads, taken in (("3", 3), ("1", 1), ("0", 1), ("100", 8)):
+        with environment(OMP_NUM_THREADS=threads):
+            ac.init()
+            assert compiled.use_threads(1) == taken
+
+
 def list_of_devices_is_taken_by_local_rank() -> None:
     assert ac.init(device=["cpu", "cuda:7"]).device == "cpu"
     ac.finalize()
@@ -181,6 +190,7 @@ CHECKS: tuple[Check, ...] = (
     environment_sets_the_defaults,
     what_cannot_run_says_what_is_missing,
     verbose_prints_a_line_for_each_fact,
+    large_folds_take_as_many_threads_as_the_environment_says,
     list_of_devices_is_taken_by_local_rank,
     numbers_of_processes_are_never_ignored,
     forked_child_is_refused,

@@ -1,4 +1,4 @@
-"""The steps of the control channel in C, without Python, under a sanitizer for threads."""
+"""Parts of the native part that several threads run, without Python, under a sanitizer for threads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NATIVE = _HERE.parents[1] / "arraycomm" / "_native"
 _COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
-def _build(folder: Path, *options: str) -> Path | None:
-    program = folder / "slots"
-    sources = [_HERE / "slots.c", _NATIVE / "slots.c"]
+def _build(folder: Path, part: str, *options: str) -> Path | None:
+    program = folder / part
+    sources = [_HERE / f"{part}.c", _NATIVE / f"{part}.c"]
     # Not inlined, so that the sanitizer sees what memcmp reads.
     command = [
         _COMPILER,
@@ -33,10 +33,11 @@ def _build(folder: Path, *options: str) -> Path | None:
     return None if built.returncode else program
 
 
-def test_steps_in_c_have_no_races(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["slots", "pool"])
+def test_no_races(tmp_path: Path, part: str) -> None:
     if _COMPILER is None or not _NATIVE.is_dir():
         pytest.skip("needs a C compiler and the sources")
-    program = _build(tmp_path, "-fsanitize=thread") or _build(tmp_path)
+    program = _build(tmp_path, part, "-fsanitize=thread") or _build(tmp_path, part)
     assert program is not None
     # Another sanitizer may have been loaded into this process.
     environment = {**os.environ, "LD_PRELOAD": ""}
