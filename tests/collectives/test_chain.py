@@ -25,6 +25,10 @@ from arraycomm._collectives.segment import chunk_tasks
 from arraycomm._folds import fold
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.node_chain import NodeChain, is_chain
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs; test_placements.py has real ranks.
+pytestmark = alone
 
 MIB = 1 << 20
 

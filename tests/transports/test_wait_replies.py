@@ -9,6 +9,10 @@ import pytest
 from arraycomm._protocol.deadlock import WaitStatus
 from arraycomm._transports import wait_replies
 from arraycomm._transports.wait_replies import ASKING, COLLECTING, WaitReplies
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs.
+pytestmark = alone
 
 SIZE, STEP = 300, 7
 HERE = "in allreduce at train.py:41, step 7 of world"
