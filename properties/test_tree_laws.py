@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from arraycomm import allreduce_gradients, allreduce_tree
 from arraycomm._collectives import segment
-from arraycomm._trees.layout import cut, lay_out
+from arraycomm._trees import layout
+from arraycomm._trees.layout import cut, lay_out, messages, slots_of
 from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._frameworks import elements_of
@@ -44,12 +46,21 @@ def test_every_leaf_has_one_place_of_its_own(specs, bucket_bytes) -> None:
         assert bucket.pieces[-1].offset < bucket_bytes
 
 
-@given(specs=specs_of_leaves, bucket_bytes=st.integers(1, 300), data=st.data())
-def test_leaves_of_one_dtype_keep_their_order(specs, bucket_bytes, data) -> None:
+@given(specs=specs_of_leaves, bucket_bytes=st.integers(1, 300), large=st.integers(0, 300))
+def test_large_leaves_of_one_dtype_and_the_others_keep_their_order(
+    specs, bucket_bytes, large
+) -> None:
     placed: dict[object, list[int]] = {}
-    for bucket in lay_out(specs, bucket_bytes):
-        placed.setdefault(bucket.dtype, []).extend(piece.leaf for piece in bucket.pieces)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "LARGE", large)
+        buckets = lay_out.__wrapped__(specs, bucket_bytes)
+    for bucket in buckets:
+        # No bucket has both.
+        (is_large,) = {piece.nbytes >= large for piece in bucket.pieces}
+        places = placed.setdefault((bucket.dtype, is_large), [])
+        places.extend(piece.leaf for piece in bucket.pieces)
     assert all(leaves == sorted(leaves) for leaves in placed.values())
+    assert sorted(chain(*placed.values())) == list(range(len(specs)))
 
 
 specs_of_long_leaves = st.lists(
@@ -75,6 +86,34 @@ def test_every_byte_of_every_leaf_lies_in_one_chunk(specs, bucket_bytes, chunks)
     assert end == sum(bucket.nbytes for bucket in buckets)
     for leaf, (dtype, shape) in enumerate(specs):
         assert found[leaf] == dtype.itemsize * int(np.prod(shape))
+
+
+@given(specs=specs_of_long_leaves, bucket_bytes=st.integers(1, 3000), least=st.integers(1, 600))
+def test_every_leaf_lies_in_one_message_and_a_large_one_alone(specs, bucket_bytes, least) -> None:
+    buckets, end = lay_out(specs, bucket_bytes), 0
+    places = {slot.leaf: slot for slot in slots_of(specs, buckets)}
+    sizes = [dtype.itemsize * int(np.prod(shape)) for dtype, shape in specs]
+    found: set[int] = set()
+    for dtype, start, stop, alone in messages(buckets, least):
+        # Messages follow one another, with gaps behind leaves.
+        assert 0 <= start - end < 64
+        assert start % 64 == 0
+        assert start < stop
+        end = stop
+        inside = {
+            leaf
+            for leaf, place in places.items()
+            if sizes[leaf] and start <= place.offset and place.offset + sizes[leaf] <= stop
+        }
+        assert all(specs[leaf][0] == dtype for leaf in inside)
+        if alone is None:
+            assert all(sizes[leaf] < least for leaf in inside)
+        else:
+            assert inside == {alone}
+            assert stop - start == sizes[alone] >= least
+        assert not found & inside
+        found |= inside
+    assert found == {leaf for leaf, nbytes in enumerate(sizes) if nbytes}
 
 
 @pytest.fixture

@@ -77,7 +77,20 @@ def _reduce_by(
             if into is not None:
                 link.fold(op, source.dtype, rows_of(into, link.size), target)
         case _:
-            yield from _in_slices(link, source, target, op, root)
+            yield from _in_slices(link, [(source, target)], op, root)
+
+
+def allreduce_in_turn(link: Link, pairs: Sequence[tuple[Flat, Flat]], op: str) -> Steps:
+    """Do what `allreduce` does for each source and its target; all have one dtype.
+
+    By slices, the chunks of one pair are under way while those of the one before are folded.
+    """
+    nbytes, dtype = sum(source.nbytes for source, _ in pairs), pairs[0][0].dtype
+    if select(link, op, dtype, nbytes) is Algorithm.SLICES:
+        yield from _in_slices(link, pairs, op)
+        return
+    for source, target in pairs:
+        yield from allreduce(link, source, target, op)
 
 
 def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat, op: str) -> Steps:
@@ -204,47 +217,48 @@ def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Steps:
 
 
 def _in_slices(
-    link: Link,
-    source: Flat,
-    target: Flat,
-    op: str,
-    root: int | None = None,
+    link: Link, pairs: Sequence[tuple[Flat, Flat | None]], op: str, root: int | None = None
 ) -> Steps:
-    """Fold a slice of each chunk on each rank, for all ranks, or for a root, which alone has a target then."""
-    size, rank, dtype = link.size, link.rank, source.dtype
-    cuts = chunks.cuts_of(link, source)
-    longest = max((cut.longest for cut in cuts), default=0)
-    halves = chunks.halves(link, len(cuts), size * longest, dtype)
+    """Fold a slice of each chunk on each rank, for all ranks, or for a root, which alone has targets then."""
+    size, rank, dtype = link.size, link.rank, pairs[0][0].dtype
+    nbytes = sum(source.nbytes for source, _ in pairs)
+    pieces = [(cut, *pair) for pair in pairs for cut in chunks.cuts_of(link, pair[0], nbytes)]
+    longest = max((cut.longest for cut, *_ in pieces), default=0)
+    halves = chunks.halves(link, len(pieces), size * longest, dtype)
     # What goes to a root is still on its way while the next chunk is folded.
     results = [] if root is None else rows_of(link.empty(2 * longest, dtype), 2)
-    aliased = root is None and overlap(source, target)
 
     def part(number: int) -> Flat:
-        own = cuts[number].own
-        return results[number & 1][: own.stop - own.start] if results else target[own]
+        cut, _, target = pieces[number]
+        if root is not None:
+            return results[number & 1][: cut.own.stop - cut.own.start]
+        assert target is not None
+        return target[cut.own]
 
     def begin(number: int) -> Handle:
-        cut = cuts[number]
+        cut, source, _ = pieces[number]
         sent = Blocks(raw(source[cut.chunk]), cut.sent, cut.offsets)
         return link.alltoall(sent, Blocks(raw(halves[number & 1]), cut.come, cut.places))
 
     def fold(number: int) -> None:
-        own, into = source[cuts[number].own], part(number)
+        cut, source, _ = pieces[number]
+        own, into = source[cut.own], part(number)
         *rows, spare = rows_of(halves[number & 1][: size * len(into)], size)
+        aliased = overlap(own, into)
         if aliased:
             spare[...] = own
         rows.insert(rank, spare if aliased else own)
         link.fold(op, dtype, rows, into)
 
     def after(number: int) -> Handle:
-        cut = cuts[number]
+        cut, _, target = pieces[number]
         into = None if target is None else Blocks(raw(target[cut.chunk]), cut.counts, cut.offsets)
         if root is not None:
             return link.gather(raw(part(number)), into, root)
         assert into is not None
         return link.allgather(into)
 
-    yield from chunks.one_by_one(link, len(cuts), begin, fold, after)
+    yield from chunks.one_by_one(link, len(pieces), begin, fold, after)
 
 
 def _unaliased(source: Flat, target: Flat) -> Flat:

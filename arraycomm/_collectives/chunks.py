@@ -40,10 +40,10 @@ def step(link: Link, array: Flat, rows: int = 1) -> int:
     return max(nbytes // (itemsize * rows), link.size // rows)
 
 
-def overlapping_step(link: Link, array: Flat) -> int:
-    """Return the elements of a chunk of a reduction whose movements overlap."""
-    nbytes = overlapping_chunk(array.nbytes, link.size, link.crossovers.chunk)
-    return max(nbytes // int(array.itemsize), link.size)
+def overlapping_step(link: Link, array: Flat, nbytes: int) -> int:
+    """Return the elements of a chunk of a reduction whose movements overlap, of so many bytes in all."""
+    chunk = overlapping_chunk(nbytes, link.size, link.crossovers.chunk)
+    return max(chunk // int(array.itemsize), link.size)
 
 
 def cut(count: int, step: int) -> list[range]:
@@ -72,13 +72,16 @@ class Cut(NamedTuple):
     places: list[int]
 
 
-def cuts_of(link: Link, source: Flat) -> list[Cut]:
-    """Return the chunks in which an array goes in slices."""
-    longest = (overlapping_step if link.overlaps else step)(link, source)
+def cuts_of(link: Link, source: Flat, nbytes: int | None = None) -> list[Cut]:
+    """Return the chunks in which an array goes in slices, alone or with others of so many bytes in all."""
+    if link.overlaps:
+        longest = overlapping_step(link, source, source.nbytes if nbytes is None else nbytes)
+    else:
+        longest = step(link, source)
     return _cuts(len(source), longest, link.size, link.rank, source.itemsize)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def _cuts(count: int, step: int, size: int, rank: int, itemsize: int) -> list[Cut]:
     """Cut so many elements into chunks of up to `step`, and these into slices; nobody changes what is returned."""
     found = []

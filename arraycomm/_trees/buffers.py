@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -70,10 +70,12 @@ class Packed:
         for leaf, shape, dtype, offset in self._slots:
             yield leaf, np.ndarray(shape, dtype, self.buffer, offset)
 
-    def pack(self, sources: Sources) -> None:
-        """Copy the leaves in; None stands for zeros."""
+    def pack(self, sources: Sources, without: Container[int] = ()) -> None:
+        """Copy the leaves in, but for those `without`; None stands for zeros."""
         for leaf, slot in self.leaves():
             source = sources[leaf]
+            if leaf in without:
+                continue
             if source is None:
                 slot[...] = 0
             else:

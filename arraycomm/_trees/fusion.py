@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -17,14 +17,16 @@ from arraycomm._collectives.selection import most_in_steps
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
-from arraycomm._transports.base import Bytes, Steps
+from arraycomm._transports.base import Bytes, Steps, Transport
 from arraycomm._trees.buffers import BYTE, BufferPool, Packed, Sources, copy_into
 from arraycomm._trees.held import Held, hold, table_of
-from arraycomm._trees.layout import LeafSlot, Part, Spec, cut, lay_out, slots_of
+from arraycomm._trees.layout import LeafSlot, Message, Part, Spec, cut, lay_out, messages, slots_of
 from arraycomm._trees.shared_memory import ChunkLayout
 
 # To write results over smaller leaves takes longer than to write them elsewhere.
 _LARGE: Final = 64 << 10
+# Between nodes, a leaf with so many bytes for each rank is a message of its own.
+_ALONE: Final = 512 << 10
 _NONE: Final[frozenset[int]] = frozenset()
 # The number of a leaf's dtype, which of its elements in the buffer are the leaf's, and their shape if not flat.
 _Place: TypeAlias = tuple[int, slice, tuple[int, ...] | None]
@@ -46,7 +48,6 @@ class Fusion:
         self.bucket_bytes = bucket_bytes
         self.buckets = lay_out(specs, bucket_bytes)
         self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
-        self.longest = max((bucket.nbytes for bucket in self.buckets), default=0)
         self._slots = slots_of(specs, self.buckets)
         self._pool = BufferPool(self.nbytes)
         # Made when the leaves first go through the shared segment.
@@ -56,8 +57,11 @@ class Fusion:
         self._large = [leaf for leaf, nbytes in enumerate(sizes) if nbytes >= _LARGE]
         # Holds a list of leaves, if all are contiguous arrays of NumPy that need no conversion.
         self.hold = hold(specs)
-        whole = (Part(slot.leaf, 0, sizes[slot.leaf], slot.offset) for slot in self._slots)
-        self._whole = table_of(whole)
+        self._parts = [Part(slot.leaf, 0, sizes[slot.leaf], slot.offset) for slot in self._slots]
+        self._whole = table_of(self._parts)
+        # Made when leaves first go between nodes, with what is copied for them.
+        self._messages: tuple[Message, ...] | None = None
+        self._together = self._whole
         self._dtypes = list(dict.fromkeys(dtype for dtype, _ in specs))
         self._places = [self._place(slot, sizes[slot.leaf]) for slot in sorted(self._slots)]
 
@@ -125,11 +129,44 @@ class Fusion:
             over = self._overwritable(sources) if may_overwrite else _NONE
             yield from self._reduce_chunks(segment, packed, sources, op, over)
             return over
-        self.pack(packed, sources)
-        for bucket, part in zip(self.buckets, packed.memory, strict=True):
-            flat = part.view(bucket.dtype)
-            yield from algorithms.allreduce(memory.group.transport, flat, flat, op)
+        yield from self._reduce_messages(memory.group.transport, packed, sources, op)
         return _NONE
+
+    def _reduce_messages(
+        self, link: Transport, packed: Packed, sources: Sources | Held, op: str
+    ) -> Steps:
+        """Reduce large leaves from where they lie, and the others in `packed`."""
+        if self._messages is None:
+            self._messages = tuple(messages(self.buckets, _ALONE * link.size))
+            alone = {message.leaf for message in self._messages}
+            self._together = table_of(part for part in self._parts if part.leaf not in alone)
+        flats = self._flats(sources)
+        if isinstance(sources, Held):
+            sources.fill(packed.buffer, self._together, streams=False)
+        else:
+            packed.pack(sources, without=flats)
+        for dtype, several in groupby(self._messages, key=lambda message: message.dtype):
+            pairs = []
+            for _, start, stop, leaf in several:
+                slot = packed.buffer[start:stop].view(dtype)
+                pairs.append((slot if leaf is None else flats.get(leaf, slot), slot))
+            yield from algorithms.allreduce_in_turn(link, pairs, op)
+
+    def _flats(self, sources: Sources | Held) -> dict[int, Array]:
+        """Return the leaves with a message of their own that can be sent as they are."""
+        found: dict[int, Array] = {}
+        for leaf in (message.leaf for message in self._messages or ()):
+            if leaf is None:
+                continue
+            source = sources.arrays[leaf] if isinstance(sources, Held) else sources[leaf]
+            array = source.array if isinstance(source, BufferView) else source
+            if (
+                array is not None
+                and array.dtype == self.specs[leaf][0]
+                and array.flags.c_contiguous
+            ):
+                found[leaf] = array.reshape(-1)
+        return found
 
     def pack(self, packed: Packed, sources: Sources | Held) -> None:
         """Copy the leaves in; None stands for zeros."""

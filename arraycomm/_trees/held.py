@@ -18,11 +18,11 @@ from arraycomm._trees.layout import Part, Spec
 class Held:
     """The memory of NumPy arrays, which stays theirs and keeps its place until this object is gone.
 
-    Parts are a table of `table_of`. `out` overlaps none of the arrays.
+    Parts are a table of `table_of`. `out` overlaps none of the `arrays`.
     """
 
-    def __init__(self, leaves: Any) -> None:
-        self._leaves = leaves
+    def __init__(self, leaves: Any, arrays: list[Any]) -> None:
+        self._leaves, self.arrays = leaves, arrays
 
     def fill(self, row: Bytes, parts: Array, *, streams: bool) -> None:
         """Copy parts of the leaves into a row, past the caches if it `streams`."""
@@ -43,7 +43,7 @@ def hold(specs: Sequence[Spec]) -> Callable[[list[Any]], Held | None]:
         if compiled is None:
             return None
         leaves = compiled.hold(np.ndarray, arrays, dtypes, shapes)
-        return None if leaves is None else Held(leaves)
+        return None if leaves is None else Held(leaves, arrays)
 
     return held
 

@@ -13,10 +13,14 @@ import numpy as np
 
 from arraycomm._dtypes import DType
 
+# Leaves of so many bytes share no bucket with smaller ones: they need not be copied into a message.
+LARGE: Final = 1 << 20
 # Every leaf begins at a multiple of this; JAX takes over only memory with this alignment.
 ALIGNMENT: Final = 64
 
 Spec: TypeAlias = tuple[DType, tuple[int, ...]]
+# A dtype, and whether the leaves are large.
+_Kind: TypeAlias = tuple[DType, bool]
 
 
 class Piece(NamedTuple):
@@ -66,20 +70,21 @@ class Chunk(NamedTuple):
 def lay_out(specs: tuple[Spec, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Distribute leaves over buckets by dtype, in order; a bucket ends once it is full.
 
-    Every bucket but the last of a dtype holds at least `bucket_bytes`; a leaf is never cut. Devices
-    play no part: they may differ between ranks, and the layout must not.
+    Every bucket holds at least `bucket_bytes`, but for the last one with large leaves of a dtype and the last one with
+    others. A leaf is never cut. Devices play no part: they may differ between ranks, and the layout must not.
     """
-    waiting: dict[DType, list[Piece]] = {}
-    ends: dict[DType, int] = {}
+    waiting: dict[_Kind, list[Piece]] = {}
+    ends: dict[_Kind, int] = {}
     buckets: list[Bucket] = []
     for leaf, (dtype, shape) in enumerate(specs):
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        offset = ends.get(dtype, 0)
-        waiting.setdefault(dtype, []).append(Piece(leaf, offset, nbytes))
-        ends[dtype] = offset + nbytes + -nbytes % ALIGNMENT
-        if ends[dtype] >= bucket_bytes:
-            buckets.append(Bucket(dtype, ends.pop(dtype), tuple(waiting.pop(dtype))))
-    buckets.extend(Bucket(dtype, ends[dtype], tuple(waiting[dtype])) for dtype in waiting)
+        kind = (dtype, nbytes >= LARGE)
+        offset = ends.get(kind, 0)
+        waiting.setdefault(kind, []).append(Piece(leaf, offset, nbytes))
+        ends[kind] = offset + nbytes + -nbytes % ALIGNMENT
+        if ends[kind] >= bucket_bytes:
+            buckets.append(Bucket(dtype, ends.pop(kind), tuple(waiting.pop(kind))))
+    buckets.extend(Bucket(kind[0], ends[kind], tuple(waiting[kind])) for kind in waiting)
     return tuple(buckets)
 
 
@@ -92,6 +97,33 @@ def slots_of(specs: tuple[Spec, ...], buckets: Iterable[Bucket]) -> tuple[LeafSl
             slots.append(LeafSlot(leaf, shape, dtype, base + offset))
         base += bucket.nbytes
     return tuple(slots)
+
+
+class Message(NamedTuple):
+    """The bytes `start` to `stop` of buckets that lie one after another; all those of one leaf, or of several."""
+
+    dtype: DType
+    start: int
+    stop: int
+    leaf: int | None
+
+
+def messages(buckets: Iterable[Bucket], least: int) -> Iterator[Message]:
+    """Cut buckets that lie one after another into messages: leaves of so many bytes have one of their own."""
+    base = 0
+    for bucket in buckets:
+        start = base
+        for leaf, offset, nbytes in bucket.pieces:
+            if nbytes < least:
+                continue
+            if start < base + offset:
+                yield Message(bucket.dtype, start, base + offset, None)
+            start = base + offset + nbytes
+            yield Message(bucket.dtype, base + offset, start, leaf)
+            start += -nbytes % ALIGNMENT
+        base += bucket.nbytes
+        if start < base:
+            yield Message(bucket.dtype, start, base, None)
 
 
 def cut(buckets: Iterable[Bucket], chunk_bytes: int) -> Iterator[Chunk]:

@@ -57,8 +57,9 @@ class Plan(ProcessBound):
     -----
     Collective. A call compares one digest, and a tree of up to 1 MiB (less with more than 3 ranks; between nodes 64 KiB, and
     512 between two ranks) is sent with it. On one node, the bytes of a larger tree that other ranks fold
-    are copied to memory that the ranks share, and the results from there. Between nodes, each byte
-    is copied once, into a message that is reduced as `allreduce` does.
+    are copied to memory that the ranks share, and the results from there. Between nodes, large
+    leaves (1 MiB or more, and 512 KiB for each rank) are reduced as `allreduce` reduces them, if they are
+    contiguous. Others are copied once, into messages of several leaves.
 
     A plan keeps memory for results, and uses it again once nothing refers to the results in it. If
     no results but those of the last step are in use, a call allocates no memory. Plans of the same
@@ -238,7 +239,7 @@ class RunPlan(Operation):
         inline = nbytes <= room
         self.prefix = self._plan.prefix(nbytes if inline else -1, self.placement.device_flag)
         if not inline:
-            reserve(self.group.transport, self._fusion.longest)
+            reserve(self.group.transport, self._fusion.nbytes)
             return None
         self._fusion.pack(self._packed, self._sources)
         return self._packed.buffer

@@ -77,7 +77,7 @@ class AllreduceTree(Operation):
 
     def pack(self, room: int) -> Bytes | None:
         if self.fusion.nbytes > room:
-            reserve(self.group.transport, self.fusion.longest)
+            reserve(self.group.transport, self.fusion.nbytes)
             return None
         self.packed.pack(self.parts.sources)
         return self.packed.buffer

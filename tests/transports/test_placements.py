@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import chain, prepared
+from arraycomm._collectives import algorithms, chain, prepared
 from arraycomm._communicator import Communicator
 from arraycomm._folds import fold
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports import mpi_direct
-from arraycomm._transports.base import Blocks, Handle
+from arraycomm._transports.base import Blocks, Handle, Steps, Transport
 from arraycomm._transports.crossovers import Crossovers
+from arraycomm._trees import fusion
 from tests.collectives.test_trace import traced
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH, TIMEOUT
@@ -246,6 +247,59 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
                 assert all(found[k].tobytes() == reduced[k].tobytes() for k in tree)
         y = x.copy()
         assert comm.allreduce(y, out=y).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["plan", "tree", "gradients", "compressed"])
+def test_large_leaves_are_sent_from_where_they_lie(
+    comm: Communicator, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they are contiguous, which other ranks' need not be; in several messages, and with the bits of `allreduce`."""
+    link = internals.transport(comm)
+    link.crossovers = Crossovers(gather=0, slices=1 << 40, chunk=300 << 10)
+    monkeypatch.setattr(fusion, "_ALONE", (1 << 20) // comm.size)
+    sent, reduce = list[np.ndarray](), algorithms.allreduce_in_turn
+
+    def noted(link: Transport, pairs: list[tuple[np.ndarray, np.ndarray]], op: str) -> Steps:
+        sent.extend(source for source, _ in pairs)
+        return reduce(link, pairs, op)
+
+    monkeypatch.setattr(algorithms, "allreduce_in_turn", noted)
+    rng = np.random.default_rng(comm.rank)
+    normal = rng.standard_normal
+    tree = {
+        "large": normal((1200, 500), np.float32),
+        "small": normal(70, np.float32),
+        "on one rank in order": normal((500, 600), np.float32),
+        "backwards": normal(300_000, np.float32)[::-1],
+        "bfloat16": normal(600_001).astype(ml_dtypes.bfloat16),
+        "none": np.zeros((0, 3)),
+        "locked": normal(150_000),
+        "last": normal(3),
+    }
+    if comm.rank:
+        tree["on one rank in order"] = tree["on one rank in order"].reshape(600, 500).T
+    tree["locked"].flags.writeable = False
+    calls = {
+        "plan": comm.plan(tree, "mean"),
+        "tree": lambda tree: ac.allreduce_tree(tree, "mean", comm=comm),
+        "gradients": lambda tree: ac.allreduce_gradients(tree, comm=comm),
+        "compressed": lambda tree: ac.allreduce_gradients(tree, compression="float16", comm=comm),
+    }
+    narrow = np.float16 if kind == "compressed" else None
+    wanted = {
+        k: comm.allreduce(x.astype(narrow if x.dtype.itemsize > 2 and narrow else x.dtype), "mean")
+        for k, x in tree.items()
+    }
+    sent.clear()
+    for _ in range(2):
+        found = calls[kind](tree)
+        for k, x in tree.items():
+            assert found[k].tobytes() == wanted[k].astype(x.dtype).tobytes(), k
+            assert not np.shares_memory(found[k], x)
+    whole = {k for k, x in tree.items() if any(np.shares_memory(x, source) for source in sent)}
+    in_order = set() if comm.rank else {"on one rank in order"}
+    plain = set() if narrow else {"large", "locked"} | in_order
+    assert whole == plain | {"bfloat16"}
 
 
 def _no_memory(*_: object) -> None:
