@@ -45,11 +45,29 @@ def native_part() -> dict[str, Any]:
         "arraycomm._native.compiled",
         sources=[
             f"{NATIVE}/{name}.c"
-            for name in ("module", "folds", "exchange", "leaves", "nodes", "pool", "slots")
+            for name in (
+                "module",
+                "chunks",
+                "exchange",
+                "folds",
+                "leaves",
+                "nodes",
+                "pool",
+                "slots",
+            )
         ],
         depends=[
             f"{NATIVE}/{name}.h"
-            for name in ("kernels", "folds", "exchange", "leaves", "nodes", "pool", "slots")
+            for name in (
+                "chunks",
+                "exchange",
+                "folds",
+                "kernels",
+                "leaves",
+                "nodes",
+                "pool",
+                "slots",
+            )
         ],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
         extra_compile_args=[*OPTIONS, "-fvisibility=hidden", "-pthread"],

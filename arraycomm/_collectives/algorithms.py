@@ -40,7 +40,11 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
         chained = algorithm is Algorithm.CHAIN
         opened = (chain.segment_of if chained else segment.streaming_segment_of)(link)
         if found := (yield from opened):
-            yield from found.reduce(segment.chunk_tasks(found, source, target), op, source.nbytes)
+            if chained:
+                chunks_of = segment.chunk_tasks(found, source, target)
+                yield from found.reduce(chunks_of, op, source.nbytes)
+            else:
+                yield from found.reduce_array(source, target, op)
             return
         algorithm = selection.without_segment(link, source.nbytes)
     if algorithm is Algorithm.GRID:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from time import perf_counter
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -19,8 +19,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
+from arraycomm._collectives.blocks import raw
 from arraycomm._dtypes import DType
 from arraycomm._folds import fold
+from arraycomm._folds.in_c import number_of
 from arraycomm._native import compiled
 from arraycomm._protocol.details import Detail, exchange_details
 from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
@@ -38,6 +40,8 @@ _CACHED_BYTES: Final = 8 << 20
 # So many chunks are copied past the caches and as many through them, to see which is quicker; then come so many others.
 _TRIED: Final = 3
 _BETWEEN_TRIALS: Final = 1024
+# For so long the native part makes turns before Python looks around.
+_NANOSECONDS: Final = 20_000_000
 # Of more ranks, each copies in its own part as well, so that all rows lie at the same distance.
 _MANY: Final = 16
 # A segment was measured with up to so many ranks.
@@ -136,11 +140,11 @@ class _Copies:
             streams, seconds = number < _TRIED, list[float]()
             self._tried[streams].append(seconds)
             return streams, seconds
-        # While the chunk before this one was copied, the last of those was still to be folded.
-        tried = self._tried.values() if number == 2 * _TRIED + 1 else ()
-        if tried and all(len(seconds) == 2 for way in tried for seconds in way):
-            past, through = (min(map(sum, way)) for way in tried)
-            self._streams = past <= through
+        # What is measured of a chunk is known later, at the latest once its call is over.
+        tried, measured = self._tried, [seconds for way in self._tried.values() for seconds in way]
+        if number >= 2 * _TRIED and tried and all(len(seconds) == 2 for seconds in measured):
+            past, through = (min(map(sum, way)) for way in tried.values())
+            self._streams, self._tried = past <= through, {}
         return self._streams, None
 
 
@@ -161,6 +165,7 @@ class SharedSegment:
         self.position = 0
         # The largest size of a chunk.
         self.chunk_bytes = chunk_bytes(control.size)
+        self._memory = memory
         rows = memory.reshape(-1, self.chunk_bytes)
         # Chunk k uses the rows k modulo ROWS.
         self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, self.chunk_bytes)
@@ -217,6 +222,29 @@ class SharedSegment:
                 for part, target in done.task.targets():
                     copy(target, folded[part])
             published, done = chunk, published
+
+    def reduce_array(self, source: Flat, target: Flat, op: str) -> Steps:
+        """Reduce an array as `reduce` does, for few ranks in the native part; the two may be the same memory."""
+        control, step, nbytes = self.control, self.chunk_bytes, source.nbytes
+        if control.size > _MANY:
+            yield from self.reduce(chunk_tasks(self, source, target), op, nbytes)
+            return
+        ways = list(islice(self.ways(nbytes), -(-nbytes // step)))
+        streams, seconds = bytes(past for past, _ in ways), np.empty((len(ways), 2))
+        memory = control.slots, self._memory, raw(source), raw(target), streams, seconds
+        sizes = control.slot, control.rank, control.size, step, nbytes > _CACHED_BYTES
+        rows = number_of(op, source.dtype), ROWS, FOLDED, self.position % ROWS
+        turn = 0
+        while turn < len(ways) + 2:
+            if turn:
+                yield control
+            turn, control.step = compiled.reduce_chunks(
+                *memory, *sizes, *rows, turn, control.step, _NANOSECONDS
+            )
+        self.position += len(ways)
+        for (_, measured), found in zip(ways, seconds.tolist(), strict=True):
+            if measured is not None:
+                measured.extend(found)
 
     def _fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
         rows, folded = chunk_task.rows, self._folded_of(chunk_task, number)

@@ -14,10 +14,13 @@ _NATIVE = _HERE.parents[1] / "arraycomm" / "_native"
 
 _COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
+# Each with what it is made of.
+_PARTS = {"slots": ["slots"], "pool": ["pool"], "chunks": ["chunks", "slots"]}
+
 
 def _build(folder: Path, part: str, *options: str) -> Path | None:
     program = folder / part
-    sources = [_HERE / f"{part}.c", _NATIVE / f"{part}.c"]
+    sources = [_HERE / f"{part}.c", *(_NATIVE / f"{name}.c" for name in _PARTS[part])]
     # Not inlined, so that the sanitizer sees what memcmp reads.
     command = [
         _COMPILER,
@@ -33,7 +36,7 @@ def _build(folder: Path, part: str, *options: str) -> Path | None:
     return None if built.returncode else program
 
 
-@pytest.mark.parametrize("part", ["slots", "pool"])
+@pytest.mark.parametrize("part", _PARTS)
 def test_no_races(tmp_path: Path, part: str) -> None:
     if _COMPILER is None or not _NATIVE.is_dir():
         pytest.skip("needs a C compiler and the sources")

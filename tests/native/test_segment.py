@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -80,8 +80,11 @@ def test_calls_without_headers_wait_for_slow_ranks(
     """Some ranks still fold and take the chunks of one call while others publish those of the next."""
     folded_of, slow = segment.SharedSegment._folded_of, set[int]()
 
-    def find_slowly(*chunk: Any) -> Any:
+    def late() -> None:
         time.sleep(0.002 * (threading.get_ident() in slow))
+
+    def find_slowly(*chunk: Any) -> Any:
+        late()
         return folded_of(*chunk)
 
     def check(comm: Communicator) -> None:
@@ -97,7 +100,40 @@ def test_calls_without_headers_wait_for_slow_ranks(
 
     with monkeypatch.context() as patch:
         patch.setattr(segment.SharedSegment, "_folded_of", find_slowly)
+        # A turn at a time.
+        patch.setattr(segment, "_NANOSECONDS", 0)
+        ended = set[bool]()
+
+        def watch(call: _Call) -> None:
+            ended.add(call.ended)
+            late()
+
+        _watch_turns(patch, watch)
         run(ranks, check)
+    assert ended == {False, True}
+
+
+class _Call(NamedTuple):
+    """What the native part is called with for an array."""
+
+    x: Any
+    streams: bytes
+    seconds: Any
+    large: bool
+    ended: bool
+
+
+def _watch_turns(patch: pytest.MonkeyPatch, watch: Callable[[_Call], None]) -> None:
+    """Call `watch` whenever the native part has made turns."""
+    reduce_chunks = segment.compiled.reduce_chunks
+
+    def watched(*arguments: Any) -> Any:
+        turn, step = reduce_chunks(*arguments)
+        _, _, x, _, streams, seconds, _, _, _, _, large, *_ = arguments
+        watch(_Call(x, streams, seconds, large, turn == len(streams) + 2))
+        return turn, step
+
+    patch.setattr(segment.compiled, "reduce_chunks", watched)
 
 
 def test_a_rank_without_the_native_part_keeps_all_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +145,6 @@ def test_a_rank_without_the_native_part_keeps_all_from_it(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("slow", ["copy", "copyto"])
 def test_ranks_measure_which_copies_are_quicker(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """For arrays that fit in the caches, and for larger ones; and again if that changes."""
-    copy_others = segment._copy_others
     (other,) = {"copy", "copyto"} - {slow}
     late, made = [slow], Counter[str]()
 
@@ -131,36 +166,32 @@ def test_ranks_measure_which_copies_are_quicker(monkeypatch: pytest.MonkeyPatch,
                 comm.barrier()
                 assert made[late_one] < made[quick] / 2, (late_one, length, made)
 
-    def copy_late(row: Any, part: Any, own: slice, streams: bool) -> None:
-        name = "copy" if streams else "copyto"
-        made[name] += 1
-        if late[0] == name:
-            time.sleep(0.001)
-        copy_others(row, part, own, streams)
+    def watch(call: _Call) -> None:
+        if not call.ended:
+            return
+        assert (call.seconds > 0).all()
+        assert (call.seconds < 1e-3).all()
+        for number, streams in enumerate(call.streams):
+            name = "copy" if streams else "copyto"
+            made[name] += 1
+            call.seconds[number, 0] = 1.0 if late[0] == name else 1e-9
 
-    monkeypatch.setattr(segment, "_copy_others", copy_late)
+    _watch_turns(monkeypatch, watch)
     monkeypatch.setattr(segment, "_BETWEEN_TRIALS", 30)
     run(2, check)
 
 
 def test_only_large_results_go_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = Counter[int]()
-    copy = segment.compiled.copy
-
-    def counted(out: Any, x: Any) -> None:
-        copied[threading.get_ident()] += out.nbytes
-        copy(out, x)
+    found = set[tuple[int, bool]]()
 
     def check(comm: Communicator) -> None:
         for nbytes in (4 << 20, 8 << 20, (8 << 20) + 8):
             x = np.full(nbytes // 8, comm.rank + 1.0)
-            copied[threading.get_ident()] = 0
             assert (comm.allreduce(x) == 3).all()
-            assert copied[threading.get_ident()] == (nbytes if nbytes > 8 << 20 else 0)
 
-    monkeypatch.setattr(segment.compiled, "copy", counted)
-    monkeypatch.setattr(segment.SharedSegment, "ways", lambda *_: repeat((False, None)))
+    _watch_turns(monkeypatch, lambda call: found.add((call.x.nbytes, call.large)))
     run(2, check)
+    assert found == {(4 << 20, False), (8 << 20, False), ((8 << 20) + 8, True)}
 
 
 def _try(ways: Iterator[Any], past: float, through: float) -> None:
