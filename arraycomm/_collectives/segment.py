@@ -58,6 +58,10 @@ Targets = Iterable[tuple[slice, Array]]
 _ALL: Final = slice(None)
 
 
+# What the native part is told of the segment, and from where it goes on; see _native/leaves.h.
+Place: TypeAlias = tuple[Any, ...]
+
+
 class ChunkTask(NamedTuple):
     """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go.
 
@@ -159,6 +163,8 @@ class SharedSegment:
         self.control = control
         # Whether all ranks can copy past their caches.
         self.native = native
+        # Whether the native part makes the turns of held leaves.
+        self.turns_natively = native and self.folds_leaves and control.size <= _MEASURED_RANKS
         self._small, self._large = _Copies(), _Copies()
         # The next chunk. Calls without headers go on counting: the last chunks of a call may still be folded
         # by other ranks. After a header all rows are free.
@@ -224,24 +230,35 @@ class SharedSegment:
             published, done = chunk, published
 
     def reduce_array(self, source: Flat, target: Flat, op: str) -> Steps:
-        """Reduce an array as `reduce` does, for few ranks in the native part; the two may be the same memory."""
-        control, step, nbytes = self.control, self.chunk_bytes, source.nbytes
-        if control.size > _MANY:
-            yield from self.reduce(chunk_tasks(self, source, target), op, nbytes)
+        """Reduce an array as `reduce` does; the two may be the same memory."""
+        if self.control.size > _MANY:
+            tasks = chunk_tasks(self, source, target)
+            yield from self.reduce(tasks, op, source.nbytes)
             return
-        ways = list(islice(self.ways(nbytes), -(-nbytes // step)))
-        streams, seconds = bytes(past for past, _ in ways), np.empty((len(ways), 2))
-        memory = control.slots, self._memory, raw(source), raw(target), streams, seconds
-        sizes = control.slot, control.rank, control.size, step, nbytes > _CACHED_BYTES
-        rows = number_of(op, source.dtype), ROWS, FOLDED, self.position % ROWS
-        turn = 0
-        while turn < len(ways) + 2:
+        x, fold, first = raw(source), number_of(op, source.dtype), self.position % ROWS
+        count = -(-source.nbytes // self.chunk_bytes)
+        self.position += count
+
+        def go_on(place: Place) -> tuple[int, int]:
+            reached: tuple[int, int] = compiled.reduce_chunks(place, x, fold)
+            return reached
+
+        yield from self.reduce_natively(go_on, raw(target), count, first)
+
+    def reduce_natively(
+        self, go_on: Callable[[Place], tuple[int, int]], target: Bytes, count: int, first: int
+    ) -> Steps:
+        """Reduce so many chunks as `reduce` does, by what has the native part go on; the first row is that of the first chunk."""
+        control, nbytes = self.control, target.nbytes
+        ways = list(islice(self.ways(nbytes), count))
+        streams, seconds = bytes(past for past, _ in ways), np.empty((count, 2))
+        memory = control.slots, self._memory, target, streams, seconds
+        sizes = control.slot, control.rank, control.size, self.chunk_bytes, nbytes > _CACHED_BYTES
+        rows, turn = (ROWS, FOLDED, first), 0
+        while turn < count + 2:
             if turn:
                 yield control
-            turn, control.step = compiled.reduce_chunks(
-                *memory, *sizes, *rows, turn, control.step, _NANOSECONDS
-            )
-        self.position += len(ways)
+            turn, control.step = go_on((*memory, *sizes, *rows, turn, control.step, _NANOSECONDS))
         for (_, measured), found in zip(ways, seconds.tolist(), strict=True):
             if measured is not None:
                 measured.extend(found)

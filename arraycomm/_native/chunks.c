@@ -8,22 +8,23 @@
 /* Looks at the stamps before the core is given up in between; and nanoseconds after which Python goes on waiting. */
 enum { LOOKS = 1000, LONGEST_WAIT = 1000000 };
 
-/* Which bytes of the array a chunk has, and which of the chunk's a rank folds. */
+/* Which bytes of the results a chunk has, and which of the chunk's a rank folds of an array. */
 typedef struct {
     size_t start, nbytes, own, own_end;
 } Span;
 
-size_t chunk_count(const Chunks *chunks)
-{
-    return (chunks->nbytes + chunks->chunk - 1) / chunks->chunk;
-}
-
 static Span span_of(const Chunks *chunks, size_t number)
 {
+    if (chunks->tree) return (Span){(size_t)chunks->tree[number].start, (size_t)chunks->tree[number].nbytes, 0, 0};
     const size_t start = number * chunks->chunk, left = chunks->nbytes - start;
     const size_t nbytes = left < chunks->chunk ? left : chunks->chunk, itemsize = fold_itemsize(chunks->fold);
     const size_t count = nbytes / itemsize, rank = (size_t)chunks->slots.rank, size = (size_t)chunks->slots.size;
     return (Span){start, nbytes, count * rank / size * itemsize, count * (rank + 1) / size * itemsize};
+}
+
+static const char *memory_of(const Chunks *chunks, const Part *part)
+{
+    return chunks->leaves[part->leaf] + part->first;
 }
 
 static char *row_of(const Chunks *chunks, size_t number, int rank)
@@ -55,24 +56,42 @@ static void publish(const Chunks *chunks, size_t number)
 {
     const Span span = span_of(chunks, number);
     const bool streams = chunks->streams[number];
-    const char *const x = chunks->x + span.start;
     char *const row = row_of(chunks, number, chunks->slots.rank);
     const int64_t since = clock_now();
-    copy(streams, row, x, span.own);
-    copy(streams, row + span.own_end, x + span.own_end, span.nbytes - span.own_end);
+    if (chunks->tree) {
+        const TreeChunk *const in = &chunks->tree[number];
+        for (const Part *part = chunks->parts + in->others; part < chunks->parts + in->others_end; ++part)
+            copy(streams, row + part->at, memory_of(chunks, part), (size_t)part->nbytes);
+    } else {
+        const char *const x = chunks->x + span.start;
+        copy(streams, row, x, span.own);
+        copy(streams, row + span.own_end, x + span.own_end, span.nbytes - span.own_end);
+    }
     if (streams) end_stream();
     note(chunks, number, 0, since);
+}
+
+/* Fold the same bytes of all rows, but for this rank's, which are elsewhere: there they are in the cache. */
+static void fold_rows(const Chunks *chunks, size_t number, int fold, size_t at, const char *own, size_t nbytes)
+{
+    const void *rows[MOST_RANKS];
+    void *out = folded_of(chunks, number) + at;
+    for (int rank = 0; rank < chunks->slots.size; ++rank) rows[rank] = row_of(chunks, number, rank) + at;
+    rows[chunks->slots.rank] = own;
+    run_fold(fold, rows, chunks->slots.size, &out, false, nbytes / fold_itemsize(fold));
 }
 
 static void fold_own(const Chunks *chunks, size_t number)
 {
     const Span span = span_of(chunks, number);
     const int64_t since = clock_now();
-    const void *rows[MOST_RANKS];
-    void *out = folded_of(chunks, number) + span.own;
-    for (int rank = 0; rank < chunks->slots.size; ++rank) rows[rank] = row_of(chunks, number, rank) + span.own;
-    rows[chunks->slots.rank] = chunks->x + span.start + span.own;
-    run_fold(chunks->fold, rows, chunks->slots.size, &out, false, (span.own_end - span.own) / fold_itemsize(chunks->fold));
+    if (chunks->tree) {
+        const TreeChunk *const in = &chunks->tree[number];
+        for (const Part *part = chunks->parts + in->own; part < chunks->parts + in->own_end; ++part)
+            fold_rows(chunks, number, (int)in->fold, (size_t)part->at, memory_of(chunks, part), (size_t)part->nbytes);
+    } else {
+        fold_rows(chunks, number, chunks->fold, span.own, chunks->x + span.start + span.own, span.own_end - span.own);
+    }
     note(chunks, number, 1, since);
 }
 
@@ -84,7 +103,7 @@ static void take(const Chunks *chunks, size_t number)
 
 size_t make_turns(const Chunks *chunks, size_t turn, int64_t *step, int64_t end)
 {
-    const size_t count = chunk_count(chunks);
+    const size_t count = chunks->count;
     bool published = turn > 0;
     for (; turn < count + 2; ++turn, published = false) {
         if (turn < count && !published) publish(chunks, turn);

@@ -8,26 +8,40 @@
 
 enum { MOST_RANKS = 64 };
 
+/* The bytes of a leaf from `first`, and where they begin in a chunk. */
+typedef struct {
+    int64_t leaf, first, nbytes, at;
+} Part;
+
+/* A chunk of a tree: where it begins in the results, its bytes, its fold, and which parts of leaves lie in it: those
+ * that others fold, and those that this rank folds. */
+typedef struct {
+    int64_t start, nbytes, fold, others, others_end, own, own_end;
+} TreeChunk;
+
 typedef struct {
     Slots slots;
     /* For each of `row_count` chunks a row of each rank, and behind them `folded_count` folded chunks. */
     char *rows;
     size_t chunk; /* bytes */
-    int row_count, folded_count;
-    int fold, first_row;
+    int row_count, folded_count, first_row;
     /* Whether results are written past the caches. */
     bool large;
-    const char *x;
     char *out;
-    size_t nbytes;
+    /* How many chunks there are. Turn k publishes chunk k, and folds and takes those before; there are two more turns. */
+    size_t count;
     /* For each chunk: whether it is copied in past the caches, and where the seconds go that a byte took to be copied
      * in and to be folded. */
     const char *streams;
     double *seconds;
+    /* An array; or the leaves of a tree, with their parts and chunks. */
+    const char *x;
+    size_t nbytes;
+    int fold;
+    const char *const *leaves;
+    const Part *parts;
+    const TreeChunk *tree;
 } Chunks;
-
-/* How many chunks there are. Turn k publishes chunk k, and folds and takes those before; there are two more turns. */
-size_t chunk_count(const Chunks *chunks);
 
 /* Go on from a turn, whose chunk is published if it is not the first one; `step` is the last step that was posted.
  * Return the turn in which other ranks are missing, or that is begun after `end`; or the one behind the last. */

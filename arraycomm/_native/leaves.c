@@ -15,11 +15,6 @@
 /* Each rank folds all rows only if there are few. */
 enum { MOST_ROWS = 8 };
 
-/* The bytes of a leaf from `first`, and where they begin in a row. */
-typedef struct {
-    int64_t leaf, first, nbytes, at;
-} Part;
-
 typedef struct {
     PyObject ob_base;
     Py_ssize_t count;
@@ -188,12 +183,120 @@ end:
     return result;
 }
 
+/* ---- chunks in the segment --------------------------------------------------------------------- */
+
+/* Whether the chunks lie in the results, and their parts in the leaves and in the chunks. */
+static bool has_parts(const Leaves *self, const Chunks *chunks, size_t parts, size_t nbytes)
+{
+    for (size_t number = 0; number < chunks->count; ++number) {
+        const TreeChunk in = chunks->tree[number];
+        if (in.start < 0 || in.nbytes <= 0 || in.fold < 0 || in.fold >= DTYPES * OPS) return false;
+        if ((size_t)in.nbytes > chunks->chunk || (size_t)in.start > nbytes || (size_t)in.nbytes > nbytes - (size_t)in.start)
+            return false;
+        if (in.others < 0 || in.others_end < in.others || in.own < in.others_end || in.own_end < in.own) return false;
+        if ((size_t)in.own_end > parts) return false;
+        for (const Part *part = chunks->parts + in.others; part < chunks->parts + in.own_end; ++part) {
+            if (part->leaf < 0 || part->leaf >= self->count || part->first < 0 || part->nbytes < 0 || part->at < 0 ||
+                part->first > self->leaves[part->leaf].len || part->at > in.nbytes ||
+                part->nbytes > self->leaves[part->leaf].len - part->first || part->nbytes > in.nbytes - part->at ||
+                (size_t)part->nbytes % fold_itemsize((int)in.fold))
+                return false;
+        }
+    }
+    return true;
+}
+
+PyObject *reduce_in_segment(Chunks *chunks, PyObject *place)
+{
+    enum { SLOTS, SEGMENT, OUT, STREAMS, SECONDS, BUFFERS };
+    PyObject *objects[BUFFERS], *result = NULL;
+    Py_buffer buffers[BUFFERS];
+    int taken = 0, large;
+    Py_ssize_t slot, chunk, turn;
+    long long step, nanoseconds;
+    if (!PyArg_ParseTuple(place, "OOOOOniinpiiinLL", &objects[SLOTS], &objects[SEGMENT], &objects[OUT], &objects[STREAMS],
+                          &objects[SECONDS], &slot, &chunks->slots.rank, &chunks->slots.size, &chunk, &large,
+                          &chunks->row_count, &chunks->folded_count, &chunks->first_row, &turn, &step, &nanoseconds))
+        return NULL;
+    for (; taken < BUFFERS; ++taken)
+        if (PyObject_GetBuffer(objects[taken], &buffers[taken], taken == STREAMS ? PyBUF_SIMPLE : PyBUF_WRITABLE)) goto end;
+    const size_t own_chunk = chunks->chunk;
+    chunks->slots.memory = buffers[SLOTS].buf;
+    chunks->slots.slot = (size_t)slot;
+    chunks->rows = buffers[SEGMENT].buf;
+    chunks->chunk = (size_t)chunk;
+    chunks->large = large;
+    chunks->out = buffers[OUT].buf;
+    chunks->streams = buffers[STREAMS].buf;
+    chunks->seconds = buffers[SECONDS].buf;
+    const int rank = chunks->slots.rank, size = chunks->slots.size;
+    const Py_ssize_t count = buffers[STREAMS].len;
+    bool fit = size > 0 && size <= MOST_RANKS && rank >= 0 && rank < size && slot >= PAYLOAD && slot % 8 == 0 &&
+               (uintptr_t)chunks->slots.memory % 8 == 0 && buffers[SLOTS].len / 2 / size >= slot && turn >= 0 &&
+               chunk > 0 && chunk % 64 == 0 && chunks->row_count > 0 && chunks->folded_count > 0 && chunks->first_row >= 0;
+    fit = fit && buffers[SEGMENT].len / chunk >= (Py_ssize_t)chunks->row_count * size + chunks->folded_count &&
+          buffers[SECONDS].len / 2 / (Py_ssize_t)sizeof(double) >= count;
+    if (fit && chunks->tree)
+        fit = (size_t)count == chunks->count && (size_t)buffers[OUT].len == chunks->nbytes && (size_t)chunk == own_chunk;
+    if (fit && !chunks->tree) {
+        chunks->count = (size_t)count;
+        fit = (size_t)buffers[OUT].len == chunks->nbytes && (chunks->nbytes + (size_t)chunk - 1) / (size_t)chunk == (size_t)count;
+    }
+    if (!fit) {
+        PyErr_SetString(PyExc_ValueError, "the chunks are not as the segment has them");
+        goto end;
+    }
+    int64_t last = step;
+    size_t reached;
+    Py_BEGIN_ALLOW_THREADS
+    reached = make_turns(chunks, (size_t)turn, &last, clock_now() + nanoseconds);
+    Py_END_ALLOW_THREADS
+    result = Py_BuildValue("nL", (Py_ssize_t)reached, (long long)last);
+end:
+    while (taken) PyBuffer_Release(&buffers[--taken]);
+    return result;
+}
+
+static PyObject *leaves_reduce(Leaves *self, PyObject *args)
+{
+    PyObject *place, *tables[2], *result = NULL;
+    Py_buffer tree, parts;
+    Py_ssize_t chunk, nbytes;
+    if (!PyArg_ParseTuple(args, "O!OOnn", &PyTuple_Type, &place, &tables[0], &tables[1], &chunk, &nbytes)) return NULL;
+    if (PyObject_GetBuffer(tables[0], &tree, PyBUF_SIMPLE)) return NULL;
+    if (PyObject_GetBuffer(tables[1], &parts, PyBUF_SIMPLE)) {
+        PyBuffer_Release(&tree);
+        return NULL;
+    }
+    const char **addresses = PyMem_Calloc((size_t)self->count + 1, sizeof(char *));
+    Chunks chunks = {.tree = tree.buf, .parts = parts.buf, .leaves = addresses, .nbytes = (size_t)nbytes};
+    chunks.chunk = (size_t)chunk;
+    chunks.count = (size_t)tree.len / sizeof(TreeChunk);
+    const bool aligned = (uintptr_t)tree.buf % sizeof(int64_t) == 0 && (uintptr_t)parts.buf % sizeof(int64_t) == 0;
+    if (addresses == NULL) {
+        PyErr_NoMemory();
+    } else if (!aligned || !chunks.count || chunk <= 0 || nbytes < 0 ||
+               !has_parts(self, &chunks, (size_t)parts.len / sizeof(Part), chunks.nbytes)) {
+        PyErr_SetString(PyExc_ValueError, "the parts do not lie in the leaves and in the chunks");
+    } else {
+        for (Py_ssize_t leaf = 0; leaf < self->count; ++leaf) addresses[leaf] = self->leaves[leaf].buf;
+        result = reduce_in_segment(&chunks, place);
+    }
+    PyMem_Free(addresses);
+    PyBuffer_Release(&parts);
+    PyBuffer_Release(&tree);
+    return result;
+}
+
 static PyMethodDef leaves_methods[] = {
     {"fill", (PyCFunction)(void (*)(void))leaves_fill, METH_FASTCALL,
      PyDoc_STR("fill(row, parts, stream): copy parts of the leaves into a row, past the caches or through them.")},
     {"fold", (PyCFunction)(void (*)(void))leaves_fold, METH_VARARGS,
      PyDoc_STR("fold(number, rows, own, parts, out): fold parts of rows; those of one's own row come from the leaves, "
                "and `out` must not overlap these.")},
+    {"reduce", (PyCFunction)(void (*)(void))leaves_reduce, METH_VARARGS,
+     PyDoc_STR("reduce(place, tree, parts, chunk, nbytes): reduce the leaves in a segment by tables of chunks and of parts, in chunks of at most so "
+               "many bytes; see leaves.h for the place and what is returned.")},
     {NULL, NULL, 0, NULL},
 };
 

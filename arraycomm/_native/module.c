@@ -238,59 +238,20 @@ end:
     return result;
 }
 
-/* The buffers have to hold what the numbers say. */
-static bool fits(const Chunks *chunks, const Buffers *buffers)
-{
-    const size_t size = (size_t)chunks->slots.size, rows = (size_t)chunks->row_count, folded = (size_t)chunks->folded_count;
-    const size_t itemsize = fold_itemsize(chunks->fold), count = chunk_count(chunks);
-    return chunks->slots.size > 0 && chunks->slots.size <= MOST_RANKS && chunks->slots.rank >= 0 &&
-           chunks->slots.rank < chunks->slots.size && chunks->slots.slot >= PAYLOAD && chunks->slots.slot % 8 == 0 &&
-           (uintptr_t)chunks->slots.memory % 8 == 0 && (size_t)buffers->all[0].len / 2 / size >= chunks->slots.slot &&
-           chunks->row_count > 0 && chunks->folded_count > 0 && chunks->first_row >= 0 && chunks->chunk % itemsize == 0 &&
-           (size_t)buffers->all[1].len / chunks->chunk >= rows * size + folded && chunks->nbytes % itemsize == 0 &&
-           (size_t)buffers->all[3].len == chunks->nbytes && (size_t)buffers->all[4].len >= count &&
-           (size_t)buffers->all[5].len >= 2 * count * sizeof(double);
-}
-
 static PyObject *py_reduce_chunks(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *objects[6], *result = NULL;
+    PyObject *place, *x, *fold, *result = NULL;
+    Py_buffer buffer;
     Chunks chunks = {0};
-    Buffers buffers;
-    Py_ssize_t slot, chunk, turn;
-    long long step, nanoseconds;
-    int large;
-    if (!PyArg_ParseTuple(args, "OOOOOOniinpiiiinLL", &objects[0], &objects[1], &objects[2], &objects[3], &objects[4],
-                          &objects[5], &slot, &chunks.slots.rank, &chunks.slots.size, &chunk, &large,
-                          &chunks.fold, &chunks.row_count, &chunks.folded_count, &chunks.first_row, &turn, &step,
-                          &nanoseconds))
-        return NULL;
-    if (make_room(&buffers, 6)) return NULL;
-    for (int place = 0; place < 6; ++place)
-        if (take(&buffers, objects[place], place == 2 || place == 4 ? PyBUF_SIMPLE : PyBUF_WRITABLE)) goto end;
-    chunks.slots.memory = buffers.all[0].buf;
-    chunks.slots.slot = (size_t)slot;
-    chunks.rows = buffers.all[1].buf;
-    chunks.chunk = (size_t)chunk;
-    chunks.large = large;
-    chunks.x = buffers.all[2].buf;
-    chunks.nbytes = (size_t)buffers.all[2].len;
-    chunks.out = buffers.all[3].buf;
-    chunks.streams = buffers.all[4].buf;
-    chunks.seconds = buffers.all[5].buf;
-    if (chunks.fold < 0 || chunks.fold >= DTYPES * OPS || chunk <= 0 || turn < 0 || !fits(&chunks, &buffers)) {
-        PyErr_SetString(PyExc_ValueError, "the chunks are not as the segment has them");
-        goto end;
-    }
-    int64_t last = step;
-    size_t reached;
-    Py_BEGIN_ALLOW_THREADS
-    reached = make_turns(&chunks, (size_t)turn, &last, clock_now() + nanoseconds);
-    Py_END_ALLOW_THREADS
-    result = Py_BuildValue("nL", (Py_ssize_t)reached, (long long)last);
-end:
-    release(&buffers);
+    if (!PyArg_ParseTuple(args, "O!OO", &PyTuple_Type, &place, &x, &fold)) return NULL;
+    chunks.fold = fold_number(fold);
+    if (chunks.fold < 0 || PyObject_GetBuffer(x, &buffer, PyBUF_SIMPLE)) return NULL;
+    chunks.x = buffer.buf;
+    chunks.nbytes = (size_t)buffer.len;
+    if (chunks.nbytes % fold_itemsize(chunks.fold) == 0) result = reduce_in_segment(&chunks, place);
+    else PyErr_SetString(PyExc_ValueError, "an array must have whole elements");
+    PyBuffer_Release(&buffer);
     return result;
 }
 
@@ -348,8 +309,7 @@ static PyMethodDef methods[] = {
     {"copy", (PyCFunction)(void (*)(void))py_copy, METH_FASTCALL,
      PyDoc_STR("copy(out, x): copy past the caches, for another core to read.")},
     {"reduce_chunks", py_reduce_chunks, METH_VARARGS,
-     PyDoc_STR("reduce_chunks(slots, segment, x, out, streams, seconds, slot, rank, size, chunk, large, fold, rows, folded, first, turn, step, "
-               "nanoseconds): return the turn in which other ranks are missing, or that follows the last one, and the last step.")},
+     PyDoc_STR("reduce_chunks(place, x, fold): reduce an array in a segment; see leaves.h for the place and what is returned.")},
     {"levels", py_levels, METH_NOARGS,
      PyDoc_STR("levels(): return the names of the instruction sets that folds can use here.")},
     {"use_level", py_use_level, METH_O,

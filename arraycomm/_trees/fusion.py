@@ -19,7 +19,7 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
 from arraycomm._transports.base import Bytes, Steps, Transport
 from arraycomm._trees.buffers import BYTE, BufferPool, Packed, Sources, copy_into
-from arraycomm._trees.held import Held, hold, table_of
+from arraycomm._trees.held import ChunkTables, Held, hold, table_of
 from arraycomm._trees.layout import LeafSlot, Message, Part, Spec, cut, lay_out, messages, slots_of
 from arraycomm._trees.shared_memory import ChunkLayout
 
@@ -53,6 +53,7 @@ class Fusion:
         # Made when the leaves first go through the shared segment.
         self._layouts: tuple[ChunkLayout, ...] | None = None
         self._are_cut: set[int] = set()
+        self._tables: ChunkTables | None = None
         sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in specs]
         self._large = [leaf for leaf, nbytes in enumerate(sizes) if nbytes >= _LARGE]
         # Holds a list of leaves, if all are contiguous arrays of NumPy that need no conversion.
@@ -122,6 +123,10 @@ class Fusion:
             held = None if may_overwrite else self._held(sources)
             if held is not None:
                 layouts = self._layouts_in(segment)
+                if segment.turns_natively:
+                    self._tables = self._tables or ChunkTables(each.tables() for each in layouts)
+                    yield from held.reduce(segment, self._tables, op, packed.buffer)
+                    return _NONE
                 tasks = (each.held_task(held, packed.buffer) for each in layouts)
                 yield from segment.reduce(tasks, op, self.nbytes)
                 return _NONE

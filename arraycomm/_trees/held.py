@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
+from arraycomm._collectives.segment import SharedSegment
 from arraycomm._dtypes import DType
 from arraycomm._folds.in_c import number_of
 from arraycomm._native import compiled
-from arraycomm._transports.base import Bytes
+from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.layout import Part, Spec
 
 
@@ -33,6 +34,41 @@ class Held:
     ) -> None:
         """Fold parts of all rows into the same parts of `out`; row `own` is that of the leaves."""
         self._leaves.fold(number_of(op, dtype), rows, own, parts, out)
+
+    def reduce(self, segment: SharedSegment, tables: ChunkTables, op: str, target: Bytes) -> Steps:
+        """Reduce the leaves through a segment, of which the native part makes all turns."""
+        tree, chunk = tables.of(op), segment.chunk_bytes
+        yield from segment.reduce_natively(
+            lambda place: self._leaves.reduce(place, tree, tables.parts, chunk, target.nbytes),
+            target,
+            len(tree),
+            0,
+        )
+
+
+class ChunkTables:
+    """Where the chunks of a tree lie, and their parts of leaves: those that others fold, and those of this rank."""
+
+    def __init__(self, chunks: Iterable[tuple[DType, slice, Array, Array]]) -> None:
+        self._dtypes: list[DType] = []
+        self._by_op: dict[str, Array] = {}
+        rows, parts, end = list[tuple[int, ...]](), list[Array](), 0
+        for dtype, span, others, own in chunks:
+            middle, last = end + len(others), end + len(others) + len(own)
+            rows.append((span.start, span.stop - span.start, 0, end, middle, middle, last))
+            self._dtypes.append(dtype)
+            parts += [others, own]
+            end = last
+        self._rows = np.array(rows, np.int64).reshape(-1, 7)
+        self.parts = np.concatenate([np.empty((0, 4), np.int64), *parts])
+
+    def of(self, op: str) -> Array:
+        """Return a row for each chunk: where it begins, its bytes, its fold, and its parts."""
+        if op not in self._by_op:
+            table = self._rows.copy()
+            table[:, 2] = [number_of(op, dtype) for dtype in self._dtypes]
+            self._by_op[op] = table
+        return self._by_op[op]
 
 
 def hold(specs: Sequence[Spec]) -> Callable[[list[Any]], Held | None]:

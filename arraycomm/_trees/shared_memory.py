@@ -9,6 +9,7 @@ from itertools import chain
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._collectives.segment import ChunkTask, SharedSegment, Targets
+from arraycomm._dtypes import DType
 from arraycomm._transports.base import Bytes
 from arraycomm._trees.buffers import BYTE
 from arraycomm._trees.held import Held, table_of
@@ -67,6 +68,10 @@ class ChunkLayout:
         """Return the chunk of one call, with these leaves; the results of some go over them."""
         targets = partial(self.targets, flats, buffer, over)
         return ChunkTask(lambda _: self.fill(arrays, flats), self.dtype, self.rows, targets)
+
+    def tables(self) -> tuple[DType, slice, Array, Array]:
+        """Return where the chunk lies, and its parts that others fold and that this rank folds."""
+        return self.dtype, self.span, self._others, self._own
 
     def held_task(self, held: Held, buffer: Bytes) -> ChunkTask:
         """Return the chunk of one call, with leaves whose memory is held; its results go to the buffer."""

@@ -1,5 +1,5 @@
-/* Ranks as threads reduce arrays of several lengths one after the other, without a step in between, for a sanitizer to look
- * for races. */
+/* Ranks as threads reduce arrays and trees of several lengths one after the other, without a step in between, for a sanitizer
+ * to look for races. */
 
 #include <pthread.h>
 #include <stdio.h>
@@ -29,11 +29,47 @@ void run_fold(int fold, const void *const *from, int row_count, void *const *out
     }
 }
 
+typedef struct {
+    const char *leaves[2];
+    Part parts[6 * MOST];
+    TreeChunk chunks[MOST];
+} Tree;
+
+/* Append the parts of both leaves, of which the first has so many elements, that lie between two places of a chunk. */
+static int64_t add_parts(Tree *tree, int64_t count, int first, int start, int from, int to)
+{
+    const int bounds[] = {0, first, 1 << 20};
+    for (int leaf = 0; leaf < 2; ++leaf) {
+        const int begin = from > bounds[leaf] ? from : bounds[leaf], end = to < bounds[leaf + 1] ? to : bounds[leaf + 1];
+        if (begin < end) tree->parts[count++] = (Part){leaf, 4 * (begin - bounds[leaf]), 4 * (end - begin), 4 * (begin - start)};
+    }
+    return count;
+}
+
+/* Cut an array into two leaves, and its chunks into their parts. */
+static void make_tree(Tree *tree, const int *x, int count, int rank)
+{
+    const int first = count / 3, each = CHUNK / 4;
+    int64_t parts = 0;
+    tree->leaves[0] = (const char *)x;
+    tree->leaves[1] = (const char *)(x + first);
+    for (int number = 0; number * each < count; ++number) {
+        const int start = number * each, end = start + each < count ? start + each : count;
+        const int own = start + (end - start) * rank / RANKS, own_end = start + (end - start) * (rank + 1) / RANKS;
+        TreeChunk *const chunk = &tree->chunks[number];
+        *chunk = (TreeChunk){.start = 4 * start, .nbytes = 4 * (end - start), .others = parts};
+        parts = add_parts(tree, parts, first, start, start, own);
+        chunk->own = chunk->others_end = parts = add_parts(tree, parts, first, start, own_end, end);
+        chunk->own_end = parts = add_parts(tree, parts, first, start, own, own_end);
+    }
+}
+
 static void *play(void *number)
 {
     const int rank = (int)(size_t)number;
     int first_row = 0;
     int64_t step = 0;
+    Tree tree;
     for (int call = 0; call < CALLS; ++call) {
         const int count = 1 + call * 7 % MOST;
         int x[MOST], out[MOST];
@@ -42,15 +78,21 @@ static void *play(void *number)
         for (int place = 0; place < count; ++place) x[place] = 1000 * call + 10 * place + rank;
         for (int chunk = 0; chunk < MOST; ++chunk) streams[chunk] = (call + chunk) % 2;
         const bool in_place = call % 3 == 0;
-        const Chunks chunks = {
+        Chunks chunks = {
             .slots = {slots, SLOT, rank, RANKS}, .rows = rows, .chunk = CHUNK, .row_count = ROWS, .folded_count = FOLDED,
-            .first_row = first_row, .large = call % 2, .x = (char *)x, .out = (char *)(in_place ? x : out),
-            .nbytes = (size_t)count * sizeof(int), .streams = streams, .seconds = seconds};
+            .first_row = first_row, .large = call % 2, .out = (char *)(in_place ? x : out), .x = (char *)x,
+            .nbytes = (size_t)count * 4, .count = ((size_t)count * 4 + CHUNK - 1) / CHUNK, .streams = streams,
+            .seconds = seconds};
+        make_tree(&tree, x, count, rank);
+        if (call % 3 == 1) {
+            chunks.leaves = tree.leaves;
+            chunks.parts = tree.parts;
+            chunks.tree = tree.chunks;
+        }
         /* Every other call makes one turn at a time. */
         size_t turn = 0;
-        while (turn < chunk_count(&chunks) + 2)
-            turn = make_turns(&chunks, turn, &step, call % 2 ? 0 : clock_now() + 1000000000);
-        first_row = (first_row + (int)chunk_count(&chunks)) % ROWS;
+        while (turn < chunks.count + 2) turn = make_turns(&chunks, turn, &step, call % 2 ? 0 : clock_now() + 1000000000);
+        first_row = (first_row + (int)chunks.count) % ROWS;
         for (int place = 0; place < count; ++place) {
             const int want = RANKS * (1000 * call + 10 * place) + 3, got = in_place ? x[place] : out[place];
             if (got == want) continue;

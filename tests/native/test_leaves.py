@@ -33,13 +33,29 @@ def _tree(rank: int) -> list[Any]:
     return [np.array(x).astype(dtype) for x, dtype in zip(drawn, dtypes, strict=True)]
 
 
-@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(
+    ("natively", "streams"), [(True, True), (True, False), (False, True), (False, False)]
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_plan_reduces_held_leaves(monkeypatch: pytest.MonkeyPatch, ranks, streams) -> None:
+def test_a_plan_reduces_held_leaves(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, natively: bool, streams: bool
+) -> None:
+    """The native part makes all turns, or one after the other."""
     monkeypatch.setattr(segment, "_CHUNK_BYTES", 32 << 10)
     monkeypatch.setattr(segment.SharedSegment, "ways", lambda *_: repeat((streams, None)))
+    makes = property(lambda _: natively, lambda *_: None)
+    monkeypatch.setattr(segment.SharedSegment, "turns_natively", makes, raising=False)
     filled: list[bool] = []
-    fill = Held.fill
+    fill, reduce_natively = Held.fill, segment.SharedSegment.reduce_natively
+
+    def noting_turns(self: Any, go_on: Any, *rest: Any) -> Any:
+        def noting_way(place: Any) -> Any:
+            filled.extend(map(bool, place[3]))
+            return go_on(place)
+
+        return reduce_natively(self, noting_way, *rest)
+
+    monkeypatch.setattr(segment.SharedSegment, "reduce_natively", noting_turns)
 
     def noting(held: Held, row: Any, parts: Any, *, streams: bool) -> None:
         filled.append(streams)
@@ -116,3 +132,128 @@ def test_rows_that_do_not_fit_are_refused() -> None:
             held.fold(sums, rows, own, parts, out)
     with pytest.raises(ValueError, match="parts do not lie"):
         held.fold(sums, [row], 0, np.array([(0, 0, 3, 0)], np.int64), row.copy())
+
+
+_CHUNK, _SLOT = 64, 192
+# Chunks of a tree of one leaf, and their parts, all of which this rank folds.
+_TREE = np.array([(0, 64, 0, 0, 0, 0, 1), (64, 40, 0, 1, 1, 1, 2)], np.int64)
+_PARTS = np.array([(0, 0, 64, 0), (0, 64, 40, 0)], np.int64)
+
+
+def _place(**changes: Any) -> tuple[Any, ...]:
+    """Say where a rank alone reduces 26 elements, but for some changes."""
+    values = {
+        "slots": np.zeros(2 * _SLOT, np.uint8),
+        "segment": np.zeros(7 * _CHUNK, np.uint8),
+        "out": np.zeros(104, np.uint8),
+        "streams": b"\0\1",
+        "seconds": np.zeros((2, 2)),
+        "slot": _SLOT,
+        "rank": 0,
+        "size": 1,
+        "chunk": _CHUNK,
+        "large": True,
+        "rows": 4,
+        "folded": 3,
+        "first": 3,
+        "turn": 0,
+        "step": 0,
+        "nanoseconds": 10**9,
+    }
+    return tuple({**values, **changes}.values())
+
+
+def _reduce_both(tree: Any = _TREE, parts: Any = _PARTS, **changes: Any) -> list[list[float]]:
+    """Reduce an array and a tree of it; return the results."""
+    x, sums, found = np.arange(26, dtype=_FLOAT), number_of("sum", _FLOAT), list[list[float]]()
+    held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((26,),))
+    tree = tree.copy()
+    tree[:, 2] += sums
+    for reduce in (
+        lambda place: compiled.reduce_chunks(place, x.view(np.uint8), sums),
+        lambda place: held.reduce(place, tree, parts, _CHUNK, 104),
+    ):
+        place = _place(**changes)
+        assert reduce(place) == (4, 3)
+        assert (place[4] > 0).all()
+        found.append(place[2].view(_FLOAT).tolist())
+    return found
+
+
+def _reduce_tree(tree: Any, parts: Any) -> None:
+    x = np.arange(26, dtype=_FLOAT)
+    held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((26,),))
+    tree = tree + np.eye(7, dtype=np.int64)[2] * number_of("sum", _FLOAT)
+    held.reduce(_place(), tree, parts, _CHUNK, 104)
+
+
+def test_one_rank_gets_its_own_elements() -> None:
+    assert _reduce_both() == [list(range(26))] * 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": np.zeros(2 * _SLOT - 8, np.uint8)},
+        {"segment": np.zeros(7 * _CHUNK - 1, np.uint8)},
+        {"out": np.zeros(100, np.uint8)},
+        {"streams": b"\0"},
+        {"streams": b"\0\0\0"},
+        {"seconds": np.zeros(3)},
+        {"slot": 120},
+        {"slot": 190},
+        {"rank": 1},
+        {"rank": -1},
+        {"size": 0},
+        {"size": 65},
+        {"chunk": 0},
+        {"chunk": 60},
+        {"chunk": 128, "segment": np.zeros(7 * 128, np.uint8)},
+        {"rows": 0},
+        {"folded": 0},
+        {"first": -1},
+        {"turn": -1},
+    ],
+    ids=str,
+)
+def test_segments_that_are_not_as_they_are_said_to_be_are_refused(changes) -> None:
+    x, sums = np.arange(26, dtype=_FLOAT), number_of("sum", _FLOAT)
+    held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((26,),))
+    with pytest.raises(ValueError, match="not as the segment has them"):
+        compiled.reduce_chunks(_place(**changes), x.view(np.uint8), sums)
+    with pytest.raises(ValueError, match="not as the segment has them"):
+        held.reduce(_place(**changes), _TREE + np.eye(7, dtype=int)[2] * sums, _PARTS, _CHUNK, 104)
+
+
+def test_arrays_without_whole_elements_are_refused() -> None:
+    with pytest.raises(ValueError, match="whole elements"):
+        compiled.reduce_chunks(_place(), np.zeros(103, np.uint8), number_of("sum", _FLOAT))
+    with pytest.raises(ValueError, match="no fold has the number"):
+        compiled.reduce_chunks(_place(), np.zeros(104, np.uint8), 10**4)
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "column", "value"),
+    [
+        *((_TREE, 1, 0, value) for value in (-1, 65, 2**62)),
+        *((_TREE, 1, 1, value) for value in (0, -1, 65)),
+        *((_TREE, 1, 2, value) for value in (-1, 10**4)),
+        (_TREE, 1, 3, -1),
+        (_TREE, 1, 4, 0),
+        (_TREE, 1, 5, 0),
+        *((_TREE, 1, 6, value) for value in (0, 3)),
+        *((_PARTS, 1, 0, value) for value in (-1, 1)),
+        *((_PARTS, 1, 1, value) for value in (-4, 65, 2**62)),
+        *((_PARTS, 1, 2, value) for value in (-4, 38, 44)),
+        *((_PARTS, 1, 3, value) for value in (-4, 4, 2**62)),
+    ],
+)
+def test_chunks_of_trees_outside_their_memory_are_refused(table, row, column, value) -> None:
+    changed = table.copy()
+    changed[row, column] = value
+    tables = (changed, _PARTS) if table is _TREE else (_TREE, changed)
+    # The number of a fold is added to that column.
+    if table is _TREE and column == 2:
+        changed[row, column] -= number_of("sum", _FLOAT)
+    with pytest.raises(ValueError, match="parts do not lie in the leaves and in the chunks"):
+        _reduce_tree(*tables)

@@ -114,9 +114,9 @@ def test_calls_without_headers_wait_for_slow_ranks(
 
 
 class _Call(NamedTuple):
-    """What the native part is called with for an array."""
+    """What the native part is called with: the bytes of all, and for each chunk whether to stream, and its seconds."""
 
-    x: Any
+    nbytes: int
     streams: bytes
     seconds: Any
     large: bool
@@ -125,15 +125,18 @@ class _Call(NamedTuple):
 
 def _watch_turns(patch: pytest.MonkeyPatch, watch: Callable[[_Call], None]) -> None:
     """Call `watch` whenever the native part has made turns."""
-    reduce_chunks = segment.compiled.reduce_chunks
+    reduce_natively = segment.SharedSegment.reduce_natively
 
-    def watched(*arguments: Any) -> Any:
-        turn, step = reduce_chunks(*arguments)
-        _, _, x, _, streams, seconds, _, _, _, _, large, *_ = arguments
-        watch(_Call(x, streams, seconds, large, turn == len(streams) + 2))
-        return turn, step
+    def watched(self: Any, go_on: Any, target: Any, count: int, first: int) -> Any:
+        def go_on_watched(place: Any) -> Any:
+            turn, step = go_on(place)
+            _, _, _, streams, seconds, _, _, _, _, large, *_ = place
+            watch(_Call(target.nbytes, streams, seconds, large, turn == count + 2))
+            return turn, step
 
-    patch.setattr(segment.compiled, "reduce_chunks", watched)
+        return reduce_natively(self, go_on_watched, target, count, first)
+
+    patch.setattr(segment.SharedSegment, "reduce_natively", watched)
 
 
 def test_a_rank_without_the_native_part_keeps_all_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +192,7 @@ def test_only_large_results_go_past_the_caches(monkeypatch: pytest.MonkeyPatch) 
             x = np.full(nbytes // 8, comm.rank + 1.0)
             assert (comm.allreduce(x) == 3).all()
 
-    _watch_turns(monkeypatch, lambda call: found.add((call.x.nbytes, call.large)))
+    _watch_turns(monkeypatch, lambda call: found.add((call.nbytes, call.large)))
     run(2, check)
     assert found == {(4 << 20, False), (8 << 20, False), ((8 << 20) + 8, True)}
 
