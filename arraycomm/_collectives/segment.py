@@ -250,6 +250,8 @@ class SharedSegment:
     ) -> Steps:
         """Reduce so many chunks as `reduce` does, by what has the native part go on; the first row is that of the first chunk."""
         control, nbytes = self.control, target.nbytes
+        if not count:
+            return
         ways = list(islice(self.ways(nbytes), count))
         streams, seconds = bytes(past for past, _ in ways), np.empty((count, 2))
         memory = control.slots, self._memory, target, streams, seconds

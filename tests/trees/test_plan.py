@@ -240,6 +240,12 @@ def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) 
     """
     copied: list[int] = []
     pack, fill, fill_held = fusion.Packed.pack, fusion.ChunkLayout.fill, fusion.Held.fill
+    reduce_held = fusion.Held.reduce
+
+    def counting_turns(held: Any, segment: Any, tables: Any, op: str, target: Any) -> Any:
+        for _, _, _, first, end, _, _ in tables.of(op).tolist():
+            copied.extend(nbytes for _, _, nbytes, _ in tables.parts[first:end].tolist())
+        return reduce_held(held, segment, tables, op, target)
 
     def counting_pack(packed: Any, sources: Any) -> None:
         copied.extend(source.array.nbytes for source in sources)
@@ -255,6 +261,7 @@ def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) 
         fill_held(held, row, parts, **how)
 
     monkeypatch.setattr(fusion.Held, "fill", counting_held)
+    monkeypatch.setattr(fusion.Held, "reduce", counting_turns)
     monkeypatch.setattr(fusion.Packed, "pack", counting_pack)
     monkeypatch.setattr(fusion.ChunkLayout, "fill", counting_fill)
 
