@@ -76,7 +76,7 @@ once for dark ones. It needs matplotlib: `pip install 'arraycomm[plot]'`.
 
 Times are in milliseconds. "Copy" is a plain copy of the bytes by every rank at the same time. No reduction that leaves its array as it is takes less: each rank reads its array once, and writes a result of that length. "Floor" is
 that copy divided by mpi4py's time, beside "ratio", arraycomm's time divided by mpi4py's. "In" is the copy of what other ranks fold into the shared segment, and "fold" that of a rank's part: rank 0's medians. The rest is the copy of the
-results to where they go, and Python. On two ranks a reduction reads and writes three bytes for each two of a copy. More ranks than cores wait for one another.
+results to where they go, short waits in the native part, and Python. On two ranks a reduction reads and writes three bytes for each two of a copy. More ranks than cores wait for one another.
 
 ## Arrays of all sizes
 
