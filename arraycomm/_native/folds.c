@@ -230,14 +230,11 @@ typedef struct {
     size_t count, piece;
 } Work;
 
-static void fold_piece(const void *context, size_t number)
+static inline void fold_between(const Work *work, size_t first, size_t end)
 {
-    const Work *const work = context;
     const int op = work->fold % OPS;
     const Arithmetic *const with = &tables[level][work->fold / OPS];
     const size_t most = with->load ? TOTALS_BYTES / with->total_size : BLOCK_BYTES / with->itemsize;
-    const size_t first = number * work->piece, rest = work->count - first;
-    const size_t end = first + (rest < work->piece ? rest : work->piece);
     const bool only_rows = !work->every && !work->earlier.total && !work->earlier.more;
     const bool other_mode = !in_ieee_mode();
     fenv_t mode;
@@ -256,21 +253,32 @@ static void fold_piece(const void *context, size_t number)
     if (other_mode) fesetenv(&mode);
 }
 
-static void fold_pieces(Work work)
+static void fold_piece(const void *context, size_t number)
 {
-    const size_t itemsize = fold_itemsize(work.fold), nbytes = work.count * itemsize;
-    const bool shared = nbytes * (size_t)work.row_count >= SHARED_BYTES;
-    work.piece = shared ? PIECE_BYTES / itemsize : work.count;
-    if (shared) share_pieces(fold_piece, &work, (work.count + work.piece - 1) / work.piece);
-    else fold_piece(&work, 0);
+    const Work *const work = context;
+    const size_t first = number * work->piece, left = work->count - first;
+    fold_between(work, first, first + (left < work->piece ? left : work->piece));
+}
+
+static inline void fold_all(Work *work)
+{
+    const size_t itemsize = fold_itemsize(work->fold);
+    if (work->count * itemsize * (size_t)work->row_count < SHARED_BYTES) {
+        fold_between(work, 0, work->count);
+        return;
+    }
+    work->piece = PIECE_BYTES / itemsize;
+    share_pieces(fold_piece, work, (work->count + work->piece - 1) / work->piece);
 }
 
 void run_fold(int fold, const void *const *rows, int row_count, void *const *outs, bool every, size_t count)
 {
-    fold_pieces((Work){fold, {0}, rows, row_count, outs, every, count, 0});
+    Work work = {fold, {0}, rows, row_count, outs, every, count, 0};
+    fold_all(&work);
 }
 
 void run_fold_on(int fold, Earlier earlier, const void *const *rows, int row_count, void *out, size_t count)
 {
-    fold_pieces((Work){fold, earlier, rows, row_count, &out, false, count, 0});
+    Work work = {fold, earlier, rows, row_count, &out, false, count, 0};
+    fold_all(&work);
 }
