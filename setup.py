@@ -53,6 +53,7 @@ def native_part() -> dict[str, Any]:
                 "leaves",
                 "nodes",
                 "pool",
+                "segment",
                 "slots",
             )
         ],
@@ -66,6 +67,7 @@ def native_part() -> dict[str, Any]:
                 "leaves",
                 "nodes",
                 "pool",
+                "segment",
                 "slots",
             )
         ],

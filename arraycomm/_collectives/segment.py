@@ -58,7 +58,7 @@ Targets = Iterable[tuple[slice, Array]]
 _ALL: Final = slice(None)
 
 
-# What the native part is told of the segment, and from where it goes on; see _native/leaves.h.
+# What the native part is told of the segment, and from where it goes on; see _native/segment.h.
 Place: TypeAlias = tuple[Any, ...]
 
 

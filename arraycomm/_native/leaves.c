@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "folds.h"
+#include "segment.h"
 #include "slots.h"
 
 /* Each rank folds all rows only if there are few. */
@@ -89,6 +90,14 @@ static PyObject *py_hold(PyObject *module, PyObject *args)
 
 /* ---- copying and folding ----------------------------------------------------------------------- */
 
+/* Whether a part lies in the leaves and in `room` bytes, as whole elements. */
+static bool lies_in(const Leaves *self, const Part *part, int64_t room, int64_t itemsize)
+{
+    return part->leaf >= 0 && part->leaf < self->count && part->first >= 0 && part->nbytes >= 0 && part->at >= 0 &&
+           part->nbytes <= self->leaves[part->leaf].len - part->first && part->nbytes <= room - part->at &&
+           part->nbytes % itemsize == 0;
+}
+
 /* Take a table whose parts lie in the leaves and in `room` bytes, as whole elements; the parts' number, or -1. */
 static Py_ssize_t take_parts(const Leaves *self, PyObject *table, Py_ssize_t room, int64_t itemsize, Py_buffer *buffer)
 {
@@ -96,12 +105,7 @@ static Py_ssize_t take_parts(const Leaves *self, PyObject *table, Py_ssize_t roo
     const Part *const parts = buffer->buf;
     const Py_ssize_t count = buffer->len / (Py_ssize_t)sizeof(Part);
     bool fit = (uintptr_t)parts % sizeof(int64_t) == 0 && buffer->len % (Py_ssize_t)sizeof(Part) == 0;
-    for (Py_ssize_t place = 0; fit && place < count; ++place) {
-        const Part part = parts[place];
-        fit = part.leaf >= 0 && part.leaf < self->count && part.first >= 0 && part.nbytes >= 0 && part.at >= 0 &&
-              part.nbytes <= self->leaves[part.leaf].len - part.first && part.nbytes <= room - part.at &&
-              part.nbytes % itemsize == 0;
-    }
+    for (Py_ssize_t place = 0; fit && place < count; ++place) fit = lies_in(self, &parts[place], room, itemsize);
     if (fit) return count;
     PyBuffer_Release(buffer);
     PyErr_SetString(PyExc_ValueError, "the parts do not lie in the leaves and in the memory for them");
@@ -195,66 +199,10 @@ static bool has_parts(const Leaves *self, const Chunks *chunks, size_t parts, si
             return false;
         if (in.others < 0 || in.others_end < in.others || in.own < in.others_end || in.own_end < in.own) return false;
         if ((size_t)in.own_end > parts) return false;
-        for (const Part *part = chunks->parts + in.others; part < chunks->parts + in.own_end; ++part) {
-            if (part->leaf < 0 || part->leaf >= self->count || part->first < 0 || part->nbytes < 0 || part->at < 0 ||
-                part->first > self->leaves[part->leaf].len || part->at > in.nbytes ||
-                part->nbytes > self->leaves[part->leaf].len - part->first || part->nbytes > in.nbytes - part->at ||
-                (size_t)part->nbytes % fold_itemsize((int)in.fold))
-                return false;
-        }
+        for (const Part *part = chunks->parts + in.others; part < chunks->parts + in.own_end; ++part)
+            if (!lies_in(self, part, in.nbytes, (int64_t)fold_itemsize((int)in.fold))) return false;
     }
     return true;
-}
-
-PyObject *reduce_in_segment(Chunks *chunks, PyObject *place)
-{
-    enum { SLOTS, SEGMENT, OUT, STREAMS, SECONDS, BUFFERS };
-    PyObject *objects[BUFFERS], *result = NULL;
-    Py_buffer buffers[BUFFERS];
-    int taken = 0, large;
-    Py_ssize_t slot, chunk, turn;
-    long long step, nanoseconds;
-    if (!PyArg_ParseTuple(place, "OOOOOniinpiiinLL", &objects[SLOTS], &objects[SEGMENT], &objects[OUT], &objects[STREAMS],
-                          &objects[SECONDS], &slot, &chunks->slots.rank, &chunks->slots.size, &chunk, &large,
-                          &chunks->row_count, &chunks->folded_count, &chunks->first_row, &turn, &step, &nanoseconds))
-        return NULL;
-    for (; taken < BUFFERS; ++taken)
-        if (PyObject_GetBuffer(objects[taken], &buffers[taken], taken == STREAMS ? PyBUF_SIMPLE : PyBUF_WRITABLE)) goto end;
-    const size_t own_chunk = chunks->chunk;
-    chunks->slots.memory = buffers[SLOTS].buf;
-    chunks->slots.slot = (size_t)slot;
-    chunks->rows = buffers[SEGMENT].buf;
-    chunks->chunk = (size_t)chunk;
-    chunks->large = large;
-    chunks->out = buffers[OUT].buf;
-    chunks->streams = buffers[STREAMS].buf;
-    chunks->seconds = buffers[SECONDS].buf;
-    const int rank = chunks->slots.rank, size = chunks->slots.size;
-    const Py_ssize_t count = buffers[STREAMS].len;
-    bool fit = size > 0 && size <= MOST_RANKS && rank >= 0 && rank < size && slot >= PAYLOAD && slot % 8 == 0 &&
-               (uintptr_t)chunks->slots.memory % 8 == 0 && buffers[SLOTS].len / 2 / size >= slot && turn >= 0 &&
-               chunk > 0 && chunk % 64 == 0 && chunks->row_count > 0 && chunks->folded_count > 0 && chunks->first_row >= 0;
-    fit = fit && buffers[SEGMENT].len / chunk >= (Py_ssize_t)chunks->row_count * size + chunks->folded_count &&
-          buffers[SECONDS].len / 2 / (Py_ssize_t)sizeof(double) >= count;
-    if (fit && chunks->tree)
-        fit = (size_t)count == chunks->count && (size_t)buffers[OUT].len == chunks->nbytes && (size_t)chunk == own_chunk;
-    if (fit && !chunks->tree) {
-        chunks->count = (size_t)count;
-        fit = (size_t)buffers[OUT].len == chunks->nbytes && (chunks->nbytes + (size_t)chunk - 1) / (size_t)chunk == (size_t)count;
-    }
-    if (!fit) {
-        PyErr_SetString(PyExc_ValueError, "the chunks are not as the segment has them");
-        goto end;
-    }
-    int64_t last = step;
-    size_t reached;
-    Py_BEGIN_ALLOW_THREADS
-    reached = make_turns(chunks, (size_t)turn, &last, clock_now() + nanoseconds);
-    Py_END_ALLOW_THREADS
-    result = Py_BuildValue("nL", (Py_ssize_t)reached, (long long)last);
-end:
-    while (taken) PyBuffer_Release(&buffers[--taken]);
-    return result;
 }
 
 static PyObject *leaves_reduce(Leaves *self, PyObject *args)
@@ -296,7 +244,7 @@ static PyMethodDef leaves_methods[] = {
                "and `out` must not overlap these.")},
     {"reduce", (PyCFunction)(void (*)(void))leaves_reduce, METH_VARARGS,
      PyDoc_STR("reduce(place, tree, parts, chunk, nbytes): reduce the leaves in a segment by tables of chunks and of parts, in chunks of at most so "
-               "many bytes; see leaves.h for the place and what is returned.")},
+               "many bytes; see segment.h for the place and what is returned.")},
     {NULL, NULL, 0, NULL},
 };
 

@@ -8,12 +8,12 @@
 #include <Python.h>
 #include <stdint.h>
 
-#include "chunks.h"
 #include "exchange.h"
 #include "folds.h"
 #include "leaves.h"
 #include "nodes.h"
 #include "pool.h"
+#include "segment.h"
 #include "slots.h"
 
 /* Up to so many rows need no memory of their own; with fewer bytes, letting other threads run takes
@@ -309,7 +309,7 @@ static PyMethodDef methods[] = {
     {"copy", (PyCFunction)(void (*)(void))py_copy, METH_FASTCALL,
      PyDoc_STR("copy(out, x): copy past the caches, for another core to read.")},
     {"reduce_chunks", py_reduce_chunks, METH_VARARGS,
-     PyDoc_STR("reduce_chunks(place, x, fold): reduce an array in a segment; see leaves.h for the place and what is returned.")},
+     PyDoc_STR("reduce_chunks(place, x, fold): reduce an array in a segment; see segment.h for the place and what is returned.")},
     {"levels", py_levels, METH_NOARGS,
      PyDoc_STR("levels(): return the names of the instruction sets that folds can use here.")},
     {"use_level", py_use_level, METH_O,
