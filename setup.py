@@ -55,6 +55,7 @@ def native_part() -> dict[str, Any]:
                 "pool",
                 "segment",
                 "slots",
+                "turns",
             )
         ],
         depends=[
@@ -69,6 +70,7 @@ def native_part() -> dict[str, Any]:
                 "pool",
                 "segment",
                 "slots",
+                "turns",
             )
         ],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],

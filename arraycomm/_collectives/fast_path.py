@@ -283,7 +283,7 @@ class FastAllreduce(FastPath):
             else:
                 with ieee_mode():
                     self._quiet.run(self._fold, self._rows[parity], out)
-            self._group.completed = control.step
+            control.completed = control.step
             self._calls += 1
             self._seconds += perf_counter() - started
             return True

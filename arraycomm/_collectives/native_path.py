@@ -102,7 +102,6 @@ def _exchange(
         dtype=source.dtype,
         shape=source.shape,
         control=control,
-        group=group,
         queue=group.engine.queue,
         turn=group.engine.turn,
         path=path,

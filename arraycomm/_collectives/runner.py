@@ -252,7 +252,7 @@ class Runner:
         except BaseException as lost:
             group.close(lost)
             raise error from lost
-        group.completed = group.control.step
+        group.control.completed = group.control.step
         if not in_step:
             group.close(error)
 

@@ -5,14 +5,14 @@
  * messages. If that takes longer, it calls `await_others`
  * of Python, where the watchdog, interrupts and timeouts are, and if ranks call different things, `settle`.
  *
- * The GIL is held from the look at the turn until the end, or until the turn has been taken: so nobody else
- * makes a step in between. */
+ * Whoever makes a step has the turn. */
 
 #include "exchange.h"
 
 #include "folds.h"
 #include "nodes.h"
 #include "slots.h"
+#include "turns.h"
 
 /* Looks at the other ranks with the GIL, about five microseconds, if ranks are processes; and how long
  * they are looked for without it, on one node and on several. */
@@ -23,18 +23,21 @@ typedef struct {
     PyObject ob_base;
     Py_buffer memory;
     Slots slots;
-    PyObject *header, *dtype, *control, *group, *queue, *locked, *acquire, *release;
+    PyObject *header, *dtype, *queue;
     PyObject *await_others, *give_up, *settle;
+    Counts *control;
+    Turn *turn;
     Nodes *nodes; /* NULL on one node */
+    char *prefix;      /* the bytes of the header */
     const void **rows; /* where the ranks' payloads are, in even steps and in odd ones */
     Py_ssize_t nbytes, shape[MAX_DIMS];
     int ndim, fold, looks;
-    int64_t step, started;
+    int64_t started;
     long long calls;
     double seconds;
 } Exchange;
 
-static PyObject *step_name, *completed_name, *dtype_name, *exchange_type;
+static PyObject *dtype_name, *exchange_type;
 
 /* ---- making one -------------------------------------------------------------------------------- */
 
@@ -50,11 +53,8 @@ static int set_shape(Exchange *self, PyObject *shape)
     return 0;
 }
 
-static int set_callables(Exchange *self, PyObject *turn, PyObject *path)
+static int set_callables(Exchange *self, PyObject *path)
 {
-    self->locked = PyObject_GetAttrString(turn, "locked");
-    self->acquire = PyObject_GetAttrString(turn, "acquire");
-    self->release = PyObject_GetAttrString(turn, "release");
     self->await_others = PyObject_GetAttrString(path, "await_others");
     self->give_up = PyObject_GetAttrString(path, "give_up");
     self->settle = PyObject_GetAttrString(path, "settle");
@@ -64,10 +64,9 @@ static int set_callables(Exchange *self, PyObject *turn, PyObject *path)
 /* The slots and the parts of them that are used have to lie in the memory. */
 static int set_slots(Exchange *self, PyObject *memory, int rank, int size, Py_ssize_t slot)
 {
-    char *header;
     Py_ssize_t header_bytes;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE)) return -1;
-    if (PyBytes_AsStringAndSize(self->header, &header, &header_bytes)) return -1;
+    if (PyBytes_AsStringAndSize(self->header, &self->prefix, &header_bytes)) return -1;
     if (size < 1 || rank < 0 || rank >= size || slot % 8 || (uintptr_t)self->memory.buf % 8 ||
         self->memory.len / 2 / size < slot || header_bytes != PAYLOAD - HEADER || self->nbytes < 0 ||
         slot < PAYLOAD + self->nbytes || self->fold < 0 || self->fold >= DTYPES * OPS ||
@@ -91,13 +90,13 @@ static int set_slots(Exchange *self, PyObject *memory, int rank, int size, Py_ss
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"memory", "rank",  "size",    "slot",  "header", "nbytes", "fold", "dtype",
-                            "shape",  "control", "group", "queue", "turn",   "path",   "patient", "nodes", NULL};
-    PyObject *memory, *shape, *turn, *header, *dtype, *control, *group, *queue, *path, *nodes = Py_None;
+                            "shape",  "control", "queue", "turn",  "path",   "patient", "nodes", NULL};
+    PyObject *memory, *shape, *turn, *header, *dtype, *control, *queue, *path, *nodes = Py_None;
     int rank, size, fold, patient;
     Py_ssize_t slot, nbytes;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiinO!niOO!OOOOOp|O", names, &memory, &rank, &size, &slot,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiinO!niOO!O!OO!Op|O", names, &memory, &rank, &size, &slot,
                                      &PyBytes_Type, &header, &nbytes, &fold, &dtype, &PyTuple_Type, &shape,
-                                     &control, &group, &queue, &turn, &path, &patient, &nodes))
+                                     counts_type, &control, &queue, turn_type, &turn, &path, &patient, &nodes))
         return NULL;
     if (nodes != Py_None && Py_TYPE(nodes) != nodes_type) return PyErr_Format(PyExc_TypeError, "nodes must be Nodes");
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -105,14 +104,14 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *keyw
     if (self == NULL) return NULL;
     self->header = Py_NewRef(header);
     self->dtype = Py_NewRef(dtype);
-    self->control = Py_NewRef(control);
-    self->group = Py_NewRef(group);
+    self->control = (Counts *)Py_NewRef(control);
+    self->turn = (Turn *)Py_NewRef(turn);
     self->queue = Py_NewRef(queue);
     if (nodes != Py_None) self->nodes = (Nodes *)Py_NewRef(nodes);
     self->nbytes = nbytes;
     self->fold = fold;
     self->looks = patient ? LOOKS : 1;
-    if (set_callables(self, turn, path) || set_shape(self, shape) ||
+    if (set_callables(self, path) || set_shape(self, shape) ||
         set_slots(self, memory, rank, size, slot))
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -122,12 +121,9 @@ static int exchange_traverse(Exchange *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)self));
     Py_VISIT(self->dtype);
-    Py_VISIT(self->control);
-    Py_VISIT(self->group);
+    Py_VISIT((PyObject *)self->control);
+    Py_VISIT((PyObject *)self->turn);
     Py_VISIT(self->queue);
-    Py_VISIT(self->locked);
-    Py_VISIT(self->acquire);
-    Py_VISIT(self->release);
     Py_VISIT(self->await_others);
     Py_VISIT(self->give_up);
     Py_VISIT(self->settle);
@@ -140,11 +136,8 @@ static int exchange_clear(Exchange *self)
     Py_CLEAR(self->header);
     Py_CLEAR(self->dtype);
     Py_CLEAR(self->control);
-    Py_CLEAR(self->group);
+    Py_CLEAR(self->turn);
     Py_CLEAR(self->queue);
-    Py_CLEAR(self->locked);
-    Py_CLEAR(self->acquire);
-    Py_CLEAR(self->release);
     Py_CLEAR(self->await_others);
     Py_CLEAR(self->give_up);
     Py_CLEAR(self->settle);
@@ -166,43 +159,31 @@ static void exchange_dealloc(Exchange *self)
 
 /* ---- one call ---------------------------------------------------------------------------------- */
 
-/* Whether a call may be made now: nothing is outstanding, and no other call is under way. -1: an error. */
-static int is_free(Exchange *self)
+/* Write this rank's array and header into its slot, and publish them as the next step. */
+static void post(Exchange *self, const void *payload, Py_ssize_t nbytes)
 {
-    const Py_ssize_t outstanding = PyObject_Size(self->queue);
-    if (outstanding) return outstanding < 0 ? -1 : 0;
-    PyObject *const locked = PyObject_CallNoArgs(self->locked);
-    if (locked == NULL) return -1;
-    Py_DECREF(locked);
-    return locked == Py_False;
+    const int64_t step = ++self->control->step;
+    if (self->nodes) announce(self->nodes, step, nbytes);
+    post_step(&self->slots, step, self->prefix, payload, (size_t)nbytes);
 }
 
-static int begin_step(Exchange *self)
+/* Whether all ranks have posted the step by now, and show the same. Between nodes nobody looks here: MPI must not be
+ * called with the GIL, since another thread may hold MPI's lock and wait for the GIL. */
+static bool all_here(const Exchange *self)
 {
-    PyObject *const before = PyObject_GetAttr(self->control, step_name);
-    if (before == NULL) return -1;
-    self->step = PyLong_AsLongLong(before) + 1;
-    Py_DECREF(before);
-    if (PyErr_Occurred()) return -1;
-    PyObject *const step = PyLong_FromLongLong(self->step);
-    if (step == NULL) return -1;
-    const int failed = PyObject_SetAttr(self->control, step_name, step);
-    Py_DECREF(step);
-    return failed;
+    const int64_t step = self->control->step;
+    return !self->nodes && all_posted(&self->slots, step, self->looks) && same_digests(&self->slots, step);
 }
 
 /* Fold what all ranks have posted. */
-static int finish(Exchange *self, void *out)
+static void finish(Exchange *self, void *out)
 {
-    PyObject *const step = PyLong_FromLongLong(self->step);
-    if (step == NULL) return -1;
-    const void **const rows = self->rows + (self->step & 1) * self->slots.size;
+    const int64_t step = self->control->step;
+    const void **const rows = self->rows + (step & 1) * self->slots.size;
     run_fold(self->fold, rows, self->slots.size, &out, false, (size_t)self->nbytes / fold_itemsize(self->fold));
-    const int failed = PyObject_SetAttr(self->group, completed_name, step);
-    Py_DECREF(step);
+    self->control->completed = step;
     ++self->calls;
     self->seconds += 1e-9 * (double)(clock_now() - self->started);
-    return failed;
 }
 
 /* Call a function of Python's and throw its result away. */
@@ -232,10 +213,11 @@ static void give_up(Exchange *self)
 /* Wait for the other ranks: first without the GIL, and then in Python. */
 static int await_others(Exchange *self)
 {
+    const int64_t step = self->control->step;
     bool done;
     Py_BEGIN_ALLOW_THREADS
-    done = self->nodes ? exchange_nodes(self->nodes, self->step, self->nbytes, NODES_NANOSECONDS)
-                       : wait_for_all(&self->slots, self->step, clock_now() + WAIT_NANOSECONDS);
+    done = self->nodes ? exchange_nodes(self->nodes, step, self->nbytes, NODES_NANOSECONDS)
+                       : wait_for_all(&self->slots, step, clock_now() + WAIT_NANOSECONDS);
     Py_END_ALLOW_THREADS
     if (done || call(self->await_others, NULL, NULL) == 0) return 0;
     give_up(self);
@@ -245,36 +227,25 @@ static int await_others(Exchange *self)
 /* Whether all ranks show what this one shows. */
 static bool agree(const Exchange *self)
 {
-    return (self->nodes && nodes_alike(self->nodes, self->step)) || same_digests(&self->slots, self->step);
+    const int64_t step = self->control->step;
+    return (self->nodes && nodes_alike(self->nodes, step)) || same_digests(&self->slots, step);
 }
 
-/* Go on with the turn taken, so that no other thread makes a step. */
+/* Take the step that was posted to its end. */
 static int go_on(Exchange *self, PyObject *x, PyObject *out, void *into)
 {
-    if (call(self->acquire, Py_False, NULL)) return -1;
-    int failed = await_others(self);
-    if (!failed) failed = agree(self) ? finish(self, into) : call(self->settle, x, out);
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    if (call(self->release, NULL, NULL) == 0) {
-        PyErr_Restore(type, error, traceback);
-        return failed;
-    }
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
-    return -1;
+    if (await_others(self)) return -1;
+    if (!agree(self)) return call(self->settle, x, out);
+    finish(self, into);
+    return 0;
 }
 
 static int make_step(Exchange *self, PyObject *x, PyObject *out, const Py_buffer *from, const Py_buffer *to)
 {
-    if (begin_step(self)) return -1;
-    if (self->nodes) announce(self->nodes, self->step, self->nbytes);
-    post_step(&self->slots, self->step, PyBytes_AsString(self->header), from->buf, (size_t)self->nbytes);
-    /* MPI must not be called with the GIL: another thread may hold MPI's lock and wait for the GIL. */
-    if (!self->nodes && all_posted(&self->slots, self->step, self->looks) && same_digests(&self->slots, self->step))
-        return finish(self, to->buf);
-    return go_on(self, x, out, to->buf);
+    post(self, from->buf, self->nbytes);
+    if (!all_here(self)) return go_on(self, x, out, to->buf);
+    finish(self, to->buf);
+    return 0;
 }
 
 static bool has_shape(const Exchange *self, const Py_buffer *buffer)
@@ -302,12 +273,17 @@ static int take(const Exchange *self, PyObject *array, Py_buffer *buffer, int fl
 static int reduce(Exchange *self, PyObject *x, const Py_buffer *from, PyObject *out)
 {
     Py_buffer to;
-    self->started = clock_now();
-    int done = is_free(self);
-    if (done <= 0) return done;
-    if (!take(self, out, &to, PyBUF_ND | PyBUF_WRITABLE)) return 0;
-    done = make_step(self, x, out, from, &to) ? -1 : 1;
-    PyBuffer_Release(&to);
+    int done = 0;
+    const int64_t started = clock_now();
+    if (!take_turn(self->turn)) return 0;
+    self->started = started;
+    const Py_ssize_t outstanding = PyObject_Size(self->queue);
+    if (outstanding < 0) done = -1;
+    else if (!outstanding && take(self, out, &to, PyBUF_ND | PyBUF_WRITABLE)) {
+        done = make_step(self, x, out, from, &to) ? -1 : 1;
+        PyBuffer_Release(&to);
+    }
+    leave_turn(self->turn);
     return done;
 }
 
@@ -325,11 +301,8 @@ static PyObject *exchange_reduce(Exchange *self, PyObject *const *args, Py_ssize
 static PyObject *exchange_meet(Exchange *self, PyObject *none)
 {
     (void)none;
-    if (begin_step(self)) return NULL;
-    if (self->nodes) announce(self->nodes, self->step, 0);
-    post_step(&self->slots, self->step, PyBytes_AsString(self->header), NULL, 0);
-    const bool here = !self->nodes && all_posted(&self->slots, self->step, self->looks);
-    if (!here && await_others(self)) return NULL;
+    post(self, NULL, 0);
+    if (!all_here(self) && await_others(self)) return NULL;
     return PyBool_FromLong(agree(self));
 }
 
@@ -519,10 +492,8 @@ static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObj
 int add_exchange(PyObject *module)
 {
     PyObject *repeats_type;
-    step_name = PyUnicode_InternFromString("step");
-    completed_name = PyUnicode_InternFromString("completed");
     dtype_name = PyUnicode_InternFromString("dtype");
-    if (!step_name || !completed_name || !dtype_name || add_type(module, &exchange_spec, "Exchange", &exchange_type) ||
+    if (!dtype_name || add_type(module, &exchange_spec, "Exchange", &exchange_type) ||
         add_type(module, &repeats_spec, "Repeats", &repeats_type))
         return -1;
     Py_DECREF(repeats_type);

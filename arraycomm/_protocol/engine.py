@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Self
 
 from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError
+from arraycomm._native import compiled
 from arraycomm._protocol import clock
 from arraycomm._protocol.outcomes import Outcomes
 from arraycomm._protocol.progress import ProgressThread
@@ -61,7 +62,7 @@ class Engine:
         # The thread that waits for as long as it takes, if it looks after the wait just now.
         self.blocked: int | None = None
         # Held by the thread that is calling; the fast path of small reductions takes it too.
-        self.turn = threading.Lock()
+        self.turn: Any = threading.Lock() if compiled is None else compiled.Turn()
 
     def _has_thread(self) -> bool:
         """Tell whether a thread pushes on what is outstanding."""
@@ -81,7 +82,7 @@ class Engine:
         return max((task.since for task in self._active()), default=0.0)
 
     def __enter__(self) -> Self:
-        if not self.turn.acquire(blocking=False):
+        if not self.turn.acquire(False):
             raise ConcurrentUseError(
                 "two threads called one communicator at the same time; "
                 "give each thread a communicator of its own with dup()"

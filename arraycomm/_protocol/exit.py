@@ -252,7 +252,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def _announce_exit(state: int, text: str = "") -> None:
     for group in _process.groups():
-        group.control.notes.announce_exit(state, group.completed, text)
+        group.control.notes.announce_exit(state, group.control.completed, text)
 
 
 def _leave_as_child() -> None:

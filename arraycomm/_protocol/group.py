@@ -59,8 +59,6 @@ class Group:
         self.closed: BaseException | None = None
         # Deferred header error, raised by the next call.
         self.deferred_error: BaseException | None = None
-        # The step of the last call that this rank completed.
-        self.completed = 0
         # Whether a call was given up while data was moving: the transport still holds its buffers.
         self.unfinished = False
         # Messages that this rank has sent, less those that it has received.
@@ -109,7 +107,7 @@ class Group:
             if not (isinstance(error, PeerError) and error.in_step):
                 self.close(error)
             raise
-        self.completed = self.control.step
+        self.control.completed = self.control.step
         if undelivered:
             # Not kept here: its traceback has this frame, and with it the arrays.
             raise undelivered.pop()
@@ -145,14 +143,14 @@ class Group:
         self.watchdog.give_up(error)
         if isinstance(error, MismatchError):
             # All ranks learn of it in the same steps, which this one has taken to the end.
-            self.completed = self.control.step
+            self.control.completed = self.control.step
         waiting = self.engine.interrupted
         on_control = waiting is self.control and self.control.shared
         self.unfinished = waiting is not None and not on_control
         self.end(error)
         if isinstance(error, DeadlockError) or not isinstance(error, CommTimeoutError):
             # After a timeout nothing is announced: the others that wait are to time out themselves.
-            self.control.notes.announce_exit(FAILED, self.completed, self._exit_text(error))
+            self.control.notes.announce_exit(FAILED, self.control.completed, self._exit_text(error))
 
     def _exit_text(self, error: BaseException) -> str:
         """Return this rank's traceback, unless it only followed another rank."""

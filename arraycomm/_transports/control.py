@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from arraycomm._native import compiled
 from arraycomm._transports.memory_order import fence
 from arraycomm._transports.notes import NOTES_BYTES, Notes, SharedNotes
 
@@ -50,7 +51,11 @@ def message_slot(size: int) -> int:
     return PAYLOAD + max(most, least) // 8 * 8
 
 
-class ControlChannel:
+# The native part makes steps by itself, also without the GIL, and counts them.
+_Counts: Final[Any] = object if compiled is None else compiled.Counts
+
+
+class ControlChannel(_Counts):  # type: ignore[misc]
     """Slots that `post` publishes to the other ranks; the handle of this rank's current step.
 
     Lists have an element for each parity.
@@ -66,6 +71,8 @@ class ControlChannel:
         self.rank, self.size = rank, size
         # The number of the last step posted by this rank.
         self.step = 0
+        # The step of the last call that this rank completed.
+        self.completed = 0
         # The slots of all ranks as bytes, of shape (size, slot), and all of them as 64-bit words.
         self.rows = rows
         self.words = [block.reshape(-1).data.cast("q") for block in rows]

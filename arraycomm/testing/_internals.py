@@ -98,7 +98,7 @@ def renew_world(*, free: bool) -> None:
 
 def completed_step(comm: Communicator) -> int:
     """Return the communicator's last step that went well on this rank."""
-    return group_of(comm).completed
+    return group_of(comm).control.completed
 
 
 def unmatched_messages(comm: Communicator) -> int:
@@ -110,7 +110,7 @@ def announce_exit(comm: Communicator, state: int, text: str) -> None:
     """Tell the other ranks, on every open communicator, that this rank takes part no more."""
     for group in group_of(comm).related:
         if group.closed is None:
-            group.control.notes.announce_exit(state, group.completed, text)
+            group.control.notes.announce_exit(state, group.control.completed, text)
 
 
 def stop_progress(comm: Communicator, error: Exception | None, seconds: float) -> None:

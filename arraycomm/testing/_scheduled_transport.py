@@ -77,6 +77,14 @@ class _ScheduledControl(ControlChannel):
     def step(self, step: int) -> None:
         self._control.step = step
 
+    @property
+    def completed(self) -> int:
+        return self._control.completed
+
+    @completed.setter
+    def completed(self, step: int) -> None:
+        self._control.completed = step
+
     def post(self, nbytes: int | None = None) -> None:
         self._baton.switch(self._player, "post")
         self._baton.fail_by_chance(self._player, "post")

@@ -244,7 +244,7 @@ def test_calls_keep_nothing_alive() -> None:
 
 
 def test_slots_have_to_be_those_of_a_control_channel() -> None:
-    memory, turn = np.zeros(1024, np.uint8), threading.Lock()
+    memory, turn = np.zeros(1024, np.uint8), compiled.Turn()
     usual = {
         "memory": memory,
         "rank": 0,
@@ -255,8 +255,7 @@ def test_slots_have_to_be_those_of_a_control_channel() -> None:
         "fold": compiled.find_fold("sum", "float64"),
         "dtype": np.dtype(float),
         "shape": (1,),
-        "control": None,
-        "group": None,
+        "control": compiled.Counts(),
         "queue": [],
         "turn": turn,
         "path": mock.Mock(),

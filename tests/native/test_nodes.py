@@ -159,8 +159,7 @@ class _Rank:
 
     def __init__(self, control: mpi_control.MpiControl) -> None:
         self.control = control
-        self.group = SimpleNamespace(completed=0)
-        self.turn = threading.Lock()
+        self.turn = compiled.Turn()
         self.in_python = 0
         self.settled: Any = None
         self._exchanges: dict[tuple[int, int], Any] = {}
@@ -189,7 +188,6 @@ class _Rank:
             dtype=x.dtype,
             shape=x.shape,
             control=control,
-            group=self.group,
             queue=[],
             turn=self.turn,
             path=self,

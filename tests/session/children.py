@@ -89,7 +89,7 @@ def forked_child_is_refused_everything_while_requests_are_outstanding() -> None:
 def child_forked_within_a_call_is_refused() -> None:
     """The thread that forks is not the one that calls, whose locks the child inherits."""
     comm = ac.world()
-    assert internals.engine(comm).turn.acquire(blocking=False)
+    assert internals.engine(comm).turn.acquire(False)
     try:
 
         def check() -> None:

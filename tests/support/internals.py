@@ -196,7 +196,7 @@ def finish_in_another_thread(comm: Member, task: Any) -> Any:
 
 def completed(comm: Member) -> int:
     """Return the step of the last call that this rank has completed, which others learn if it leaves."""
-    return group(comm).completed
+    return group(comm).control.completed
 
 
 def spans(comm: Member) -> list[int]:
@@ -356,7 +356,7 @@ def is_closed(comm: Member) -> bool:
 
 def announce_exit(comm: Member, state: int, reason: str = "") -> None:
     """Tell the other ranks that this one makes no further calls."""
-    group(comm).control.notes.announce_exit(state, group(comm).completed, reason)
+    group(comm).control.notes.announce_exit(state, group(comm).control.completed, reason)
 
 
 def watch_exit(comm: Member) -> None:

@@ -1,0 +1,32 @@
+/* What calls of one communicator share, so that they can be made with and without the GIL: as objects of Python. */
+
+#ifndef ARRAYCOMM_TURNS_H
+#define ARRAYCOMM_TURNS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+/* The base of control channels. Only who has the turn changes it. */
+typedef struct {
+    PyObject ob_base;
+    long long step, completed; /* that this rank has posted, and whose call it has completed */
+} Counts;
+
+/* A lock that nobody waits for. */
+typedef struct {
+    PyObject ob_base;
+    atomic_bool taken;
+} Turn;
+
+extern PyObject *counts_type, *turn_type;
+
+/* Take the turn; false if somebody has it. */
+bool take_turn(Turn *turn);
+void leave_turn(Turn *turn);
+
+/* Add the types to the module; -1 if that fails. */
+int add_turns(PyObject *module);
+
+#endif
