@@ -56,6 +56,7 @@ def native_part() -> dict[str, Any]:
                 "segment",
                 "slots",
                 "turns",
+                "xla",
             )
         ],
         depends=[
@@ -71,6 +72,7 @@ def native_part() -> dict[str, Any]:
                 "segment",
                 "slots",
                 "turns",
+                "xla",
             )
         ],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],

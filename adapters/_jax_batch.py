@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import arraycomm as ac
+from arraycomm.adapters._jax_callbacks import Make
 from arraycomm.adapters._jax_linear import Pooled, call, replicated
-from arraycomm.adapters._jax_primitive import Call, Make, bind
+from arraycomm.adapters._jax_primitive import Call, bind
 
 # Optax's names, and those of its contributed transformations.
 _REDUCED: Final = ("value", "grad", "loss")

@@ -7,12 +7,11 @@ to the next, and each call of a compiled program waits for the one before it, wh
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax._src import effects
 from jax._src.core import abstract_token
 from jax.core import ShapedArray
@@ -21,12 +20,10 @@ from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
 import arraycomm as ac
-from arraycomm.adapters._jax_errors import as_jax_error, kept, unwrap
-from arraycomm.adapters._jax_tokens import DelaysErrors, keep
-
-# Makes a call at a place of a program (0: of none): gets arrays, and where results go or None; returns results.
-Make = Callable[[int, Sequence[Any], Sequence[Any]], Sequence[Any]]
-_TARGET: Final = "xla_buffer_python_cpu_callback"
+from arraycomm._training.programs import NativeReduction
+from arraycomm.adapters._jax_callbacks import Callback, Make, NativeCallback, is_native
+from arraycomm.adapters._jax_errors import unwrap
+from arraycomm.adapters._jax_tokens import keep
 
 
 class Call(abc.ABC):
@@ -57,6 +54,12 @@ class Call(abc.ABC):
     @abc.abstractmethod
     def open(self, comm: ac.Communicator) -> Make:
         """Return what makes the call; may be collective when a communicator is first used."""
+
+    def native(
+        self, comm: ac.Communicator, place: int, like: ShapedArray
+    ) -> NativeReduction | None:
+        """Return the call at a place of a program as one for the native part, or None if it is none."""
+        return None
 
     def is_identity(self, comm: ac.Communicator) -> bool:
         """Tell whether this rank's results are its arguments, and no other rank takes part."""
@@ -128,48 +131,24 @@ call_p.def_effectful_abstract_eval(_stage)
 # Compiled -----------------------------------------------------------------------------------------
 
 
-class _Callback(DelaysErrors):
-    """What a compiled program calls, with a token and buffers: arguments, a token, results."""
-
-    def __init__(self, call: Call, comm: ac.Communicator, place: int, count: int) -> None:
-        self._make, self._place, self._count = call.open(comm), place, count
-        self._comm = comm if call.communicates else None
-
-    def takes_place(self, comm: ac.Communicator) -> bool:
-        """Tell whether this is a call over a communicator, which ranks compare."""
-        return self._comm is comm
-
-    def __call__(self, _: Any, *buffers: Any) -> tuple[()]:
-        if _token.has_failed():
-            return ()
-        split = 1 + self._count
-        arrays = [np.asarray(buffer) for buffer in buffers[1:split]]
-        outs = [np.asarray(buffer) for buffer in buffers[split + 1 :]]
-        try:
-            self._make(self._place, arrays, outs)
-        except BaseException as error:
-            if not (self.delays_errors and _token.take(as_jax_error(error))):
-                raise kept(error) from error
-        return ()
-
-
 def _lower(
     ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call, comm: ac.Communicator
 ) -> Sequence[Any]:
     module = ctx.module_context
     check_compiled(call.name, comm, module.platforms)
     place = 1 + sum(
-        isinstance(other, _Callback) and other.takes_place(comm) for other in module.host_callbacks
+        isinstance(other, Callback) and other.takes_place(comm) for other in module.host_callbacks
     )
     # Added also if it is not called: ranks count the calls of their programs alike.
-    callback = _Callback(call, comm, place, len(arrays))
+    callback = _callback(call, comm, place, ctx.avals_in)
     module.add_host_callback(callback)
     module.add_keepalive(callback)
     if call.is_identity(comm):
         ctx.set_tokens_out(ctx.tokens_in)
         return arrays
+    target, attributes = callback.target(len(module.host_callbacks) - 1)
     lowered = jax.ffi.build_ffi_lowering_function(
-        _TARGET,
+        target,
         has_side_effect=True,
         operand_output_aliases=_aliases(arrays) if call.in_place else {},
     )
@@ -179,11 +158,19 @@ def _lower(
         ),
         ctx.tokens_in.get(_effect),
         *arrays,
-        index=np.uint64(len(module.host_callbacks) - 1),
+        **attributes,
     )
     token, *results = made.results
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_effect: token})))
     return results
+
+
+def _callback(call: Call, comm: ac.Communicator, place: int, avals: Sequence[Any]) -> Callback:
+    make, others = call.open(comm), comm if call.communicates else None
+    reduction = call.native(comm, place, avals[0]) if avals and is_native() else None
+    if reduction is None:
+        return Callback(_token, others, make, place, len(avals))
+    return NativeCallback(_token, others, make, place, avals[0], reduction)
 
 
 def _aliases(arrays: Sequence[Any]) -> dict[int, int]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from arraycomm.adapters._jax_callbacks import Make
 from arraycomm.adapters._jax_division import (
     Division,
     ShardedState,
@@ -25,7 +26,7 @@ from arraycomm.adapters._jax_division import (
     select,
 )
 from arraycomm.adapters._jax_flows import leaves_of_state, needed, refusal, text
-from arraycomm.adapters._jax_primitive import Call, Make, bind
+from arraycomm.adapters._jax_primitive import Call, bind
 from arraycomm.adapters._jax_tracing import is_traced
 
 

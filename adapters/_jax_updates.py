@@ -17,7 +17,8 @@ from jax._src import core
 import arraycomm as ac
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls
-from arraycomm.adapters._jax_primitive import Call, Make, bind
+from arraycomm.adapters._jax_callbacks import Make
+from arraycomm.adapters._jax_primitive import Call, bind
 
 _BRANCHES = ("cond", "switch")
 _LOOPS = ("scan", "while_loop", "fori_loop", "map")

@@ -180,7 +180,8 @@ beside it by four calls of `sendrecv` a step. It is the same program for both li
 most 0.3 of mpi4jax's time for 8 B, 0.6 for 1 MB and 0.8 for 16 MB, and 1 for the steps.
 
 JAX dispatches programs whose calls have an order from Python, mpi4jax's among them: on one rank, which communicates with nobody, this takes 65 to 130 µs of a small call on this
-machine. Programs of arraycomm are [dispatched as those without calls](jax.md#order), which takes 5 to 9 µs. So XLA's FFI, which would save 3 to 4 µs more, is not used.
+machine. Programs of arraycomm are [dispatched as those without calls](jax.md#order), which takes 4 to 9 µs.
+Small arrays are reduced by a handler of XLA's foreign function interface, without Python.
 
 ```sh
 python -m arraycomm bench jax --ranks 2
