@@ -265,6 +265,38 @@ static PyObject *py_find_fold(PyObject *module, PyObject *args)
     return PyLong_FromLong(find_fold(op, dtype));
 }
 
+/* Wait for all ranks' slots beside other threads, without the GIL, after so many seconds have been waited, and at most so many. */
+static PyObject *py_wait_aside(PyObject *module, PyObject *args)
+{
+    PyObject *memory, *flag;
+    Py_buffer slots, woken;
+    Py_ssize_t slot;
+    int size;
+    long long step;
+    double waited, seconds;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OinLddO", &memory, &size, &slot, &step, &waited, &seconds, &flag)) return NULL;
+    if (PyObject_GetBuffer(memory, &slots, PyBUF_SIMPLE)) return NULL;
+    if (PyObject_GetBuffer(flag, &woken, PyBUF_WRITABLE)) {
+        PyBuffer_Release(&slots);
+        return NULL;
+    }
+    bool done = false;
+    const bool fits = size > 0 && slot >= PAYLOAD && slot % 8 == 0 && slots.len / 2 / size >= slot &&
+                      (uintptr_t)slots.buf % 8 == 0 && woken.len == 4 && (uintptr_t)woken.buf % 4 == 0;
+    if (fits) {
+        const Slots all = {slots.buf, (size_t)slot, 0, size};
+        const int64_t now = clock_now();
+        Py_BEGIN_ALLOW_THREADS
+        done = wait_aside(&all, step, now - (int64_t)(1e9 * waited), now + (int64_t)(1e9 * seconds), woken.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&woken);
+    PyBuffer_Release(&slots);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "the slots are not as the control channel has them");
+    return PyBool_FromLong(done);
+}
+
 static PyObject *py_levels(PyObject *module, PyObject *none)
 {
     (void)module, (void)none;
@@ -312,6 +344,8 @@ static PyMethodDef methods[] = {
      PyDoc_STR("copy(out, x): copy past the caches, for another core to read.")},
     {"reduce_chunks", py_reduce_chunks, METH_VARARGS,
      PyDoc_STR("reduce_chunks(place, x, fold): reduce an array in a segment; see segment.h for the place and what is returned.")},
+    {"wait_aside", py_wait_aside, METH_VARARGS,
+     PyDoc_STR("wait_aside(slots, size, slot, step, waited, seconds, woken): wait beside other threads until all ranks have posted a step.")},
     {"levels", py_levels, METH_NOARGS,
      PyDoc_STR("levels(): return the names of the instruction sets that folds can use here.")},
     {"use_level", py_use_level, METH_O,

@@ -14,6 +14,9 @@
 
 /* Looks between two times that the core is given up. */
 enum { LOOKS = 16 };
+/* Of waits beside another thread, in nanoseconds: those in which ranks that call at about the same time have all called, and
+ * the naps after that, a part of the time waited. Each disturbs the other thread, if only by its timer. */
+enum { GLANCE = 200000, SHORT_NAP = 50000, LONG_NAP = 1000000, PART = 20 };
 
 #if defined(__x86_64__) || defined(__i386__)
 #define PAUSE() __builtin_ia32_pause()
@@ -85,6 +88,25 @@ bool wait_for_all(const Slots *slots, int64_t step, int64_t end)
 {
     for (int rank = 0; rank < slots->size; ++rank)
         if (!wait_for_stamp(slots, step, rank, end)) return false;
+    return true;
+}
+
+static void sleep_between_looks(int64_t waited)
+{
+    int64_t nap = waited / PART;
+    if (nap < SHORT_NAP) nap = SHORT_NAP;
+    if (nap > LONG_NAP) nap = LONG_NAP;
+    nanosleep(&(struct timespec){0, (long)nap}, NULL);
+}
+
+bool wait_aside(const Slots *slots, int64_t step, int64_t since, int64_t end, _Atomic int32_t *woken)
+{
+    while (!all_posted(slots, step, 1)) {
+        const int64_t now = clock_now();
+        if (now >= end || atomic_load(woken)) return false;
+        if (now - since < GLANCE) sched_yield();
+        else sleep_between_looks(now - since);
+    }
     return true;
 }
 

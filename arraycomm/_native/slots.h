@@ -36,6 +36,10 @@ bool wait_for_all(const Slots *slots, int64_t step, int64_t end);
 bool wait_for_stamp(const Slots *slots, int64_t step, int rank, int64_t end);
 bool wait_for_word(_Atomic int64_t *word, int64_t step, int64_t end);
 
+/* The same for a thread that waits since a time beside another one, which can end the wait by setting `woken`. The later the
+ * ranks are, the longer it sleeps between two looks. */
+bool wait_aside(const Slots *slots, int64_t step, int64_t since, int64_t end, _Atomic int32_t *woken);
+
 /* Whether every rank's header has the digest of this rank's. */
 bool same_digests(const Slots *slots, int64_t step);
 

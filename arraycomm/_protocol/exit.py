@@ -325,6 +325,8 @@ def _all_completed() -> bool:
             clean &= complete(group)
         for hook in group.on_exit:
             hook()
+        # MPI may take the memory away in which the thread looks for ranks.
+        group.engine.progress.join(_GRACE)
     clean &= not any(group.unfinished for group in _process.groups())
     for group in _process.groups():
         if group.deferred_error is not None:

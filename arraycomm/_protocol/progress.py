@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Protocol
 
+from arraycomm._native import compiled
 from arraycomm._protocol import clock
 from arraycomm._protocol.waiting import NAP, PATIENCE, give_up_core, nap_of
 from arraycomm._transports.base import Handle
-from arraycomm._transports.control import ControlChannel
+from arraycomm._transports.control import ControlChannel, SharedControl
 
 # Seconds in which ranks that call at about the same time have all called.
 _GLANCE: Final = 2e-4
 # Polls between two times that the thread gives up the core.
 _POLLS: Final = 32
+# Seconds without the GIL: the longest wait for a rank that is late.
+_ASIDE: Final = 0.01
 # Seconds that the thread stays for the next program: to start another one takes longer than a short message.
 _LINGER: Final = 0.05
 
@@ -45,10 +48,23 @@ class ProgressThread:
         self._wake = threading.Lock()
         self._wake.acquire()
         # Whether a caller waits just now and pushes on by itself: two would take turns for the core.
-        self.aside = False
+        self._aside = False
+        # Set to end a wait without the GIL.
+        self._woken = memoryview(bytearray(4)).cast("i")
+
+    @property
+    def aside(self) -> bool:
+        """Whether the thread leaves the programs to a caller."""
+        return self._aside
+
+    @aside.setter
+    def aside(self, aside: bool) -> None:
+        self._aside = aside
+        self._woken[0] = 1
 
     def start(self) -> None:
-        """Start the thread, if it does not run."""
+        """Start the thread, if it does not run; have it look at its programs, if it does."""
+        self._woken[0] = 1
         with self._state:
             if self._lingers:
                 self._end_lingering()
@@ -66,6 +82,7 @@ class ProgressThread:
         """Wait for the thread, if it runs."""
         with self._state:
             thread, self._may_linger = self._thread, False
+            self._woken[0] = 1
             if self._lingers:
                 self._end_lingering()
         if thread is not None:
@@ -78,14 +95,34 @@ class ProgressThread:
 
     def _run(self) -> None:
         while self._has_programs():
+            self._woken[0] = 0
             if not self.aside:
                 # Some MPI move a piece of the data with each poll.
                 self._advance(_POLLS)
+            if not self.aside and self._wait_without_gil():
+                continue
             # Data moves only while somebody polls; ranks that are late come without that.
             if self._moves() and not self.aside:
                 give_up_core()
             else:
                 time.sleep(self._nap())
+
+    def _wait_without_gil(self) -> bool:
+        """Wait for late ranks, if the only program waits for them in shared memory; tell whether it does."""
+        programs = self._active()
+        if compiled is None or len(programs) != 1:
+            return False
+        waiting = programs[0].waiting
+        if not isinstance(waiting, SharedControl):
+            return False
+        waited = clock.now() - programs[0].since
+        with waiting.looking:
+            slots, step = waiting.slots, waiting.step
+            if len(slots):
+                compiled.wait_aside(
+                    slots, waiting.size, waiting.slot, step, waited, _ASIDE, self._woken
+                )
+        return True
 
     def _has_programs(self) -> bool:
         """Tell whether there are programs, after a moment in which one may come; if not, the thread ends."""

@@ -11,6 +11,7 @@ Layout of a slot, in words of 8 bytes: word 0 is the stamp (the step's number, w
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import numpy as np
@@ -131,6 +132,8 @@ class SharedControl(ControlChannel):
         self.notes = SharedNotes(rank, notes.reshape(size, NOTES_BYTES))
         self.stamps = [peer * self.stride for peer in self.peers]
         self._all_stamps = [words[:: self.stride] for words in self.words]
+        # Held by a thread that reads the slots without the GIL.
+        self.looking = threading.Lock()
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -159,6 +162,7 @@ class SharedControl(ControlChannel):
 
     def close(self) -> None:
         """Release the memory now: Python collects the channel late, since it is in a cycle."""
+        self.looking.acquire(timeout=1)
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
         self._all_stamps = []
         self._memory = self.slots = np.empty(0, np.uint8)

@@ -33,6 +33,11 @@ static void *play(void *number)
     for (int64_t step = 1; step <= STEPS; ++step) {
         fill(header, payload, rank, step);
         post_step(&slots, step, header, payload, sizeof(payload));
+        if (step % 3 == 0) {
+            _Atomic int32_t woken = 0;
+            const int64_t now = clock_now();
+            while (!wait_aside(&slots, step, now, now + 1000000000, &woken)) continue;
+        }
         while (!all_posted(&slots, step, 100) && !wait_for_all(&slots, step, clock_now() + 100000)) continue;
         if (same_digests(&slots, step) != (step % DIFFERING != 0)) fail("digests", rank, step);
         for (int other = 0; other < RANKS; ++other) {
