@@ -115,13 +115,15 @@ class ProgressThread:
         waiting = programs[0].waiting
         if not isinstance(waiting, SharedControl):
             return False
-        waited = clock.now() - programs[0].since
-        with waiting.looking:
-            slots, step = waiting.slots, waiting.step
-            if len(slots):
-                compiled.wait_aside(
-                    slots, waiting.size, waiting.slot, step, waited, _ASIDE, self._woken
-                )
+        waited, slots = clock.now() - programs[0].since, waiting.slots
+        if not len(slots) or not waiting.looking.acquire(blocking=False):
+            # It is being closed.
+            return False
+        try:
+            size, slot, step = waiting.size, waiting.slot, waiting.step
+            compiled.wait_aside(slots, size, slot, step, waited, _ASIDE, self._woken)
+        finally:
+            waiting.looking.release()
         return True
 
     def _has_programs(self) -> bool:

@@ -162,8 +162,9 @@ class SharedControl(ControlChannel):
 
     def close(self) -> None:
         """Release the memory now: Python collects the channel late, since it is in a cycle."""
+        self.slots = np.empty(0, np.uint8)
         self.looking.acquire(timeout=1)
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
         self._all_stamps = []
-        self._memory = self.slots = np.empty(0, np.uint8)
+        self._memory = self.slots
         self.notes = SharedNotes(self.rank, np.empty((0, NOTES_BYTES), np.uint8))

@@ -98,7 +98,7 @@ class Waiting:
 
     def advance(self, _: int) -> None:
         self.looks += 1
-        self.ended = self.waiting.done()
+        self.ended = bool(self.waiting.rows) and self.waiting.done()
 
     def settle(self) -> int:
         """Wait until the thread waits without the GIL; return how often it has looked before."""
@@ -146,10 +146,11 @@ def test_memory_is_not_taken_away_under_the_thread(monkeypatch: pytest.MonkeyPat
     closing = threading.Thread(target=waiting.waiting.close)
     closing.start()
     time.sleep(0.05)
-    assert len(waiting.waiting.slots)
+    assert len(waiting.waiting.rows)
     waiting.progress.start()
     closing.join(LIMIT)
-    assert not len(waiting.waiting.slots)
+    assert not closing.is_alive()
+    assert not len(waiting.waiting.rows)
     waiting.ended = True
     waiting.progress.join(LIMIT)
 
