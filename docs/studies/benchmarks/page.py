@@ -20,6 +20,7 @@ from docs.studies.benchmarks.runs import (
     ELSEWHERE,
     FLOORS,
     MESSAGES,
+    NODES,
     OVERLAP,
     PROGRAMS,
     RUNS,
@@ -107,7 +108,7 @@ Every figure behind [Performance](benchmarks.md): `allreduce` with `op="sum"`, t
 steps, compiled programs, and a step with each adapter.
 
 `python -m docs.studies.benchmarks --run` measures again and writes both pages and their charts;
-`docs/studies/benchmarks/` holds every sample. Overlap, training steps, compiled programs, adapters and messages were measured with an earlier version of the code.
+`docs/studies/benchmarks/` holds every sample. Overlap, training steps, adapters and messages were measured with an earlier version of the code. The figures between two nodes have [a program of their own](#between-two-nodes).
 """
 
 METHOD: Final = """\
@@ -227,6 +228,21 @@ python -m arraycomm bench messages --ranks 2
 """
 
 
+BETWEEN_NODES: Final = """\
+## Between two nodes
+
+How long does a reduction take between two nodes, by `allreduce(x, out=y)` or a plan, and by MPI's own `Allreduce`, which is called for one leaf after the other? The nodes are network namespaces of one
+machine with two cores, and the link between them is TCP over a pair of virtual interfaces. Their cores move the bytes, so the figures say what libraries do with a link, and nothing of a network.
+
+"exchange" is `Sendrecv` of as many bytes: each node has to learn of the other's elements, so that the bytes of a rank's array cross the link in each direction, whoever folds them. With several ranks on a node, each
+exchanges its part. No reduction takes less, and where the link's time is most of MPI's, as for large trees with one rank on each node, no ratio can be much lower. The last column has that floor as a part of MPI's time.
+
+```sh
+mpiexec -hosts A,B -ppn 1 -n 2 python -m docs.studies.benchmarks.nodes docs/studies/benchmarks/nodes.json
+```
+"""
+
+
 def stored(folder: Path = STUDY) -> dict[str, dict[str, Any]]:
     """Return the figures there are in a folder, by the name of their run."""
     paths = {run.name: figures_of(run, folder) for run in RUNS}
@@ -268,6 +284,8 @@ def tabled(figures: dict[str, dict[str, Any]]) -> str:
     ):
         if path.exists():
             parts += _of_one_mode(text, json.loads(path.read_text("utf-8")))
+    if NODES.exists():
+        parts += _of_nodes(json.loads(NODES.read_text("utf-8")))
     return "\n".join(parts)
 
 
@@ -297,6 +315,24 @@ def _of_one_mode(text: str, results: dict[str, Any]) -> Iterator[str]:
     yield f"### {found.title}\n\n{about}\n{as_markdown(found)}\n"
     for complaint in complaints(results["lines"]):
         yield f"{complaint}\n"
+
+
+def _of_nodes(results: dict[str, Any]) -> Iterator[str]:
+    yield BETWEEN_NODES
+    header = ("", "arraycomm", "MPI", "exchange", "arraycomm ÷ MPI", "exchange ÷ MPI")
+    for ranks, found in results.items():
+        rows = []
+        for work, seconds in found["seconds"].items():
+            own, theirs, least = (seconds[key] for key in ("arraycomm", "MPI", "exchange"))
+            over = own / theirs
+            shown = f"**{ratio_text(over)}**" if over > 1 else ratio_text(over)
+            times = (f"{1e6 * one:,.{1 if one < 1e-4 else 0}f}" for one in (own, theirs, least))
+            rows.append([work, *times, shown, ratio_text(least / theirs)])
+        title = f"Two nodes with {ranks} rank{'s' * (ranks != '1')} each: µs per call"
+        about = (
+            f"{found['machine']['processor']}, {found['machine']['cores']} cores\n{caution(found)}"
+        )
+        yield f"### {title}\n\n{about}\n{as_markdown(Table('', header, rows))}\n"
 
 
 def compared(results: dict[str, Any], claim: Claim) -> str:

@@ -19,6 +19,7 @@ PROGRAMS: Final = STUDY / "jax.json"
 ADAPTERS: Final = STUDY / "adapters.json"
 MESSAGES: Final = STUDY / "messages.json"
 FLOORS: Final = STUDY / "floors"
+NODES: Final = STUDY / "nodes.json"
 # An environment with mpi4jax, which is built on its own; see docs/benchmarks.md.
 WITH_MPI4JAX: Final = ROOT / ".venv-mpi4jax"
 

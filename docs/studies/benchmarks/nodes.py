@@ -1,0 +1,113 @@
+"""Reductions between two nodes, beside MPI's own and what no library can do without; run by every rank of a job.
+
+    mpiexec -n 2 -ppn 1 -hosts A,B python -m docs.studies.benchmarks.nodes FILE
+
+Rank 0 writes the figures to the file, for the number of ranks on each node. Each node has to learn of the other's
+elements: as many bytes as a rank's array has cross the link in each direction. The least time of that is measured with
+`Sendrecv`, each rank of a node exchanging its part of the bytes with one rank of the other node.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, Final
+
+import numpy as np
+from mpi4py import MPI
+
+import arraycomm as ac
+from arraycomm.cli.bench.machine import machine
+from arraycomm.cli.bench.trees import TREES
+
+_SIZES: Final = {
+    "8 B": 8,
+    "1 KB": 1 << 10,
+    "64 KB": 64 << 10,
+    "1 MB": 1 << 20,
+    "16 MB": 16 << 20,
+    "64 MB": 64 << 20,
+}
+# Rounds in which all contenders take turns, and the seconds of one contender's calls in a round.
+_ROUNDS: Final = 15
+_SECONDS: Final = 0.1
+
+Call = Callable[[], Any]
+
+
+def _works() -> Iterator[tuple[str, list[Any]]]:
+    for name, nbytes in _SIZES.items():
+        yield name, [np.ones(nbytes // 4, np.float32)]
+    for name, tree in TREES.items():
+        yield f"a tree, {name}", [np.ones(shape, np.float32) for shape in tree.leaves]
+
+
+def _calls(comm: ac.Communicator, world: MPI.Intracomm, arrays: list[Any]) -> dict[str, Call]:
+    """Return what is timed: by both libraries, and the exchange of the bytes alone."""
+    size, nodes = world.size, 2
+    outs = [np.empty_like(x) for x in arrays]
+    count = max(sum(x.size for x in arrays) * nodes // size, 1)
+    sent, come = np.ones(count, np.float32), np.empty(count, np.float32)
+    other = (world.rank + size // nodes) % size
+    if len(arrays) == 1:
+        plan: Call = lambda: comm.allreduce(arrays[0], out=outs[0])  # noqa: E731
+    else:
+        reduce, tree = comm.plan(arrays), arrays
+        plan = lambda: reduce(tree)  # noqa: E731
+    return {
+        "arraycomm": plan,
+        "MPI": lambda: [world.Allreduce(x, y) for x, y in zip(arrays, outs, strict=True)],
+        "exchange": lambda: world.Sendrecv(sent, other, recvbuf=come, source=other),
+    }
+
+
+def _repeated(world: MPI.Intracomm, call: Call) -> int:
+    """Return how often all ranks make a call in a round."""
+    call()
+    started = perf_counter()
+    call()
+    took = world.allreduce(perf_counter() - started, MPI.MAX)
+    return max(1, min(2000, int(_SECONDS / took)))
+
+
+def _timed(world: MPI.Intracomm, calls: dict[str, Call]) -> dict[str, float]:
+    """Return the median seconds of each call, measured in turns."""
+    counts = {name: _repeated(world, call) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(_ROUNDS):
+        for name, call in calls.items():
+            world.Barrier()
+            started = perf_counter()
+            for _ in range(counts[name]):
+                call()
+            took = (perf_counter() - started) / counts[name]
+            samples[name].append(world.allreduce(took, MPI.MAX))
+    return {name: median(values) for name, values in samples.items()}
+
+
+def main() -> None:
+    """Measure, and write the figures."""
+    world, about = MPI.COMM_WORLD, machine()
+    comm = ac.init()
+    names = world.allgather(MPI.Get_processor_name())
+    ranks = names.count(names[0])
+    if len(set(names)) != 2 or names != sorted(names, key=names.index) or 2 * ranks != world.size:
+        raise SystemExit(
+            "this takes two nodes with the same number of ranks, one node after the other"
+        )
+    found = {name: _timed(world, _calls(comm, world, arrays)) for name, arrays in _works()}
+    if world.rank == 0:
+        path = Path(sys.argv[1])
+        stored = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        stored[str(ranks)] = {"machine": about, "seconds": found}
+        path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        for name, seconds in found.items():
+            print(name, *(f"{key} {1e6 * value:.1f}" for key, value in seconds.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
