@@ -556,12 +556,6 @@ static PyType_Spec repeats_spec = {
     .slots = repeats_slots,
 };
 
-static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type)
-{
-    *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    return *type == NULL ? -1 : PyModule_AddObjectRef(module, name, *type);
-}
-
 int add_exchange(PyObject *module)
 {
     PyObject *repeats_type;

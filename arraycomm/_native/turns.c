@@ -68,7 +68,7 @@ static PyType_Spec turn_spec = {
     .slots = turn_slots,
 };
 
-static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type)
+int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type)
 {
     *type = PyType_FromModuleAndSpec(module, spec, NULL);
     return *type == NULL ? -1 : PyModule_AddObjectRef(module, name, *type);

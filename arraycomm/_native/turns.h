@@ -26,6 +26,9 @@ extern PyObject *counts_type, *turn_type;
 bool take_turn(Turn *turn);
 void leave_turn(Turn *turn);
 
+/* Make a type, of which the caller keeps a reference, and add it to the module; -1 if that fails. */
+int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type);
+
 /* Add the types to the module; -1 if that fails. */
 int add_turns(PyObject *module);
 

@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "exchange.h"
+#include "turns.h"
 
 /* ---- the interface of XLA ----------------------------------------------------------------------- */
 
@@ -278,8 +279,8 @@ static XlaError *handle(CallFrame *frame)
 
 int add_xla(PyObject *module)
 {
-    PyObject *const type = PyType_FromModuleAndSpec(module, &call_spec, NULL);
-    if (type == NULL || PyModule_AddObjectRef(module, "ProgramCall", type)) return -1;
+    PyObject *type;
+    if (add_type(module, &call_spec, "ProgramCall", &type)) return -1;
     Py_DECREF(type);
     union {
         XlaError *(*function)(CallFrame *);

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -36,7 +37,7 @@ _SIZES: Final = {
 _ROUNDS: Final = 15
 _SECONDS: Final = 0.1
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 
 
 def _works() -> Iterator[tuple[str, list[Any]]]:
@@ -53,13 +54,10 @@ def _calls(comm: ac.Communicator, world: MPI.Intracomm, arrays: list[Any]) -> di
     count = max(sum(x.size for x in arrays) * nodes // size, 1)
     sent, come = np.ones(count, np.float32), np.empty(count, np.float32)
     other = (world.rank + size // nodes) % size
-    if len(arrays) == 1:
-        plan: Call = lambda: comm.allreduce(arrays[0], out=outs[0])  # noqa: E731
-    else:
-        reduce, tree = comm.plan(arrays), arrays
-        plan = lambda: reduce(tree)  # noqa: E731
+    alone = len(arrays) == 1
+    reduce: Call = partial(comm.allreduce, out=outs[0]) if alone else comm.plan(arrays)
     return {
-        "arraycomm": plan,
+        "arraycomm": partial(reduce, arrays[0] if alone else arrays),
         "MPI": lambda: [world.Allreduce(x, y) for x, y in zip(arrays, outs, strict=True)],
         "exchange": lambda: world.Sendrecv(sent, other, recvbuf=come, source=other),
     }
