@@ -214,18 +214,24 @@ class _Call:
             yield self._total
             self._ask_total(number + 1)
             total = memory.totals[number & 1]
-        own = memory.own
-        rows: Any = task.rows
-        rows = rows[:, own] if isinstance(rows, np.ndarray) else [row[own] for row in rows]
         if self._is_last:
-            out = memory.own_results[number % _RESULTS]
-            self._chain.fold_on(self._op, task.dtype, total, rows, out)
+            self._fold_pieces(task, memory.own, total, memory.own_results[number % _RESULTS])
             self._send_result(memory, number)
             return
         going = 2 + (number & 1)
         yield from self._sent.pop(-going, ())
-        self._chain.fold_on(self._op, task.dtype, total, rows, memory.totals[going])
+        self._fold_pieces(task, memory.own, total, memory.totals[going])
         self._sent[-going] = [self._chain.send(memory.sent_totals[going], self._chain.after)]
+
+    def _fold_pieces(self, task: ChunkTask, own: slice, total: Array | None, out: Array) -> None:
+        for part, elements in [(own, None)] if task.pieces is None else task.pieces:
+            rows: Any = task.rows
+            rows = rows[:, part] if isinstance(rows, np.ndarray) else [row[part] for row in rows]
+            if elements is not None:
+                rows[self._chain.control.rank] = elements
+            into = slice(part.start - own.start, part.stop - own.start)
+            before = None if total is None else total[into]
+            self._chain.fold_on(self._op, task.dtype, before, rows, out[into])
 
     def take_result(self, number: int) -> Steps:
         """Wait for this rank's part of a result, send it on, and ask for the next one."""

@@ -66,8 +66,9 @@ class ChunkTask(NamedTuple):
     """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go.
 
     `fill` takes whether to copy past the caches, which it may leave aside; this rank's own part may be left out if
-    `rows` or `fold` read it elsewhere. `fold` writes the results of this rank's part of a chunk to memory for the
-    whole, if that is done in another way than from `rows`.
+    `rows`, `fold` or `pieces` read it elsewhere. `fold` writes the results of this rank's part of a chunk to memory
+    for the whole, if that is done in another way than from `rows`. Along a chain of nodes this rank's part is folded
+    in `pieces`: which elements each of them has, and those of this rank, or None if they are in its row.
     """
 
     fill: Callable[[bool], None]
@@ -75,6 +76,7 @@ class ChunkTask(NamedTuple):
     rows: Sequence[Array] | Array
     targets: Callable[[], Targets]
     fold: Callable[[str, Array], None] | None = None
+    pieces: Sequence[tuple[slice, Array | None]] | None = None
 
 
 def own_part(count: int, rank: int, size: int) -> slice:

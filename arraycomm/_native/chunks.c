@@ -8,23 +8,23 @@
 /* Looks at the stamps before the core is given up in between; and nanoseconds after which Python goes on waiting. */
 enum { LOOKS = 1000, LONGEST_WAIT = 1000000 };
 
-/* Which bytes of the results a chunk has, and which of the chunk's a rank folds of an array. */
+/* Which bytes of an array a chunk has, and which of the chunk's a rank folds of it; of a tree only how many it has. */
 typedef struct {
     size_t start, nbytes, own, own_end;
 } Span;
 
 static Span span_of(const Chunks *chunks, size_t number)
 {
-    if (chunks->tree) return (Span){(size_t)chunks->tree[number].start, (size_t)chunks->tree[number].nbytes, 0, 0};
+    if (chunks->tree) return (Span){0, (size_t)chunks->tree[number].nbytes, 0, 0};
     const size_t start = number * chunks->chunk, left = chunks->nbytes - start;
     const size_t nbytes = left < chunks->chunk ? left : chunks->chunk, itemsize = fold_itemsize(chunks->fold);
     const size_t count = nbytes / itemsize, rank = (size_t)chunks->slots.rank, size = (size_t)chunks->slots.size;
     return (Span){start, nbytes, count * rank / size * itemsize, count * (rank + 1) / size * itemsize};
 }
 
-static const char *memory_of(const Chunks *chunks, const Part *part)
+static char *memory_of(const Chunks *chunks, const Part *part)
 {
-    return chunks->leaves[part->leaf] + part->first;
+    return (part->leaf == RESULTS ? chunks->out : chunks->leaves[part->leaf]) + part->first;
 }
 
 static char *row_of(const Chunks *chunks, size_t number, int rank)
@@ -60,7 +60,7 @@ static void publish(const Chunks *chunks, size_t number)
     const int64_t since = clock_now();
     if (chunks->tree) {
         const TreeChunk *const in = &chunks->tree[number];
-        for (const Part *part = chunks->parts + in->others; part < chunks->parts + in->others_end; ++part)
+        for (const Part *part = chunks->parts + in->others; part < chunks->parts + in->own; ++part)
             copy(streams, row + part->at, memory_of(chunks, part), (size_t)part->nbytes);
     } else {
         const char *const x = chunks->x + span.start;
@@ -87,7 +87,7 @@ static void fold_own(const Chunks *chunks, size_t number)
     const int64_t since = clock_now();
     if (chunks->tree) {
         const TreeChunk *const in = &chunks->tree[number];
-        for (const Part *part = chunks->parts + in->own; part < chunks->parts + in->own_end; ++part)
+        for (const Part *part = chunks->parts + in->own; part < chunks->parts + in->results; ++part)
             fold_rows(chunks, number, (int)in->fold, (size_t)part->at, memory_of(chunks, part), (size_t)part->nbytes);
     } else {
         fold_rows(chunks, number, chunks->fold, span.own, chunks->x + span.start + span.own, span.own_end - span.own);
@@ -97,8 +97,15 @@ static void fold_own(const Chunks *chunks, size_t number)
 
 static void take(const Chunks *chunks, size_t number)
 {
-    const Span span = span_of(chunks, number);
-    copy(chunks->large, chunks->out + span.start, folded_of(chunks, number), span.nbytes);
+    const char *const folded = folded_of(chunks, number);
+    if (chunks->tree) {
+        const TreeChunk *const in = &chunks->tree[number];
+        for (const Part *part = chunks->parts + in->results; part < chunks->parts + in->end; ++part)
+            copy(chunks->large, memory_of(chunks, part), folded + part->at, (size_t)part->nbytes);
+    } else {
+        const Span span = span_of(chunks, number);
+        copy(chunks->large, chunks->out + span.start, folded, span.nbytes);
+    }
 }
 
 size_t make_turns(const Chunks *chunks, size_t turn, int64_t *step, int64_t end)

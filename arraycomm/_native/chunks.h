@@ -8,15 +8,18 @@
 
 enum { MOST_RANKS = 64 };
 
+/* The leaf that stands for the memory of the results. */
+enum { RESULTS = -1 };
+
 /* The bytes of a leaf from `first`, and where they begin in a chunk. */
 typedef struct {
     int64_t leaf, first, nbytes, at;
 } Part;
 
-/* A chunk of a tree: where it begins in the results, its bytes, its fold, and which parts of leaves lie in it: those
- * that others fold, and those that this rank folds. */
+/* A chunk of a tree: its bytes, its fold, and where its parts begin: first those that others fold, from `own` on those
+ * that this rank folds, and from `results` to `end` those to which results are copied. */
 typedef struct {
-    int64_t start, nbytes, fold, others, others_end, own, own_end;
+    int64_t nbytes, fold, others, own, results, end;
 } TreeChunk;
 
 typedef struct {
@@ -38,7 +41,7 @@ typedef struct {
     const char *x;
     size_t nbytes;
     int fold;
-    const char *const *leaves;
+    char *const *leaves;
     const Part *parts;
     const TreeChunk *tree;
 } Chunks;

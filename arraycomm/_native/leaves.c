@@ -189,18 +189,28 @@ end:
 
 /* ---- chunks in the segment --------------------------------------------------------------------- */
 
-/* Whether the chunks lie in the results, and their parts in the leaves and in the chunks. */
-static bool has_parts(const Leaves *self, const Chunks *chunks, size_t parts, size_t nbytes)
+/* Whether the results of a part can be written where it says: to leaves, or to `nbytes` for all results. */
+static bool can_take(const Leaves *self, const Part *part, int64_t room, int64_t itemsize, int64_t nbytes)
+{
+    if (part->leaf != RESULTS) return lies_in(self, part, room, itemsize) && !self->leaves[part->leaf].readonly;
+    return part->first >= 0 && part->nbytes >= 0 && part->at >= 0 && part->nbytes <= nbytes - part->first &&
+           part->nbytes <= room - part->at;
+}
+
+/* Whether the parts of all chunks lie in the leaves, in the chunks and in the results. */
+static bool has_parts(const Leaves *self, const Chunks *chunks, size_t parts)
 {
     for (size_t number = 0; number < chunks->count; ++number) {
         const TreeChunk in = chunks->tree[number];
-        if (in.start < 0 || in.nbytes <= 0 || in.fold < 0 || in.fold >= DTYPES * OPS) return false;
-        if ((size_t)in.nbytes > chunks->chunk || (size_t)in.start > nbytes || (size_t)in.nbytes > nbytes - (size_t)in.start)
-            return false;
-        if (in.others < 0 || in.others_end < in.others || in.own < in.others_end || in.own_end < in.own) return false;
-        if ((size_t)in.own_end > parts) return false;
-        for (const Part *part = chunks->parts + in.others; part < chunks->parts + in.own_end; ++part)
-            if (!lies_in(self, part, in.nbytes, (int64_t)fold_itemsize((int)in.fold))) return false;
+        if (in.nbytes <= 0 || (size_t)in.nbytes > chunks->chunk || in.fold < 0 || in.fold >= DTYPES * OPS) return false;
+        if (in.others < 0 || in.own < in.others || in.results < in.own || in.end < in.results) return false;
+        if ((size_t)in.end > parts) return false;
+        const int64_t itemsize = (int64_t)fold_itemsize((int)in.fold);
+        const Part *part = chunks->parts + in.others;
+        for (; part < chunks->parts + in.results; ++part)
+            if (!lies_in(self, part, in.nbytes, itemsize)) return false;
+        for (; part < chunks->parts + in.end; ++part)
+            if (!can_take(self, part, in.nbytes, itemsize, (int64_t)chunks->nbytes)) return false;
     }
     return true;
 }
@@ -216,7 +226,7 @@ static PyObject *leaves_reduce(Leaves *self, PyObject *args)
         PyBuffer_Release(&tree);
         return NULL;
     }
-    const char **addresses = PyMem_Calloc((size_t)self->count + 1, sizeof(char *));
+    char **addresses = PyMem_Calloc((size_t)self->count + 1, sizeof(char *));
     Chunks chunks = {.tree = tree.buf, .parts = parts.buf, .leaves = addresses, .nbytes = (size_t)nbytes};
     chunks.chunk = (size_t)chunk;
     chunks.count = (size_t)tree.len / sizeof(TreeChunk);
@@ -224,7 +234,7 @@ static PyObject *leaves_reduce(Leaves *self, PyObject *args)
     if (addresses == NULL) {
         PyErr_NoMemory();
     } else if (!aligned || !chunks.count || chunk <= 0 || nbytes < 0 ||
-               !has_parts(self, &chunks, (size_t)parts.len / sizeof(Part), chunks.nbytes)) {
+               !has_parts(self, &chunks, (size_t)parts.len / sizeof(Part))) {
         PyErr_SetString(PyExc_ValueError, "the parts do not lie in the leaves and in the chunks");
     } else {
         for (Py_ssize_t leaf = 0; leaf < self->count; ++leaf) addresses[leaf] = self->leaves[leaf].buf;
@@ -244,7 +254,7 @@ static PyMethodDef leaves_methods[] = {
                "and `out` must not overlap these.")},
     {"reduce", (PyCFunction)(void (*)(void))leaves_reduce, METH_VARARGS,
      PyDoc_STR("reduce(place, tree, parts, chunk, nbytes): reduce the leaves in a segment by tables of chunks and of parts, in chunks of at most so "
-               "many bytes; see segment.h for the place and what is returned.")},
+               "many bytes, with so many bytes of results; see segment.h for the place and what is returned.")},
     {NULL, NULL, 0, NULL},
 };
 

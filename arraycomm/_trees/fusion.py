@@ -120,19 +120,23 @@ class Fusion:
             return _NONE
         segment = yield from self.prepare(memory)
         if segment is not None:
-            held = None if may_overwrite else self._held(sources)
-            if held is not None:
-                layouts = self._layouts_in(segment)
-                if segment.turns_natively:
-                    self._tables = self._tables or ChunkTables(each.tables() for each in layouts)
-                    yield from held.reduce(segment, self._tables, op, packed.buffer)
-                    return _NONE
-                tasks = (each.held_task(held, packed.buffer) for each in layouts)
-                yield from segment.reduce(tasks, op, self.nbytes)
-                return _NONE
-            assert not isinstance(sources, Held)
-            over = self._overwritable(sources) if may_overwrite else _NONE
-            yield from self._reduce_chunks(segment, packed, sources, op, over)
+            over = _NONE
+            if may_overwrite and not isinstance(sources, Held):
+                over = self._overwritable(sources)
+            held = self._held(sources)
+            if held is None:
+                assert not isinstance(sources, Held)
+                yield from self._reduce_chunks(segment, packed, sources, op, over)
+                return over
+            layouts = self._layouts_in(segment)
+            if segment.turns_natively:
+                if self._tables is None or self._tables.over != over:
+                    self._tables = ChunkTables((each.tables(over) for each in layouts), over)
+                yield from held.reduce(segment, self._tables, op, packed.buffer)
+                return over
+            flats = {leaf: _flat(held.arrays[leaf]) for leaf in over}
+            tasks = (each.held_task(held, flats, packed.buffer, over) for each in layouts)
+            yield from segment.reduce(tasks, op, self.nbytes)
             return over
         yield from self._reduce_messages(memory.group.transport, packed, sources, op)
         return _NONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,23 @@ from arraycomm._dtypes import DType
 from arraycomm._folds.in_c import number_of
 from arraycomm._native import compiled
 from arraycomm._transports.base import Bytes, Steps
+from arraycomm._trees.buffers import BYTE
 from arraycomm._trees.layout import Part, Spec
 
 
 class Held:
     """The memory of NumPy arrays, which stays theirs and keeps its place until this object is gone.
 
-    Parts are a table of `table_of`. `out` overlaps none of the `arrays`.
+    Parts are a table of `table_of`.
     """
 
     def __init__(self, leaves: Any, arrays: list[Any]) -> None:
         self._leaves, self.arrays = leaves, arrays
+
+    def part(self, part: Part) -> Bytes:
+        """Return the bytes of a part of a leaf."""
+        flat: Bytes = self.arrays[part.leaf].reshape(-1).view(BYTE)
+        return flat[part.first : part.last]
 
     def fill(self, row: Bytes, parts: Array, *, streams: bool) -> None:
         """Copy parts of the leaves into a row, past the caches if it `streams`."""
@@ -32,11 +39,14 @@ class Held:
     def fold(
         self, op: str, dtype: DType, rows: Sequence[Bytes], own: int, parts: Array, out: Bytes
     ) -> None:
-        """Fold parts of all rows into the same parts of `out`; row `own` is that of the leaves."""
+        """Fold parts of all rows into the same parts of `out`, which overlaps no leaf; row `own` is that of the leaves."""
         self._leaves.fold(number_of(op, dtype), rows, own, parts, out)
 
     def reduce(self, segment: SharedSegment, tables: ChunkTables, op: str, target: Bytes) -> Steps:
-        """Reduce the leaves through a segment, of which the native part makes all turns."""
+        """Reduce the leaves through a segment, of which the native part makes all turns.
+
+        `target` overlaps no leaf; nor do leaves over which results are written.
+        """
         tree, chunk = tables.of(op), segment.chunk_bytes
         yield from segment.reduce_natively(
             lambda place: self._leaves.reduce(place, tree, tables.parts, chunk, target.nbytes),
@@ -47,26 +57,32 @@ class Held:
 
 
 class ChunkTables:
-    """Where the chunks of a tree lie, and their parts of leaves: those that others fold, and those of this rank."""
+    """Where the chunks of a tree lie, and their parts; results of the leaves in `over` are written over these.
 
-    def __init__(self, chunks: Iterable[tuple[DType, slice, Array, Array]]) -> None:
+    The parts of a chunk are those that others fold, those that this rank folds, and those for results.
+    """
+
+    def __init__(
+        self, chunks: Iterable[tuple[DType, int, list[Array]]], over: frozenset[int]
+    ) -> None:
+        self.over = over
         self._dtypes: list[DType] = []
         self._by_op: dict[str, Array] = {}
         rows, parts, end = list[tuple[int, ...]](), list[Array](), 0
-        for dtype, span, others, own in chunks:
-            middle, last = end + len(others), end + len(others) + len(own)
-            rows.append((span.start, span.stop - span.start, 0, end, middle, middle, last))
+        for dtype, nbytes, kinds in chunks:
+            *starts, last = accumulate(map(len, kinds), initial=end)
+            rows.append((nbytes, 0, *starts, last))
             self._dtypes.append(dtype)
-            parts += [others, own]
+            parts += kinds
             end = last
-        self._rows = np.array(rows, np.int64).reshape(-1, 7)
+        self._rows = np.array(rows, np.int64).reshape(-1, 6)
         self.parts = np.concatenate([np.empty((0, 4), np.int64), *parts])
 
     def of(self, op: str) -> Array:
-        """Return a row for each chunk: where it begins, its bytes, its fold, and its parts."""
+        """Return a row for each chunk: its bytes, its fold, and where its parts of each kind begin, and end."""
         if op not in self._by_op:
             table = self._rows.copy()
-            table[:, 2] = [number_of(op, dtype) for dtype in self._dtypes]
+            table[:, 1] = [number_of(op, dtype) for dtype in self._dtypes]
             self._by_op[op] = table
         return self._by_op[op]
 

@@ -48,6 +48,10 @@ class LeafSlot(NamedTuple):
     offset: int
 
 
+# The leaf that stands for the memory of the results.
+RESULTS: Final = -1
+
+
 class Part(NamedTuple):
     """The bytes `first` to `last` of a leaf, which begin at byte `at` of their chunk."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from typing import Final
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._collectives.segment import ChunkTask, SharedSegment, Targets
@@ -13,7 +13,10 @@ from arraycomm._dtypes import DType
 from arraycomm._transports.base import Bytes
 from arraycomm._trees.buffers import BYTE
 from arraycomm._trees.held import Held, table_of
-from arraycomm._trees.layout import ALIGNMENT, Chunk, Part, Spec
+from arraycomm._trees.layout import ALIGNMENT, RESULTS, Chunk, Part, Spec
+
+# A part of a leaf with so many bytes is folded from where it lies, along a chain of nodes.
+_PIECE: Final = 16 << 10
 
 
 class ChunkLayout:
@@ -41,12 +44,16 @@ class ChunkLayout:
         self.rows = list(rows.view(chunk.dtype))
         itemsize = chunk.dtype.itemsize
         self._folds = segment.folds_leaves
-        own = segment.own(len(self.rows[0])) if self._folds else slice(0, 0)
+        own = segment.own(len(self.rows[0]))
         start, stop = own.start * itemsize, own.stop * itemsize
         # Of what lies in the chunk, what this rank folds, and what others fold.
-        self._own = table_of(_between(start, stop, chunk.parts))
-        others = _between(0, start, chunk.parts), _between(stop, rows.shape[1], chunk.parts)
-        self._others = table_of(chain(*others))
+        mine = list(_between(start, stop, chunk.parts))
+        others = [*_between(0, start, chunk.parts), *_between(stop, rows.shape[1], chunk.parts)]
+        self._pieces: list[tuple[slice, Part | None]] = []
+        if not self._folds:
+            others += [part for part in mine if not _is_piece(part)]
+            self._pieces = list(_pieces(own, filter(_is_piece, mine), itemsize))
+        self._own, self._others = table_of(mine), table_of(others)
         self.leaves: list[tuple[int, Array]] = []
         self.ends: list[tuple[int, slice, Bytes]] = []
         own_row = rows[segment.control.rank]
@@ -69,19 +76,27 @@ class ChunkLayout:
         targets = partial(self.targets, flats, buffer, over)
         return ChunkTask(lambda _: self.fill(arrays, flats), self.dtype, self.rows, targets)
 
-    def tables(self) -> tuple[DType, slice, Array, Array]:
-        """Return where the chunk lies, and its parts that others fold and that this rank folds."""
-        return self.dtype, self.span, self._others, self._own
+    def tables(self, over: frozenset[int]) -> tuple[DType, int, list[Array]]:
+        """Return the chunk's dtype and bytes, and its parts that others fold, that this rank folds, and for results."""
+        nbytes = self.span.stop - self.span.start
+        return self.dtype, nbytes, [self._others, self._own, table_of(self._results(over))]
 
-    def held_task(self, held: Held, buffer: Bytes) -> ChunkTask:
-        """Return the chunk of one call, with leaves whose memory is held; its results go to the buffer."""
-        into = buffer[self.span]
+    def held_task(
+        self,
+        held: Held,
+        flats: Mapping[int, Bytes | None],
+        buffer: Bytes,
+        over: frozenset[int],
+    ) -> ChunkTask:
+        """Return the chunk of one call, with leaves whose memory is held."""
+        pieces = [(own, part and held.part(part).view(self.dtype)) for own, part in self._pieces]
         return ChunkTask(
             lambda streams: held.fill(self._bytes[self._rank], self._others, streams=streams),
             self.dtype,
             self.rows,
-            lambda: [(slice(None), into.view(self.dtype))],
+            partial(self.targets, flats, buffer, over),
             partial(self._fold, held) if self._folds else None,
+            pieces,
         )
 
     def _fold(self, held: Held, op: str, folded: Array) -> None:
@@ -91,19 +106,24 @@ class ChunkLayout:
         self, flats: Mapping[int, Bytes | None], buffer: Bytes, over: frozenset[int]
     ) -> Targets:
         """Yield where results go: over the leaves in `over`, and those of others to the buffer."""
-        slots, itemsize, done = buffer[self.span].view(self.dtype), self.dtype.itemsize, 0
-        for leaf, first, last, at in self._parts:
-            flat = flats[leaf] if leaf in over else None
-            if flat is None:
-                continue
+        for leaf, first, last, at in self._results(over):
+            memory, itemsize = buffer if leaf == RESULTS else flats[leaf], self.dtype.itemsize
+            assert memory is not None
             start, stop = at // itemsize, (at + last - first) // itemsize
-            if start > done:
-                yield slice(done, start), slots[done:start]
-            yield slice(start, stop), flat[first:last].view(self.dtype)
+            yield slice(start, stop), memory[first:last].view(self.dtype)
+
+    def _results(self, over: frozenset[int]) -> Iterator[Part]:
+        base, end, done = self.span.start, self.span.stop - self.span.start, 0
+        for part in self._parts:
+            if part.leaf not in over:
+                continue
+            if part.at > done:
+                yield Part(RESULTS, base + done, base + part.at, done)
+            yield part
             # Nothing reads the gap behind a leaf.
-            done = (at + last - first + -last % ALIGNMENT) // itemsize
-        if done < len(slots):
-            yield slice(done, None), slots[done:]
+            done = part.at + part.last - part.first + -part.last % ALIGNMENT
+        if done < end:
+            yield Part(RESULTS, base + done, base + end, done)
 
     def fill(self, arrays: Sequence[Array | None], flats: Mapping[int, Bytes | None]) -> None:
         """Copy the leaves' parts into this rank's row; None stands for zeros."""
@@ -113,6 +133,26 @@ class ChunkLayout:
         for leaf, part, into in self.ends:
             flat = flats[leaf]
             into[...] = 0 if flat is None else flat[part]
+
+
+def _is_piece(part: Part) -> bool:
+    """Tell whether it takes less time to fold a part by itself than to copy it to the others first."""
+    return part.last - part.first >= _PIECE
+
+
+def _pieces(
+    own: slice, parts: Iterable[Part], itemsize: int
+) -> Iterator[tuple[slice, Part | None]]:
+    """Cut a rank's part of a chunk into these parts of leaves, and what lies between them."""
+    done = own.start
+    for part in parts:
+        start, stop = part.at // itemsize, (part.at + part.last - part.first) // itemsize
+        if start > done:
+            yield slice(done, start), None
+        yield slice(start, stop), part
+        done = stop
+    if done < own.stop:
+        yield slice(done, own.stop), None
 
 
 def _between(start: int, stop: int, parts: Iterable[Part]) -> Iterator[Part]:

@@ -30,8 +30,8 @@ void run_fold(int fold, const void *const *from, int row_count, void *const *out
 }
 
 typedef struct {
-    const char *leaves[2];
-    Part parts[6 * MOST];
+    char *leaves[2];
+    Part parts[9 * MOST];
     TreeChunk chunks[MOST];
 } Tree;
 
@@ -46,21 +46,24 @@ static int64_t add_parts(Tree *tree, int64_t count, int first, int start, int fr
     return count;
 }
 
-/* Cut an array into two leaves, and its chunks into their parts. */
-static void make_tree(Tree *tree, const int *x, int count, int rank)
+/* Cut an array into two leaves, and its chunks into their parts; results go over the leaves if `over`. */
+static void make_tree(Tree *tree, int *x, int count, int rank, bool over)
 {
     const int first = count / 3, each = CHUNK / 4;
     int64_t parts = 0;
-    tree->leaves[0] = (const char *)x;
-    tree->leaves[1] = (const char *)(x + first);
+    tree->leaves[0] = (char *)x;
+    tree->leaves[1] = (char *)(x + first);
     for (int number = 0; number * each < count; ++number) {
         const int start = number * each, end = start + each < count ? start + each : count;
         const int own = start + (end - start) * rank / RANKS, own_end = start + (end - start) * (rank + 1) / RANKS;
         TreeChunk *const chunk = &tree->chunks[number];
-        *chunk = (TreeChunk){.start = 4 * start, .nbytes = 4 * (end - start), .others = parts};
+        *chunk = (TreeChunk){.nbytes = 4 * (end - start), .others = parts};
         parts = add_parts(tree, parts, first, start, start, own);
-        chunk->own = chunk->others_end = parts = add_parts(tree, parts, first, start, own_end, end);
-        chunk->own_end = parts = add_parts(tree, parts, first, start, own, own_end);
+        chunk->own = parts = add_parts(tree, parts, first, start, own_end, end);
+        chunk->results = parts = add_parts(tree, parts, first, start, own, own_end);
+        if (over) parts = add_parts(tree, parts, first, start, start, end);
+        else tree->parts[parts++] = (Part){RESULTS, 4 * start, 4 * (end - start), 0};
+        chunk->end = parts;
     }
 }
 
@@ -77,14 +80,14 @@ static void *play(void *number)
         double seconds[2 * MOST];
         for (int place = 0; place < count; ++place) x[place] = 1000 * call + 10 * place + rank;
         for (int chunk = 0; chunk < MOST; ++chunk) streams[chunk] = (call + chunk) % 2;
-        const bool in_place = call % 3 == 0;
+        const bool is_tree = call % 3 == 1, in_place = call % 3 == 0 || call % 6 == 1;
         Chunks chunks = {
             .slots = {slots, SLOT, rank, RANKS}, .rows = rows, .chunk = CHUNK, .row_count = ROWS, .folded_count = FOLDED,
             .first_row = first_row, .large = call % 2, .out = (char *)(in_place ? x : out), .x = (char *)x,
             .nbytes = (size_t)count * 4, .count = ((size_t)count * 4 + CHUNK - 1) / CHUNK, .streams = streams,
             .seconds = seconds};
-        make_tree(&tree, x, count, rank);
-        if (call % 3 == 1) {
+        make_tree(&tree, x, count, rank, in_place);
+        if (is_tree) {
             chunks.leaves = tree.leaves;
             chunks.parts = tree.parts;
             chunks.tree = tree.chunks;

@@ -135,9 +135,9 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 
 
 _CHUNK, _SLOT = 64, 192
-# Chunks of a tree of one leaf, and their parts, all of which this rank folds.
-_TREE = np.array([(0, 64, 0, 0, 0, 0, 1), (64, 40, 0, 1, 1, 1, 2)], np.int64)
-_PARTS = np.array([(0, 0, 64, 0), (0, 64, 40, 0)], np.int64)
+# Chunks of a tree of one leaf, and their parts: this rank folds all of it, and takes the results.
+_TREE = np.array([(64, 0, 0, 0, 1, 2), (40, 0, 2, 2, 3, 4)], np.int64)
+_PARTS = np.array([(0, 0, 64, 0), (-1, 0, 64, 0), (0, 64, 40, 0), (-1, 64, 40, 0)], np.int64)
 
 
 def _place(**changes: Any) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ def _reduce_both(tree: Any = _TREE, parts: Any = _PARTS, **changes: Any) -> list
     x, sums, found = np.arange(26, dtype=_FLOAT), number_of("sum", _FLOAT), list[list[float]]()
     held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((26,),))
     tree = tree.copy()
-    tree[:, 2] += sums
+    tree[:, 1] += sums
     for reduce in (
         lambda place: compiled.reduce_chunks(place, x.view(np.uint8), sums),
         lambda place: held.reduce(place, tree, parts, _CHUNK, 104),
@@ -180,15 +180,30 @@ def _reduce_both(tree: Any = _TREE, parts: Any = _PARTS, **changes: Any) -> list
     return found
 
 
-def _reduce_tree(tree: Any, parts: Any) -> None:
-    x = np.arange(26, dtype=_FLOAT)
+def _reduce_tree(tree: Any, parts: Any, x: Any = None) -> list[float]:
+    x = np.arange(26, dtype=_FLOAT) if x is None else x
     held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((26,),))
-    tree = tree + np.eye(7, dtype=np.int64)[2] * number_of("sum", _FLOAT)
-    held.reduce(_place(), tree, parts, _CHUNK, 104)
+    tree = tree + np.eye(6, dtype=np.int64)[1] * number_of("sum", _FLOAT)
+    held.reduce(place := _place(), tree, parts, _CHUNK, 104)
+    found: list[float] = place[2].view(_FLOAT).tolist()
+    return found
 
 
 def test_one_rank_gets_its_own_elements() -> None:
     assert _reduce_both() == [list(range(26))] * 2
+
+
+def test_results_go_to_leaves_and_to_the_buffer_as_the_parts_say() -> None:
+    x, parts = np.arange(26, dtype=_FLOAT), _PARTS.copy()
+    # The results of the second chunk, elsewhere.
+    parts[3] = (0, 0, 40, 0)
+    assert _reduce_tree(_TREE, parts, x) == [*range(16), *[0] * 10]
+    assert x.tolist() == [*range(16, 26), *range(10, 26)]
+    locked = x.copy()
+    locked.flags.writeable = False
+    with pytest.raises(ValueError, match="parts do not lie"):
+        _reduce_tree(_TREE, parts, locked)
+    assert _reduce_tree(_TREE, _PARTS, locked) == x.tolist()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +237,7 @@ def test_segments_that_are_not_as_they_are_said_to_be_are_refused(changes) -> No
     with pytest.raises(ValueError, match="not as the segment has them"):
         compiled.reduce_chunks(_place(**changes), x.view(np.uint8), sums)
     with pytest.raises(ValueError, match="not as the segment has them"):
-        held.reduce(_place(**changes), _TREE + np.eye(7, dtype=int)[2] * sums, _PARTS, _CHUNK, 104)
+        held.reduce(_place(**changes), _TREE + np.eye(6, dtype=int)[1] * sums, _PARTS, _CHUNK, 104)
 
 
 def test_arrays_without_whole_elements_are_refused() -> None:
@@ -235,17 +250,20 @@ def test_arrays_without_whole_elements_are_refused() -> None:
 @pytest.mark.parametrize(
     ("table", "row", "column", "value"),
     [
-        *((_TREE, 1, 0, value) for value in (-1, 65, 2**62)),
-        *((_TREE, 1, 1, value) for value in (0, -1, 65)),
-        *((_TREE, 1, 2, value) for value in (-1, 10**4)),
-        (_TREE, 1, 3, -1),
-        (_TREE, 1, 4, 0),
-        (_TREE, 1, 5, 0),
-        *((_TREE, 1, 6, value) for value in (0, 3)),
-        *((_PARTS, 1, 0, value) for value in (-1, 1)),
-        *((_PARTS, 1, 1, value) for value in (-4, 65, 2**62)),
-        *((_PARTS, 1, 2, value) for value in (-4, 38, 44)),
-        *((_PARTS, 1, 3, value) for value in (-4, 4, 2**62)),
+        *((_TREE, 1, 0, value) for value in (0, -1, 39, 65)),
+        *((_TREE, 1, 1, value) for value in (-1, 10**4)),
+        *((_TREE, 1, 2, value) for value in (-1, 3)),
+        *((_TREE, 1, 3, value) for value in (1, 4)),
+        *((_TREE, 1, 4, value) for value in (1, 5)),
+        *((_TREE, 1, 5, value) for value in (2, 5)),
+        *((_PARTS, 2, 0, value) for value in (-1, 1)),
+        *((_PARTS, 2, 1, value) for value in (-4, 65, 2**62)),
+        *((_PARTS, 2, 2, value) for value in (-4, 38, 44)),
+        *((_PARTS, 2, 3, value) for value in (-4, 4, 2**62)),
+        *((_PARTS, 3, 0, value) for value in (-2, 1)),
+        *((_PARTS, 3, 1, value) for value in (-4, 65, 2**62)),
+        *((_PARTS, 3, 2, value) for value in (-4, 44)),
+        *((_PARTS, 3, 3, value) for value in (-4, 4, 2**62)),
     ],
 )
 def test_chunks_of_trees_outside_their_memory_are_refused(table, row, column, value) -> None:
@@ -253,7 +271,7 @@ def test_chunks_of_trees_outside_their_memory_are_refused(table, row, column, va
     changed[row, column] = value
     tables = (changed, _PARTS) if table is _TREE else (_TREE, changed)
     # The number of a fold is added to that column.
-    if table is _TREE and column == 2:
+    if table is _TREE and column == 1:
         changed[row, column] -= number_of("sum", _FLOAT)
     with pytest.raises(ValueError, match="parts do not lie in the leaves and in the chunks"):
         _reduce_tree(*tables)

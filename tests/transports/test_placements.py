@@ -13,11 +13,14 @@ import arraycomm as ac
 from arraycomm._collectives import algorithms, chain, prepared
 from arraycomm._communicator import Communicator
 from arraycomm._folds import fold
+from arraycomm._native import compiled
 from arraycomm._protocol.waiting import wait_for
+from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._transports import mpi_direct
 from arraycomm._transports.base import Blocks, Handle, Steps, Transport
 from arraycomm._transports.crossovers import Crossovers
-from arraycomm._trees import fusion
+from arraycomm._trees import fusion, shared_memory
+from arraycomm._trees.held import Held
 from tests.collectives.test_trace import traced
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH, TIMEOUT
@@ -220,11 +223,22 @@ def test_measured_crossovers_change_the_algorithm_but_no_bits(
 def test_a_chain_of_nodes_has_the_bits_of_slices(
     comm: Communicator, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of arrays, also in place, and of trees of several dtypes; in many chunks, and again and again."""
+    """Of arrays, also in place, and of trees of several dtypes; in many chunks, and again and again.
+
+    A rank folds its part of large leaves from where they lie, and copies in the others' and small ones.
+    """
     link, rank = internals.transport(comm), comm.rank
     if link.chain is None:
         pytest.skip("these nodes are no chain")
     monkeypatch.setattr(chain, "_CHUNK", 32 << 10)
+    monkeypatch.setattr(shared_memory, "_PIECE", 4 << 10)
+    copied, fill = list[int](), Held.fill
+
+    def noted(held: Held, row: np.ndarray, parts: np.ndarray, *, streams: bool) -> None:
+        copied.extend(nbytes for _, _, nbytes, _ in parts.tolist())
+        fill(held, row, parts, streams=streams)
+
+    monkeypatch.setattr(Held, "fill", noted)
     rng, kind = np.random.default_rng(rank), np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     # The first node sends totals, which bfloat16 has in float32, and the last one results.
     link.crossovers = Crossovers(gather=0, slices=0)
@@ -238,6 +252,7 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
         x = rng.standard_normal(count).astype(kind)
         # The native part holds leaves that are all contiguous.
         held = {"a": x[: count // 3], "b": rng.standard_normal(count // 2), "d": x[:0]}
+        held |= {f"s{n}": x[n : n + 300] for n in range(40)}
         trees = [held, {**held, "c": x[::2]}]
         link.crossovers = Crossovers(gather=0, slices=1 << 40)
         expected = comm.allreduce(x)
@@ -251,6 +266,23 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
                     assert all(found[k].tobytes() == want[k].tobytes() for k in tree)
         y = x.copy()
         assert comm.allreduce(y, out=y).tobytes() == expected.tobytes()
+        if count < 100_000:
+            # Such trees go in steps.
+            continue
+        copied.clear()
+        plans[0](held)
+        nbytes = sum(leaf.nbytes for leaf in held.values())
+        if compiled is not None:
+            assert 0.45 * nbytes < sum(copied) < 0.9 * nbytes
+        rounds = Rounds(comm, "sum", {"bucket_bytes": 1 << 22, "compression": None})
+        for tree, want in zip(trees, reduced, strict=True):
+            mine = {n: leaf.copy() for n, leaf in enumerate(tree.values())}
+            if "c" in tree:
+                mine[len(held)] = tree["c"]
+            bucket = Bucket(0, list(mine))
+            got = rounds.reduce(bucket, lambda mine=mine: mine, Place(), may_overwrite=True).leaves
+            assert any(got[n] is leaf for n, leaf in mine.items())
+            assert all(got[n].tobytes() == want[k].tobytes() for n, k in enumerate(tree))
 
 
 @pytest.mark.parametrize("kind", ["plan", "tree", "gradients", "compressed"])

@@ -243,7 +243,7 @@ def test_each_byte_is_copied_in_once(on_ranks, transport, several, monkeypatch) 
     reduce_held = fusion.Held.reduce
 
     def counting_turns(held: Any, segment: Any, tables: Any, op: str, target: Any) -> Any:
-        for _, _, _, first, end, _, _ in tables.of(op).tolist():
+        for _, _, first, end, _, _ in tables.of(op).tolist():
             copied.extend(nbytes for _, _, nbytes, _ in tables.parts[first:end].tolist())
         return reduce_held(held, segment, tables, op, target)
 

@@ -37,8 +37,11 @@ def _mixed(rank: int, scale: int = 1) -> dict:
     }
 
 
-def _large(rank: int) -> dict[int, np.ndarray]:
-    """Return gradients by the numbers of their parameters; results can be written over the first three."""
+def _large(rank: int, *, held: bool) -> dict[int, np.ndarray]:
+    """Return gradients by the numbers of their parameters; results can be written over the first three.
+
+    The native part can hold them, unless one is not contiguous.
+    """
     random = np.random.default_rng(rank)
     leaves = {
         0: random.standard_normal((300, 401), np.float32),
@@ -49,13 +52,17 @@ def _large(rank: int) -> dict[int, np.ndarray]:
         5: random.standard_normal(50_000),
     }
     leaves[5].flags.writeable = False
+    if held:
+        leaves[3] = np.ascontiguousarray(leaves[3])
     return leaves
 
 
+@pytest.mark.parametrize("held", ["by all ranks", "by rank 0", "by none"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_results_are_written_over_large_gradients(on_ranks, size, op) -> None:
+def test_results_are_written_over_large_gradients(on_ranks, size, op, held) -> None:
     def check(comm: Communicator) -> bool:
-        mine = _large(comm.rank)
+        is_held = held == "by all ranks" or (held == "by rank 0" and comm.rank == 0)
+        mine = _large(comm.rank, held=is_held)
         want = ac.allreduce_tree(mine, op, comm=comm)
         rounds = Rounds(comm, op, {"bucket_bytes": 1 << 20, "compression": None})
         reduced = rounds.reduce(Bucket(0, list(mine)), lambda: mine, Place(), may_overwrite=True)
@@ -63,8 +70,8 @@ def test_results_are_written_over_large_gradients(on_ranks, size, op) -> None:
         for number, leaf in reduced.leaves.items():
             assert (leaf == want[number]).all()
             assert leaf.dtype == mine[number].dtype
-            assert number in over or (mine[number] == _large(comm.rank)[number]).all()
-        assert over in ([], [0, 1, 2])
+            assert number in over or (mine[number] == _large(comm.rank, held=is_held)[number]).all()
+        assert over in ([], [0, 1, 2], [0, 1, 2, 3])
         return bool(over)
 
     shared = on_ranks(size, lambda comm: internals.is_shared(comm) and size > 1)
