@@ -97,8 +97,8 @@ class ProgressThread:
         while self._has_programs():
             self._woken[0] = 0
             if not self.aside:
-                # Some MPI move a piece of the data with each poll.
-                self._advance(_POLLS)
+                # Some MPI move a piece of the data with each poll. Late ranks come after one as well.
+                self._advance(_POLLS if self._moves() else 1)
             if not self.aside and self._wait_without_gil():
                 continue
             # Data moves only while somebody polls; ranks that are late come without that.
@@ -149,7 +149,8 @@ class ProgressThread:
         now, programs = clock.now(), self._active()
         if not all(isinstance(program.waiting, ControlChannel) for program in programs):
             return NAP
-        return nap_of(now - max((program.since for program in programs), default=now))
+        waited = now - max((program.since for program in programs), default=now)
+        return nap_of(waited, aside=True)
 
     def _moves(self) -> bool:
         """Tell whether data is under way, or has been until a moment ago."""

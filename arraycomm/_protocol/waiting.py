@@ -12,8 +12,10 @@ from arraycomm._protocol import clock
 # Seconds after which a wait sleeps between polls, instead of only giving up the core.
 PATIENCE: Final = 0.02
 NAP: Final = 5e-5
-# While ranks are absent, so that no data moves, it sleeps for this part of the time, up to so many seconds at once.
+# While ranks are absent, so that no data moves, it sleeps for this part of the time, up to so many seconds at once;
+# and for that one if each poll takes the interpreter from a caller that computes.
 _PART: Final = 1 / 200
+_PART_ASIDE: Final = 1 / 32
 _LONG_NAP: Final = 1e-3
 # Polls between two looks at the clock and at the peers; and the seconds of sleep that count as one.
 _LOOK_EVERY: Final = 32
@@ -28,9 +30,12 @@ def give_up_core() -> None:
     os.sched_yield()
 
 
-def nap_of(waited: float) -> float:
-    """Return how long to sleep between two polls, if absent ranks have been waited for so long."""
-    return min(max(NAP, _PART * waited), _LONG_NAP)
+def nap_of(waited: float, *, aside: bool = False) -> float:
+    """Return how long to sleep between two polls, if absent ranks have been waited for so long.
+
+    `aside` is whether the caller computes meanwhile.
+    """
+    return min(max(NAP, (_PART_ASIDE if aside else _PART) * waited), _LONG_NAP)
 
 
 def _never() -> float:

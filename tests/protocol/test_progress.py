@@ -77,6 +77,30 @@ def test_thread_that_is_about_to_end_takes_a_program_all_the_same(
     wait_until(lambda: not any(thread.is_alive() for thread in outstanding.threads))
 
 
+@pytest.mark.parametrize("absent", [True, False])
+def test_late_ranks_take_one_poll_and_longer_naps(
+    monkeypatch: pytest.MonkeyPatch, absent: bool
+) -> None:
+    """If data may move instead, some MPI need more of both."""
+    monkeypatch.setattr(progress, "compiled", None)
+    polls, naps, memory = list[int](), list[float](), np.zeros(SharedControl.nbytes(2), np.uint8)
+    program: Any = Program(progress.clock.now() - 0.01)
+    program.waiting = SharedControl(0, 2, memory) if absent else None
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+
+    monkeypatch.setattr(progress.time, "sleep", nap)
+    pushing = ProgressThread(polls.append, lambda: [] if len(polls) >= 5 else [program])
+    pushing.start()
+    pushing.join(LIMIT)
+    assert polls == [1 if absent else progress._POLLS] * 5
+    # The last nap is that of a thread without programs.
+    assert naps.pop() == progress.NAP
+    assert len(naps) == (4 if absent else 0)
+    assert all(seconds > 5 * progress.NAP for seconds in naps)
+
+
 # While the only program waits for late ranks in shared memory, the thread does without the GIL.
 
 needs_native = pytest.mark.skipif(compiled is None, reason="needs the native part")

@@ -88,6 +88,8 @@ def _naps(
 def test_naps_are_a_part_of_the_time_waited() -> None:
     seconds = [waiting.nap_of(waited) for waited in (0.0, 0.02, 0.05, 0.1, 0.2, 9.0)]
     assert seconds == pytest.approx([5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 1e-3])
+    aside = [waiting.nap_of(waited, aside=True) for waited in (0.0, 0.0016, 0.008, 0.016, 9.0)]
+    assert aside == pytest.approx([5e-5, 5e-5, 2.5e-4, 5e-4, 1e-3])
 
 
 @pytest.mark.parametrize("call", [_barrier, _reduce, _request])
