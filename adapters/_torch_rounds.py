@@ -35,10 +35,13 @@ class BucketRounds:
     def run(self, place: Any, requests: list[Any], backward: Backward | None = None) -> None:
         """Reduce all buckets, of which `requests` are under way."""
         buckets = self._buckets.all
-        requests += [self._start(bucket, place) for bucket in buckets[len(requests) : -1]]
-        reduce = self._start if requests else self._reduce
-        last = reduce(buckets[-1], place)
-        for reduced in ac.waitall([*requests, last]) if requests else [last]:
+        if requests:
+            requests += [self._start(bucket, place) for bucket in buckets[len(requests) :]]
+            every = ac.waitall(requests)
+        else:
+            # One after the other needs no thread, which would take the core of a rank that folds.
+            every = [self._reduce(bucket, place) for bucket in buckets]
+        for reduced in every:
             self._parameters.settle(reduced.leaves)
         self._finish(place, backward)
 

@@ -22,7 +22,7 @@ from arraycomm._protocol.details import CallDetail, exchange_details
 from arraycomm._protocol.header import Signature, encode, with_length
 from arraycomm._protocol.mismatch import by_ranks
 from arraycomm._transports.base import Bytes, Steps
-from arraycomm._trees.fusion import Fusion, TreeMemory
+from arraycomm._trees.fusion import Fusion, RecentFusions, TreeMemory
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.reduce import AllreduceGradients
 
@@ -116,26 +116,24 @@ class Reduced(NamedTuple):
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, by their numbers."""
+    """Parameters whose gradients are reduced together, by their numbers.
+
+    It is reduced with gradients in a backward pass, and without any in the step after that: what is kept of the ones
+    must not be given up for the others.
+    """
 
     def __init__(self, index: int, numbers: Sequence[int]) -> None:
         self.index, self.numbers = index, list(numbers)
-        self._fusion: Fusion | None = None
-        self._header: tuple[Any, bytes] = None, b""
-
-    def fusion_of(self, specs: tuple[Spec, ...], bucket_bytes: int) -> Fusion:
-        """Return the fusion of gradients of these specs; the last one is kept, with its memory."""
-        kept = self._fusion
-        if kept is None or kept.specs != specs or kept.bucket_bytes != bucket_bytes:
-            kept = self._fusion = Fusion(specs, bucket_bytes)
-        return kept
+        self.fusions = RecentFusions()
+        self._headers: dict[bool, tuple[Any, bytes]] = {}
 
     def header(self, signature: Signature, payload: int, device_flag: int, length: int) -> bytes:
-        """Return an encoded header; the last one is kept, but for its length."""
-        key, prefix = self._header
+        """Return an encoded header; the last one with any gradients is kept, but for its length."""
+        some = payload != 0
+        key, prefix = self._headers.get(some, (None, b""))
         if key != (signature, payload, device_flag):
             prefix = encode(signature, payload, device_flag=device_flag)
-            self._header = (signature, payload, device_flag), prefix
+            self._headers[some] = (signature, payload, device_flag), prefix
         return with_length(prefix, length)
 
 
@@ -233,8 +231,8 @@ class ReduceBucket(AllreduceGradients):
         )
         self.length = place.word()
 
-    def fusion_of(self, memory: TreeMemory) -> Fusion:
-        return self._bucket.fusion_of(self.parts.specs, self._bucket_bytes)
+    def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
+        return self._bucket.fusions.of(specs, self._bucket_bytes)
 
     def pack(self, room: int) -> Bytes | None:
         payload = super().pack(room)

@@ -28,6 +28,8 @@ _LARGE: Final = 64 << 10
 # Between nodes, a leaf with so many bytes for each rank is a message of its own.
 _ALONE: Final = 512 << 10
 _NONE: Final[frozenset[int]] = frozenset()
+# The kinds of gradients whose memory is kept.
+_RECENT: Final = 2
 # The number of a leaf's dtype, which of its elements in the buffer are the leaf's, and their shape if not flat.
 _Place: TypeAlias = tuple[int, slice, tuple[int, ...] | None]
 
@@ -65,6 +67,10 @@ class Fusion:
         self._together = self._whole
         self._dtypes = list(dict.fromkeys(dtype for dtype, _ in specs))
         self._places = [self._place(slot, sizes[slot.leaf]) for slot in sorted(self._slots)]
+
+    def is_of(self, specs: tuple[Spec, ...], bucket_bytes: int) -> bool:
+        """Tell whether it has these leaves, in messages of about so many bytes."""
+        return self.bucket_bytes == bucket_bytes and self.specs == specs
 
     def _place(self, slot: LeafSlot, nbytes: int) -> _Place:
         start, itemsize = slot.offset, slot.dtype.itemsize
@@ -264,14 +270,25 @@ class TreeMemory:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.plans: WeakValueDictionary[tuple[Spec, ...], Fusion] = WeakValueDictionary()
-        self._gradients: Fusion | None = None
+        self.gradients = RecentFusions()
 
-    def fusion_of_gradients(self, specs: tuple[Spec, ...], bucket_bytes: int) -> Fusion:
-        """Return the fusion of gradients of these specs; it is kept until a call has others."""
-        kept = self._gradients
-        if kept is None or kept.specs != specs or kept.bucket_bytes != bucket_bytes:
-            kept = self._gradients = Fusion(specs, bucket_bytes)
-        return kept
+
+class RecentFusions:
+    """The fusions of the gradients that were reduced last, with their memory.
+
+    Those of two kinds are kept, for models that are trained in turns; one without bytes is made in no time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Fusion] = []
+
+    def of(self, specs: tuple[Spec, ...], bucket_bytes: int) -> Fusion:
+        """Return the fusion of gradients of these specs."""
+        found = next((kept for kept in self._kept if kept.is_of(specs, bucket_bytes)), None)
+        found = found or Fusion(specs, bucket_bytes)
+        if found.nbytes:
+            self._kept = [found, *(kept for kept in self._kept if kept is not found)][:_RECENT]
+        return found
 
 
 def _are_apart(views: Iterable[BufferView | None]) -> bool:

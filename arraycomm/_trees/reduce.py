@@ -25,6 +25,7 @@ from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees import device_leaves
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.fusion import Fusion, TreeMemory
+from arraycomm._trees.layout import Spec
 from arraycomm._trees.leaves import NONE, Leaves, Parts, agreed_leaves, spec_of
 from arraycomm._trees.pytrees import flatten
 
@@ -64,16 +65,16 @@ class AllreduceTree(Operation):
         self.leaves = leaves = Leaves(self._flat, self.placement.view)
         leaves.check_reducible(op)
         self.parts = Parts(leaves.views, [compressed(d, compression) for d in leaves.dtypes()])
-        self.fusion = self.fusion_of(memory)
+        self.fusion = self.fusion_of(self.parts.specs)
         self.packed = self.fusion.acquire()
         settings = settings_of(bucket_bytes, compression, leaves)
         self.signature = Signature(self.name, op, leaves=leaves.described(), settings=settings)
         self.nbytes = self.fusion.nbytes + self.parts.device_bytes
         self.copies = len(self.parts.present) + len(self.parts.on_device)
 
-    def fusion_of(self, memory: TreeMemory) -> Fusion:
-        """Return the fusion of the leaves on the host."""
-        return Fusion(self.parts.specs, self._bucket_bytes)
+    def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
+        """Return the fusion of leaves of these specs on the host."""
+        return Fusion(specs, self._bucket_bytes)
 
     def pack(self, room: int) -> Bytes | None:
         if self.fusion.nbytes > room:
@@ -120,7 +121,7 @@ class AllreduceTree(Operation):
         specs = [spec_of(agreed[n]) for n in self._present]
         self._dtypes = [dtype for dtype, _ in specs]
         sent = tuple((compressed(dtype, self._compression), shape) for dtype, shape in specs)
-        fusion = Fusion(sent, self._bucket_bytes)
+        fusion = self.fusion_of(sent)
         self.packed = yield from take_together(self.group, self.name, fusion.nbytes, fusion.acquire)
         sources = [views[n] for n in self._present]
         yield from fusion.reduce(self._memory, self.packed, sources, self.op)
@@ -168,8 +169,8 @@ class AllreduceGradients(AllreduceTree):
             self.length = announced(prototypes(self.leaves.views)[0])
         self.independent_on_devices = missing != "zeros"
 
-    def fusion_of(self, memory: TreeMemory) -> Fusion:
-        return memory.fusion_of_gradients(self.parts.specs, self._bucket_bytes)
+    def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
+        return self._memory.gradients.of(specs, self._bucket_bytes)
 
 
 def check_compression(compression: object) -> None:

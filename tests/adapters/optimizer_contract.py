@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import arraycomm as ac
+from arraycomm._trees.buffers import BufferPool
 from tests.adapters.gradients import STEPS, gradients, reduced, zeros
 from tests.support.on_ranks import LAUNCH, SIZES
 
@@ -290,6 +291,31 @@ class OptimizerContract:
         for step, (before, after) in enumerate(zip(results[0], results[0][1:], strict=False)):
             # Between two steps that reduce, nothing changes.
             assert (bits(before) == bits(after)) is ((step + 1) % count != count - 1)
+
+    def test_steps_reuse_the_memory_of_those_before(
+        self, on_ranks, several: int, options: Options, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Memory for reduced gradients is new in the first steps only."""
+        new, acquire = list[int](), BufferPool.acquire
+
+        def noted(pool: BufferPool) -> tuple[Array, bool]:
+            memory, is_new = acquire(pool)
+            new.extend([len(memory)] * (is_new and len(memory) > 0))
+            return memory, is_new
+
+        monkeypatch.setattr(BufferPool, "acquire", noted)
+
+        def train(comm: ac.Communicator) -> None:
+            mine = self._start(PROGRAMS[0], comm, options)
+            for step in range(10):
+                if step == 4:
+                    comm.barrier()
+                    new.clear()
+                    comm.barrier()
+                mine.learn(batch(comm.rank, step), 1.0)
+
+        on_ranks(several, train)
+        assert not new
 
     def _start(self, program: Program, comm: ac.Communicator, options: Options) -> Driver:
         mine = self.driver(initial_parameters(0), program.kind, program.clip)
