@@ -225,8 +225,8 @@ TORCH: Final = (
         "other buckets of a backward pass",
         "of several buckets only the first one's gradients are used",
         f"{_ADAPTERS}/_torch_rounds.py",
-        "        for reduced in ac.waitall([*requests, last]) if requests else [last]:",
-        "        for reduced in ac.waitall([*requests, last])[:1] if requests else [last]:",
+        "        for reduced in every:",
+        "        for reduced in every[:1]:",
         _TORCH,
     ),
     Fault(
