@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -219,8 +220,14 @@ def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> boo
         return True
     available = cores()
     # With cores of its own, or with those that all ranks of the node share.
-    ranks = 1 if available < (os.cpu_count() or 1) else transport.local_size
+    ranks = 1 if available < _machine_cores() else transport.local_size
     return available > ranks * torch.get_num_threads()
+
+
+# The system takes as long to count them as a small reduction does.
+@lru_cache
+def _machine_cores() -> int:
+    return os.cpu_count() or 1
 
 
 class _PassEnd:

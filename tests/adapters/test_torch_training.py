@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -915,7 +914,7 @@ def test_reductions_start_in_backward_if_a_core_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_torch_hooks, "cores", lambda: cores)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64 if bound else cores)
+    monkeypatch.setattr(_torch_hooks, "_machine_cores", lambda: 64 if bound else cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     transport = SimpleNamespace(local_size=4, size=4 * nodes)
     monkeypatch.setattr(_torch_hooks, "group_of", lambda _: SimpleNamespace(transport=transport))
