@@ -108,7 +108,7 @@ Every figure behind [Performance](benchmarks.md): `allreduce` with `op="sum"`, t
 steps, compiled programs, and a step with each adapter.
 
 `python -m docs.studies.benchmarks --run` measures again and writes both pages and their charts;
-`docs/studies/benchmarks/` holds every sample. Overlap, training steps, adapters and messages were measured with an earlier version of the code. The figures between two nodes have [a program of their own](#between-two-nodes).
+`docs/studies/benchmarks/` holds every sample. The figures between two nodes have [a program of their own](#between-two-nodes).
 """
 
 METHOD: Final = """\
@@ -236,6 +236,9 @@ machine with two cores, and the link between them is TCP over a pair of virtual 
 
 "exchange" is `Sendrecv` of as many bytes: each node has to learn of the other's elements, so that the bytes of a rank's array cross the link in each direction, whoever folds them. With several ranks on a node, each
 exchanges its part. No reduction takes less, and where the link's time is most of MPI's, as for large trees with one rank on each node, no ratio can be much lower. The last column has that floor as a part of MPI's time.
+
+TCP's congestion control is BBR here. Once it has measured the link by larger arrays, it holds back what does not fit into 64 KiB at once, for as long as these bytes take at the rate that it has measured. So 64 KB, which travel with the header
+in one message, take longer in the last row than in the third one. MPI sends halves of them, one after the other, which are not held back.
 
 ```sh
 mpiexec -hosts A,B -ppn 1 -n 2 python -m docs.studies.benchmarks.nodes docs/studies/benchmarks/nodes.json
