@@ -118,8 +118,8 @@ class Reduced(NamedTuple):
 class Bucket:
     """Parameters whose gradients are reduced together, by their numbers.
 
-    It is reduced with gradients in a backward pass, and without any in the step after that: what is kept of the ones
-    must not be given up for the others.
+    It is reduced with gradients in a backward pass, and without any in the step after that. So what is kept for one
+    of these reductions is not given up for the other.
     """
 
     def __init__(self, index: int, numbers: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class Bucket:
         self._headers: dict[bool, tuple[Any, bytes]] = {}
 
     def header(self, signature: Signature, payload: int, device_flag: int, length: int) -> bytes:
-        """Return an encoded header; the last one with any gradients is kept, but for its length."""
+        """Return an encoded header; the last ones with and without gradients are kept, but for their lengths."""
         some = payload != 0
         key, prefix = self._headers.get(some, (None, b""))
         if key != (signature, payload, device_flag):

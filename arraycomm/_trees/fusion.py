@@ -265,6 +265,8 @@ class TreeMemory:
         The communicator's.
     plans : mapping
         The fusions of plans that are in use, by their dtypes and shapes.
+    gradients : RecentFusions
+        The fusions of `allreduce_gradients`.
     """
 
     def __init__(self, group: Group) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,22 @@ def test_late_ranks_take_one_poll_and_longer_naps(
     """If data may move instead, some MPI need more of both."""
     monkeypatch.setattr(progress, "compiled", None)
     polls, naps, memory = list[int](), list[float](), np.zeros(SharedControl.nbytes(2), np.uint8)
+    threads = set[threading.Thread]()
     program: Any = Program(progress.clock.now() - 0.01)
     program.waiting = SharedControl(0, 2, memory) if absent else None
 
-    def nap(seconds: float) -> None:
-        naps.append(seconds)
+    def advance(count: int) -> None:
+        threads.add(threading.current_thread())
+        polls.append(count)
 
-    monkeypatch.setattr(progress.time, "sleep", nap)
-    pushing = ProgressThread(polls.append, lambda: [] if len(polls) >= 5 else [program])
+    def nap(seconds: float) -> None:
+        # Threads of other communicators may still be there.
+        if threading.current_thread() in threads:
+            naps.append(seconds)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(progress, "time", SimpleNamespace(sleep=nap))
+    pushing = ProgressThread(advance, lambda: [] if len(polls) >= 5 else [program])
     pushing.start()
     pushing.join(LIMIT)
     assert polls == [1 if absent else progress._POLLS] * 5
