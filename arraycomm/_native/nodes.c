@@ -205,37 +205,120 @@ static PyObject *nodes_clear_messages(Nodes *self, PyObject *none)
     Py_RETURN_NONE;
 }
 
-/* Start persistent messages and look for them, all of them for so long at most. */
-static int move(Nodes *self, void *const *messages, int count, int64_t nanoseconds, bool *done)
+/* The pieces of messages with one other rank: receives and sends in turn, where NULL stands for none; how many there are
+ * each way, how many have been begun, and how many have come. */
+typedef struct {
+    void **messages;
+    int count, begun, come;
+} Lane;
+
+static int begin_piece(const Nodes *self, Lane *lane)
+{
+    int error = 0;
+    for (void **message = lane->messages + 2 * lane->begun; message < lane->messages + 2 * lane->begun + 2 && !error; ++message)
+        if (*message) error = self->start(*message);
+    ++lane->begun;
+    return error;
+}
+
+/* Look once for what has come, and begin as much. */
+static int advance(const Nodes *self, Lane *lane)
+{
+    int64_t status[STATUS_WORDS];
+    while (lane->come < lane->begun) {
+        int over = 1, error = 0;
+        if (lane->messages[2 * lane->come]) error = self->test(lane->messages[2 * lane->come], &over, status);
+        if (error || !over) return error;
+        ++lane->come;
+        if (lane->begun < lane->count && (error = begin_piece(self, lane))) return error;
+    }
+    return 0;
+}
+
+/* Exchange pieces, of which so many are under way with each rank, for so long at most. */
+static int move(const Nodes *self, Lane *lanes, int count, int ahead, int64_t nanoseconds, bool *done)
 {
     const int64_t end = clock_now() + nanoseconds;
-    int error = 0;
-    for (int place = 0; place < count && !error; ++place) error = self->start(messages[place]);
-    *done = !error;
-    for (int place = 0; place < count && *done; ++place) *done = is_over(self, messages[place], end, &error);
+    int error = 0, come;
+    *done = false;
+    for (Lane *lane = lanes; lane < lanes + count; ++lane)
+        while (lane->begun < lane->count && lane->begun < ahead)
+            if ((error = begin_piece(self, lane))) return error;
+    for (int looks = 1;; ++looks) {
+        come = 0;
+        for (Lane *lane = lanes; lane < lanes + count; ++lane) {
+            if ((error = advance(self, lane))) return error;
+            come += lane->come == lane->count;
+        }
+        if (come == count) break;
+        if (clock_now() >= end) return 0;
+        if (looks % LOOKS == 0) sched_yield();
+    }
+    *done = true;
+    for (Lane *lane = lanes; lane < lanes + count; ++lane)
+        for (int piece = 0; piece < lane->count && *done; ++piece)
+            if (lane->messages[2 * piece + 1]) *done = is_over(self, lane->messages[2 * piece + 1], end, &error);
     return error;
+}
+
+static void free_lanes(Lane *lanes, Py_ssize_t count)
+{
+    for (Py_ssize_t place = 0; lanes && place < count; ++place) PyMem_Free(lanes[place].messages);
+    PyMem_Free(lanes);
+}
+
+/* Read the addresses of a lane's messages. */
+static int read_lane(PyObject *sequence, Lane *lane)
+{
+    const Py_ssize_t count = PySequence_Size(sequence);
+    if (count < 0) return -1;
+    lane->messages = PyMem_Calloc((size_t)count + 1, sizeof(void *));
+    if (lane->messages == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    lane->count = (int)(count / 2);
+    return read_addresses(sequence, (int)count / 2 * 2, lane->messages);
+}
+
+static Lane *read_lanes(PyObject *sequence, Py_ssize_t *count)
+{
+    if ((*count = PySequence_Size(sequence)) < 0) return NULL;
+    Lane *const lanes = PyMem_Calloc((size_t)*count + 1, sizeof(Lane));
+    if (lanes == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t place = 0; place < *count; ++place) {
+        PyObject *const item = PySequence_GetItem(sequence, place);
+        const int failed = item == NULL || read_lane(item, lanes + place);
+        Py_XDECREF(item);
+        if (failed) {
+            free_lanes(lanes, *count);
+            return NULL;
+        }
+    }
+    return lanes;
 }
 
 static PyObject *nodes_move(Nodes *self, PyObject *args)
 {
     PyObject *sequence;
     long long nanoseconds;
+    Py_ssize_t count;
+    int ahead, error;
     bool done;
-    if (!PyArg_ParseTuple(args, "OL", &sequence, &nanoseconds)) return NULL;
-    const Py_ssize_t count = PySequence_Size(sequence);
-    if (count < 0) return NULL;
-    void **const messages = PyMem_Calloc((size_t)count + 1, sizeof(void *));
-    if (messages == NULL) return PyErr_NoMemory();
-    if (read_addresses(sequence, (int)count, messages)) {
-        PyMem_Free(messages);
-        return NULL;
-    }
-    int error;
+    if (!PyArg_ParseTuple(args, "OiL", &sequence, &ahead, &nanoseconds)) return NULL;
+    Lane *const lanes = read_lanes(sequence, &count);
+    if (lanes == NULL) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    error = move(self, messages, (int)count, nanoseconds, &done);
+    error = move(self, lanes, (int)count, ahead, nanoseconds, &done);
     Py_END_ALLOW_THREADS
-    PyMem_Free(messages);
-    return Py_BuildValue("Oi", done ? Py_True : Py_False, error);
+    PyObject *const begun = PyList_New(count);
+    for (Py_ssize_t place = 0; begun && place < count; ++place)
+        PyList_SetItem(begun, place, PyLong_FromLong(lanes[place].begun));
+    free_lanes(lanes, count);
+    return begun ? Py_BuildValue("OiN", done ? Py_True : Py_False, error, begun) : NULL;
 }
 
 static PyObject *nodes_state(Nodes *self, PyObject *none)
@@ -363,8 +446,10 @@ static PyMethodDef nodes_methods[] = {
     {"clear", (PyCFunction)(void (*)(void))nodes_clear_messages, METH_NOARGS,
      PyDoc_STR("clear(): forget all messages.")},
     {"move", (PyCFunction)(void (*)(void))nodes_move, METH_VARARGS,
-     PyDoc_STR("move(messages, nanoseconds): start persistent messages of these addresses, and look for them for so long "
-               "at most; return whether all are over, and MPI's error, or 0.")},
+     PyDoc_STR("move(lanes, ahead, nanoseconds): start persistent messages, of which each lane has the addresses of receives "
+               "and sends in turn, and look for them for so long at most. After the first ones a pair is started once a "
+               "receive of its lane has come. Return whether all are over, MPI's error, or 0, and how many of each lane "
+               "were started.")},
     {"state", (PyCFunction)(void (*)(void))nodes_state, METH_NOARGS,
      PyDoc_STR("state(): return the round of the last step, -1 if none was begun; whether its message has come, and "
                "differs; and MPI's error, or 0.")},

@@ -1,12 +1,13 @@
 """Movements between nodes as messages of their own, all ranks to each other; several may be under way.
 
 A block that all ranks get goes once to each other node, whose ranks take turns in receiving for the rest: the
-one that gets it passes it on there.
+one that gets it passes it on there. Long messages go in pieces; see `mpi_pieces.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -14,12 +15,20 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi_failures import translated
+from arraycomm._transports.mpi_pieces import (
+    AHEAD,
+    Lane,
+    MessageLane,
+    PersistentLane,
+    cut,
+    pieces_of,
+)
 from arraycomm._transports.routes import Places
 
-# The control channel has the tag 0. Messages that are passed on have tags of their own, one for each of
-# the movements that may overlap, since others may begin meanwhile.
-_TAG: Final = 1
-_PASSED_ON: Final = 2
+# The control channel has the tag 0. Each of the movements that may overlap has a tag of its own, since messages that
+# are passed on, and later pieces, may begin after those of others; prepared slices do not overlap.
+_PREPARED: Final = 1
+_TAG: Final = 2
 _OVERLAPPING: Final = 256
 # The most ranks whose messages are made once, and how long the native part looks for such messages.
 _PREPARED_RANKS: Final = 8
@@ -29,7 +38,7 @@ Requests = list[MPI.Request]
 
 
 class _Messages:
-    """Messages of one movement, and the buffers that they keep alive.
+    """Messages of one movement, whole or in pieces, and the buffers that they keep alive.
 
     `then` begins the messages that need what the first ones bring.
     """
@@ -38,18 +47,25 @@ class _Messages:
     under_way: ClassVar[set[_Messages]] = set()
 
     def __init__(
-        self, requests: Requests, *buffers: Bytes, then: Callable[[], Requests] | None = None
+        self,
+        requests: Requests,
+        lanes: list[Lane],
+        *buffers: Bytes,
+        then: Callable[[], Requests] | None = None,
     ) -> None:
-        self._requests, self._buffers, self._then = requests, buffers, then
+        self._requests, self._lanes, self._buffers, self._then = requests, lanes, buffers, then
         self.under_way.add(self)
 
     def done(self) -> bool:
         try:
             while True:
+                self._lanes = [lane for lane in self._lanes if not lane.done()]
                 while self._requests:
                     if not self._requests[-1].Test():
                         return False
                     self._requests.pop()
+                if self._lanes:
+                    return False
                 if self._then is None:
                     self.under_way.discard(self)
                     return True
@@ -60,10 +76,10 @@ class _Messages:
 
 
 class _Persistent(NamedTuple):
-    """Persistent messages, and where the native part finds them."""
+    """Persistent messages, a lane for each other rank, and where the native part finds them: receives and sends in turn."""
 
-    requests: list[MPI.Prequest]
-    addresses: list[int]
+    lanes: list[list[tuple[MPI.Prequest, MPI.Prequest]]]
+    addresses: list[list[int]]
 
 
 class DirectSlices:
@@ -82,14 +98,25 @@ class DirectSlices:
 
     @staticmethod
     def _made(comm: MPI.Intracomm, send: Blocks, recv: Blocks) -> _Persistent:
-        made = []
+        made = _Persistent([], [])
         for shift in range(1, comm.size):
-            to, origin = (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size
-            for make, blocks, peer in ((comm.Recv_init, recv, origin), (comm.Send_init, send, to)):
-                if nbytes := blocks.counts[peer]:
-                    memory = MPI.buffer.fromaddress(_address(blocks.block(peer)), nbytes)
-                    made.append(make([memory, MPI.BYTE], peer, _TAG))
-        return _Persistent(made, [MPI._addressof(request) for request in made])
+            peer = (comm.rank + shift) % comm.size
+            count = pieces_of(recv.counts[peer], send.counts[peer])
+            received, sent = (
+                [
+                    make([_memory(piece), MPI.BYTE], peer, _PREPARED)
+                    if len(piece)
+                    else MPI.Prequest()
+                    for piece in cut(blocks.block(peer), count)
+                ]
+                for make, blocks in ((comm.Recv_init, recv), (comm.Send_init, send))
+            )
+            lane = [*zip(received, sent, strict=True)]
+            made.lanes.append(lane)
+            made.addresses.append(
+                [MPI._addressof(request) if request else 0 for pair in lane for request in pair]
+            )
+        return made
 
     def scatter(self, *arrays: Bytes) -> Handle:
         """See `PreparedSlices`."""
@@ -100,27 +127,30 @@ class DirectSlices:
         return self._begun(self._gather, arrays)
 
     def _begun(self, messages: _Persistent, arrays: tuple[Bytes, ...]) -> Handle:
-        done, error = False, 0
+        done, error, begun = False, 0, [0] * len(messages.lanes)
         try:
-            if self._native is None:
-                MPI.Prequest.Startall(messages.requests)
-            else:
-                done, error = self._native.move(messages.addresses, _NANOSECONDS)
+            if self._native is not None:
+                done, error, begun = self._native.move(messages.addresses, AHEAD, _NANOSECONDS)
             if error:
                 raise MPI.Exception(error)
+            lanes = [] if done else [*map(PersistentLane, messages.lanes, begun)]
+            for lane in lanes:
+                lane.begin()
         except MPI.Exception as raised:
             raise translated(raised) from raised
-        return _Messages([] if done else [*messages.requests], self._kept, *arrays)
+        return _Messages([], [*lanes], self._kept, *arrays)
 
     def free(self) -> None:
         """See `PreparedSlices`."""
-        for request in (*self._scatter.requests, *self._gather.requests):
-            request.Free()
+        pairs = chain.from_iterable((*self._scatter.lanes, *self._gather.lanes))
+        for request in chain.from_iterable(pairs):
+            if request:
+                request.Free()
 
 
-def _address(memory: Bytes) -> int:
-    address: int = memory.__array_interface__["data"][0]
-    return address
+def _memory(piece: Bytes) -> MPI.buffer:
+    """Return memory that MPI may use without keeping the array."""
+    return MPI.buffer.fromaddress(piece.__array_interface__["data"][0], len(piece))
 
 
 class DirectMessages:
@@ -141,50 +171,51 @@ class DirectMessages:
         self._passes_on = len(places.members) < comm.size
         others = [ranks for ranks in places.members if ranks is not own]
         # To whom on each other node this rank's block goes, and who on this node gets which blocks.
-        self._delegates = [ranks[place[comm.rank] % len(ranks)] for ranks in others]
+        delegates = {ranks[place[comm.rank] % len(ranks)] for ranks in others}
         self._taken = {
             rank: sorted(r for ranks in others for r in ranks if own[place[r] % len(own)] == rank)
             for rank in own
         }
+        # With whom on other nodes this rank exchanges such blocks: whether it gets one, and sends its own.
+        taken = self._taken[comm.rank]
+        self._apart = [
+            (rank, rank in taken, rank in delegates) for rank in sorted({*taken, *delegates})
+        ]
         self._movements = 0
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         """Send block r to rank r; receive rank r's block in block r."""
-        rank, size, requests = self._rank, self._comm.size, Requests()
+        rank, size, tag = self._rank, self._comm.size, self._next_tag()
+        requests, lanes = Requests(), list[Lane]()
         for shift in range(1, size):
-            origin, to = (rank - shift) % size, (rank + shift) % size
-            self._receive(requests, recv.block(origin), origin, _TAG)
-            self._send(requests, send.block(to), to, _TAG)
+            peer = (rank + shift) % size
+            self._exchange(requests, lanes, peer, recv.block(peer), send.block(peer), tag)
         own = send.block(rank)
         if len(own):
             np.copyto(recv.block(rank), own)
-        return _Messages(requests, send.buffer, recv.buffer)
+        return _Messages(requests, lanes, send.buffer, recv.buffer)
 
     def allgather(self, recv: Blocks) -> Handle:
         """Send this rank's own block of `recv` to all, and receive theirs, in place."""
-        self._movements += 1
-        passed = _PASSED_ON + self._movements % _OVERLAPPING
-        first, later = Requests(), Requests()
-        taken = self._taken[self._rank]
-        for origin in taken:
-            self._receive(first, recv.block(origin), origin, _TAG)
+        tag, own = self._next_tag(), recv.block(self._rank)
+        first, lanes, later = Requests(), list[Lane](), Requests()
+        for peer, takes, sends in self._apart:
+            into, block = recv.block(peer)[: None if takes else 0], own[: None if sends else 0]
+            self._exchange(first, lanes, peer, into, block, tag)
         for peer in self._neighbours:
-            self._receive(later, recv.block(peer), peer, passed)
+            self._receive(later, recv.block(peer), peer, tag)
             for origin in self._taken[peer]:
-                self._receive(later, recv.block(origin), peer, passed)
-        own = recv.block(self._rank)
-        for delegate in self._delegates:
-            self._send(first, own, delegate, _TAG)
+                self._receive(later, recv.block(origin), peer, tag)
         for peer in self._neighbours:
-            self._send(later, own, peer, passed)
+            self._send(later, own, peer, tag)
 
         def then() -> Requests:
-            for origin in taken:
+            for origin in self._taken[self._rank]:
                 for peer in self._neighbours:
-                    self._send(later, recv.block(origin), peer, passed)
+                    self._send(later, recv.block(origin), peer, tag)
             return later
 
-        return _Messages(first, recv.buffer, then=then)
+        return _Messages(first, lanes, recv.buffer, then=then)
 
     def prepare(
         self, send: Blocks, come: Blocks, result: Blocks, native: Any
@@ -196,6 +227,32 @@ class DirectMessages:
         if self._passes_on or self._comm.size > _PREPARED_RANKS:
             return None
         return DirectSlices(self._comm, send, come, result, native)
+
+    def _next_tag(self) -> int:
+        self._movements += 1
+        return _TAG + self._movements % _OVERLAPPING
+
+    def _exchange(
+        self,
+        requests: Requests,
+        lanes: list[Lane],
+        peer: int,
+        into: Bytes,
+        block: Bytes,
+        tag: int,
+    ) -> None:
+        """Begin the messages with another rank, whole or in pieces."""
+        count = 1 if peer in self._neighbours else pieces_of(len(into), len(block))
+        if count == 1:
+            self._receive(requests, into, peer, tag)
+            self._send(requests, block, peer, tag)
+            return
+        lane = MessageLane(self._comm, peer, into, block, count, tag)
+        try:
+            lane.begin()
+        except MPI.Exception as error:
+            raise translated(error) from error
+        lanes.append(lane)
 
     def _receive(self, requests: Requests, into: Bytes, origin: int, tag: int) -> None:
         if len(into):
