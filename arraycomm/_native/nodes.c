@@ -8,6 +8,7 @@
 
 #include "nodes.h"
 
+#include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -16,15 +17,24 @@
 
 /* Rounds double the nodes that are known. */
 enum { ROUNDS = 24, STATUS_WORDS = 16 };
+/* The pieces of a message that are under way; see _transports/mpi_pieces.py. */
+enum { AHEAD = 4 };
 /* Looks for a message between two times that the core is given up. */
 enum { LOOKS = 4 };
+
+/* The pieces of messages that go both ways: receives and sends in turn, where NULL stands for none; how many there are
+ * each way, how many have been begun, and how many have come. */
+typedef struct {
+    void **messages;
+    int count, begun, come;
+} Lane;
 
 /* The messages of all rounds for a payload of so many bytes. Slots are sent from where they are, which depends on
  * the parity of the step; a record has the parity -1. */
 typedef struct {
     Py_ssize_t nbytes;
     int parity;
-    void *received[ROUNDS], *sent[ROUNDS];
+    Lane lanes[ROUNDS];
 } Messages;
 
 struct Nodes {
@@ -37,9 +47,9 @@ struct Nodes {
     int (*start)(void *request), (*test)(void *request, int *flag, void *status);
     Messages *messages;
     Py_ssize_t message_count;
-    /* Of the step under way: the round whose message is awaited, or -1; whether that has come, and differs; and
-     * MPI's error. */
-    int round, error;
+    /* Of the step under way: the round whose message is awaited, or -1; how many of its pieces have been begun; whether
+     * the first one has come, and differs; and MPI's error. */
+    int round, begun, error;
     bool differs;
 };
 
@@ -132,6 +142,17 @@ failed:
     return NULL;
 }
 
+static void free_lanes(Lane *lanes, Py_ssize_t count)
+{
+    for (Py_ssize_t place = 0; place < count; ++place) PyMem_Free(lanes[place].messages);
+}
+
+static void forget_messages(Nodes *self)
+{
+    for (Py_ssize_t place = 0; place < self->message_count; ++place) free_lanes(self->messages[place].lanes, ROUNDS);
+    self->message_count = 0;
+}
+
 static void nodes_dealloc(Nodes *self)
 {
     PyTypeObject *const type = Py_TYPE((PyObject *)self);
@@ -139,6 +160,7 @@ static void nodes_dealloc(Nodes *self)
     if (self->box.obj) PyBuffer_Release(&self->box);
     PyMem_Free(self->members);
     PyMem_Free(self->others);
+    forget_messages(self);
     PyMem_Free(self->messages);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
@@ -180,91 +202,57 @@ static int read_addresses(PyObject *sequence, int count, void **addresses)
     return 0;
 }
 
-static PyObject *nodes_add(Nodes *self, PyObject *args)
-{
-    PyObject *received, *sent;
-    Messages messages;
-    if (!PyArg_ParseTuple(args, "niOO", &messages.nbytes, &messages.parity, &received, &sent)) return NULL;
-    if (read_addresses(received, self->rounds, messages.received) || read_addresses(sent, self->rounds, messages.sent))
-        return NULL;
-    const size_t each = whole(messages.nbytes), size = (size_t)self->slots.size;
-    if (messages.nbytes < 0 || PAYLOAD + each > self->slots.slot ||
-        (messages.parity < 0 && 2 * PAYLOAD + size * each > (size_t)self->box.len))
-        return PyErr_Format(PyExc_ValueError, "there is no room for %zd bytes", messages.nbytes);
-    Messages *const more = PyMem_Realloc(self->messages, ((size_t)self->message_count + 1) * sizeof(Messages));
-    if (more == NULL) return PyErr_NoMemory();
-    self->messages = more;
-    self->messages[self->message_count++] = messages;
-    Py_RETURN_NONE;
-}
-
-static PyObject *nodes_clear_messages(Nodes *self, PyObject *none)
-{
-    (void)none;
-    self->message_count = 0;
-    Py_RETURN_NONE;
-}
-
-/* The pieces of messages with one other rank: receives and sends in turn, where NULL stands for none; how many there are
- * each way, how many have been begun, and how many have come. */
-typedef struct {
-    void **messages;
-    int count, begun, come;
-} Lane;
-
-static int begin_piece(const Nodes *self, Lane *lane)
+/* Begin pieces up to a number of them, of which so many are under way. */
+static int begin_pieces(const Nodes *self, Lane *lane, int until, int ahead)
 {
     int error = 0;
-    for (void **message = lane->messages + 2 * lane->begun; message < lane->messages + 2 * lane->begun + 2 && !error; ++message)
-        if (*message) error = self->start(*message);
-    ++lane->begun;
+    for (; !error && lane->begun < until && lane->begun < lane->count && lane->begun < lane->come + ahead; ++lane->begun) {
+        void **const pair = lane->messages + 2 * lane->begun;
+        if (pair[0]) error = self->start(pair[0]);
+        if (pair[1] && !error) error = self->start(pair[1]);
+    }
     return error;
 }
 
 /* Look once for what has come, and begin as much. */
-static int advance(const Nodes *self, Lane *lane)
+static int advance(const Nodes *self, Lane *lane, int until, int ahead)
 {
     int64_t status[STATUS_WORDS];
-    while (lane->come < lane->begun) {
-        int over = 1, error = 0;
-        if (lane->messages[2 * lane->come]) error = self->test(lane->messages[2 * lane->come], &over, status);
-        if (error || !over) return error;
+    int error = begin_pieces(self, lane, until, ahead);
+    while (!error && lane->come < lane->begun) {
+        void *const receive = lane->messages[2 * lane->come];
+        int over = 1;
+        if (receive) error = self->test(receive, &over, status);
+        if (error || !over) break;
         ++lane->come;
-        if (lane->begun < lane->count && (error = begin_piece(self, lane))) return error;
+        error = begin_pieces(self, lane, until, ahead);
     }
-    return 0;
-}
-
-/* Exchange pieces, of which so many are under way with each rank, for so long at most. */
-static int move(const Nodes *self, Lane *lanes, int count, int ahead, int64_t nanoseconds, bool *done)
-{
-    const int64_t end = clock_now() + nanoseconds;
-    int error = 0, come;
-    *done = false;
-    for (Lane *lane = lanes; lane < lanes + count; ++lane)
-        while (lane->begun < lane->count && lane->begun < ahead)
-            if ((error = begin_piece(self, lane))) return error;
-    for (int looks = 1;; ++looks) {
-        come = 0;
-        for (Lane *lane = lanes; lane < lanes + count; ++lane) {
-            if ((error = advance(self, lane))) return error;
-            come += lane->come == lane->count;
-        }
-        if (come == count) break;
-        if (clock_now() >= end) return 0;
-        if (looks % LOOKS == 0) sched_yield();
-    }
-    *done = true;
-    for (Lane *lane = lanes; lane < lanes + count; ++lane)
-        for (int piece = 0; piece < lane->count && *done; ++piece)
-            if (lane->messages[2 * piece + 1]) *done = is_over(self, lane->messages[2 * piece + 1], end, &error);
     return error;
 }
 
-static void free_lanes(Lane *lanes, Py_ssize_t count)
+/* Take lanes up to a number of pieces, until a time. */
+static bool have_come(const Nodes *self, Lane *lanes, int count, int until, int ahead, int64_t end, int *error)
 {
-    for (Py_ssize_t place = 0; lanes && place < count; ++place) PyMem_Free(lanes[place].messages);
-    PyMem_Free(lanes);
+    for (int looks = 1;; ++looks) {
+        bool all = true;
+        for (Lane *lane = lanes; lane < lanes + count; ++lane) {
+            if ((*error = advance(self, lane, until, ahead))) return false;
+            all = all && (lane->come >= until || lane->come == lane->count);
+        }
+        if (all) return true;
+        if (clock_now() >= end) return false;
+        if (looks % LOOKS == 0) sched_yield();
+    }
+}
+
+/* Whether nothing is to be sent any more, at the end of that time. */
+static bool are_sent(const Nodes *self, const Lane *lane, int64_t end, int *error)
+{
+    for (int piece = 0; piece < lane->count; ++piece) {
+        void *const send = lane->messages[2 * piece + 1];
+        if (send && !is_over(self, send, end, error)) return false;
+    }
+    return true;
 }
 
 /* Read the addresses of a lane's messages. */
@@ -272,59 +260,94 @@ static int read_lane(PyObject *sequence, Lane *lane)
 {
     const Py_ssize_t count = PySequence_Size(sequence);
     if (count < 0) return -1;
+    if (count % 2 || count > INT_MAX) {
+        PyErr_SetString(PyExc_ValueError, "there must be a receive and a send of each piece");
+        return -1;
+    }
     lane->messages = PyMem_Calloc((size_t)count + 1, sizeof(void *));
     if (lane->messages == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    lane->count = (int)(count / 2);
-    return read_addresses(sequence, (int)count / 2 * 2, lane->messages);
+    lane->count = (int)count / 2;
+    return read_addresses(sequence, (int)count, lane->messages);
 }
 
-static Lane *read_lanes(PyObject *sequence, Py_ssize_t *count)
+/* Read so many lanes, which are all 0 before. */
+static int read_lanes(PyObject *sequence, Py_ssize_t count, Lane *lanes)
 {
-    if ((*count = PySequence_Size(sequence)) < 0) return NULL;
-    Lane *const lanes = PyMem_Calloc((size_t)*count + 1, sizeof(Lane));
-    if (lanes == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    for (Py_ssize_t place = 0; place < *count; ++place) {
+    for (Py_ssize_t place = 0; place < count; ++place) {
         PyObject *const item = PySequence_GetItem(sequence, place);
         const int failed = item == NULL || read_lane(item, lanes + place);
         Py_XDECREF(item);
         if (failed) {
-            free_lanes(lanes, *count);
-            return NULL;
+            free_lanes(lanes, count);
+            return -1;
         }
     }
-    return lanes;
+    return 0;
+}
+
+static PyObject *nodes_add(Nodes *self, PyObject *args)
+{
+    PyObject *lanes;
+    Messages messages = {0};
+    if (!PyArg_ParseTuple(args, "niO", &messages.nbytes, &messages.parity, &lanes)) return NULL;
+    const Py_ssize_t rounds = PySequence_Size(lanes);
+    if (rounds < 0) return NULL;
+    if (rounds != self->rounds) return PyErr_Format(PyExc_ValueError, "there must be a lane for each round");
+    const size_t each = whole(messages.nbytes), size = (size_t)self->slots.size;
+    if (messages.nbytes < 0 || PAYLOAD + each > self->slots.slot ||
+        (messages.parity < 0 && 2 * PAYLOAD + size * each > (size_t)self->box.len))
+        return PyErr_Format(PyExc_ValueError, "there is no room for %zd bytes", messages.nbytes);
+    Messages *const more = PyMem_Realloc(self->messages, ((size_t)self->message_count + 1) * sizeof(Messages));
+    if (more == NULL) return PyErr_NoMemory();
+    self->messages = more;
+    if (read_lanes(lanes, rounds, messages.lanes)) return NULL;
+    self->messages[self->message_count++] = messages;
+    Py_RETURN_NONE;
+}
+
+static PyObject *nodes_clear_messages(Nodes *self, PyObject *none)
+{
+    (void)none;
+    forget_messages(self);
+    Py_RETURN_NONE;
 }
 
 static PyObject *nodes_move(Nodes *self, PyObject *args)
 {
     PyObject *sequence;
     long long nanoseconds;
-    Py_ssize_t count;
-    int ahead, error;
-    bool done;
+    int ahead, error = 0;
     if (!PyArg_ParseTuple(args, "OiL", &sequence, &ahead, &nanoseconds)) return NULL;
-    Lane *const lanes = read_lanes(sequence, &count);
-    if (lanes == NULL) return NULL;
+    const Py_ssize_t count = PySequence_Size(sequence);
+    if (count < 0) return NULL;
+    if (ahead < 1) return PyErr_Format(PyExc_ValueError, "a piece at least must be under way");
+    Lane *const lanes = PyMem_Calloc((size_t)count + 1, sizeof(Lane));
+    if (lanes == NULL) return PyErr_NoMemory();
+    if (read_lanes(sequence, count, lanes)) {
+        PyMem_Free(lanes);
+        return NULL;
+    }
+    bool done;
     Py_BEGIN_ALLOW_THREADS
-    error = move(self, lanes, (int)count, ahead, nanoseconds, &done);
+    const int64_t end = clock_now() + nanoseconds;
+    done = have_come(self, lanes, (int)count, INT_MAX, ahead, end, &error);
+    for (Py_ssize_t place = 0; place < count && done; ++place) done = are_sent(self, lanes + place, end, &error);
     Py_END_ALLOW_THREADS
     PyObject *const begun = PyList_New(count);
     for (Py_ssize_t place = 0; begun && place < count; ++place)
         PyList_SetItem(begun, place, PyLong_FromLong(lanes[place].begun));
     free_lanes(lanes, count);
+    PyMem_Free(lanes);
     return begun ? Py_BuildValue("OiN", done ? Py_True : Py_False, error, begun) : NULL;
 }
 
 static PyObject *nodes_state(Nodes *self, PyObject *none)
 {
     (void)none;
-    return Py_BuildValue("iOi", self->round, self->differs ? Py_True : Py_False, self->error);
+    return Py_BuildValue("iiOi", self->round, self->begun, self->differs ? Py_True : Py_False, self->error);
 }
 
 static const Messages *find_messages(const Nodes *self, int parity, Py_ssize_t nbytes)
@@ -387,21 +410,30 @@ static void unpack(Nodes *self, int64_t step, size_t each)
     }
 }
 
-/* Whether all is as this node has it in the record that has come in a round. */
-static bool add_record(Nodes *self, size_t each)
+/* Put the payloads of the record that has come in a round behind those before. */
+static void add_record(Nodes *self, size_t each)
 {
-    char *const box = self->box.buf, *const come = box + PAYLOAD + (size_t)self->known[self->round] * each;
-    if (memcmp(come, box, PAYLOAD)) return false;
+    char *const come = (char *)self->box.buf + PAYLOAD + (size_t)self->known[self->round] * each;
     const int ranks = self->known[self->round + 1] - self->known[self->round];
     if (self->round + 1 < self->rounds) memmove(come, come + PAYLOAD, (size_t)ranks * each);
-    return true;
 }
 
-static bool begin_round(Nodes *self, const Messages *messages)
+/* Whether the first piece that has come in a round is as this node's is. */
+static bool first_fits(const Nodes *self, int64_t step, Py_ssize_t nbytes, bool records)
 {
-    self->error = self->start(messages->received[self->round]);
-    if (!self->error) self->error = self->start(messages->sent[self->round]);
-    return !self->error;
+    if (records) return !memcmp((char *)self->box.buf + PAYLOAD + (size_t)self->known[self->round] * whole(nbytes), self->box.buf, PAYLOAD);
+    const int64_t length = nbytes;
+    return !memcmp(slot_of(&self->slots, step, self->others[0]), &length, HEADER);
+}
+
+/* Take the message of a round. The other one's is as long as this one's should be, if its first piece fits. */
+static bool make_round(Nodes *self, Lane lane, int64_t step, Py_ssize_t nbytes, bool records, int64_t end)
+{
+    bool come = have_come(self, &lane, 1, 1, 1, end, &self->error);
+    self->differs = come && !first_fits(self, step, nbytes, records);
+    come = come && !self->differs && have_come(self, &lane, 1, INT_MAX, AHEAD, end, &self->error);
+    self->begun = lane.begun;
+    return come;
 }
 
 static bool lead(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t end)
@@ -413,10 +445,10 @@ static bool lead(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t end)
     const bool records = messages->parity < 0;
     if (records && !have_common(self, step, nbytes)) return false;
     if (records) pack(self, step, nbytes);
+    else memcpy(slot_of(&self->slots, step, self->slots.rank), &(int64_t){nbytes}, HEADER);
     for (self->round = 0; self->round < self->rounds; ++self->round) {
-        if (!begin_round(self, messages) || !is_over(self, messages->received[self->round], end, &self->error)) return false;
-        self->differs = records && !add_record(self, whole(nbytes));
-        if (self->differs) return false;
+        if (!make_round(self, messages->lanes[self->round], step, nbytes, records, end)) return false;
+        if (records) add_record(self, whole(nbytes));
     }
     if (records) {
         unpack(self, step, whole(nbytes));
@@ -424,7 +456,7 @@ static bool lead(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t end)
         atomic_store_explicit(self->complete, step, memory_order_release);
     }
     for (int round = 0; round < self->rounds; ++round)
-        if (!is_over(self, messages->sent[round], end, &self->error)) return false;
+        if (!are_sent(self, &messages->lanes[round], end, &self->error)) return false;
     return true;
 }
 
@@ -432,7 +464,7 @@ bool exchange_nodes(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t nanose
 {
     const int64_t end = clock_now() + nanoseconds;
     self->round = -1;
-    self->error = 0;
+    self->begun = self->error = 0;
     self->differs = false;
     if (self->members[0] == self->slots.rank) return lead(self, step, nbytes, end);
     return wait_for_word(self->complete, step, end) && nodes_alike(self, step);
@@ -442,7 +474,7 @@ bool exchange_nodes(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t nanose
 
 static PyMethodDef nodes_methods[] = {
     {"add", (PyCFunction)(void (*)(void))nodes_add, METH_VARARGS,
-     PyDoc_STR("add(nbytes, parity, received, sent): take the addresses of prepared messages, one each a round.")},
+     PyDoc_STR("add(nbytes, parity, lanes): take the addresses of prepared messages, a lane for each round; see move.")},
     {"clear", (PyCFunction)(void (*)(void))nodes_clear_messages, METH_NOARGS,
      PyDoc_STR("clear(): forget all messages.")},
     {"move", (PyCFunction)(void (*)(void))nodes_move, METH_VARARGS,
@@ -451,8 +483,8 @@ static PyMethodDef nodes_methods[] = {
                "receive of its lane has come. Return whether all are over, MPI's error, or 0, and how many of each lane "
                "were started.")},
     {"state", (PyCFunction)(void (*)(void))nodes_state, METH_NOARGS,
-     PyDoc_STR("state(): return the round of the last step, -1 if none was begun; whether its message has come, and "
-               "differs; and MPI's error, or 0.")},
+     PyDoc_STR("state(): return the round of the last step, -1 if none was begun; how many pieces of it were begun; whether "
+               "the first one has come, and differs; and MPI's error, or 0.")},
     {NULL, NULL, 0, NULL},
 };
 

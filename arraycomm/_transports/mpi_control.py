@@ -76,13 +76,13 @@ class MpiControl(ControlChannel):
             self._start()
 
     def resume(self) -> None:
-        reached, differs, error = self.native.state()
+        reached, begun, differs, error = self.native.state()
         if error:
             raise translated(MPI.Exception(error))
         self._pending, self._started, self._received = True, reached >= 0, False
         parity = self.step & 1
         if self._exchange is not None and self._started:
-            self._exchange.resume(parity, reached, differs=differs)
+            self._exchange.resume(parity, reached, begun, differs=differs)
         elif self._exchange is not None:
             # The next step like this one goes by them.
             self._exchange.prepare(self._lengths[parity][self.rank], parity)

@@ -7,7 +7,6 @@ one that gets it passes it on there. Long messages go in pieces; see `mpi_pieces
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -20,8 +19,12 @@ from arraycomm._transports.mpi_pieces import (
     Lane,
     MessageLane,
     PersistentLane,
+    Prepared,
+    addresses_of,
     cut,
+    free,
     pieces_of,
+    prepared,
 )
 from arraycomm._transports.routes import Places
 
@@ -78,7 +81,7 @@ class _Messages:
 class _Persistent(NamedTuple):
     """Persistent messages, a lane for each other rank, and where the native part finds them: receives and sends in turn."""
 
-    lanes: list[list[tuple[MPI.Prequest, MPI.Prequest]]]
+    lanes: list[Prepared]
     addresses: list[list[int]]
 
 
@@ -105,17 +108,13 @@ class DirectSlices:
             received, sent = (
                 [
                     make([_memory(piece), MPI.BYTE], peer, _PREPARED)
-                    if len(piece)
-                    else MPI.Prequest()
                     for piece in cut(blocks.block(peer), count)
+                    if len(piece)
                 ]
                 for make, blocks in ((comm.Recv_init, recv), (comm.Send_init, send))
             )
-            lane = [*zip(received, sent, strict=True)]
-            made.lanes.append(lane)
-            made.addresses.append(
-                [MPI._addressof(request) if request else 0 for pair in lane for request in pair]
-            )
+            made.lanes.append(prepared(received, sent))
+            made.addresses.append(addresses_of(made.lanes[-1]))
         return made
 
     def scatter(self, *arrays: Bytes) -> Handle:
@@ -142,10 +141,7 @@ class DirectSlices:
 
     def free(self) -> None:
         """See `PreparedSlices`."""
-        pairs = chain.from_iterable((*self._scatter.lanes, *self._gather.lanes))
-        for request in chain.from_iterable(pairs):
-            if request:
-                request.Free()
+        free([*self._scatter.lanes, *self._gather.lanes])
 
 
 def _memory(piece: Bytes) -> MPI.buffer:

@@ -1,13 +1,15 @@
 """What the nodes of a group tell one another in a step of the control channel: all slots, as far as they are used.
 
 One rank of each node sends and receives. Two ranks alone on their nodes send one another their slots as they
-lie in memory. Otherwise the slots of a node travel as records, and in ⌈log₂ nodes⌉ rounds: in round k each node
-passes on what it knows to the node 2^k before it (Bruck et al. 1997).
+lie in memory, with the number of payload bytes in place of the stamp. Otherwise the slots of a node travel as records,
+and in ⌈log₂ nodes⌉ rounds: in round k each node passes on what it knows to the node 2^k before it (Bruck et al. 1997).
 
 A record is the number of payload bytes, the words in front of the payload, and the payload, in whole words. Ranks
 that show the same words, and as many bytes, have a common record: the words once, and everyone's payload. It begins
 with the complement of the number. So a header costs the same on any number of ranks that agree, and whoever finds
 two records that differ passes on a record for each rank.
+
+Long slots and common records go in pieces (`mpi_pieces.py`). The first one says how many follow, which are begun then.
 
 Slots, and common records of reductions that repeat, go by persistent messages, prepared once for each number of
 bytes: they take memory of MPI's. The native part takes whole steps by them (`_native/nodes.c`), and leaves those to
@@ -18,14 +20,23 @@ from __future__ import annotations
 
 import abc
 import ctypes
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import numpy as np
 from mpi4py import MPI
 
 from arraycomm._native import compiled
 from arraycomm._transports.control import PAYLOAD
+from arraycomm._transports.mpi_pieces import (
+    PersistentLane,
+    Prepared,
+    addresses_of,
+    cut,
+    free,
+    pieces_in,
+    prepared,
+)
 
 _TAG: Final = 0
 _WORD: Final = 8
@@ -40,13 +51,6 @@ _STATUS: Final = 128
 Bytes = np.ndarray[Any, Any]
 Rows = Sequence[Bytes]
 Lengths = Sequence[memoryview]
-
-
-class Messages(NamedTuple):
-    """Persistent messages of all rounds."""
-
-    received: list[MPI.Prequest]
-    sent: list[MPI.Prequest]
 
 
 class NodeExchange(abc.ABC):
@@ -74,7 +78,11 @@ class NodeExchange(abc.ABC):
         self._comm, self._rows, self._lengths = comm, rows, lengths
         # What the native part knows of these messages.
         self.native: Any = None
-        self._kept: dict[tuple[int, int], Messages] = {}
+        self._kept: dict[tuple[int, int], list[Prepared]] = {}
+        # The first piece that is to come in a round, the others each way, and what else is on its way out.
+        self._first: MPI.Request | None = None
+        self._rest: list[Callable[[], bool]] = []
+        self._sending: list[MPI.Request] = []
 
     @abc.abstractmethod
     def start(self, parity: int) -> None:
@@ -84,72 +92,116 @@ class NodeExchange(abc.ABC):
     def received(self) -> bool:
         """Tell whether the slots of all other nodes are in place; makes progress."""
 
-    @abc.abstractmethod
     def sent(self) -> bool:
         """Tell whether nothing of this node's is still to be sent, once all has been received."""
+        return MPI.Request.Testall(self._sending)
 
     @abc.abstractmethod
-    def resume(self, parity: int, reached: int, *, differs: bool) -> None:
+    def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
         """Go on with a step that the native part has begun, in the round that it reached.
 
-        It has begun the messages of that round. The one that is received has come if it `differs` from what this
-        node shows.
+        It has begun so many pieces of that round. The first that is received has come if it `differs` from what this
+        node shows, or if more have been begun.
         """
 
     @abc.abstractmethod
-    def _make(self, nbytes: int, parity: int) -> Messages:
-        """Return new messages."""
+    def _make(self, nbytes: int, parity: int) -> list[Prepared]:
+        """Return new messages, a lane for each round."""
 
-    def prepare(self, nbytes: int, parity: int) -> Messages:
+    def prepare(self, nbytes: int, parity: int) -> list[Prepared]:
         """Return the messages for a payload of so many bytes; no step is under way if they are new."""
         key = nbytes, parity if self.by_parity else _ANY
-        messages = self._kept.get(key)
-        if messages is None:
+        lanes = self._kept.get(key)
+        if lanes is None:
             if len(self._kept) >= _KEPT:
                 self.free()
-            messages = self._kept[key] = self._make(*key)
+            lanes = self._kept[key] = self._make(*key)
             if self.native is not None:
-                addresses = (
-                    [MPI._addressof(request) for request in requests] for requests in messages
-                )
-                self.native.add(*key, *addresses)
-        return messages
+                self.native.add(*key, [*map(addresses_of, lanes)])
+        return lanes
 
     def free(self) -> None:
         """Free what MPI keeps between steps."""
         if self.native is not None:
             self.native.clear()
-        for messages in self._kept.values():
-            for request in (*messages.received, *messages.sent):
-                request.Free()
+        for lanes in self._kept.values():
+            free(lanes)
         self._kept.clear()
+
+    def _receives(self, into: Bytes, nbytes: int, origin: int) -> list[MPI.Prequest]:
+        """Prepare to receive so many bytes; the first piece of another length has room too."""
+        _, *more = cut(into[:nbytes], pieces_in(nbytes))
+        return [self._comm.Recv_init([p, MPI.BYTE], origin, _TAG) for p in (into, *more)]
+
+    def _sends(self, out: Bytes, to: int) -> list[MPI.Prequest]:
+        pieces = cut(out, pieces_in(len(out)))
+        return [self._comm.Send_init([piece, MPI.BYTE], to, _TAG) for piece in pieces]
+
+    def _receive_rest(self, into: Bytes, origin: int) -> None:
+        """Begin to receive all pieces but the first one, which has come."""
+        for piece in cut(into, pieces_in(len(into)))[1:]:
+            self._rest.append(self._comm.Irecv([piece, MPI.BYTE], origin, _TAG).Test)
+
+    def _send_rest(self, out: Bytes, to: int) -> None:
+        for piece in cut(out, pieces_in(len(out)))[1:]:
+            self._sending.append(self._comm.Isend([piece, MPI.BYTE], to, _TAG))
+
+    def _rest_came(self) -> bool:
+        while self._rest:
+            if not self._rest[-1]():
+                return False
+            self._rest.pop()
+        return True
 
 
 class Pair(NodeExchange):
     """Two ranks, each alone on its node: a message each way, prepared once for each length."""
 
     def start(self, parity: int) -> None:
-        self.resume(parity, 0, differs=False)
-        self._receive.Start()
-        self._send.Start()
+        nbytes = self._lengths[parity][self._comm.rank]
+        own, _ = self._slots(parity)
+        own[:_WORD].view(np.int64)[0] = nbytes
+        (pieces,) = self.prepare(nbytes, parity)
+        for request in pieces[0]:
+            request.Start()
+        self.resume(parity, 0, 1, differs=False)
 
     def received(self) -> bool:
-        return self._receive.Test()
+        if self._first is not None:
+            if not self._first.Test():
+                return False
+            self._first_came()
+        return self._rest_came()
 
-    def sent(self) -> bool:
-        return self._send.Test()
+    def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
+        (pieces,) = self.prepare(self._lengths[parity][self._comm.rank], parity)
+        self._parity, self._first, self._rest = parity, None, []
+        self._sending = [pieces[0][1]]
+        if differs:
+            self._first_came()
+        elif begun > 1:
+            self._rest = [PersistentLane(pieces, begun).done]
+        else:
+            self._first = pieces[0][0]
 
-    def resume(self, parity: int, reached: int, *, differs: bool) -> None:
-        nbytes = self._lengths[parity][self._comm.rank]
-        (self._receive,), (self._send,) = self.prepare(nbytes, parity)
-
-    def _make(self, nbytes: int, parity: int) -> Messages:
+    def _slots(self, parity: int) -> tuple[Bytes, Bytes]:
+        """Return this rank's slot, and the other one's."""
         rank, rows = self._comm.rank, self._rows[parity]
-        own, come = rows[rank, : PAYLOAD + nbytes], rows[1 - rank]
-        return Messages(
-            [self._comm.Recv_init([come, MPI.BYTE], 1 - rank, _TAG)],
-            [self._comm.Send_init([own, MPI.BYTE], 1 - rank, _TAG)],
+        return rows[rank], rows[1 - rank]
+
+    def _first_came(self) -> None:
+        self._first = None
+        own, come = (
+            slot[: PAYLOAD + int(slot[:_WORD].view(np.int64)[0])]
+            for slot in self._slots(self._parity)
         )
+        peer = 1 - self._comm.rank
+        self._receive_rest(come, peer)
+        self._send_rest(own, peer)
+
+    def _make(self, nbytes: int, parity: int) -> list[Prepared]:
+        peer, end, (own, come) = 1 - self._comm.rank, PAYLOAD + nbytes, self._slots(parity)
+        return [prepared(self._receives(come, end, peer), self._sends(own[:end], peer))]
 
 
 class Rounds(NodeExchange):
@@ -202,12 +254,12 @@ class Rounds(NodeExchange):
         self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
         self.box = self._boxes[0]
         self._use_box(0)
-        self._receiving: MPI.Request = MPI.REQUEST_NULL
-        self._sending: list[MPI.Request] = []
+        # The length of the message that is coming.
+        self._coming = 0
 
     def start(self, parity: int) -> None:
         self._parity, self._round = parity, 0
-        self._sending = []
+        self._sending, self._rest = [], []
         self._use_box(0)
         self._end = 0
         self.alike = self._have_common(parity)
@@ -217,62 +269,83 @@ class Rounds(NodeExchange):
 
     def received(self) -> bool:
         while self._round < len(self._plan):
-            status = MPI.Status()
-            if not self._receiving.Test(status):
+            if self._first is not None:
+                status = MPI.Status()
+                if not self._first.Test(status):
+                    return False
+                self._first_came(status.Get_count(MPI.BYTE))
+            if not self._rest_came():
                 return False
-            self._end_round(status.Get_count(MPI.BYTE))
+            self._end_round()
         return True
 
-    def sent(self) -> bool:
-        return MPI.Request.Testall(self._sending)
-
-    def resume(self, parity: int, reached: int, *, differs: bool) -> None:
+    def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
         self._parity, self._round, self.alike = parity, reached, True
         self._use_box(0)
         nbytes = self._lengths[parity][self._members[0]]
         self._each = _whole(nbytes)
         self._known = len(self._members) + sum(self.received_ranks[:reached])
         self._end = self._end_of(self._known)
-        messages = self.prepare(nbytes, parity)
-        self._sending = [*messages.sent[: reached + 1]]
+        lanes = self.prepare(nbytes, parity)
+        self._sending = [sent for lane in lanes[:reached] for _, sent in lane]
+        self._first, self._rest = None, []
         if reached == len(self._plan):
             return
-        self._receiving = messages.received[reached]
+        lane = lanes[reached]
+        if begun > 1:
+            self._coming = PAYLOAD + self._plan[reached][3] * self._each
+            self._rest = [PersistentLane(lane, begun).done]
+            return
+        self._first = lane[0][0]
+        self._sending.append(lane[0][1])
         if differs:
-            self._end_round(self._length(self._plan[reached][3]))
+            self._first_came(None)
 
     def _use_box(self, number: int) -> None:
         self._box = self._boxes[number]
         self._words = self._box.data.cast("q")
 
-    def _make(self, nbytes: int, parity: int) -> Messages:
-        messages, known = Messages([], []), len(self._members)
+    def _make(self, nbytes: int, parity: int) -> list[Prepared]:
+        lanes, known, each = [], len(self._members), _whole(nbytes)
         for to, origin, sent, received in self._plan:
-            into = self._boxes[0][PAYLOAD + known * _whole(nbytes) :]
-            out = self._boxes[0][: PAYLOAD + sent * _whole(nbytes)]
-            messages.received.append(self._comm.Recv_init([into, MPI.BYTE], origin, _TAG))
-            messages.sent.append(self._comm.Send_init([out, MPI.BYTE], to, _TAG))
+            into = self._boxes[0][PAYLOAD + known * each :]
+            out = self._boxes[0][: PAYLOAD + sent * each]
+            receives = self._receives(into, PAYLOAD + received * each, origin)
+            lanes.append(prepared(receives, self._sends(out, to)))
             known += received
-        return messages
+        return lanes
 
     def _begin_round(self) -> None:
         to, origin, sent, _ = self._plan[self._round]
-        messages = self._kept.get((~self._words[0], _ANY)) if self.alike else None
-        if messages is not None:
-            receiving, sending = messages.received[self._round], messages.sent[self._round]
-            receiving.Start()
+        lanes = self._kept.get((~self._words[0], _ANY)) if self.alike else None
+        if lanes is not None:
+            first, sending = lanes[self._round][0]
+            first.Start()
             sending.Start()
-            self._receiving = receiving
+            self._first = first
             self._sending.append(sending)
         else:
             into, out = self._box[self._end :], self._box[: self._end_of(sent)]
-            self._receiving = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
-            self._sending.append(self._comm.Isend([out, MPI.BYTE], to, _TAG))
+            self._first = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
+            begins = cut(out, pieces_in(len(out)))[0] if self.alike else out
+            self._sending.append(self._comm.Isend([begins, MPI.BYTE], to, _TAG))
 
-    def _end_round(self, length: int) -> None:
-        """Take the message of this round, which has so many bytes, and begin the next one."""
+    def _first_came(self, length: int | None) -> None:
+        """Go on with a message of which so many bytes have come; None if that is still to be found."""
+        to, origin, sent, received = self._plan[self._round]
+        self._first = None
+        if length is None or self._words[self._end // _WORD] < 0:
+            length = self._length(received)
+        self._coming = length
+        if self._words[self._end // _WORD] < 0:
+            self._receive_rest(self._box[self._end :][:length], origin)
+        if self.alike:
+            self._send_rest(self._box[: self._end_of(sent)], to)
+
+    def _end_round(self) -> None:
+        """Take the message of this round, and begin the next one."""
         count = self._plan[self._round][3]
-        self._add(self._box[self._end :][:length], count)
+        self._add(self._box[self._end :][: self._coming], count)
         self._known += count
         self._round += 1
         if self._round < len(self._plan):
@@ -371,7 +444,7 @@ class Rounds(NodeExchange):
         return count * stride if stride else self._skip(0, count)
 
     def _length(self, count: int) -> int:
-        """Return the length of the message with the records of so many ranks that has come."""
+        """Return the length of the message with the records of so many ranks that has come, or whose first piece has."""
         nbytes = self._words[self._end // _WORD]
         if nbytes < 0:
             return PAYLOAD + count * _whole(~nbytes)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
 from typing import Final
 
 from mpi4py import MPI
@@ -23,14 +24,20 @@ PIECE: Final = 64_000
 _LINE: Final = 64
 AHEAD: Final = 4
 
-# A receive and a send.
+# A receive and a send; a null request stands for none.
 Requests = tuple[MPI.Request, MPI.Request]
+Prepared = Sequence[tuple[MPI.Prequest, MPI.Prequest]]
 
 
 def pieces_of(received: int, sent: int) -> int:
     """Return in how many pieces so many bytes go each way; both ranks find the same."""
     longer, shorter = max(received, sent), min(received, sent)
-    return max(-(-longer // PIECE), 1) if longer <= 2 * shorter else 1
+    return pieces_in(longer) if longer <= 2 * shorter else 1
+
+
+def pieces_in(nbytes: int) -> int:
+    """Return how many pieces so many bytes make."""
+    return max(-(-nbytes // PIECE), 1)
 
 
 def cut(memory: Bytes, count: int) -> list[Bytes]:
@@ -95,9 +102,9 @@ class MessageLane(Lane):
 
 
 class PersistentLane(Lane):
-    """Pieces whose requests are made once, or are null, and of which so many have been begun."""
+    """Pieces whose requests are made once, and of which so many have been begun."""
 
-    def __init__(self, pieces: Sequence[tuple[MPI.Prequest, MPI.Prequest]], begun: int = 0) -> None:
+    def __init__(self, pieces: Prepared, begun: int = 0) -> None:
         super().__init__(len(pieces))
         self._pieces, self._begun = pieces, begun
         # One that is over is so at every look, until it is begun again.
@@ -110,3 +117,20 @@ class PersistentLane(Lane):
             if request:
                 request.Start()
         return requests
+
+
+def prepared(received: Sequence[MPI.Prequest], sent: Sequence[MPI.Prequest]) -> Prepared:
+    """Return pieces of a lane, of which one way may have more."""
+    return [*zip_longest(received, sent, fillvalue=MPI.Prequest())]
+
+
+def addresses_of(pieces: Prepared) -> list[int]:
+    """Return where the native part finds the receives and sends in turn; 0 stands for none."""
+    return [MPI._addressof(request) if request else 0 for pair in pieces for request in pair]
+
+
+def free(lanes: Iterable[Prepared]) -> None:
+    """Free what MPI keeps for pieces; none is under way."""
+    for request in chain.from_iterable(chain.from_iterable(lanes)):
+        if request:
+            request.Free()

@@ -24,7 +24,7 @@ pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 from arraycomm._errors import TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
-from arraycomm._transports import mpi_control, mpi_nodes
+from arraycomm._transports import mpi_control, mpi_nodes, mpi_pieces
 from arraycomm._transports.control import PAYLOAD, message_slot
 from arraycomm._transports.notes import Notes
 
@@ -47,7 +47,7 @@ class _Request:
 
     def __init__(self, wire: _Wire, memory: Any, route: tuple[int, int], *, sends: bool) -> None:
         self._wire, self._memory, self._route, self._sends = wire, memory, route, sends
-        self._active, self._until, self.length = False, 0.0, 0
+        self._active, self._until, self.length = False, 0.0, -1
         # What the native part is given in place of MPI's handle.
         self._handle = ctypes.c_int64()
         self.address = ctypes.addressof(self._handle)
@@ -56,7 +56,11 @@ class _Request:
     def Start(self) -> None:  # noqa: N802 - as MPI has it
         assert not self._active
         self._active = True
-        if self._sends:
+        if not self._sends:
+            self.length = -1
+            with self._wire.lock:
+                self._wire.wanted[self._route].append(self)
+        else:
             self._until = time.monotonic() + self._wire.seconds_of_sends
             with self._wire.lock:
                 self._wire.sent[self._route].append((self._memory, self._memory.copy()))
@@ -72,18 +76,31 @@ class _Request:
 
     def _come(self) -> bool:
         with self._wire.lock:
-            if not (waiting := self._wire.sent[self._route]):
-                return False
-            memory, as_sent = waiting.pop(0)
+            waiting, wanted = self._wire.sent[self._route], self._wire.wanted[self._route]
+            # In the order in which both were begun, as in MPI.
+            while waiting and wanted:
+                wanted.pop(0).take(*waiting.pop(0))
+        return self.length >= 0
+
+    def take(self, memory: Any, as_sent: Any) -> None:
         # MPI may read a message late: nothing may have written over it until it has been taken.
         assert (memory == as_sent).all()
         self._memory[: len(memory)] = memory
         self.length = len(memory)
-        return True
 
     def Free(self) -> None:  # noqa: N802 - as MPI has it
         assert not self._active
         del self._wire.requests[self.address]
+
+
+class _Null:
+    """No request, which is over at once."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def Test(self) -> bool:  # noqa: N802 - as MPI has it
+        return True
 
 
 class _Wire:
@@ -93,6 +110,7 @@ class _Wire:
         self.lock = threading.Lock()
         self.requests: dict[int, _Request] = {}
         self.sent: dict[tuple[int, int], list[tuple[Any, Any]]] = defaultdict(list)
+        self.wanted: dict[tuple[int, int], list[_Request]] = defaultdict(list)
         self.seconds_of_sends = 0.0
         self.error = 0
         # Kept: the native part has their addresses.
@@ -254,30 +272,36 @@ class _Cluster:
         futures = [self._threads.submit(function, rank) for rank in self.ranks]
         return [future.result(_LIMIT) for future in futures]
 
-    def step(self, count: int, headers: Sequence[int], late: int | None) -> None:
-        """Reduce so many elements, and check that every rank gets the total, or sees what all show."""
+    def step(
+        self, count: int, headers: Sequence[int], late: int | None, others: int | None = None
+    ) -> None:
+        """Reduce so many elements, and check that every rank gets the total, or sees what all show.
+
+        Ranks with another header than the first may have another number of elements.
+        """
+        counts = [count if others is None or h == headers[0] else others for h in headers]
+        own = [_elements(each, number) for number, each in enumerate(counts)]
 
         def one(rank: _Rank) -> Any:
             number = rank.control.rank
             if number == late:
                 time.sleep(_LATE)
-            out = rank.reduce(_elements(count, number), headers[number])
+            out = rank.reduce(own[number], headers[number])
             return out if rank.settled is None else rank.settled
 
-        own = [_elements(count, number) for number in range(self.size)]
         for got in self.each(one):
             if len(set(headers)) == 1:
                 np.testing.assert_array_equal(got, sum(own))
                 continue
-            assert [byte for byte, _ in got] == [_byte(header, count) for header in headers]
+            assert [byte for byte, _ in got] == [*map(_byte, headers, counts)]
             for (_, elements), shown in zip(got, own, strict=True):
-                np.testing.assert_array_equal(elements[:count], shown)
+                np.testing.assert_array_equal(elements[: len(shown)], shown)
         assert all(rank.control.step == self.ranks[0].control.step for rank in self.ranks)
 
 
 def _byte(header: int, count: int) -> int:
     """Return the byte of which a header consists."""
-    return (3 * header + count) % 251
+    return (101 * header + count) % 251
 
 
 def _elements(count: int, rank: int) -> Any:
@@ -290,14 +314,17 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     mpi = SimpleNamespace(
         BYTE=None,
         Request=SimpleNamespace(Testall=_test_all),
-        REQUEST_NULL=None,
         Status=_Status,
         THREAD_MULTIPLE=3,
         Query_thread=lambda: 3,
         _sizeof=lambda kind: 24,
         _addressof=lambda request: request.address,
+        Prequest=_Null,
     )
-    monkeypatch.setattr(mpi_nodes, "MPI", mpi)
+    for module in (mpi_nodes, mpi_pieces):
+        monkeypatch.setattr(module, "MPI", mpi)
+    # Some of the steps below go in one piece, others in more than are under way at once.
+    monkeypatch.setattr(mpi_pieces, "PIECE", 256)
 
 
 _NODES = [
@@ -309,12 +336,15 @@ _NODES = [
     [0, 1, 1, 3, 4],
     [0, 0, 2, 3, 3, 5, 6, 6],
 ]
-_COUNTS = st.sampled_from([0, 1, 2, 250, 300])
+_COUNTS = st.sampled_from([0, 1, 2, 33, 250, 300, 700])
+
+
+_Step = tuple[int, list[int], int | None, float, int]
 
 
 @st.composite
-def _steps(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[int], int | None, float]]]:
-    """Draw nodes, and for each step the elements, the headers, who is late, and how long sends take."""
+def _steps(draw: st.DrawFn) -> tuple[list[int], list[_Step]]:
+    """Draw nodes, and for each step the elements, the headers, who is late, and how long sends take; and elements of others."""
     nodes = draw(st.sampled_from(_NODES))
     ranks = st.integers(0, len(nodes) - 1)
     same = st.just([0] * len(nodes))
@@ -322,20 +352,22 @@ def _steps(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[int], int |
     header = st.one_of(
         same, same, other, st.lists(st.integers(0, 1), min_size=len(nodes), max_size=len(nodes))
     )
-    step = st.tuples(_COUNTS, header, st.one_of(st.none(), ranks), st.sampled_from([0.0, _LATE]))
+    step = st.tuples(
+        _COUNTS, header, st.one_of(st.none(), ranks), st.sampled_from([0.0, _LATE]), _COUNTS
+    )
     return nodes, draw(st.lists(step, min_size=1, max_size=6))
 
 
 @given(_steps())
 @settings(deadline=None)
 def test_steps_end_alike_whoever_is_late_or_differs(
-    drawn: tuple[list[int], list[tuple[int, list[int], int | None, float]]],
+    drawn: tuple[list[int], list[_Step]],
 ) -> None:
     nodes, steps = drawn
     with _Cluster(nodes) as cluster:
-        for count, headers, late, seconds in steps:
+        for count, headers, late, seconds, others in steps:
             cluster.wire.seconds_of_sends = seconds
-            cluster.step(count, headers, late)
+            cluster.step(count, headers, late, others)
 
 
 @pytest.mark.parametrize("nodes", _NODES[:4], ids=str)
@@ -354,8 +386,8 @@ def test_messages_of_many_lengths_are_prepared_anew() -> None:
         for _ in range(2):
             for count in range(70):
                 cluster.step(count, [0] * 3, None)
-                # A round of one message each way on each of two nodes, for 64 lengths.
-                assert len(cluster.wire.requests) <= 64 * 4
+                # A round of up to three pieces each way on each of two nodes, for 64 lengths.
+                assert len(cluster.wire.requests) <= 64 * 4 * 3
 
 
 def test_an_error_of_mpi_ends_the_call() -> None:
@@ -402,13 +434,16 @@ def test_nodes_have_to_be_those_of_a_control_channel(changed: dict[str, Any], me
         "test": 1,
     }
     made = compiled.Nodes(**fitting)
-    made.add(128, -1, [1], [1])
+    made.add(128, -1, [[1, 1]])
     for wrong, why in (
-        ((129, -1, [1], [1]), "there is no room for 129 bytes"),
-        ((-1, -1, [1], [1]), "there is no room for -1 bytes"),
-        ((8, -1, [], [1]), "there must be a message for each round"),
+        ((129, -1, [[1, 1]]), "there is no room for 129 bytes"),
+        ((-1, -1, [[1, 1]]), "there is no room for -1 bytes"),
+        ((8, -1, []), "there must be a lane for each round"),
+        ((8, -1, [[1]]), "there must be a receive and a send of each piece"),
     ):
         with pytest.raises(ValueError, match=why):
             made.add(*wrong)
+    with pytest.raises(ValueError, match="a piece at least must be under way"):
+        made.move([], 0, 1)
     with pytest.raises(ValueError, match=message):
         compiled.Nodes(**fitting | changed)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
-from arraycomm._transports import mpi_nodes
+from arraycomm._transports import mpi_nodes, mpi_pieces
 from arraycomm._transports.control import PAYLOAD
 
 _ROOM = 2048
@@ -27,6 +27,17 @@ class _Messages:
         self.size = size
         self.sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.lengths: list[int] = []
+        # Receives that were begun, in this order, and where they note what has come.
+        self.wanted: dict[tuple[int, int], list[tuple[Any, list[int]]]] = defaultdict(list)
+
+    def match(self, route: tuple[int, int]) -> None:
+        """Let receives have what was sent, in the order in which both were begun."""
+        waiting, wanted = self.sent[route], self.wanted[route]
+        while waiting and wanted:
+            (message, as_sent), (into, come) = waiting.pop(0), wanted.pop(0)
+            assert (message == as_sent).all()
+            into[: len(message)] = message
+            come.append(len(message))
 
     def of(self, rank: int) -> SimpleNamespace:
         def prepare_send(what: list[Any], to: int, tag: int) -> SimpleNamespace:
@@ -42,20 +53,33 @@ class _Messages:
             request.Start()
             return request
 
-        def receive(into: list[Any], origin: int, tag: int) -> SimpleNamespace:
-            def test(status: Any) -> bool:
-                if not (waiting := self.sent[origin, rank]):
-                    return False
-                message, as_sent = waiting.pop(0)
-                assert (message == as_sent).all()
-                into[0][: len(message)] = message
-                status.Get_count = lambda kind: len(message)
-                return True
+        def prepare_receive(into: list[Any], origin: int, tag: int) -> SimpleNamespace:
+            come: list[int] = []
 
-            return SimpleNamespace(Start=lambda: None, Test=test)
+            def start() -> None:
+                come.clear()
+                self.wanted[origin, rank].append((into[0], come))
+
+            def test(status: Any = None) -> bool:
+                self.match((origin, rank))
+                if come and status is not None:
+                    status.Get_count = lambda kind: come[0]
+                return bool(come)
+
+            return SimpleNamespace(Start=start, Test=test)
+
+        def receive(into: list[Any], origin: int, tag: int) -> SimpleNamespace:
+            request = prepare_receive(into, origin, tag)
+            request.Start()
+            return request
 
         return SimpleNamespace(
-            size=self.size, Isend=send, Irecv=receive, Send_init=prepare_send, Recv_init=receive
+            rank=rank,
+            size=self.size,
+            Isend=send,
+            Irecv=receive,
+            Send_init=prepare_send,
+            Recv_init=prepare_receive,
         )
 
 
@@ -75,16 +99,14 @@ class _Nodes:
         self.messages = _Messages(size)
         self.rows = [np.zeros((2, size, PAYLOAD + _ROOM), np.uint8) for _ in self.members]
         self.lengths = [np.zeros((2, size), np.int64) for _ in self.members]
-        self.exchanges = [
-            mpi_nodes.Rounds(
-                self.messages.of(ranks[0]),
-                self.members,
-                own,
-                list(self.rows[own]),
-                [row.data for row in self.lengths[own]],
-            )
-            for own, ranks in enumerate(self.members)
-        ]
+        self.exchanges = [self._exchange(own) for own in range(len(self.members))]
+
+    def _exchange(self, own: int) -> mpi_nodes.NodeExchange:
+        comm = self.messages.of(self.members[own][0])
+        shown = list(self.rows[own]), [row.data for row in self.lengths[own]]
+        if self.members == [[0], [1]]:
+            return mpi_nodes.Pair(comm, *shown)
+        return mpi_nodes.Rounds(comm, self.members, own, *shown)
 
     def step(self, number: int, shown: Sequence[_Shown]) -> None:
         """Make a step; check what each node knows then."""
@@ -97,13 +119,14 @@ class _Nodes:
                 self.rows[own][parity, rank, : len(row)] = row
             self.exchanges[own].start(parity)
         waiting = list(self.exchanges)
-        for _ in range(len(waiting) + 1):
+        for _ in range(2 * len(waiting) + 2):
             # The last ones first, so that messages wait.
             waiting = [exchange for exchange in reversed(waiting) if not exchange.received()]
         assert not waiting
         alike = len({len(_row(0, 0, rank)) for rank in shown}) == len(set(shown)) == 1
         for own, exchange in enumerate(self.exchanges):
-            assert exchange.alike == alike
+            if isinstance(exchange, mpi_nodes.Rounds):
+                assert exchange.alike == alike
             for rank, by in enumerate(shown):
                 row = _row(number, rank, by)
                 start = PAYLOAD if exchange.alike and rank not in self.members[own] else 8
@@ -120,9 +143,9 @@ def _row(number: int, rank: int, shown: _Shown) -> Any:
 @pytest.fixture(autouse=True)
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing go by MPI."""
-    monkeypatch.setattr(
-        mpi_nodes, "MPI", SimpleNamespace(BYTE=None, Status=SimpleNamespace, REQUEST_NULL=None)
-    )
+    monkeypatch.setattr(mpi_nodes, "MPI", SimpleNamespace(BYTE=None, Status=SimpleNamespace))
+    monkeypatch.setattr(mpi_pieces, "MPI", SimpleNamespace(Prequest=lambda: None))
+    monkeypatch.setattr(mpi_pieces, "PIECE", 512)
 
 
 _LENGTHS = st.sampled_from([0, 5, 8, 1000, 1024, 1032, _ROOM])
