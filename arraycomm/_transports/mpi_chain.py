@@ -10,8 +10,10 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes, Handle
 from arraycomm._transports.control import SharedControl
+from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.mpi_memory import finish, shared_memory
-from arraycomm._transports.mpi_movement import begin
+from arraycomm._transports.mpi_movement import Messages
+from arraycomm._transports.mpi_pieces import cut, pieces_in
 from arraycomm._transports.node_chain import NodeChain, is_chain
 from arraycomm._transports.routes import Places
 
@@ -35,7 +37,12 @@ class MpiChain(NodeChain):
         return self._begin(self._comm.Irecv, buffer, peer)
 
     def _begin(self, start: Callable[..., MPI.Request], buffer: Bytes, peer: int) -> Handle:
-        return begin(start, [buffer, MPI.BYTE], peer, _TAG)
+        pieces = cut(buffer, pieces_in(len(buffer)))
+        try:
+            requests = [start([piece, MPI.BYTE], peer, _TAG) for piece in pieces]
+        except MPI.Exception as error:
+            raise translated(error) from error
+        return Messages(requests, [], buffer)
 
 
 def make_chain(comm: MPI.Intracomm, between: MPI.Intracomm, places: Places) -> MpiChain | None:

@@ -7,13 +7,14 @@ one that gets it passes it on there. Long messages go in pieces; see `mpi_pieces
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi_failures import translated
+from arraycomm._transports.mpi_movement import Messages, Requests
 from arraycomm._transports.mpi_pieces import (
     AHEAD,
     Lane,
@@ -36,46 +37,6 @@ _OVERLAPPING: Final = 256
 # The most ranks whose messages are made once, and how long the native part looks for such messages.
 _PREPARED_RANKS: Final = 8
 _NANOSECONDS: Final = 3_000_000
-
-Requests = list[MPI.Request]
-
-
-class _Messages:
-    """Messages of one movement, whole or in pieces, and the buffers that they keep alive.
-
-    `then` begins the messages that need what the first ones bring.
-    """
-
-    # MPI accesses the buffers until a message is finished, even if the caller has given it up.
-    under_way: ClassVar[set[_Messages]] = set()
-
-    def __init__(
-        self,
-        requests: Requests,
-        lanes: list[Lane],
-        *buffers: Bytes,
-        then: Callable[[], Requests] | None = None,
-    ) -> None:
-        self._requests, self._lanes, self._buffers, self._then = requests, lanes, buffers, then
-        self.under_way.add(self)
-
-    def done(self) -> bool:
-        try:
-            while True:
-                self._lanes = [lane for lane in self._lanes if not lane.done()]
-                while self._requests:
-                    if not self._requests[-1].Test():
-                        return False
-                    self._requests.pop()
-                if self._lanes:
-                    return False
-                if self._then is None:
-                    self.under_way.discard(self)
-                    return True
-                then, self._then = self._then, None
-                self._requests = then()
-        except MPI.Exception as error:
-            raise translated(error) from error
 
 
 class _Persistent(NamedTuple):
@@ -137,7 +98,7 @@ class DirectSlices:
                 lane.begin()
         except MPI.Exception as raised:
             raise translated(raised) from raised
-        return _Messages([], [*lanes], self._kept, *arrays)
+        return Messages([], [*lanes], self._kept, *arrays)
 
     def free(self) -> None:
         """See `PreparedSlices`."""
@@ -189,7 +150,7 @@ class DirectMessages:
         own = send.block(rank)
         if len(own):
             np.copyto(recv.block(rank), own)
-        return _Messages(requests, lanes, send.buffer, recv.buffer)
+        return Messages(requests, lanes, send.buffer, recv.buffer)
 
     def allgather(self, recv: Blocks) -> Handle:
         """Send this rank's own block of `recv` to all, and receive theirs, in place."""
@@ -211,7 +172,7 @@ class DirectMessages:
                     self._send(later, recv.block(origin), peer, tag)
             return later
 
-        return _Messages(first, lanes, recv.buffer, then=then)
+        return Messages(first, lanes, recv.buffer, then=then)
 
     def prepare(
         self, send: Blocks, come: Blocks, result: Blocks, native: Any

@@ -1,4 +1,4 @@
-"""A nonblocking MPI operation as a handle."""
+"""Nonblocking MPI operations as handles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any, ClassVar
 
 from mpi4py import MPI
 
-from arraycomm._transports.base import Blocks, Handle
+from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi_failures import translated
+from arraycomm._transports.mpi_pieces import Lane
+
+Requests = list[MPI.Request]
 
 
 class Movement:
@@ -30,6 +33,44 @@ class Movement:
         if finished:
             self.under_way.discard(self)
         return finished
+
+
+class Messages:
+    """Messages of one movement, whole or in pieces, and the buffers that they keep alive.
+
+    `then` begins the messages that need what the first ones bring.
+    """
+
+    # MPI accesses the buffers until a message is finished, even if the caller has given it up.
+    under_way: ClassVar[set[Messages]] = set()
+
+    def __init__(
+        self,
+        requests: Requests,
+        lanes: list[Lane],
+        *buffers: Bytes,
+        then: Callable[[], Requests] | None = None,
+    ) -> None:
+        self._requests, self._lanes, self._buffers, self._then = requests, lanes, buffers, then
+        self.under_way.add(self)
+
+    def done(self) -> bool:
+        try:
+            while True:
+                self._lanes = [lane for lane in self._lanes if not lane.done()]
+                while self._requests:
+                    if not self._requests[-1].Test():
+                        return False
+                    self._requests.pop()
+                if self._lanes:
+                    return False
+                if self._then is None:
+                    self.under_way.discard(self)
+                    return True
+                then, self._then = self._then, None
+                self._requests = then()
+        except MPI.Exception as error:
+            raise translated(error) from error
 
 
 def vector(blocks: Blocks) -> Any:

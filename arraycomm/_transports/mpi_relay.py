@@ -1,15 +1,20 @@
-"""Broadcasts between nodes: each rank passes on the pieces that come to it, by the routes of `routes.py`."""
+"""Broadcasts between nodes: each rank passes on the parts that come to it, by the routes of `routes.py`.
+
+Between nodes a part goes in pieces; see `mpi_pieces.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Final
 
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi_failures import translated
-from arraycomm._transports.routes import Places, Route, pieces_of, route
+from arraycomm._transports.mpi_pieces import AHEAD, cut, pieces_in
+from arraycomm._transports.routes import Places, Route, parts_of, route
 
 # Tags of broadcasts that may overlap; see `mpi_direct.py` for those of other movements.
 _TAG: Final = 1 << 10
@@ -29,14 +34,15 @@ class Broadcasts:
 
     def __init__(self, comm: MPI.Intracomm, places: Places) -> None:
         self._comm, self._rank, self._places = comm, comm.rank, places
+        self._near = places.members[places.node[comm.rank]]
         self._begun = 0
 
     def bcast(self, buffer: Bytes, root: int) -> Relay:
         """Make every rank's buffer that of `root`."""
         self._begun += 1
-        pieces = pieces_of(buffer, len(self._places.members))
-        by = route(self._rank, root, self._places, len(pieces))
-        return Relay(self._comm, pieces, by, _TAG + self._begun % _OVERLAPPING)
+        parts = parts_of(buffer, len(self._places.members))
+        by = route(self._rank, root, self._places, len(parts))
+        return Relay(self._comm, parts, by, self._near, _TAG + self._begun % _OVERLAPPING)
 
 
 class Relay:
@@ -46,10 +52,12 @@ class Relay:
     ----------
     comm : MPI.Intracomm
         All ranks.
-    pieces : sequence of Bytes
+    parts : sequence of Bytes
         What the root sends, and where the others get it.
     by : Route
-        The route of its pieces.
+        The route of these parts.
+    near : collection of int
+        The ranks of this node.
     tag : int
         A tag that no other movement under way has.
     """
@@ -57,38 +65,71 @@ class Relay:
     # MPI accesses the buffers until a message is finished, even if the caller has given it up.
     under_way: ClassVar[set[Relay]] = set()
 
-    def __init__(self, comm: MPI.Intracomm, pieces: Sequence[Bytes], by: Route, tag: int) -> None:
-        self._comm, self._pieces, self._to, self._tag = comm, pieces, by.to, tag
-        self._receives: list[MPI.Request] = []
-        self._sends: list[MPI.Request] = []
-        # How many pieces are here.
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        parts: Sequence[Bytes],
+        by: Route,
+        near: Collection[int],
+        tag: int,
+    ) -> None:
+        self._comm, self._parts, self._to, self._tag = comm, parts, by.to, tag
+        self._near = near
+        # The messages of each part that is still to come.
+        self._receives: list[deque[MPI.Request]] = []
+        # What is to be sent, and the messages of it that are under way.
+        self._waiting: deque[tuple[Bytes, int]] = deque()
+        self._sends: deque[MPI.Request] = deque()
+        # How many parts are here.
         self._here = 0
         self.under_way.add(self)
         try:
             if by.origin is None:
-                for piece in pieces:
-                    self._pass_on(piece)
-                self._here = len(pieces)
+                for part in parts:
+                    self._pass_on(part)
+                self._here = len(parts)
+                self._send()
             else:
                 origin = by.origin
-                self._receives = [comm.Irecv([p, MPI.BYTE], origin, tag) for p in pieces]
+                self._receives = [
+                    deque(
+                        comm.Irecv([p, MPI.BYTE], origin, tag) for p in self._pieces(part, origin)
+                    )
+                    for part in parts
+                ]
         except MPI.Exception as error:
             raise translated(error) from error
 
     def done(self) -> bool:
         try:
-            while self._here < len(self._pieces):
-                if not self._receives[self._here].Test():
-                    return False
-                self._pass_on(self._pieces[self._here])
+            while self._here < len(self._parts):
+                self._send()
+                receives = self._receives[self._here]
+                while receives:
+                    if not receives[0].Test():
+                        return False
+                    receives.popleft()
+                self._pass_on(self._parts[self._here])
                 self._here += 1
-            if not MPI.Request.Testall(self._sends):
+            self._send()
+            if self._sends:
                 return False
         except MPI.Exception as error:
             raise translated(error) from error
         self.under_way.discard(self)
         return True
 
-    def _pass_on(self, piece: Bytes) -> None:
+    def _pass_on(self, part: Bytes) -> None:
         for peer in self._to:
+            self._waiting.extend((piece, peer) for piece in self._pieces(part, peer))
+
+    def _send(self) -> None:
+        """Send what can be sent: of pieces only a few are under way."""
+        while self._sends and self._sends[0].Test():
+            self._sends.popleft()
+        while self._waiting and len(self._sends) < AHEAD * len(self._to):
+            piece, peer = self._waiting.popleft()
             self._sends.append(self._comm.Isend([piece, MPI.BYTE], peer, self._tag))
+
+    def _pieces(self, part: Bytes, peer: int) -> list[Bytes]:
+        return cut(part, 1 if peer in self._near else pieces_in(len(part)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arraycomm._transports.routes import Places, Route, pieces_of, route
+from arraycomm._transports.routes import Places, Route, parts_of, route
 
 
 @st.composite
@@ -86,7 +86,7 @@ def test_the_last_piece_is_everywhere_about_as_soon_as_by_the_other_shape(
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) + 1, 100_000_001])
 def test_pieces_are_all_of_the_bytes(nbytes: int) -> None:
     buffer = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (nbytes,), (0,))
-    pieces = pieces_of(buffer, 4)
+    pieces = parts_of(buffer, 4)
     assert sum(map(len, pieces)) == nbytes
     assert len(pieces) <= 8
     assert min(map(len, pieces), default=1) >= 1

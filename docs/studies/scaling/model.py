@@ -20,7 +20,7 @@ from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import PAYLOAD, message_slot, shared_slot
 from arraycomm._transports.rank_grid import LEAST_RANKS, sides
-from arraycomm._transports.routes import pieces_of
+from arraycomm._transports.routes import parts_of
 from docs.studies.scaling.chained import chunks as chained_chunks
 from docs.studies.scaling.chained import copies as chained_copies
 from docs.studies.scaling.chained import in_chain, is_chained
@@ -324,7 +324,7 @@ def broadcast(size: int, nbytes: float) -> Movement:
     In a chain (p + k − 2) (α + n β / k). In a binary tree each rank sends every piece twice, and a piece is as late
     as it has gone to a second child: (2 k − 2 + about 2 log p) (α + n β / k).
     """
-    pieces = pieces_of(range(int(nbytes)), size)
+    pieces = parts_of(range(int(nbytes)), size)
     if _are_chained(size, len(pieces)):
         steps = size + len(pieces) - 2
     else:
@@ -335,7 +335,7 @@ def broadcast(size: int, nbytes: float) -> Movement:
 
 def sent_by_root(size: int, nbytes: float) -> Movement:
     """Return the messages of the rank that sends most in a broadcast, with one rank a node."""
-    pieces = pieces_of(range(int(nbytes)), size)
+    pieces = parts_of(range(int(nbytes)), size)
     copies = 1 if _are_chained(size, len(pieces)) else 2
     return [Rounds(copies * len(pieces), nbytes / len(pieces), 1)]
 

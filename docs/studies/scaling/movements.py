@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from arraycomm._transports.routes import Places, pieces_of, route
+from arraycomm._transports.routes import Places, parts_of, route
 from docs.studies.scaling import model
 from docs.studies.scaling.rounds import NOBODY, Ranks, Step
 
@@ -108,7 +108,7 @@ def scatter(counts: Sequence[int], root: int) -> Iterator[Step]:
 def bcast(nodes: Sequence[int], nbytes: int, root: int) -> Iterator[Step]:
     """Whoever has a piece passes it on by the routes of the library, one message after another."""
     places, size = Places(nodes), len(nodes)
-    pieces = [len(piece) for piece in pieces_of(range(nbytes), len(places.members))]
+    pieces = [len(piece) for piece in parts_of(range(nbytes), len(places.members))]
     routes = [route(rank, root, places, len(pieces)).to for rank in range(size)]
     waiting = [[(n, to) for n in range(len(pieces)) for to in tos] for tos in routes]
     here = [0] * size
