@@ -17,8 +17,6 @@
 
 /* Rounds double the nodes that are known. */
 enum { ROUNDS = 24, STATUS_WORDS = 16 };
-/* The pieces of a message that are under way; see _transports/mpi_pieces.py. */
-enum { AHEAD = 4 };
 /* Looks for a message between two times that the core is given up. */
 enum { LOOKS = 4 };
 
@@ -43,6 +41,7 @@ struct Nodes {
     Slots slots;
     _Atomic int64_t *lengths, *complete, *alike; /* behind the slots; see mpi_control.py */
     int *members, *others, member_count, other_count;
+    int ahead; /* the pieces of a message that are under way; see _transports/mpi_pieces.py */
     int rounds, known[ROUNDS + 1]; /* how many ranks are known before each round, and at last */
     int (*start)(void *request), (*test)(void *request, int *flag, void *status);
     Messages *messages;
@@ -113,20 +112,22 @@ static int set_memory(Nodes *self, PyObject *memory, int rank, int size, Py_ssiz
 
 static PyObject *nodes_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"memory", "rank", "size", "slot", "members", "others", "received", "box", "start", "test", NULL};
+    static char *names[] = {"memory", "rank", "size", "slot", "members", "others", "received", "ahead", "box", "start", "test", NULL};
     PyObject *memory, *members, *others, *received, *box;
     unsigned long long start, test;
     Py_ssize_t slot;
-    int rank, size;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiinOOOOKK", names, &memory, &rank, &size, &slot, &members,
-                                     &others, &received, &box, &start, &test))
+    int rank, size, ahead;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiinOOOiOKK", names, &memory, &rank, &size, &slot, &members,
+                                     &others, &received, &ahead, &box, &start, &test))
         return NULL;
+    if (ahead < 1) return PyErr_Format(PyExc_ValueError, "a piece at least must be under way");
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Nodes *self = (Nodes *)allocate(type, 0);
     if (self == NULL) return NULL;
     self->start = (int (*)(void *))(uintptr_t)start;
     self->test = (int (*)(void *, int *, void *))(uintptr_t)test;
     self->round = -1;
+    self->ahead = ahead;
     if (set_memory(self, memory, rank, size, slot)) goto failed;
     self->members = read_ranks(members, size - 1, &self->member_count);
     self->others = self->members ? read_ranks(others, size - 1, &self->other_count) : NULL;
@@ -202,11 +203,11 @@ static int read_addresses(PyObject *sequence, int count, void **addresses)
     return 0;
 }
 
-/* Begin pieces up to a number of them, of which so many are under way. */
-static int begin_pieces(const Nodes *self, Lane *lane, int until, int ahead)
+/* Begin pieces up to a number of them. */
+static int begin_pieces(const Nodes *self, Lane *lane, int until)
 {
     int error = 0;
-    for (; !error && lane->begun < until && lane->begun < lane->count && lane->begun < lane->come + ahead; ++lane->begun) {
+    for (; !error && lane->begun < until && lane->begun < lane->count && lane->begun < lane->come + self->ahead; ++lane->begun) {
         void **const pair = lane->messages + 2 * lane->begun;
         if (pair[0]) error = self->start(pair[0]);
         if (pair[1] && !error) error = self->start(pair[1]);
@@ -215,28 +216,28 @@ static int begin_pieces(const Nodes *self, Lane *lane, int until, int ahead)
 }
 
 /* Look once for what has come, and begin as much. */
-static int advance(const Nodes *self, Lane *lane, int until, int ahead)
+static int advance(const Nodes *self, Lane *lane, int until)
 {
     int64_t status[STATUS_WORDS];
-    int error = begin_pieces(self, lane, until, ahead);
+    int error = begin_pieces(self, lane, until);
     while (!error && lane->come < lane->begun) {
         void *const receive = lane->messages[2 * lane->come];
         int over = 1;
         if (receive) error = self->test(receive, &over, status);
         if (error || !over) break;
         ++lane->come;
-        error = begin_pieces(self, lane, until, ahead);
+        error = begin_pieces(self, lane, until);
     }
     return error;
 }
 
 /* Take lanes up to a number of pieces, until a time. */
-static bool have_come(const Nodes *self, Lane *lanes, int count, int until, int ahead, int64_t end, int *error)
+static bool have_come(const Nodes *self, Lane *lanes, int count, int until, int64_t end, int *error)
 {
     for (int looks = 1;; ++looks) {
         bool all = true;
         for (Lane *lane = lanes; lane < lanes + count; ++lane) {
-            if ((*error = advance(self, lane, until, ahead))) return false;
+            if ((*error = advance(self, lane, until))) return false;
             all = all && (lane->come >= until || lane->come == lane->count);
         }
         if (all) return true;
@@ -319,11 +320,10 @@ static PyObject *nodes_move(Nodes *self, PyObject *args)
 {
     PyObject *sequence;
     long long nanoseconds;
-    int ahead, error = 0;
-    if (!PyArg_ParseTuple(args, "OiL", &sequence, &ahead, &nanoseconds)) return NULL;
+    int error = 0;
+    if (!PyArg_ParseTuple(args, "OL", &sequence, &nanoseconds)) return NULL;
     const Py_ssize_t count = PySequence_Size(sequence);
     if (count < 0) return NULL;
-    if (ahead < 1) return PyErr_Format(PyExc_ValueError, "a piece at least must be under way");
     Lane *const lanes = PyMem_Calloc((size_t)count + 1, sizeof(Lane));
     if (lanes == NULL) return PyErr_NoMemory();
     if (read_lanes(sequence, count, lanes)) {
@@ -333,7 +333,7 @@ static PyObject *nodes_move(Nodes *self, PyObject *args)
     bool done;
     Py_BEGIN_ALLOW_THREADS
     const int64_t end = clock_now() + nanoseconds;
-    done = have_come(self, lanes, (int)count, INT_MAX, ahead, end, &error);
+    done = have_come(self, lanes, (int)count, INT_MAX, end, &error);
     for (Py_ssize_t place = 0; place < count && done; ++place) done = are_sent(self, lanes + place, end, &error);
     Py_END_ALLOW_THREADS
     PyObject *const begun = PyList_New(count);
@@ -429,9 +429,9 @@ static bool first_fits(const Nodes *self, int64_t step, Py_ssize_t nbytes, bool 
 /* Take the message of a round. The other one's is as long as this one's should be, if its first piece fits. */
 static bool make_round(Nodes *self, Lane lane, int64_t step, Py_ssize_t nbytes, bool records, int64_t end)
 {
-    bool come = have_come(self, &lane, 1, 1, 1, end, &self->error);
+    bool come = have_come(self, &lane, 1, 1, end, &self->error);
     self->differs = come && !first_fits(self, step, nbytes, records);
-    come = come && !self->differs && have_come(self, &lane, 1, INT_MAX, AHEAD, end, &self->error);
+    come = come && !self->differs && have_come(self, &lane, 1, INT_MAX, end, &self->error);
     self->begun = lane.begun;
     return come;
 }
@@ -478,7 +478,7 @@ static PyMethodDef nodes_methods[] = {
     {"clear", (PyCFunction)(void (*)(void))nodes_clear_messages, METH_NOARGS,
      PyDoc_STR("clear(): forget all messages.")},
     {"move", (PyCFunction)(void (*)(void))nodes_move, METH_VARARGS,
-     PyDoc_STR("move(lanes, ahead, nanoseconds): start persistent messages, of which each lane has the addresses of receives "
+     PyDoc_STR("move(lanes, nanoseconds): start persistent messages, of which each lane has the addresses of receives "
                "and sends in turn, and look for them for so long at most. After the first ones a pair is started once a "
                "receive of its lane has come. Return whether all are over, MPI's error, or 0, and how many of each lane "
                "were started.")},

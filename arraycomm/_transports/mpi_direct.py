@@ -16,7 +16,6 @@ from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.mpi_movement import Messages, Requests
 from arraycomm._transports.mpi_pieces import (
-    AHEAD,
     Lane,
     MessageLane,
     PersistentLane,
@@ -90,7 +89,7 @@ class DirectSlices:
         done, error, begun = False, 0, [0] * len(messages.lanes)
         try:
             if self._native is not None:
-                done, error, begun = self._native.move(messages.addresses, AHEAD, _NANOSECONDS)
+                done, error, begun = self._native.move(messages.addresses, _NANOSECONDS)
             if error:
                 raise MPI.Exception(error)
             lanes = [] if done else [*map(PersistentLane, messages.lanes, begun)]

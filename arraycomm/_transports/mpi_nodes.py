@@ -29,6 +29,7 @@ from mpi4py import MPI
 from arraycomm._native import compiled
 from arraycomm._transports.control import PAYLOAD
 from arraycomm._transports.mpi_pieces import (
+    AHEAD,
     PersistentLane,
     Prepared,
     addresses_of,
@@ -510,6 +511,7 @@ def native_steps(
         members=nodes[own],
         others=[rank for node in others for rank in node],
         received=exchange.received_ranks if exchange is not None else [size - len(nodes[own])],
+        ahead=AHEAD,
         box=exchange.box if exchange is not None else None,
         **functions,
     )

@@ -61,9 +61,12 @@ class Lane(abc.ABC):
         """Begin a piece each way."""
 
     def begin(self) -> None:
-        """Begin the first pieces, unless they have been begun."""
-        while self._begun < min(self._count, AHEAD):
-            self._start_next()
+        """Begin as many pieces as may be under way."""
+        while self._begun < self._count and len(self._receives) < AHEAD:
+            received, sent = self.start(self._begun)
+            self._begun += 1
+            self._receives.append(received)
+            self._sends.append(sent)
 
     def done(self) -> bool:
         """Begin what can be begun; tell whether all pieces are over. Never waits."""
@@ -71,19 +74,12 @@ class Lane(abc.ABC):
             if not self._receives[0].Test():
                 return False
             self._receives.popleft()
-            if self._begun < self._count:
-                self._start_next()
+            self.begin()
         while self._sends:
             if not self._sends[-1].Test():
                 return False
             self._sends.pop()
         return True
-
-    def _start_next(self) -> None:
-        received, sent = self.start(self._begun)
-        self._begun += 1
-        self._receives.append(received)
-        self._sends.append(sent)
 
 
 class MessageLane(Lane):

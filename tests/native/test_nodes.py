@@ -59,7 +59,9 @@ class _Request:
         if not self._sends:
             self.length = -1
             with self._wire.lock:
-                self._wire.wanted[self._route].append(self)
+                wanted = self._wire.wanted[self._route]
+                wanted.append(self)
+                self._wire.most_wanted = max(self._wire.most_wanted, len(wanted))
         else:
             self._until = time.monotonic() + self._wire.seconds_of_sends
             with self._wire.lock:
@@ -111,6 +113,8 @@ class _Wire:
         self.requests: dict[int, _Request] = {}
         self.sent: dict[tuple[int, int], list[tuple[Any, Any]]] = defaultdict(list)
         self.wanted: dict[tuple[int, int], list[_Request]] = defaultdict(list)
+        # The most receives between two ranks that were under way at once.
+        self.most_wanted = 0
         self.seconds_of_sends = 0.0
         self.error = 0
         # Kept: the native part has their addresses.
@@ -409,6 +413,48 @@ def test_an_error_of_mpi_ends_the_call() -> None:
             request.Test()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_pieces_of_lanes_that_native_part_begins_go_on_in_python(late: bool) -> None:
+    """Each way as many, a few of them at a time; the native part gives them up if the other rank is late."""
+    nbytes = 20 * 256
+    with _Cluster([0, 1]) as cluster:
+        wire = cluster.wire
+        rows = [_elements(nbytes // 4, rank).view(np.uint8) for rank in range(2)]
+        into = [np.zeros(nbytes, np.uint8) for _ in range(2)]
+
+        def exchange(rank: _Rank) -> None:
+            number = rank.control.rank
+            comm = wire.comm(number, 2)
+            lane = mpi_pieces.prepared(
+                [
+                    comm.Recv_init([p, None], 1 - number, 0)
+                    for p in mpi_pieces.cut(into[number], 20)
+                ],
+                [
+                    comm.Send_init([p, None], 1 - number, 0)
+                    for p in mpi_pieces.cut(rows[number], 20)
+                ],
+            )
+            if late and number:
+                time.sleep(10 * _LATE)
+            addresses = mpi_pieces.addresses_of(lane)
+            done, error, (begun,) = rank.control.native.move([addresses], int(_LATE * 1e9))
+            assert error == 0
+            if late and not number:
+                assert (done, begun) == (False, mpi_pieces.AHEAD)
+            rest = mpi_pieces.PersistentLane(lane, begun)
+            rest.begin()
+            deadline = time.monotonic() + _LIMIT
+            while not rest.done():
+                assert time.monotonic() < deadline, "the pieces do not come"
+            mpi_pieces.free([lane])
+
+        cluster.each(exchange)
+        assert (into[0] == rows[1]).all()
+        assert (into[1] == rows[0]).all()
+        assert wire.most_wanted <= mpi_pieces.AHEAD
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -417,6 +463,7 @@ def test_an_error_of_mpi_ends_the_call() -> None:
         ({"members": [0, 2]}, "no rank 2"),
         ({"others": []}, "each rank must be a member of this node or one of the others"),
         ({"received": [1, 1]}, "the rounds do not bring all ranks"),
+        ({"ahead": 0}, "a piece at least must be under way"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
@@ -429,6 +476,7 @@ def test_nodes_have_to_be_those_of_a_control_channel(changed: dict[str, Any], me
         "members": [0],
         "others": [1],
         "received": [1],
+        "ahead": 4,
         "box": np.zeros(1024, np.uint8),
         "start": 1,
         "test": 1,
@@ -443,7 +491,5 @@ def test_nodes_have_to_be_those_of_a_control_channel(changed: dict[str, Any], me
     ):
         with pytest.raises(ValueError, match=why):
             made.add(*wrong)
-    with pytest.raises(ValueError, match="a piece at least must be under way"):
-        made.move([], 0, 1)
     with pytest.raises(ValueError, match=message):
         compiled.Nodes(**fitting | changed)

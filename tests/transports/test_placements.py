@@ -16,7 +16,7 @@ from arraycomm._folds import fold
 from arraycomm._native import compiled
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._training.rounds import Bucket, Place, Rounds
-from arraycomm._transports import mpi_direct
+from arraycomm._transports import mpi_direct, mpi_pieces
 from arraycomm._transports.base import Blocks, Handle, Steps, Transport
 from arraycomm._transports.crossovers import Crossovers
 from arraycomm._trees import fusion, shared_memory
@@ -37,9 +37,11 @@ _PLACEMENTS = {
 
 
 @pytest.fixture(params=_PLACEMENTS[LAUNCH.size] if LAUNCH and LAUNCH.size in _PLACEMENTS else [])
-def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Communicator]:
     from mpi4py import MPI
 
+    # Most messages here go in several pieces, and many in more than are under way at once.
+    monkeypatch.setattr(mpi_pieces, "PIECE", 8 << 10)
     world, nodes = MPI.COMM_WORLD, request.param
     group = world.Split(int(world.rank < len(nodes)), world.rank)
     if world.rank >= len(nodes):
@@ -69,10 +71,11 @@ def test_movements_that_overlap_do_not_mix(comm: Communicator) -> None:
     for number, scale in enumerate((1, 50_000, 0, 7)):
         gathered = _blocks([scale * (peer + 1) for peer in range(size)])
         gathered.block(rank)[...] = 10 * number + rank
-        sent = _blocks([scale * (peer + rank) for peer in range(size)])
+        # What some send one another differs much in length.
+        sent = _blocks([scale * (peer + 4 * rank) for peer in range(size)])
         for peer in range(size):
             sent.block(peer)[...] = 10 * peer + rank
-        got = _blocks([scale * (rank + peer) for peer in range(size)])
+        got = _blocks([scale * (rank + 4 * peer) for peer in range(size)])
         said = np.full(7 * scale, 10 * number + rank, np.uint8)
         handles += [
             link.alltoall(sent, got),

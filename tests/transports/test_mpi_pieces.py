@@ -1,0 +1,77 @@
+"""Long messages in pieces: both ranks cut alike, and only few are under way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+
+from arraycomm._transports import mpi_pieces
+
+_NBYTES = st.one_of(st.integers(0, 10_000), st.integers(0, 40 * mpi_pieces.PIECE))
+
+
+@given(_NBYTES, _NBYTES)
+def test_both_ranks_cut_alike(one: int, other: int) -> None:
+    count = mpi_pieces.pieces_of(one, other)
+    assert count == mpi_pieces.pieces_of(other, one)
+    both = max(one, other) <= 2 * min(one, other)
+    for nbytes in (one, other):
+        pieces = mpi_pieces.cut(np.empty(nbytes, np.uint8), count)
+        assert len(pieces) == count
+        assert sum(map(len, pieces)) == nbytes
+        # A piece may begin up to a line earlier.
+        assert not both or max(map(len, pieces)) < mpi_pieces.PIECE + 64
+        assert all(len(piece) % 64 == 0 for piece in pieces[:-1])
+
+
+class _Request:
+    """A receive or a send that is over when the test says so."""
+
+    over = False
+
+    def Test(self) -> bool:  # noqa: N802 - as MPI has it
+        return self.over
+
+
+class _Lane(mpi_pieces.Lane):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.requests: list[tuple[_Request, _Request]] = []
+
+    def start(self, number: int) -> Any:
+        assert number == len(self.requests)
+        self.requests.append((_Request(), _Request()))
+        return self.requests[-1]
+
+
+@given(st.integers(1, 12), st.randoms(use_true_random=False))
+def test_few_pieces_are_under_way_whichever_is_over_first(count: int, random: Any) -> None:
+    lane = _Lane(count)
+    lane.begin()
+    while not lane.done():
+        come = next((n for n, (r, _) in enumerate(lane.requests) if not r.over), count)
+        # All are begun that may be: nobody waits for nothing.
+        assert len(lane.requests) == min(count, come + mpi_pieces.AHEAD)
+        left = [request for pair in lane.requests for request in pair if not request.over]
+        random.choice(left).over = True
+    assert len(lane.requests) == count
+    assert all(request.over for pair in lane.requests for request in pair)
+
+
+def test_one_way_may_have_more_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    null = SimpleNamespace(Test=lambda: True)
+    monkeypatch.setattr(mpi_pieces, "MPI", SimpleNamespace(Prequest=lambda: null))
+    sends: list[Any] = [_Request() for _ in range(3)]
+    assert mpi_pieces.prepared([], sends) == [(null, send) for send in sends]
+    assert mpi_pieces.prepared(sends[:2], sends) == [
+        (sends[0], sends[0]),
+        (sends[1], sends[1]),
+        (null, sends[2]),
+    ]
