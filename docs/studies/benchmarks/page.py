@@ -234,11 +234,11 @@ BETWEEN_NODES: Final = """\
 How long does a reduction take between two nodes, by `allreduce(x, out=y)` or a plan, and by MPI's own `Allreduce`, which is called for one leaf after the other? The nodes are network namespaces of one
 machine with two cores, and the link between them is TCP over a pair of virtual interfaces. Their cores move the bytes, so the figures say what libraries do with a link, and nothing of a network.
 
-"exchange" is `Sendrecv` of as many bytes: each node has to learn of the other's elements, so that the bytes of a rank's array cross the link in each direction, whoever folds them. With several ranks on a node, each
-exchanges its part. No reduction takes less, and where the link's time is most of MPI's, as for large trees with one rank on each node, no ratio can be much lower. The last column has that floor as a part of MPI's time.
+"exchange" sends as many bytes each way, in pieces as arraycomm does: each node has to learn of the other's elements, so that the bytes of a rank's array cross the link in each direction, whoever folds them. With several ranks on a node, each
+exchanges its part. No reduction takes less, and where the link's time is most of MPI's no ratio can be much lower. The last column has that floor as a part of MPI's time.
 
-TCP's congestion control is BBR here. Once it has measured the link by larger arrays, it holds back what does not fit into 64 KiB at once, for as long as these bytes take at the rate that it has measured. So 64 KB, which travel with the header
-in one message, take longer in the last row than in the third one. MPI sends halves of them, one after the other, which are not held back.
+arraycomm cuts what two nodes send one another into [pieces](architecture.md#algorithms) of up to 64,000 bytes. TCP's congestion control is BBR here: once it has measured the link by larger arrays, it holds back what does not fit into 64 KiB at once. The last row is the
+third one after that.
 
 ```sh
 mpiexec -hosts A,B -ppn 1 -n 2 python -m docs.studies.benchmarks.nodes docs/studies/benchmarks/nodes.json
