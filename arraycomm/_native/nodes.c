@@ -2,7 +2,7 @@
  *
  * The first rank of a node leads: it sends and receives, by prepared messages that Python has made. Two ranks alone
  * on their nodes send one another their slots. Others send a common record, the header once and the payloads of all
- * ranks that are known so far, from a box in which it grows.
+ * ranks that are known so far, from a box in which it grows; large payloads go from slot to slot.
  *
  * MPI is called by the addresses of two functions that are the same in every MPI: they take pointers to handles. */
 
@@ -27,8 +27,8 @@ typedef struct {
     int count, begun, come;
 } Lane;
 
-/* The messages of all rounds for a payload of so many bytes. Slots are sent from where they are, which depends on
- * the parity of the step; a record has the parity -1. */
+/* The messages of all rounds for a payload of so many bytes. What is sent from where slots are depends on the parity of
+ * the step. If it is -1, the payloads go by way of the box. */
 typedef struct {
     Py_ssize_t nbytes;
     int parity;
@@ -387,11 +387,10 @@ static bool have_common(const Nodes *self, int64_t step, Py_ssize_t nbytes)
 }
 
 /* Begin the record of all ranks with those of this node. */
-static void pack(Nodes *self, int64_t step, Py_ssize_t nbytes)
+static void pack(Nodes *self, int64_t step, Py_ssize_t nbytes, size_t each)
 {
     char *const box = self->box.buf;
     const int64_t mark = ~(int64_t)nbytes;
-    const size_t each = whole(nbytes);
     memcpy(box, &mark, HEADER);
     memcpy(box + HEADER, slot_of(&self->slots, step, self->slots.rank) + HEADER, PAYLOAD - HEADER);
     for (int place = 0; place < self->member_count; ++place)
@@ -419,18 +418,19 @@ static void add_record(Nodes *self, size_t each)
 }
 
 /* Whether the first piece that has come in a round is as this node's is. */
-static bool first_fits(const Nodes *self, int64_t step, Py_ssize_t nbytes, bool records)
+static bool first_fits(const Nodes *self, int64_t step, Py_ssize_t nbytes, size_t each)
 {
-    if (records) return !memcmp((char *)self->box.buf + PAYLOAD + (size_t)self->known[self->round] * whole(nbytes), self->box.buf, PAYLOAD);
+    const char *const box = self->box.buf;
+    if (box) return !memcmp(box + PAYLOAD + (size_t)self->known[self->round] * each, box, PAYLOAD);
     const int64_t length = nbytes;
     return !memcmp(slot_of(&self->slots, step, self->others[0]), &length, HEADER);
 }
 
 /* Take the message of a round. The other one's is as long as this one's should be, if its first piece fits. */
-static bool make_round(Nodes *self, Lane lane, int64_t step, Py_ssize_t nbytes, bool records, int64_t end)
+static bool make_round(Nodes *self, Lane lane, int64_t step, Py_ssize_t nbytes, size_t each, int64_t end)
 {
     bool come = have_come(self, &lane, 1, 1, end, &self->error);
-    self->differs = come && !first_fits(self, step, nbytes, records);
+    self->differs = come && !first_fits(self, step, nbytes, each);
     come = come && !self->differs && have_come(self, &lane, 1, INT_MAX, end, &self->error);
     self->begun = lane.begun;
     return come;
@@ -442,16 +442,17 @@ static bool lead(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t end)
         if (!wait_for_stamp(&self->slots, step, self->members[place], end)) return false;
     const Messages *const messages = find_messages(self, (int)(step & 1), nbytes);
     if (messages == NULL) return false;
-    const bool records = messages->parity < 0;
+    const bool records = self->box.buf;
+    const size_t each = messages->parity < 0 ? whole(nbytes) : 0; /* of a rank in the box */
     if (records && !have_common(self, step, nbytes)) return false;
-    if (records) pack(self, step, nbytes);
+    if (records) pack(self, step, nbytes, each);
     else memcpy(slot_of(&self->slots, step, self->slots.rank), &(int64_t){nbytes}, HEADER);
     for (self->round = 0; self->round < self->rounds; ++self->round) {
-        if (!make_round(self, messages->lanes[self->round], step, nbytes, records, end)) return false;
-        if (records) add_record(self, whole(nbytes));
+        if (!make_round(self, messages->lanes[self->round], step, nbytes, each, end)) return false;
+        if (records) add_record(self, each);
     }
     if (records) {
-        unpack(self, step, whole(nbytes));
+        unpack(self, step, each);
         atomic_store_explicit(self->alike + (step & 1), 1, memory_order_relaxed);
         atomic_store_explicit(self->complete, step, memory_order_release);
     }

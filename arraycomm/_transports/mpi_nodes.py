@@ -10,6 +10,8 @@ with the complement of the number. So a header costs the same on any number of r
 two records that differ passes on a record for each rank.
 
 Long slots and common records go in pieces (`mpi_pieces.py`). The first one says how many follow, which are begun then.
+If payloads are large, the first piece of a common record is what is in front of them, and they go from slot to slot;
+short ones go by way of a record.
 
 Slots, and common records of reductions that repeat, go by persistent messages, prepared once for each number of
 bytes: they take memory of MPI's. The native part takes whole steps by them (`_native/nodes.c`), and leaves those to
@@ -46,11 +48,14 @@ _WORDS: Final = PAYLOAD // _WORD
 _KEPT: Final = 64
 # Records lie in the same place in all steps.
 _ANY: Final = -1
+# The least bytes of payloads that go from slot to slot: it takes an empty message, and saves two copies.
+_LARGE: Final = 32 << 10
 # The most bytes of a status that the native part has room for.
 _STATUS: Final = 128
 
 Bytes = np.ndarray[Any, Any]
 Rows = Sequence[Bytes]
+Pieces = Sequence[Bytes]
 Lengths = Sequence[memoryview]
 
 
@@ -68,8 +73,6 @@ class NodeExchange(abc.ABC):
     # Whether all ranks show the words of this one in front of their payload, once all has been received. Then no more
     # than the payload is put into the slots of other nodes.
     alike = False
-    # Whether messages go from another place in even steps than in odd ones.
-    by_parity = True
     # Where common records are built.
     box: Bytes | None = None
     # The number of ranks whose slots come in each round.
@@ -105,13 +108,17 @@ class NodeExchange(abc.ABC):
         node shows, or if more have been begun.
         """
 
+    def _place(self, nbytes: int, parity: int) -> int:
+        """Return the parity of the steps whose messages lie in the same place, or `_ANY`."""
+        return parity
+
     @abc.abstractmethod
     def _make(self, nbytes: int, parity: int) -> list[Prepared]:
         """Return new messages, a lane for each round."""
 
     def prepare(self, nbytes: int, parity: int) -> list[Prepared]:
         """Return the messages for a payload of so many bytes; no step is under way if they are new."""
-        key = nbytes, parity if self.by_parity else _ANY
+        key = nbytes, self._place(nbytes, parity)
         lanes = self._kept.get(key)
         if lanes is None:
             if len(self._kept) >= _KEPT:
@@ -129,22 +136,18 @@ class NodeExchange(abc.ABC):
             free(lanes)
         self._kept.clear()
 
-    def _receives(self, into: Bytes, nbytes: int, origin: int) -> list[MPI.Prequest]:
-        """Prepare to receive so many bytes; the first piece of another length has room too."""
-        _, *more = cut(into[:nbytes], pieces_in(nbytes))
-        return [self._comm.Recv_init([p, MPI.BYTE], origin, _TAG) for p in (into, *more)]
+    def _receives(self, into: Bytes, rest: Pieces, origin: int) -> list[MPI.Prequest]:
+        """Prepare to receive: the first piece, of which nobody knows the length, and the others."""
+        return [self._comm.Recv_init([p, MPI.BYTE], origin, _TAG) for p in (into, *rest)]
 
-    def _sends(self, out: Bytes, to: int) -> list[MPI.Prequest]:
-        pieces = cut(out, pieces_in(len(out)))
+    def _sends(self, pieces: Pieces, to: int) -> list[MPI.Prequest]:
         return [self._comm.Send_init([piece, MPI.BYTE], to, _TAG) for piece in pieces]
 
-    def _receive_rest(self, into: Bytes, origin: int) -> None:
-        """Begin to receive all pieces but the first one, which has come."""
-        for piece in cut(into, pieces_in(len(into)))[1:]:
+    def _exchange_rest(self, into: Pieces, origin: int, out: Pieces, to: int) -> None:
+        """Begin all pieces but the first ones."""
+        for piece in into:
             self._rest.append(self._comm.Irecv([piece, MPI.BYTE], origin, _TAG).Test)
-
-    def _send_rest(self, out: Bytes, to: int) -> None:
-        for piece in cut(out, pieces_in(len(out)))[1:]:
+        for piece in out:
             self._sending.append(self._comm.Isend([piece, MPI.BYTE], to, _TAG))
 
     def _rest_came(self) -> bool:
@@ -192,17 +195,17 @@ class Pair(NodeExchange):
 
     def _first_came(self) -> None:
         self._first = None
-        own, come = (
-            slot[: PAYLOAD + int(slot[:_WORD].view(np.int64)[0])]
+        (_, *own), (_, *come) = (
+            _cut(slot[: PAYLOAD + int(slot[:_WORD].view(np.int64)[0])])
             for slot in self._slots(self._parity)
         )
         peer = 1 - self._comm.rank
-        self._receive_rest(come, peer)
-        self._send_rest(own, peer)
+        self._exchange_rest(come, peer, own, peer)
 
     def _make(self, nbytes: int, parity: int) -> list[Prepared]:
         peer, end, (own, come) = 1 - self._comm.rank, PAYLOAD + nbytes, self._slots(parity)
-        return [prepared(self._receives(come, end, peer), self._sends(own[:end], peer))]
+        receives = self._receives(come, _cut(come[:end])[1:], peer)
+        return [prepared(receives, self._sends(_cut(own[:end]), peer))]
 
 
 class Rounds(NodeExchange):
@@ -218,8 +221,6 @@ class Rounds(NodeExchange):
         See `NodeExchange`.
     """
 
-    by_parity = False
-
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -233,7 +234,8 @@ class Rounds(NodeExchange):
         count = len(nodes)
         # From this node on, in the order in which their records arrive.
         turned = _in_turn(nodes, own)
-        self._others = _selection([rank for node in turned[1:] for rank in node])
+        self._turned = [rank for node in turned for rank in node]
+        self._others = _selection(self._turned[len(self._members) :])
         self._here = _selection(self._members)
         # For each parity, what each rank of this node shows in front of its payload.
         self._shown = [
@@ -255,8 +257,9 @@ class Rounds(NodeExchange):
         self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
         self.box = self._boxes[0]
         self._use_box(0)
-        # The length of the message that is coming.
-        self._coming = 0
+        # The length of the message that is coming; that of a payload in whole words, and whether it goes from slot to slot.
+        self._coming = self._each = 0
+        self._large = False
 
     def start(self, parity: int) -> None:
         self._parity, self._round = parity, 0
@@ -284,7 +287,7 @@ class Rounds(NodeExchange):
         self._parity, self._round, self.alike = parity, reached, True
         self._use_box(0)
         nbytes = self._lengths[parity][self._members[0]]
-        self._each = _whole(nbytes)
+        self._each, self._large = _whole(nbytes), nbytes >= _LARGE
         self._known = len(self._members) + sum(self.received_ranks[:reached])
         self._end = self._end_of(self._known)
         lanes = self.prepare(nbytes, parity)
@@ -294,7 +297,7 @@ class Rounds(NodeExchange):
             return
         lane = lanes[reached]
         if begun > 1:
-            self._coming = PAYLOAD + self._plan[reached][3] * self._each
+            self._coming = PAYLOAD + self._plan[reached][3] * self._boxed
             self._rest = [PersistentLane(lane, begun).done]
             return
         self._first = lane[0][0]
@@ -306,19 +309,38 @@ class Rounds(NodeExchange):
         self._box = self._boxes[number]
         self._words = self._box.data.cast("q")
 
+    @property
+    def _boxed(self) -> int:
+        """Return the bytes that a common record has of each rank."""
+        return 0 if self._large else self._each
+
+    def _place(self, nbytes: int, parity: int) -> int:
+        return parity if nbytes >= _LARGE else _ANY
+
     def _make(self, nbytes: int, parity: int) -> list[Prepared]:
         lanes, known, each = [], len(self._members), _whole(nbytes)
+        box, boxed = self._boxes[0], 0 if nbytes >= _LARGE else each
         for to, origin, sent, received in self._plan:
-            into = self._boxes[0][PAYLOAD + known * each :]
-            out = self._boxes[0][: PAYLOAD + sent * each]
-            receives = self._receives(into, PAYLOAD + received * each, origin)
-            lanes.append(prepared(receives, self._sends(out, to)))
+            into, out = box[PAYLOAD + known * boxed :], box[: PAYLOAD + sent * boxed]
+            come, own = _cut(into[: PAYLOAD + received * boxed]), _cut(out)
+            if boxed < each:
+                come += self._payloads(parity, self._turned[known:][:received], each)
+                own += self._payloads(parity, self._turned[:sent], each)
+            lanes.append(prepared(self._receives(into, come[1:], origin), self._sends(own, to)))
             known += received
         return lanes
 
+    def _payloads(self, parity: int, ranks: Sequence[int], each: int) -> list[Bytes]:
+        """Return the pieces of the payloads of these ranks in their slots."""
+        slots = [self._rows[parity][rank, PAYLOAD : PAYLOAD + each] for rank in ranks]
+        return [piece for slot in slots for piece in _cut(slot)]
+
     def _begin_round(self) -> None:
         to, origin, sent, _ = self._plan[self._round]
-        lanes = self._kept.get((~self._words[0], _ANY)) if self.alike else None
+        lanes = None
+        if self.alike:
+            nbytes = ~self._words[0]
+            lanes = self._kept.get((nbytes, self._place(nbytes, self._parity)))
         if lanes is not None:
             first, sending = lanes[self._round][0]
             first.Start()
@@ -328,20 +350,35 @@ class Rounds(NodeExchange):
         else:
             into, out = self._box[self._end :], self._box[: self._end_of(sent)]
             self._first = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
-            begins = cut(out, pieces_in(len(out)))[0] if self.alike else out
+            begins = _cut(out)[0] if self.alike else out
             self._sending.append(self._comm.Isend([begins, MPI.BYTE], to, _TAG))
 
     def _first_came(self, length: int | None) -> None:
         """Go on with a message of which so many bytes have come; None if that is still to be found."""
         to, origin, sent, received = self._plan[self._round]
         self._first = None
-        if length is None or self._words[self._end // _WORD] < 0:
-            length = self._length(received)
-        self._coming = length
-        if self._words[self._end // _WORD] < 0:
-            self._receive_rest(self._box[self._end :][:length], origin)
+        words, first = self._words, self._end // _WORD
+        come: list[Bytes] = []
+        if words[first] >= 0:
+            self._coming = self._length(received) if length is None else length
+        elif self.alike and self._large and words[first : first + _WORDS] == words[:_WORDS]:
+            self._coming = PAYLOAD
+            ranks = self._turned[self._known :][:received]
+            come = self._payloads(self._parity, ranks, self._each)
+        else:
+            self._coming = self._length(received)
+            record = self._box[self._end :][: self._coming]
+            if ~words[first] >= _LARGE:
+                rows = record[PAYLOAD:].reshape(received, -1)
+                come = [piece for row in rows for piece in _cut(row)]
+            else:
+                _, *come = _cut(record)
+        own: list[Bytes] = []
         if self.alike:
-            self._send_rest(self._box[: self._end_of(sent)], to)
+            _, *own = _cut(self._box[: self._end_of(sent)])
+            if self._large:
+                own += self._payloads(self._parity, self._turned[:sent], self._each)
+        self._exchange_rest(come, origin, own, to)
 
     def _end_round(self) -> None:
         """Take the message of this round, and begin the next one."""
@@ -367,9 +404,10 @@ class Rounds(NodeExchange):
         count = len(self._members)
         nbytes = self._lengths[parity][self._members[0]]
         self._words[0], self._words[1:_WORDS] = ~nbytes, self._shown[parity][0]
-        self._each = each = _whole(nbytes)
+        self._each, self._large = _whole(nbytes), nbytes >= _LARGE
+        each = self._boxed
         self._end = PAYLOAD + count * each
-        if nbytes:
+        if each:
             payloads = self._box[PAYLOAD : self._end].reshape(count, each)
             payloads[...] = self._rows[parity][self._here, PAYLOAD : PAYLOAD + each]
 
@@ -393,6 +431,9 @@ class Rounds(NodeExchange):
                 return
             # What is on its way is still to be sent from where it is.
             common = self._box[: self._end]
+            if self._large:
+                ranks = self._turned[: self._known]
+                common = np.concatenate([common, *self._payloads(self._parity, ranks, self._each)])
             self._use_box(1)
             self.alike, self._end = False, 0
             self._write_records(common, self._known)
@@ -422,9 +463,8 @@ class Rounds(NodeExchange):
         own, end = self._end_of(len(self._members)), self._end
         count = len(rows) - len(self._members)
         if self.alike:
-            if self._each:
-                payloads = box[own:end].reshape(count, self._each)
-                rows[others, PAYLOAD : PAYLOAD + self._each] = payloads
+            if each := self._boxed:
+                rows[others, PAYLOAD : PAYLOAD + each] = box[own:end].reshape(count, each)
             return
         stride = self._stride(own, end, count)
         if stride:
@@ -438,7 +478,7 @@ class Rounds(NodeExchange):
     def _end_of(self, count: int) -> int:
         """Return where the first `count` records end, or a common record of so many ranks."""
         if self.alike:
-            return PAYLOAD + count * self._each
+            return PAYLOAD + count * self._boxed
         if count == self._known:
             return self._end
         stride = self._stride(0, self._end, self._known)
@@ -465,6 +505,10 @@ class Rounds(NodeExchange):
             return 0
         lengths = self._box[start:end].view(np.int64)[:: stride // _WORD]
         return stride if (lengths == nbytes).all() else 0
+
+
+def _cut(memory: Bytes) -> list[Bytes]:
+    return cut(memory, pieces_in(len(memory)))
 
 
 def _in_turn(nodes: Sequence[Sequence[int]], own: int) -> list[Sequence[int]]:

@@ -329,6 +329,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MPI", mpi)
     # Some of the steps below go in one piece, others in more than are under way at once.
     monkeypatch.setattr(mpi_pieces, "PIECE", 256)
+    # Some by way of records, others from slot to slot.
+    monkeypatch.setattr(mpi_nodes, "_LARGE", 800)
 
 
 _NODES = [

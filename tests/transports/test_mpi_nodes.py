@@ -146,6 +146,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi_nodes, "MPI", SimpleNamespace(BYTE=None, Status=SimpleNamespace))
     monkeypatch.setattr(mpi_pieces, "MPI", SimpleNamespace(Prequest=lambda: None))
     monkeypatch.setattr(mpi_pieces, "PIECE", 512)
+    monkeypatch.setattr(mpi_nodes, "_LARGE", 1024)
 
 
 _LENGTHS = st.sampled_from([0, 5, 8, 1000, 1024, 1032, _ROOM])
