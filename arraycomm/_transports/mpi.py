@@ -28,6 +28,7 @@ from arraycomm._transports.mpi_grid import free_grid, make_grid
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_movement import begin, vector
 from arraycomm._transports.mpi_pairs import MpiPair
+from arraycomm._transports.mpi_pieces import agreed
 from arraycomm._transports.mpi_probe import MessageProbe
 from arraycomm._transports.mpi_relay import Broadcasts
 from arraycomm._transports.pairs import Pair, PreparedSlices
@@ -70,14 +71,14 @@ class MPITransport(SharesFiles, Transport):
         if memory is None:
             self._between, self.overlaps = _duplicate(comm), True
             units = self._nodes if share else range(self.size)
-            self.control = MpiControl(comm, self._between, units)
-            places = Places(self._nodes)
+            places, pieces = Places(self._nodes), agreed(comm)
+            self.control = MpiControl(comm, self._between, units, pieces)
             if self.size > 1:
-                self._broadcasts = Broadcasts(self._between, places)
+                self._broadcasts = Broadcasts(self._between, places, pieces)
             if 1 < self.size <= DIRECT_RANKS:
-                self._direct = DirectMessages(self._between, places)
+                self._direct = DirectMessages(self._between, places, pieces)
             if share:
-                self.chain = make_chain(comm, self._between, places)
+                self.chain = make_chain(comm, self._between, places, pieces)
             self.grid = make_grid(comm, places)
         else:
             self.control = SharedControl(self.rank, self.size, memory)

@@ -13,7 +13,7 @@ from arraycomm._transports.control import SharedControl
 from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_movement import Messages
-from arraycomm._transports.mpi_pieces import cut, pieces_in
+from arraycomm._transports.mpi_pieces import Pieces
 from arraycomm._transports.node_chain import NodeChain, is_chain
 from arraycomm._transports.routes import Places
 
@@ -25,10 +25,14 @@ class MpiChain(NodeChain):
     """One rank's place in the chain; `comm` has all ranks, and no other messages of this tag."""
 
     def __init__(
-        self, comm: MPI.Intracomm, members: Sequence[Sequence[int]], control: SharedControl
+        self,
+        comm: MPI.Intracomm,
+        members: Sequence[Sequence[int]],
+        control: SharedControl,
+        pieces: Pieces,
     ) -> None:
         super().__init__(comm.rank, members, control)
-        self._comm = comm
+        self._comm, self._pieces = comm, pieces
 
     def send(self, buffer: Bytes, peer: int) -> Handle:
         return self._begin(self._comm.Isend, buffer, peer)
@@ -37,15 +41,16 @@ class MpiChain(NodeChain):
         return self._begin(self._comm.Irecv, buffer, peer)
 
     def _begin(self, start: Callable[..., MPI.Request], buffer: Bytes, peer: int) -> Handle:
-        pieces = cut(buffer, pieces_in(len(buffer)))
         try:
-            requests = [start([piece, MPI.BYTE], peer, _TAG) for piece in pieces]
+            requests = [start([p, MPI.BYTE], peer, _TAG) for p in self._pieces.of(buffer)]
         except MPI.Exception as error:
             raise translated(error) from error
         return Messages(requests, [], buffer)
 
 
-def make_chain(comm: MPI.Intracomm, between: MPI.Intracomm, places: Places) -> MpiChain | None:
+def make_chain(
+    comm: MPI.Intracomm, between: MPI.Intracomm, places: Places, pieces: Pieces
+) -> MpiChain | None:
     """Return the chain of all ranks' nodes, whose messages go over `between`; collective, and may block.
 
     None, on every rank, if nodes make no chain or the ranks of one cannot share memory.
@@ -61,4 +66,4 @@ def make_chain(comm: MPI.Intracomm, between: MPI.Intracomm, places: Places) -> M
     finish(comm.Iallreduce(MPI.IN_PLACE, shared, MPI.MIN))
     if memory is None or not shared[0]:
         return None
-    return MpiChain(between, places.members, SharedControl(rank, size, memory))
+    return MpiChain(between, places.members, SharedControl(rank, size, memory), pieces)

@@ -19,6 +19,7 @@ from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_nodes import NodeExchange, Pair, Rounds, native_steps
 from arraycomm._transports.mpi_notes import MpiNotes
+from arraycomm._transports.mpi_pieces import Pieces
 
 
 class MpiControl(ControlChannel):
@@ -32,12 +33,16 @@ class MpiControl(ControlChannel):
         A duplicate, in which nobody else sends messages of tag 0.
     nodes : sequence of int
         For each rank, a number that only the ranks on its node have too.
+    pieces : Pieces
+        How messages between nodes are cut.
     """
 
     # Keeps channels alive: MPI may still write the rows of a step that this rank has given up.
     not_closed: ClassVar[set[MpiControl]] = set()
 
-    def __init__(self, comm: MPI.Intracomm, between: MPI.Intracomm, nodes: Sequence[int]) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, between: MPI.Intracomm, nodes: Sequence[int], pieces: Pieces
+    ) -> None:
         rank, size = comm.rank, comm.size
         memory, members = _node_memory(comm, nodes)
         slot = message_slot(size)
@@ -54,9 +59,9 @@ class MpiControl(ControlChannel):
         self._leads = rank == members[own][0]
         self._exchange: NodeExchange | None = None
         if self._leads and size == 2 and len(members) == 2:
-            self._exchange = Pair(between, self.rows, self._lengths)
+            self._exchange = Pair(between, self.rows, self._lengths, pieces)
         elif self._leads and len(members) > 1:
-            self._exchange = Rounds(between, members, own, self.rows, self._lengths)
+            self._exchange = Rounds(between, members, own, self.rows, self._lengths, pieces)
         if len(members) > 1 and type(self) is MpiControl:
             self.slots = memory[: 2 * size * slot]
             self.native = native_steps(self._exchange, memory, rank, members, slot)

@@ -19,11 +19,11 @@ from arraycomm._transports.mpi_pieces import (
     Lane,
     MessageLane,
     PersistentLane,
+    Pieces,
     Prepared,
     addresses_of,
     cut,
     free,
-    pieces_of,
     prepared,
 )
 from arraycomm._transports.routes import Places
@@ -49,22 +49,28 @@ class DirectSlices:
     """The messages of slices between ranks each alone on its node, as those of `DirectMessages`."""
 
     def __init__(
-        self, comm: MPI.Intracomm, send: Blocks, come: Blocks, result: Blocks, native: Any
+        self,
+        comm: MPI.Intracomm,
+        pieces: Pieces,
+        send: Blocks,
+        come: Blocks,
+        result: Blocks,
+        native: Any,
     ) -> None:
         rank, self._native = comm.rank, native
         own = Blocks(
             result.buffer, [result.counts[rank]] * comm.size, [result.offsets[rank]] * comm.size
         )
         self._kept = come.buffer
-        self._scatter = self._made(comm, send, come)
-        self._gather = self._made(comm, own, result)
+        self._scatter = self._made(comm, pieces, send, come)
+        self._gather = self._made(comm, pieces, own, result)
 
     @staticmethod
-    def _made(comm: MPI.Intracomm, send: Blocks, recv: Blocks) -> _Persistent:
+    def _made(comm: MPI.Intracomm, pieces: Pieces, send: Blocks, recv: Blocks) -> _Persistent:
         made = _Persistent([], [])
         for shift in range(1, comm.size):
             peer = (comm.rank + shift) % comm.size
-            count = pieces_of(recv.counts[peer], send.counts[peer])
+            count = pieces.count_both(recv.counts[peer], send.counts[peer])
             received, sent = (
                 [
                     make([_memory(piece), MPI.BYTE], peer, _PREPARED)
@@ -118,10 +124,12 @@ class DirectMessages:
         All ranks.
     places : Places
         Which of them are on which node.
+    pieces : Pieces
+        How messages to other nodes are cut.
     """
 
-    def __init__(self, comm: MPI.Intracomm, places: Places) -> None:
-        self._comm, self._rank, place = comm, comm.rank, places.place
+    def __init__(self, comm: MPI.Intracomm, places: Places, pieces: Pieces) -> None:
+        self._comm, self._rank, self._pieces, place = comm, comm.rank, pieces, places.place
         own = places.members[places.node[comm.rank]]
         self._neighbours = [rank for rank in own if rank != comm.rank]
         self._passes_on = len(places.members) < comm.size
@@ -182,7 +190,7 @@ class DirectMessages:
         """
         if self._passes_on or self._comm.size > _PREPARED_RANKS:
             return None
-        return DirectSlices(self._comm, send, come, result, native)
+        return DirectSlices(self._comm, self._pieces, send, come, result, native)
 
     def _next_tag(self) -> int:
         self._movements += 1
@@ -198,7 +206,8 @@ class DirectMessages:
         tag: int,
     ) -> None:
         """Begin the messages with another rank, whole or in pieces."""
-        count = 1 if peer in self._neighbours else pieces_of(len(into), len(block))
+        near = peer in self._neighbours
+        count = 1 if near else self._pieces.count_both(len(into), len(block))
         if count == 1:
             self._receive(requests, into, peer, tag)
             self._send(requests, block, peer, tag)

@@ -33,11 +33,10 @@ from arraycomm._transports.control import PAYLOAD
 from arraycomm._transports.mpi_pieces import (
     AHEAD,
     PersistentLane,
+    Pieces,
     Prepared,
     addresses_of,
-    cut,
     free,
-    pieces_in,
     prepared,
 )
 
@@ -55,7 +54,7 @@ _STATUS: Final = 128
 
 Bytes = np.ndarray[Any, Any]
 Rows = Sequence[Bytes]
-Pieces = Sequence[Bytes]
+Parts = Sequence[Bytes]
 Lengths = Sequence[memoryview]
 
 
@@ -68,6 +67,8 @@ class NodeExchange(abc.ABC):
         All ranks, for these messages alone.
     rows, lengths
         For each parity, all slots, and how many payload bytes each rank of this node shows.
+    pieces : Pieces
+        How long messages are cut.
     """
 
     # Whether all ranks show the words of this one in front of their payload, once all has been received. Then no more
@@ -78,8 +79,8 @@ class NodeExchange(abc.ABC):
     # The number of ranks whose slots come in each round.
     received_ranks: Sequence[int] = (1,)
 
-    def __init__(self, comm: MPI.Intracomm, rows: Rows, lengths: Lengths) -> None:
-        self._comm, self._rows, self._lengths = comm, rows, lengths
+    def __init__(self, comm: MPI.Intracomm, rows: Rows, lengths: Lengths, pieces: Pieces) -> None:
+        self._comm, self._rows, self._lengths, self._cut = comm, rows, lengths, pieces.of
         # What the native part knows of these messages.
         self.native: Any = None
         self._kept: dict[tuple[int, int], list[Prepared]] = {}
@@ -136,14 +137,14 @@ class NodeExchange(abc.ABC):
             free(lanes)
         self._kept.clear()
 
-    def _receives(self, into: Bytes, rest: Pieces, origin: int) -> list[MPI.Prequest]:
+    def _receives(self, into: Bytes, rest: Parts, origin: int) -> list[MPI.Prequest]:
         """Prepare to receive: the first piece, of which nobody knows the length, and the others."""
         return [self._comm.Recv_init([p, MPI.BYTE], origin, _TAG) for p in (into, *rest)]
 
-    def _sends(self, pieces: Pieces, to: int) -> list[MPI.Prequest]:
-        return [self._comm.Send_init([piece, MPI.BYTE], to, _TAG) for piece in pieces]
+    def _sends(self, parts: Parts, to: int) -> list[MPI.Prequest]:
+        return [self._comm.Send_init([piece, MPI.BYTE], to, _TAG) for piece in parts]
 
-    def _exchange_rest(self, into: Pieces, origin: int, out: Pieces, to: int) -> None:
+    def _exchange_rest(self, into: Parts, origin: int, out: Parts, to: int) -> None:
         """Begin all pieces but the first ones."""
         for piece in into:
             self._rest.append(self._comm.Irecv([piece, MPI.BYTE], origin, _TAG).Test)
@@ -196,7 +197,7 @@ class Pair(NodeExchange):
     def _first_came(self) -> None:
         self._first = None
         (_, *own), (_, *come) = (
-            _cut(slot[: PAYLOAD + int(slot[:_WORD].view(np.int64)[0])])
+            self._cut(slot[: PAYLOAD + int(slot[:_WORD].view(np.int64)[0])])
             for slot in self._slots(self._parity)
         )
         peer = 1 - self._comm.rank
@@ -204,8 +205,8 @@ class Pair(NodeExchange):
 
     def _make(self, nbytes: int, parity: int) -> list[Prepared]:
         peer, end, (own, come) = 1 - self._comm.rank, PAYLOAD + nbytes, self._slots(parity)
-        receives = self._receives(come, _cut(come[:end])[1:], peer)
-        return [prepared(receives, self._sends(_cut(own[:end]), peer))]
+        receives = self._receives(come, self._cut(come[:end])[1:], peer)
+        return [prepared(receives, self._sends(self._cut(own[:end]), peer))]
 
 
 class Rounds(NodeExchange):
@@ -217,7 +218,7 @@ class Rounds(NodeExchange):
         The ranks of each node; the first of them calls this.
     own : int
         This rank's node.
-    comm, rows, lengths
+    comm, rows, lengths, pieces
         See `NodeExchange`.
     """
 
@@ -228,8 +229,9 @@ class Rounds(NodeExchange):
         own: int,
         rows: Rows,
         lengths: Lengths,
+        pieces: Pieces,
     ) -> None:
-        super().__init__(comm, rows, lengths)
+        super().__init__(comm, rows, lengths, pieces)
         self._members = nodes[own]
         count = len(nodes)
         # From this node on, in the order in which their records arrive.
@@ -322,7 +324,7 @@ class Rounds(NodeExchange):
         box, boxed = self._boxes[0], 0 if nbytes >= _LARGE else each
         for to, origin, sent, received in self._plan:
             into, out = box[PAYLOAD + known * boxed :], box[: PAYLOAD + sent * boxed]
-            come, own = _cut(into[: PAYLOAD + received * boxed]), _cut(out)
+            come, own = self._cut(into[: PAYLOAD + received * boxed]), self._cut(out)
             if boxed < each:
                 come += self._payloads(parity, self._turned[known:][:received], each)
                 own += self._payloads(parity, self._turned[:sent], each)
@@ -333,7 +335,7 @@ class Rounds(NodeExchange):
     def _payloads(self, parity: int, ranks: Sequence[int], each: int) -> list[Bytes]:
         """Return the pieces of the payloads of these ranks in their slots."""
         slots = [self._rows[parity][rank, PAYLOAD : PAYLOAD + each] for rank in ranks]
-        return [piece for slot in slots for piece in _cut(slot)]
+        return [piece for slot in slots for piece in self._cut(slot)]
 
     def _begin_round(self) -> None:
         to, origin, sent, _ = self._plan[self._round]
@@ -350,7 +352,7 @@ class Rounds(NodeExchange):
         else:
             into, out = self._box[self._end :], self._box[: self._end_of(sent)]
             self._first = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
-            begins = _cut(out)[0] if self.alike else out
+            begins = self._cut(out)[0] if self.alike else out
             self._sending.append(self._comm.Isend([begins, MPI.BYTE], to, _TAG))
 
     def _first_came(self, length: int | None) -> None:
@@ -370,12 +372,12 @@ class Rounds(NodeExchange):
             record = self._box[self._end :][: self._coming]
             if ~words[first] >= _LARGE:
                 rows = record[PAYLOAD:].reshape(received, -1)
-                come = [piece for row in rows for piece in _cut(row)]
+                come = [piece for row in rows for piece in self._cut(row)]
             else:
-                _, *come = _cut(record)
+                _, *come = self._cut(record)
         own: list[Bytes] = []
         if self.alike:
-            _, *own = _cut(self._box[: self._end_of(sent)])
+            _, *own = self._cut(self._box[: self._end_of(sent)])
             if self._large:
                 own += self._payloads(self._parity, self._turned[:sent], self._each)
         self._exchange_rest(come, origin, own, to)
@@ -505,10 +507,6 @@ class Rounds(NodeExchange):
             return 0
         lengths = self._box[start:end].view(np.int64)[:: stride // _WORD]
         return stride if (lengths == nbytes).all() else 0
-
-
-def _cut(memory: Bytes) -> list[Bytes]:
-    return cut(memory, pieces_in(len(memory)))
 
 
 def _in_turn(nodes: Sequence[Sequence[int]], own: int) -> list[Sequence[int]]:

@@ -4,7 +4,9 @@ TCP sends up to 64 KiB as one packet. Of what is longer, pacing holds the rest b
 no longer fits into the caches: in such pieces, 64 MB each way between two network namespaces took 0.6 of the time.
 
 Each rank begins a piece once the other one's piece of that place before the last `AHEAD` has come. So nobody sends
-more than is being received, and messages that go one way only are not cut.
+more than is being received, and slices that go one way only are not cut.
+
+A network card that reads and writes memory by itself takes messages whole: for each piece the processor would have to act.
 """
 
 from __future__ import annotations
@@ -13,31 +15,58 @@ import abc
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
+from arraycomm._transports.mpi_memory import finish
 
 # The most bytes of a piece, but for what makes whole cache lines of it, and how many are under way.
 PIECE: Final = 64_000
+_WHOLE: Final = 1 << 62
 _LINE: Final = 64
 AHEAD: Final = 4
+# Where Linux lists cards that access memory by themselves: those of InfiniBand, RoCE, EFA and Omni-Path, and of Slingshot.
+_CARDS: Final = Path("/sys/class/infiniband"), Path("/sys/class/cxi")
 
 # A receive and a send; a null request stands for none.
 Requests = tuple[MPI.Request, MPI.Request]
 Prepared = Sequence[tuple[MPI.Prequest, MPI.Prequest]]
 
 
-def pieces_of(received: int, sent: int) -> int:
-    """Return in how many pieces so many bytes go each way; both ranks find the same."""
-    longer, shorter = max(received, sent), min(received, sent)
-    return pieces_in(longer) if longer <= 2 * shorter else 1
+class Pieces(NamedTuple):
+    """How messages between nodes are cut: the same on all ranks of a group.
+
+    Attributes
+    ----------
+    most : int
+        The most bytes of a piece.
+    """
+
+    most: int
+
+    def count(self, nbytes: int) -> int:
+        """Return how many pieces so many bytes make."""
+        return max(-(-nbytes // self.most), 1)
+
+    def count_both(self, received: int, sent: int) -> int:
+        """Return in how many pieces so many bytes go each way; both ranks find the same."""
+        longer, shorter = max(received, sent), min(received, sent)
+        return self.count(longer) if longer <= 2 * shorter else 1
+
+    def of(self, memory: Bytes) -> list[Bytes]:
+        """Return the pieces of a message that goes one way."""
+        return cut(memory, self.count(len(memory)))
 
 
-def pieces_in(nbytes: int) -> int:
-    """Return how many pieces so many bytes make."""
-    return max(-(-nbytes // PIECE), 1)
+def agreed(comm: MPI.Intracomm) -> Pieces:
+    """Return how these ranks cut messages; collective."""
+    whole = np.array([any(cards.is_dir() and any(cards.iterdir()) for cards in _CARDS)], np.int32)
+    finish(comm.Iallreduce(MPI.IN_PLACE, whole, MPI.MIN))
+    return Pieces(_WHOLE if whole[0] else PIECE)
 
 
 def cut(memory: Bytes, count: int) -> list[Bytes]:

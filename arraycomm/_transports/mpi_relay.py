@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi_failures import translated
-from arraycomm._transports.mpi_pieces import AHEAD, cut, pieces_in
+from arraycomm._transports.mpi_pieces import AHEAD, Pieces
 from arraycomm._transports.routes import Places, Route, parts_of, route
 
 # Tags of broadcasts that may overlap; see `mpi_direct.py` for those of other movements.
@@ -30,10 +30,12 @@ class Broadcasts:
         All ranks; no other messages have these tags.
     places : Places
         Which of them are on which node.
+    pieces : Pieces
+        How messages to other nodes are cut.
     """
 
-    def __init__(self, comm: MPI.Intracomm, places: Places) -> None:
-        self._comm, self._rank, self._places = comm, comm.rank, places
+    def __init__(self, comm: MPI.Intracomm, places: Places, pieces: Pieces) -> None:
+        self._comm, self._rank, self._places, self._pieces = comm, comm.rank, places, pieces
         self._near = places.members[places.node[comm.rank]]
         self._begun = 0
 
@@ -42,7 +44,8 @@ class Broadcasts:
         self._begun += 1
         parts = parts_of(buffer, len(self._places.members))
         by = route(self._rank, root, self._places, len(parts))
-        return Relay(self._comm, parts, by, self._near, _TAG + self._begun % _OVERLAPPING)
+        tag = _TAG + self._begun % _OVERLAPPING
+        return Relay(self._comm, parts, by, self._near, self._pieces, tag)
 
 
 class Relay:
@@ -58,6 +61,8 @@ class Relay:
         The route of these parts.
     near : collection of int
         The ranks of this node.
+    pieces : Pieces
+        How messages to others are cut.
     tag : int
         A tag that no other movement under way has.
     """
@@ -71,10 +76,11 @@ class Relay:
         parts: Sequence[Bytes],
         by: Route,
         near: Collection[int],
+        pieces: Pieces,
         tag: int,
     ) -> None:
         self._comm, self._parts, self._to, self._tag = comm, parts, by.to, tag
-        self._near = near
+        self._near, self._cut = near, pieces
         # The messages of each part that is still to come.
         self._receives: list[deque[MPI.Request]] = []
         # What is to be sent, and the messages of it that are under way.
@@ -132,4 +138,4 @@ class Relay:
             self._sends.append(self._comm.Isend([piece, MPI.BYTE], peer, self._tag))
 
     def _pieces(self, part: Bytes, peer: int) -> list[Bytes]:
-        return cut(part, 1 if peer in self._near else pieces_in(len(part)))
+        return [part] if peer in self._near else self._cut.of(part)

@@ -310,6 +310,7 @@ def test_a_broadcast_sends_one_copy_to_each_node() -> None:
 )
 def test_few_ranks_gather_by_the_messages_of_the_library(nodes, monkeypatch) -> None:
     from arraycomm._transports import mpi_direct
+    from arraycomm._transports.mpi_pieces import Pieces
     from arraycomm._transports.routes import Places
 
     size = len(nodes)
@@ -329,7 +330,11 @@ def test_few_ranks_gather_by_the_messages_of_the_library(nodes, monkeypatch) -> 
         np.zeros(sum(counts), np.uint8), counts, [0, *itertools.accumulate(counts)][:-1]
     )
     for rank in range(size):
-        assert mpi_direct.DirectMessages(noting(rank), Places(nodes)).allgather(blocks).done()
+        assert (
+            mpi_direct.DirectMessages(noting(rank), Places(nodes), Pieces(1 << 20))
+            .allgather(blocks)
+            .done()
+        )
     planned = Counter(
         (int(rank), int(step.to[rank]), int(step.nbytes[rank]))
         for step in movements.spread(counts, nodes)

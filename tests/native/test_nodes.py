@@ -38,6 +38,8 @@ _TEST: Final = ctypes.CFUNCTYPE(
 # Seconds after which a step hangs, and for how long the native part does not wait.
 _LIMIT: Final = 20
 _LATE: Final = 0.003
+# Some of the steps below go in one piece, others in more than are under way at once.
+_PIECES: Final = mpi_pieces.Pieces(256)
 # An error of MPI's.
 _ERROR: Final = 13
 
@@ -259,7 +261,9 @@ class _Cluster:
                     members,
                 ),
             )
-            self.ranks = [_Rank(mpi_control.MpiControl(comm, comm, nodes)) for comm in comms]
+            self.ranks = [
+                _Rank(mpi_control.MpiControl(comm, comm, nodes, _PIECES)) for comm in comms
+            ]
         self._threads = ThreadPoolExecutor(self.size)
 
     def __enter__(self) -> Self:
@@ -327,8 +331,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for module in (mpi_nodes, mpi_pieces):
         monkeypatch.setattr(module, "MPI", mpi)
-    # Some of the steps below go in one piece, others in more than are under way at once.
-    monkeypatch.setattr(mpi_pieces, "PIECE", 256)
     # Some by way of records, others from slot to slot.
     monkeypatch.setattr(mpi_nodes, "_LARGE", 800)
 

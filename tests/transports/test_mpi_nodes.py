@@ -103,7 +103,8 @@ class _Nodes:
 
     def _exchange(self, own: int) -> mpi_nodes.NodeExchange:
         comm = self.messages.of(self.members[own][0])
-        shown = list(self.rows[own]), [row.data for row in self.lengths[own]]
+        lengths = [row.data for row in self.lengths[own]]
+        shown = list(self.rows[own]), lengths, mpi_pieces.Pieces(512)
         if self.members == [[0], [1]]:
             return mpi_nodes.Pair(comm, *shown)
         return mpi_nodes.Rounds(comm, self.members, own, *shown)
@@ -145,7 +146,6 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing go by MPI."""
     monkeypatch.setattr(mpi_nodes, "MPI", SimpleNamespace(BYTE=None, Status=SimpleNamespace))
     monkeypatch.setattr(mpi_pieces, "MPI", SimpleNamespace(Prequest=lambda: None))
-    monkeypatch.setattr(mpi_pieces, "PIECE", 512)
     monkeypatch.setattr(mpi_nodes, "_LARGE", 1024)
 
 

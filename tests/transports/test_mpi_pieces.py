@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,10 @@ _NBYTES = st.one_of(st.integers(0, 10_000), st.integers(0, 40 * mpi_pieces.PIECE
 
 @given(_NBYTES, _NBYTES)
 def test_both_ranks_cut_alike(one: int, other: int) -> None:
-    count = mpi_pieces.pieces_of(one, other)
-    assert count == mpi_pieces.pieces_of(other, one)
+    pieces_of = mpi_pieces.Pieces(mpi_pieces.PIECE)
+    count = pieces_of.count_both(one, other)
+    assert count == pieces_of.count_both(other, one)
+    assert len(pieces_of.of(np.empty(one, np.uint8))) == pieces_of.count_both(one, one)
     both = max(one, other) <= 2 * min(one, other)
     for nbytes in (one, other):
         pieces = mpi_pieces.cut(np.empty(nbytes, np.uint8), count)
@@ -75,3 +78,24 @@ def test_one_way_may_have_more_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         (sends[1], sends[1]),
         (null, sends[2]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "whole"),
+    [(True, True, True), (True, False, False), (False, True, False), (False, False, False)],
+)
+def test_messages_stay_whole_if_every_node_has_a_card_for_them(
+    here: bool, elsewhere: bool, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if here:
+        (tmp_path / "mlx5_0").mkdir()
+
+    def reduce(kind: Any, flags: Any, op: Any) -> SimpleNamespace:
+        assert op is mpi_pieces.MPI.MIN
+        flags[0] = min(flags[0], elsewhere)
+        return SimpleNamespace(Test=lambda: True)
+
+    monkeypatch.setattr(mpi_pieces, "_CARDS", (tmp_path / "none", tmp_path))
+    pieces = mpi_pieces.agreed(SimpleNamespace(Iallreduce=reduce))
+    assert pieces.count(1 << 40) == 1 if whole else pieces.count(64_001) == 2
+    assert pieces.count_both(1 << 30, 1 << 30) > 1 or whole

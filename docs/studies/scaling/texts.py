@@ -74,7 +74,7 @@ the column, and for each row that the native part folds. κ is the time to copy 
   Rabenseifner, Gropp 2005; Chan et al. 2007 derive their costs and lower bounds). Both fold in the order of a tree. That gives the same
   integers and bits, but rounds floats differently.
 - A broadcast goes to one rank of each node, and on from there within the node, while further pieces come. It has up to 4 log p pieces of at least 512 KiB, for p nodes.
-- Over MPI, messages of more than 64,000 bytes to other nodes go in [pieces](architecture.md#algorithms) of about so many. The model and the simulation count each message as one: the latency of a piece hides behind the pieces before it.
+- Over TCP, messages of more than 64,000 bytes go in [pieces](architecture.md#algorithms) of about so many. The model and the simulation count each message as one: the latency of a piece hides behind the pieces before it.
 - `gather` and `scatter` send each rank's block straight to the root, or from it, whatever node the rank is on. The bytes
   on the root's link are the same if one rank of each node sends for the others, and these wait for one another: so gathered, on
   4 network namespaces of one machine with 2 and 6 ranks each, 1 KiB to 1 MiB a rank took 0.9 to 4 times as long, and most sizes about twice.
