@@ -21,10 +21,10 @@ enum { ROUNDS = 24, STATUS_WORDS = 16 };
 enum { LOOKS = 4 };
 
 /* The pieces of messages that go both ways: receives and sends in turn, where NULL stands for none; how many there are
- * each way, how many have been begun, and how many have come. */
+ * each way, how many receives and sends have been begun, and how many receives are over. */
 typedef struct {
     void **messages;
-    int count, begun, come;
+    int count, begun, sent, come;
 } Lane;
 
 /* The messages of all rounds for a payload of so many bytes. What is sent from where slots are depends on the parity of
@@ -203,14 +203,18 @@ static int read_addresses(PyObject *sequence, int count, void **addresses)
     return 0;
 }
 
-/* Begin pieces up to a number of them. */
+/* Begin receives up to a number of them, and sends. */
 static int begin_pieces(const Nodes *self, Lane *lane, int until)
 {
+    const int more = lane->count - lane->come < self->ahead ? lane->count : lane->come + self->ahead;
     int error = 0;
-    for (; !error && lane->begun < until && lane->begun < lane->count && lane->begun < lane->come + self->ahead; ++lane->begun) {
-        void **const pair = lane->messages + 2 * lane->begun;
-        if (pair[0]) error = self->start(pair[0]);
-        if (pair[1] && !error) error = self->start(pair[1]);
+    for (; !error && lane->begun < until && lane->begun < more; ++lane->begun) {
+        void *const receive = lane->messages[2 * lane->begun];
+        if (receive) error = self->start(receive);
+    }
+    for (; !error && lane->sent < more; ++lane->sent) {
+        void *const send = lane->messages[2 * lane->sent + 1];
+        if (send) error = self->start(send);
     }
     return error;
 }
@@ -231,7 +235,7 @@ static int advance(const Nodes *self, Lane *lane, int until)
     return error;
 }
 
-/* Take lanes up to a number of pieces, until a time. */
+/* Take lanes up to a number of receives, until a time. */
 static bool have_come(const Nodes *self, Lane *lanes, int count, int until, int64_t end, int *error)
 {
     for (int looks = 1;; ++looks) {

@@ -9,7 +9,8 @@ that show the same words, and as many bytes, have a common record: the words onc
 with the complement of the number. So a header costs the same on any number of ranks that agree, and whoever finds
 two records that differ passes on a record for each rank.
 
-Long slots and common records go in pieces (`mpi_pieces.py`). The first one says how many follow, which are begun then.
+Long slots and common records go in pieces (`mpi_pieces.py`). The first one says how many follow: only then does a node
+begin to receive these.
 If payloads are large, the first piece of a common record is what is in front of them, and they go from slot to slot;
 short ones go by way of a record.
 
@@ -105,8 +106,8 @@ class NodeExchange(abc.ABC):
     def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
         """Go on with a step that the native part has begun, in the round that it reached.
 
-        It has begun so many pieces of that round. The first that is received has come if it `differs` from what this
-        node shows, or if more have been begun.
+        It has begun to receive so many pieces of that round. The first one has come if it `differs` from what this node
+        shows, or if more have been begun. It has begun to send `AHEAD` pieces, and one more for each that has come.
         """
 
     def _place(self, nbytes: int, parity: int) -> int:
@@ -144,12 +145,20 @@ class NodeExchange(abc.ABC):
     def _sends(self, parts: Parts, to: int) -> list[MPI.Prequest]:
         return [self._comm.Send_init([piece, MPI.BYTE], to, _TAG) for piece in parts]
 
-    def _exchange_rest(self, into: Parts, origin: int, out: Parts, to: int) -> None:
-        """Begin all pieces but the first ones."""
+    def _begin(self, lane: Prepared, sent: int = 0) -> None:
+        """Begin to receive the first piece, and to send all, of which so many have been begun."""
+        received, _ = lane[0]
+        if not sent:
+            received.Start()
+        for _, send in lane[sent:]:
+            if send:
+                send.Start()
+        self._first = received
+        self._sending += [send for _, send in lane]
+
+    def _receive_rest(self, into: Parts, origin: int) -> None:
         for piece in into:
             self._rest.append(self._comm.Irecv([piece, MPI.BYTE], origin, _TAG).Test)
-        for piece in out:
-            self._sending.append(self._comm.Isend([piece, MPI.BYTE], to, _TAG))
 
     def _rest_came(self) -> bool:
         while self._rest:
@@ -166,10 +175,9 @@ class Pair(NodeExchange):
         nbytes = self._lengths[parity][self._comm.rank]
         own, _ = self._slots(parity)
         own[:_WORD].view(np.int64)[0] = nbytes
-        (pieces,) = self.prepare(nbytes, parity)
-        for request in pieces[0]:
-            request.Start()
-        self.resume(parity, 0, 1, differs=False)
+        (lane,) = self.prepare(nbytes, parity)
+        self._parity, self._rest, self._sending = parity, [], []
+        self._begin(lane)
 
     def received(self) -> bool:
         if self._first is not None:
@@ -179,15 +187,14 @@ class Pair(NodeExchange):
         return self._rest_came()
 
     def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
-        (pieces,) = self.prepare(self._lengths[parity][self._comm.rank], parity)
-        self._parity, self._first, self._rest = parity, None, []
-        self._sending = [pieces[0][1]]
+        (lane,) = self.prepare(self._lengths[parity][self._comm.rank], parity)
+        self._parity, self._first, self._rest, self._sending = parity, None, [], []
+        if begun > 1:
+            self._rest = [PersistentLane(lane, begun).done]
+            return
+        self._begin(lane, AHEAD + differs)
         if differs:
             self._first_came()
-        elif begun > 1:
-            self._rest = [PersistentLane(pieces, begun).done]
-        else:
-            self._first = pieces[0][0]
 
     def _slots(self, parity: int) -> tuple[Bytes, Bytes]:
         """Return this rank's slot, and the other one's."""
@@ -196,12 +203,9 @@ class Pair(NodeExchange):
 
     def _first_came(self) -> None:
         self._first = None
-        (_, *own), (_, *come) = (
-            self._cut(slot[: PAYLOAD + int(slot[:_WORD].view(np.int64)[0])])
-            for slot in self._slots(self._parity)
-        )
-        peer = 1 - self._comm.rank
-        self._exchange_rest(come, peer, own, peer)
+        _, come = self._slots(self._parity)
+        length = PAYLOAD + int(come[:_WORD].view(np.int64)[0])
+        self._receive_rest(self._cut(come[:length])[1:], 1 - self._comm.rank)
 
     def _make(self, nbytes: int, parity: int) -> list[Prepared]:
         peer, end, (own, come) = 1 - self._comm.rank, PAYLOAD + nbytes, self._slots(parity)
@@ -302,8 +306,7 @@ class Rounds(NodeExchange):
             self._coming = PAYLOAD + self._plan[reached][3] * self._boxed
             self._rest = [PersistentLane(lane, begun).done]
             return
-        self._first = lane[0][0]
-        self._sending.append(lane[0][1])
+        self._begin(lane, AHEAD + differs)
         if differs:
             self._first_came(None)
 
@@ -344,20 +347,18 @@ class Rounds(NodeExchange):
             nbytes = ~self._words[0]
             lanes = self._kept.get((nbytes, self._place(nbytes, self._parity)))
         if lanes is not None:
-            first, sending = lanes[self._round][0]
-            first.Start()
-            sending.Start()
-            self._first = first
-            self._sending.append(sending)
-        else:
-            into, out = self._box[self._end :], self._box[: self._end_of(sent)]
-            self._first = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
-            begins = self._cut(out)[0] if self.alike else out
-            self._sending.append(self._comm.Isend([begins, MPI.BYTE], to, _TAG))
+            self._begin(lanes[self._round])
+            return
+        into, out = self._box[self._end :], self._box[: self._end_of(sent)]
+        self._first = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
+        pieces = self._cut(out) if self.alike else [out]
+        if self.alike and self._large:
+            pieces += self._payloads(self._parity, self._turned[:sent], self._each)
+        self._sending += [self._comm.Isend([piece, MPI.BYTE], to, _TAG) for piece in pieces]
 
     def _first_came(self, length: int | None) -> None:
         """Go on with a message of which so many bytes have come; None if that is still to be found."""
-        to, origin, sent, received = self._plan[self._round]
+        _, origin, _, received = self._plan[self._round]
         self._first = None
         words, first = self._words, self._end // _WORD
         come: list[Bytes] = []
@@ -375,12 +376,7 @@ class Rounds(NodeExchange):
                 come = [piece for row in rows for piece in self._cut(row)]
             else:
                 _, *come = self._cut(record)
-        own: list[Bytes] = []
-        if self.alike:
-            _, *own = self._cut(self._box[: self._end_of(sent)])
-            if self._large:
-                own += self._payloads(self._parity, self._turned[:sent], self._each)
-        self._exchange_rest(come, origin, own, to)
+        self._receive_rest(come, origin)
 
     def _end_round(self) -> None:
         """Take the message of this round, and begin the next one."""
