@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 from mpi4py import MPI
@@ -28,10 +29,11 @@ from arraycomm._transports.mpi_pieces import (
 )
 from arraycomm._transports.routes import Places
 
-# The control channel has the tag 0. Each of the movements that may overlap has a tag of its own, since messages that
-# are passed on, and later pieces, may begin after those of others; prepared slices do not overlap.
-_PREPARED: Final = 1
-_TAG: Final = 2
+# The control channel has the tag 0. What two ranks send one another begins in the order of the movements, also what is
+# prepared on one of them alone. Messages that are passed on have tags of their own, one for each of the movements that
+# may overlap, since others may begin meanwhile.
+_TAG: Final = 1
+_PASSED_ON: Final = 2
 _OVERLAPPING: Final = 256
 # The most ranks whose messages are made once, and how long the native part looks for such messages.
 _PREPARED_RANKS: Final = 8
@@ -73,7 +75,7 @@ class DirectSlices:
             count = pieces.count_both(recv.counts[peer], send.counts[peer])
             received, sent = (
                 [
-                    make([_memory(piece), MPI.BYTE], peer, _PREPARED)
+                    make([_memory(piece), MPI.BYTE], peer, _TAG)
                     for piece in cut(blocks.block(peer), count)
                     if len(piece)
                 ]
@@ -145,15 +147,17 @@ class DirectMessages:
         self._apart = [
             (rank, rank in taken, rank in delegates) for rank in sorted({*taken, *delegates})
         ]
+        # The last lane of each other rank, as long as it is under way.
+        self._lanes: WeakValueDictionary[int, Lane] = WeakValueDictionary()
         self._movements = 0
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         """Send block r to rank r; receive rank r's block in block r."""
-        rank, size, tag = self._rank, self._comm.size, self._next_tag()
+        rank, size = self._rank, self._comm.size
         requests, lanes = Requests(), list[Lane]()
         for shift in range(1, size):
             peer = (rank + shift) % size
-            self._exchange(requests, lanes, peer, recv.block(peer), send.block(peer), tag)
+            self._exchange(requests, lanes, peer, recv.block(peer), send.block(peer))
         own = send.block(rank)
         if len(own):
             np.copyto(recv.block(rank), own)
@@ -161,22 +165,23 @@ class DirectMessages:
 
     def allgather(self, recv: Blocks) -> Handle:
         """Send this rank's own block of `recv` to all, and receive theirs, in place."""
-        tag, own = self._next_tag(), recv.block(self._rank)
+        self._movements += 1
+        passed, own = _PASSED_ON + self._movements % _OVERLAPPING, recv.block(self._rank)
         first, lanes, later = Requests(), list[Lane](), Requests()
         for peer, takes, sends in self._apart:
             into, block = recv.block(peer)[: None if takes else 0], own[: None if sends else 0]
-            self._exchange(first, lanes, peer, into, block, tag)
+            self._exchange(first, lanes, peer, into, block)
         for peer in self._neighbours:
-            self._receive(later, recv.block(peer), peer, tag)
+            self._receive(later, recv.block(peer), peer, passed)
             for origin in self._taken[peer]:
-                self._receive(later, recv.block(origin), peer, tag)
+                self._receive(later, recv.block(origin), peer, passed)
         for peer in self._neighbours:
-            self._send(later, own, peer, tag)
+            self._send(later, own, peer, passed)
 
         def then() -> Requests:
             for origin in self._taken[self._rank]:
                 for peer in self._neighbours:
-                    self._send(later, recv.block(origin), peer, tag)
+                    self._send(later, recv.block(origin), peer, passed)
             return later
 
         return Messages(first, lanes, recv.buffer, then=then)
@@ -192,31 +197,24 @@ class DirectMessages:
             return None
         return DirectSlices(self._comm, self._pieces, send, come, result, native)
 
-    def _next_tag(self) -> int:
-        self._movements += 1
-        return _TAG + self._movements % _OVERLAPPING
-
     def _exchange(
-        self,
-        requests: Requests,
-        lanes: list[Lane],
-        peer: int,
-        into: Bytes,
-        block: Bytes,
-        tag: int,
+        self, requests: Requests, lanes: list[Lane], peer: int, into: Bytes, block: Bytes
     ) -> None:
-        """Begin the messages with another rank, whole or in pieces."""
-        near = peer in self._neighbours
+        """Begin the messages with another rank, whole or in pieces, after those of the movements before."""
+        near, before = peer in self._neighbours, self._lanes.get(peer)
         count = 1 if near else self._pieces.count_both(len(into), len(block))
-        if count == 1:
-            self._receive(requests, into, peer, tag)
-            self._send(requests, block, peer, tag)
+        if before is not None and before.begun:
+            before = None
+        if count == 1 and before is None:
+            self._receive(requests, into, peer, _TAG)
+            self._send(requests, block, peer, _TAG)
             return
-        lane = MessageLane(self._comm, peer, into, block, count, tag)
+        lane = MessageLane(self._comm, (peer, _TAG), into, block, count, before)
         try:
             lane.begin()
         except MPI.Exception as error:
             raise translated(error) from error
+        self._lanes[peer] = lane
         lanes.append(lane)
 
     def _receive(self, requests: Requests, into: Bytes, origin: int, tag: int) -> None:

@@ -78,10 +78,13 @@ def cut(memory: Bytes, count: int) -> list[Bytes]:
 
 
 class Lane(abc.ABC):
-    """The pieces between this rank and another one, as many each way."""
+    """The pieces between this rank and another one, as many each way.
 
-    def __init__(self, count: int) -> None:
-        self._count, self._begun = count, 0
+    If it has the messages of a lane `before` for its own, it begins when that one has begun all of its pieces.
+    """
+
+    def __init__(self, count: int, before: Lane | None = None) -> None:
+        self._count, self._begun, self._before = count, 0, before
         self._receives: deque[MPI.Request] = deque()
         self._sends: list[MPI.Request] = []
 
@@ -89,8 +92,17 @@ class Lane(abc.ABC):
     def start(self, number: int) -> Requests:
         """Begin a piece each way."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether all pieces have been begun."""
+        return self._begun == self._count
+
     def begin(self) -> None:
         """Begin as many pieces as may be under way."""
+        if self._before is not None:
+            if not self._before.begun:
+                return
+            self._before = None
         while self._begun < self._count and len(self._receives) < AHEAD:
             received, sent = self.start(self._begun)
             self._begun += 1
@@ -99,6 +111,11 @@ class Lane(abc.ABC):
 
     def done(self) -> bool:
         """Begin what can be begun; tell whether all pieces are over. Never waits."""
+        if self._before is not None:
+            self._before.done()
+            self.begin()
+            if self._before is not None:
+                return False
         while self._receives:
             if not self._receives[0].Test():
                 return False
@@ -112,18 +129,29 @@ class Lane(abc.ABC):
 
 
 class MessageLane(Lane):
-    """Pieces of messages with a rank; no other messages have their tag until they are over."""
+    """Pieces of messages with a rank; what is empty is not sent."""
 
     def __init__(
-        self, comm: MPI.Intracomm, peer: int, into: Bytes, block: Bytes, count: int, tag: int
+        self,
+        comm: MPI.Intracomm,
+        to: tuple[int, int],
+        into: Bytes,
+        block: Bytes,
+        count: int,
+        before: Lane | None,
     ) -> None:
-        super().__init__(count)
-        self._comm, self._to = comm, (peer, tag)
+        super().__init__(count, before)
+        self._comm, self._to = comm, to
         self._into, self._out = cut(into, count), cut(block, count)
 
     def start(self, number: int) -> Requests:
-        received = self._comm.Irecv([self._into[number], MPI.BYTE], *self._to)
-        return received, self._comm.Isend([self._out[number], MPI.BYTE], *self._to)
+        into, out = self._into[number], self._out[number]
+        received, sent = MPI.Request(), MPI.Request()
+        if len(into):
+            received = self._comm.Irecv([into, MPI.BYTE], *self._to)
+        if len(out):
+            sent = self._comm.Isend([out, MPI.BYTE], *self._to)
+        return received, sent
 
 
 class PersistentLane(Lane):

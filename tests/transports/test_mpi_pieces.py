@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,9 +45,13 @@ class _Request:
 
 
 class _Lane(mpi_pieces.Lane):
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
+    def __init__(self, count: int, before: _Lane | None = None) -> None:
+        super().__init__(count, before)
         self.requests: list[tuple[_Request, _Request]] = []
+
+    @property
+    def over(self) -> bool:
+        return self.begun and all(r.over for pair in self.requests for r in pair)
 
     def start(self, number: int) -> Any:
         assert number == len(self.requests)
@@ -66,6 +71,24 @@ def test_few_pieces_are_under_way_whichever_is_over_first(count: int, random: An
         random.choice(left).over = True
     assert len(lane.requests) == count
     assert all(request.over for pair in lane.requests for request in pair)
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.randoms(use_true_random=False))
+def test_lanes_begin_one_after_the_other(counts: list[int], random: Any) -> None:
+    """Whichever of them is asked: what it waits for goes on as well."""
+    lanes, before = list[_Lane](), None
+    for count in counts:
+        lanes.append(before := _Lane(count, before))
+        before.begin()
+    while not all(lane.over for lane in lanes):
+        random.choice(lanes).done()
+        for lane, later in pairwise(lanes):
+            assert lane.begun or not later.requests
+        left = [r for lane in lanes for pair in lane.requests for r in pair if not r.over]
+        if left:
+            random.choice(left).over = True
+    assert all(lane.done() for lane in lanes)
+    assert [len(lane.requests) for lane in lanes] == counts
 
 
 def test_one_way_may_have_more_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,20 @@ def test_slices_of_the_same_arrays_are_made_once_with_the_same_bits(
     assert bool(begun) == (alone and not chunks)
 
 
+def test_each_rank_makes_slices_once_by_itself(comm: Communicator) -> None:
+    """If its own arrays are those of the call before, whatever other ranks pass."""
+    rank, size = comm.rank, comm.size
+    # More than travels with the header, and one chunk.
+    x, kept = np.full(200_000 if size == 2 else 60_000, float(rank)), []
+    out = np.empty_like(x)
+    for turn in range(4 * size):
+        if turn // 4 != rank:
+            x, out = x.copy(), np.empty_like(x)
+            kept += [x, out]
+        comm.allreduce(x, out=out)
+        assert (out == sum(range(size))).all()
+
+
 @pytest.mark.parametrize(
     ("measured", "algorithm"),
     [
