@@ -240,7 +240,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         Notes
         -----
         Blocks until every rank has called. An array of up to 1 MiB (less with more than 3 ranks; between
-        nodes 64 KiB, and 512 between two ranks) takes one small step. A larger one is cut into slices. Each rank folds one
+        nodes 1 MiB between two ranks, and 1 MiB / p between p) takes one small step. A larger one is cut into slices. Each rank folds one
         slice of all ranks' arrays, then the slices are gathered: each rank sends about twice the array's
         bytes (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
         """

@@ -30,6 +30,7 @@ _IN_WORDS: Final = {
     Algorithm.GATHER: "every rank gathers all ranks' elements, and folds them",
     Algorithm.SLICES: "chunk by chunk: each rank folds a slice of all ranks' elements, "
     "then slices are gathered",
+    Algorithm.EXCHANGE: "chunk by chunk: two ranks send one another everything, and each folds all of it",
     Algorithm.CHAIN: "chunk by chunk from node to node: each folds its ranks' elements onto the total of those "
     "before, and the result goes back",
     Algorithm.GRID: "slices along the rows of a grid of ranks, and then its columns, where each rank folds one; "
@@ -45,7 +46,7 @@ _IN_WORDS: Final = {
 }
 # Between which of them the size decides, by measured crossovers if there are some.
 _BY_SIZE: Final = (
-    *(Algorithm.STEPS, Algorithm.GATHER, Algorithm.SLICES),
+    *(Algorithm.STEPS, Algorithm.GATHER, Algorithm.SLICES, Algorithm.EXCHANGE),
     *(Algorithm.SEGMENT, Algorithm.CHAIN, Algorithm.GRID),
 )
 
@@ -64,7 +65,7 @@ class Explanation:
         What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
         pinned memory.
     algorithm : str
-        "local", "header", "steps", "gather", "slices", "chain", "grid", "segment", "shared",
+        "local", "header", "steps", "gather", "slices", "exchange", "chain", "grid", "segment", "shared",
         "native", "function" or "function by slices".
     copies : int
         Copies that are made of the array before it is sent: 0 if its own memory can be used.

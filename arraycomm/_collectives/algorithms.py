@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Final
 
-import numpy as np
-
-from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._collectives import chain, chunks, grid, segment, selection
+from arraycomm._collectives import chain, chunks, exchange, grid, segment, selection
 from arraycomm._collectives.blocks import (
     blocks_of,
     bounds_of,
@@ -21,6 +19,7 @@ from arraycomm._collectives.blocks import (
     fit,
     in_order,
     only,
+    overlap,
     pieces_of,
     raw,
     rows_of,
@@ -29,6 +28,13 @@ from arraycomm._collectives.selection import Algorithm, select
 from arraycomm._transports.base import Blocks, Flat, Handle, Link, Steps, Transport
 from arraycomm._transports.control import PAYLOAD
 
+# Through which memory chunks go, opened by the first call; None if that is not possible.
+_SEGMENTS: Final = {
+    Algorithm.SEGMENT: segment.streaming_segment_of,
+    Algorithm.CHAIN: chain.segment_of,
+    Algorithm.EXCHANGE: exchange.segment_of,
+}
+
 
 def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
     """Fold all ranks' `source` into every rank's `target`; the two may be the same memory."""
@@ -36,15 +42,9 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
     if algorithm is Algorithm.NATIVE:
         yield link.allreduce(source, target, op)
         return
-    if algorithm in (Algorithm.SEGMENT, Algorithm.CHAIN):
-        chained = algorithm is Algorithm.CHAIN
-        opened = (chain.segment_of if chained else segment.streaming_segment_of)(link)
-        if found := (yield from opened):
-            if chained:
-                chunks_of = segment.chunk_tasks(found, source, target)
-                yield from found.reduce(chunks_of, op, source.nbytes)
-            else:
-                yield from found.reduce_array(source, target, op)
+    if algorithm in _SEGMENTS:
+        if found := (yield from _SEGMENTS[algorithm](link)):
+            yield from found.reduce_array(source, target, op)
             return
         algorithm = selection.without_segment(link, source.nbytes)
     if algorithm is Algorithm.GRID:
@@ -267,10 +267,3 @@ def _in_slices(
 
 def _unaliased(source: Flat, target: Flat) -> Flat:
     return source.copy() if overlap(source, target) else source
-
-
-def overlap(one: Flat, other: Flat) -> bool:
-    """Tell whether two pieces of contiguous memory have a byte in common."""
-    if isinstance(one, DeviceBuffer) and isinstance(other, DeviceBuffer):
-        return one.shares(other)
-    return not isinstance(one, DeviceBuffer) and bool(np.may_share_memory(one, other))

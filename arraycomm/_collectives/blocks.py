@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._transports.base import MAX_BYTES, Blocks, Bytes, Flat, Link
 
 
@@ -82,3 +83,10 @@ def cut(data: Bytes) -> list[Bytes]:
 def fit(nbytes: int) -> bool:
     """Tell whether one movement can take so many bytes."""
     return nbytes <= MAX_BYTES
+
+
+def overlap(one: Flat, other: Flat) -> bool:
+    """Tell whether two pieces of contiguous memory have a byte in common."""
+    if isinstance(one, DeviceBuffer) and isinstance(other, DeviceBuffer):
+        return one.shares(other)
+    return not isinstance(one, DeviceBuffer) and bool(np.may_share_memory(one, other))

@@ -114,7 +114,7 @@ def largest_chunk(most: int) -> int:
 class ChainSegment(SharedSegment):
     """The shared segment of a node, whose chunks go on along the chain."""
 
-    folds_leaves = turns_natively = False
+    folds_leaves = turns_natively = arrays_natively = False
 
     def __init__(self, chain: NodeChain, memory: Bytes) -> None:
         self.chain, self.control = chain, chain.control

@@ -15,13 +15,9 @@ from arraycomm._collectives.blocks import bounds_of, rows_of
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Flat, Handle, Link, Steps, Transport
 
-# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many bytes; those of
-# two ranks in fewer, which are larger.
+# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many bytes.
 _OVERLAPPING: Final = 4
-_OVERLAPPING_OF_TWO: Final = 2
 _LEAST_CHUNK: Final = 1 << 20
-_LEAST_OF_TWO: Final = 4 << 20
-_CHUNK_OF_TWO: Final = 16 << 20
 # No chunk is larger. All have whole cache lines, which have whole elements.
 _LARGEST_CHUNK: Final = 256 << 20
 _LINE: Final = 64
@@ -120,10 +116,7 @@ def overlapping_chunk(nbytes: int, size: int, measured: int | None = None) -> in
 def _best_chunk(nbytes: int, size: int, measured: int | None) -> int:
     if measured is not None:
         return measured
-    parts, least, most = _OVERLAPPING, _LEAST_CHUNK, selection.CHUNK_BYTES
-    if size == 2:
-        parts, least, most = _OVERLAPPING_OF_TWO, _LEAST_OF_TWO, _CHUNK_OF_TWO
-    few = min(max(nbytes // parts, least), most)
+    few = min(max(nbytes // _OVERLAPPING, _LEAST_CHUNK), selection.CHUNK_BYTES)
     return min(max(few, isqrt(_FOLDED * size * nbytes)), _LARGEST_CHUNK)
 
 

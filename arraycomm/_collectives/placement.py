@@ -16,7 +16,7 @@ from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.out import view_out
 from arraycomm._arrays.results import allocate, commit_out, to_framework
 from arraycomm._arrays.views import view
-from arraycomm._collectives.algorithms import overlap
+from arraycomm._collectives.blocks import overlap
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group

@@ -36,12 +36,12 @@ _FEW_RANKS: Final = 3
 _LONG_CHUNK: Final = 4
 _SEGMENT_BYTES: Final = 48 << 20
 # All ranks' arrays of so many bytes fit in the caches: what is quicker for these need not be for larger ones.
-_CACHED_BYTES: Final = 8 << 20
+CACHED_BYTES: Final = 8 << 20
 # So many chunks are copied past the caches and as many through them, to see which is quicker; then come so many others.
 _TRIED: Final = 3
 _BETWEEN_TRIALS: Final = 1024
 # For so long the native part makes turns before Python looks around.
-_NANOSECONDS: Final = 20_000_000
+NANOSECONDS: Final = 20_000_000
 # Of more ranks, each copies in its own part as well, so that all rows lie at the same distance.
 _MANY: Final = 16
 # A segment was measured with up to so many ranks.
@@ -159,14 +159,17 @@ class SharedSegment:
 
     # Whether a task may fold this rank's part by itself.
     folds_leaves: ClassVar[bool] = True
+    # Whether each rank folds, and publishes, all of a chunk.
+    folds_all: ClassVar[bool] = False
 
     def __init__(self, control: SharedControl, memory: Bytes, *, native: bool) -> None:
         # Its steps say which chunks every rank has published.
         self.control = control
         # Whether all ranks can copy past their caches.
         self.native = native
-        # Whether the native part makes the turns of held leaves.
+        # Whether the native part makes the turns of held leaves, and of arrays.
         self.turns_natively = native and self.folds_leaves and control.size <= _MEASURED_RANKS
+        self.arrays_natively = control.size <= _MANY
         self._small, self._large = _Copies(), _Copies()
         # The next chunk. Calls without headers go on counting: the last chunks of a call may still be folded
         # by other ranks. After a header all rows are free.
@@ -196,7 +199,7 @@ class SharedSegment:
         """Return the way of each chunk of a call with so many bytes in all."""
         if not self.native:
             return repeat((False, None))
-        return (self._large if nbytes > _CACHED_BYTES else self._small).ways()
+        return (self._large if nbytes > CACHED_BYTES else self._small).ways()
 
     def reduce(
         self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
@@ -213,7 +216,7 @@ class SharedSegment:
             for chunk_task, (streams, seconds) in zip(chunk_tasks, self.ways(nbytes), strict=False)
         )
         # Large results would only push one another out of the caches.
-        copy = compiled.copy if self.native and nbytes > _CACHED_BYTES else np.copyto
+        copy = compiled.copy if self.native and nbytes > CACHED_BYTES else np.copyto
         published: _Timed | None = None
         done: _Timed | None = None
         for number, chunk in enumerate(chain(chunks, (None, None))):
@@ -222,7 +225,7 @@ class SharedSegment:
             if number:
                 yield self.control
             if published is not None:
-                published.run(self._fold_part, published.task, number, op)
+                published.run(self.fold_part, published.task, number, op)
             if chunk is not None or published is not None:
                 self.control.post()
             if done is not None:
@@ -233,12 +236,12 @@ class SharedSegment:
 
     def reduce_array(self, source: Flat, target: Flat, op: str) -> Steps:
         """Reduce an array as `reduce` does; the two may be the same memory."""
-        if self.control.size > _MANY:
+        if not self.arrays_natively:
             tasks = chunk_tasks(self, source, target)
             yield from self.reduce(tasks, op, source.nbytes)
             return
         x, fold, first = raw(source), number_of(op, source.dtype), self.position % ROWS
-        count = -(-source.nbytes // self.chunk_bytes)
+        count = -(-source.nbytes // self.chunk_for(source.nbytes))
         self.position += count
 
         def go_on(place: Place) -> tuple[int, int]:
@@ -257,17 +260,21 @@ class SharedSegment:
         ways = list(islice(self.ways(nbytes), count))
         streams, seconds = bytes(past for past, _ in ways), np.empty((count, 2))
         memory = control.slots, self._memory, target, streams, seconds
-        sizes = control.slot, control.rank, control.size, self.chunk_bytes, nbytes > _CACHED_BYTES
+        sizes = control.slot, control.rank, control.size, self.chunk_bytes, self.chunk_bytes
+        large = nbytes > CACHED_BYTES
         rows, turn = (ROWS, FOLDED, first), 0
         while turn < count + 2:
             if turn:
                 yield control
-            turn, control.step = go_on((*memory, *sizes, *rows, turn, control.step, _NANOSECONDS))
+            turn, control.step = go_on(
+                (*memory, *sizes, large, *rows, turn, control.step, NANOSECONDS)
+            )
         for (_, measured), found in zip(ways, seconds.tolist(), strict=True):
             if measured is not None:
                 measured.extend(found)
 
-    def _fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
+    def fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
+        """Fold this rank's part of a chunk, in the turn of this number."""
         rows, folded = chunk_task.rows, self._folded_of(chunk_task, number)
         if chunk_task.fold is not None:
             chunk_task.fold(op, folded)
@@ -377,7 +384,7 @@ def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[
         part, into = source[start : start + step], target[start : start + step]
         rows = segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype)
         segment.position += 1
-        if control.size > _MANY:
+        if control.size > _MANY or segment.folds_all:
             fill = partial(_copy_all, rows[control.rank], part)
             yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
             continue

@@ -30,6 +30,7 @@ class Algorithm(enum.StrEnum):
     STEPS = "steps"
     GATHER = "gather"
     SLICES = "slices"
+    EXCHANGE = "exchange"
     CHAIN = "chain"
     GRID = "grid"
     SEGMENT = "segment"
@@ -53,6 +54,8 @@ def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Algorithm:
     if (stepwise or algorithm is Algorithm.SLICES) and is_preferred(link, nbytes):
         return Algorithm.SEGMENT
     if algorithm is Algorithm.SLICES and isinstance(link, Transport):
+        if link.swaps is not None:
+            return Algorithm.EXCHANGE
         if chain.is_preferred(link, [dtype], nbytes):
             return Algorithm.CHAIN
         if grid.is_preferred(link, nbytes):

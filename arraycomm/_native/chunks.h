@@ -1,5 +1,6 @@
 /* The reduction of an array in the segment that the ranks of a node share, chunk by chunk; see
- * _collectives/segment.py, which says what lies where and when. Nothing here knows of Python. */
+ * _collectives/segment.py, which says what lies where and when. If two ranks exchange all chunks as messages, each of
+ * them has such memory for itself; see _collectives/exchange.py. Nothing here knows of Python. */
 
 #ifndef ARRAYCOMM_CHUNKS_H
 #define ARRAYCOMM_CHUNKS_H
@@ -22,11 +23,20 @@ typedef struct {
     int64_t nbytes, fold, others, own, results, end;
 } TreeChunk;
 
+/* Messages between two ranks: MPI's functions, and for each row a receive and a send, prepared for the other rank's row
+ * and this one's; how many chunks have been begun, and MPI's error. */
+typedef struct {
+    int (*start)(void *request), (*test)(void *request, int *flag, void *status);
+    void *const *requests;
+    size_t begun;
+    int error;
+} Mail;
+
 typedef struct {
     Slots slots;
     /* For each of `row_count` chunks a row of each rank, and behind them `folded_count` folded chunks. */
     char *rows;
-    size_t chunk; /* bytes */
+    size_t chunk, step; /* the bytes from row to row, and those of an array in a chunk */
     int row_count, folded_count, first_row;
     /* Whether results are written past the caches. */
     bool large;
@@ -44,10 +54,15 @@ typedef struct {
     char *const *leaves;
     const Part *parts;
     const TreeChunk *tree;
+    Mail *mail; /* NULL in a segment */
 } Chunks;
 
 /* Go on from a turn, whose chunk is published if it is not the first one; `step` is the last step that was posted.
  * Return the turn in which other ranks are missing, or that is begun after `end`; or the one behind the last. */
 size_t make_turns(const Chunks *chunks, size_t turn, int64_t *step, int64_t end);
+
+/* Go on with chunks that two ranks exchange, of which so many are reduced; return how many are then. Stop at `end`, if
+ * nothing comes for long, or at an error. */
+size_t exchange_chunks(const Chunks *chunks, size_t reduced, int64_t end);
 
 #endif

@@ -31,7 +31,7 @@ _LEAST: Final = 4 << 10
 _FEW: Final = 8
 # The least bytes of a slot between nodes, and the most that all slots of a step have as payload there.
 _MESSAGE_SLOT: Final = 256
-_MESSAGES: Final = 256 << 10
+_MESSAGES: Final = 1 << 20
 
 
 def shared_slot(size: int) -> int:
@@ -48,7 +48,7 @@ def message_slot(size: int) -> int:
     """Return the bytes of a slot between nodes, for a group of `size` ranks."""
     least = _MESSAGE_SLOT - PAYLOAD
     # Slots of two ranks go straight to one another.
-    most = 512 << 10 if size == 2 else min(_MESSAGES // size, 64 << 10)
+    most = _MESSAGES if size == 2 else _MESSAGES // size
     return PAYLOAD + max(most, least) // 8 * 8
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi_failures import translated
+from arraycomm._transports.mpi_pieces import Pieces
+from arraycomm._transports.pairs import Swaps
+
+# See `mpi_direct.py` and `mpi_relay.py` for the tags of other movements.
+_TAG: Final = 3 << 10
+# The most bytes of a message between nodes that take long ones whole.
+_LONGEST: Final = 512 << 10
 
 
 class _Persistent:
@@ -38,6 +45,11 @@ class MpiPair:
         self.sent = _Persistent(comm.Send_init([send, MPI.BYTE], dest, tag))
         self._requests = self.received.request, self.sent.request
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        received, sent = map(MPI._addressof, self._requests)
+        return received, sent
+
     def begin(self) -> None:
         try:
             for request in self._requests:
@@ -57,3 +69,15 @@ class MpiPair:
                 request.Free()
         else:
             self._given_up.append(self)
+
+
+def make_swaps(comm: MPI.Intracomm, pieces: Pieces) -> Swaps | None:
+    """Return the messages of two ranks, over a communicator that has no others of this tag; None for more ranks."""
+    if comm.size != 2:
+        return None
+    peer = 1 - comm.rank
+    return Swaps(
+        min(pieces.most, _LONGEST),
+        lambda send, recv: MpiPair(comm, send, peer, recv, peer, _TAG),
+        lambda error: translated(MPI.Exception(error)),
+    )

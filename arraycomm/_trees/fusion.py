@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._collectives import algorithms, chain
+from arraycomm._collectives import algorithms, chain, exchange
 from arraycomm._collectives.segment import ROWS, SharedSegment, segment_of
 from arraycomm._collectives.selection import most_in_steps
 from arraycomm._folds import fold
@@ -100,6 +100,8 @@ class Fusion:
         if group.size == 1 or self.nbytes <= most_in_steps(group.inline_bytes):
             return None
         transport = group.transport
+        if transport.swaps is not None:
+            return (yield from exchange.segment_of(transport))
         if transport.chain is None:
             return (yield from segment_of(transport))
         if not chain.is_preferred(transport, self._dtypes, self.nbytes):

@@ -55,9 +55,10 @@ class Plan(ProcessBound):
 
     Notes
     -----
-    Collective. A call compares one digest, and a tree of up to 1 MiB (less with more than 3 ranks; between nodes 64 KiB, and
-    512 between two ranks) is sent with it. On one node, the bytes of a larger tree that other ranks fold
-    are copied to memory that the ranks share, and the results from there. Between nodes, large
+    Collective. A call compares one digest, and a tree of up to 1 MiB (less with more than 3 ranks; between nodes 1 MiB
+    between two ranks, and 1 MiB / p between p) is sent with it. On one node, the bytes of a larger tree that other ranks fold
+    are copied to memory that the ranks share, and the results from there. Between two ranks on different nodes,
+    every leaf is copied once, chunk by chunk. Between more, large
     leaves (1 MiB or more, and 512 KiB for each rank) are reduced as `allreduce` reduces them, if they are
     contiguous. Others are copied once, into messages of several leaves.
 

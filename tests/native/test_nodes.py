@@ -21,10 +21,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
+from arraycomm._collectives import exchange
+from arraycomm._collectives.exchange import ExchangeSegment
+from arraycomm._collectives.segment import ROWS
 from arraycomm._errors import TransportError
-from arraycomm._folds import in_c
+from arraycomm._folds import fold, in_c
 from arraycomm._native import compiled
-from arraycomm._transports import mpi_control, mpi_nodes, mpi_pieces
+from arraycomm._transports import mpi_control, mpi_nodes, mpi_pairs, mpi_pieces
 from arraycomm._transports.control import PAYLOAD, message_slot
 from arraycomm._transports.notes import Notes
 
@@ -50,6 +53,8 @@ class _Request:
     def __init__(self, wire: _Wire, memory: Any, route: tuple[int, int], *, sends: bool) -> None:
         self._wire, self._memory, self._route, self._sends = wire, memory, route, sends
         self._active, self._until, self.length = False, 0.0, -1
+        # A message that has been sent: its memory, and what was in it.
+        self._sent: list[Any] = []
         # What the native part is given in place of MPI's handle.
         self._handle = ctypes.c_int64()
         self.address = ctypes.addressof(self._handle)
@@ -66,13 +71,17 @@ class _Request:
                 self._wire.most_wanted = max(self._wire.most_wanted, len(wanted))
         else:
             self._until = time.monotonic() + self._wire.seconds_of_sends
+            self._sent = [self._memory, self._memory.copy()]
             with self._wire.lock:
-                self._wire.sent[self._route].append((self._memory, self._memory.copy()))
+                self._wire.sent[self._route].append(self._sent)
 
     def Test(self, status: Any = None) -> bool:  # noqa: N802 - as MPI has it
         """Tell whether the message is over. As in MPI, one that is not under way is over at once, and empty."""
         if self._active and (time.monotonic() < self._until if self._sends else not self._come()):
             return False
+        if self._sends and self._active:
+            # The memory may be used again.
+            self._sent[0] = self._sent[1]
         if status is not None:
             status.length = self.length if self._active else 0
         self._active = False
@@ -87,7 +96,7 @@ class _Request:
         return self.length >= 0
 
     def take(self, memory: Any, as_sent: Any) -> None:
-        # MPI may read a message late: nothing may have written over it until it has been taken.
+        # MPI may read a message late: nothing may have written over it until it is over, or has been taken.
         assert (memory == as_sent).all()
         self._memory[: len(memory)] = memory
         self.length = len(memory)
@@ -113,7 +122,7 @@ class _Wire:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.requests: dict[int, _Request] = {}
-        self.sent: dict[tuple[int, int], list[tuple[Any, Any]]] = defaultdict(list)
+        self.sent: dict[tuple[int, int], list[list[Any]]] = defaultdict(list)
         self.wanted: dict[tuple[int, int], list[_Request]] = defaultdict(list)
         # The most receives between two ranks that were under way at once.
         self.most_wanted = 0
@@ -328,8 +337,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         _sizeof=lambda kind: 24,
         _addressof=lambda request: request.address,
         Prequest=_Null,
+        Is_finalized=lambda: False,
+        Exception=mpi_control.MPI.Exception,
     )
-    for module in (mpi_nodes, mpi_pieces):
+    for module in (mpi_nodes, mpi_pairs, mpi_pieces):
         monkeypatch.setattr(module, "MPI", mpi)
     # Some by way of records, others from slot to slot.
     monkeypatch.setattr(mpi_nodes, "_LARGE", 800)
@@ -457,6 +468,148 @@ def test_pieces_of_lanes_that_native_part_begins_go_on_in_python(late: bool) -> 
         assert (into[0] == rows[1]).all()
         assert (into[1] == rows[0]).all()
         assert wire.most_wanted <= mpi_pieces.AHEAD
+
+
+def _exchanged(
+    rank: _Rank, segment: ExchangeSegment, source: Any, target: Any, op: str, pause: float
+) -> int:
+    """Reduce an array by what two ranks exchange; return how often Python had to wait."""
+    waits, deadline = 0, time.monotonic() + _LIMIT
+    for waited in segment.reduce_array(source, target, op):
+        while not waited.done():
+            waits += 1
+            assert time.monotonic() < deadline, "the chunks do not come"
+            time.sleep(pause)
+    return waits
+
+
+def _segments(cluster: _Cluster, pieces: mpi_pieces.Pieces = _PIECES) -> list[ExchangeSegment]:
+    swaps = [mpi_pairs.make_swaps(cluster.wire.comm(rank, 2), pieces) for rank in range(2)]
+    ranks = zip(cluster.ranks, swaps, strict=True)
+    return [ExchangeSegment(rank.control, made) for rank, made in ranks if made is not None]
+
+
+_NAN: Final = {
+    "float32": 0x7FC00010,
+    "float16": 0x7E10,
+    "complex128": 0x7FF8000000000010,
+}
+_Array = tuple[int, str, str, bool, int | None, float]
+_ARRAYS = st.lists(
+    st.tuples(
+        st.sampled_from([1, 63, 64, 65, 200, 256, 500, 1000, 1723, 9001]),
+        st.sampled_from(["sum", "mean", "prod"]),
+        st.sampled_from(["float32", "float16", "complex128"]),
+        st.booleans(),
+        st.sampled_from([None, 0, 1]),
+        st.sampled_from([0.0, _LATE]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(
+    arrays=_ARRAYS,
+    native=st.tuples(st.booleans(), st.booleans()),
+    large=st.booleans(),
+    pieces=st.sampled_from([256, 20_032]),
+)
+@settings(deadline=None)
+def test_two_ranks_that_exchange_everything_get_the_fold_in_rank_order(
+    arrays: list[_Array], native: tuple[bool, bool], large: bool, pieces: int
+) -> None:
+    """Of any length, also in place; by the native part or not on each of them, and whoever is late."""
+    with pytest.MonkeyPatch.context() as patch, _Cluster([0, 1]) as cluster:
+        # Larger results go past the caches.
+        patch.setattr(exchange, "CACHED_BYTES", 0 if large else 1 << 30)
+        segments = _segments(cluster, mpi_pieces.Pieces(pieces))
+        for segment, by in zip(segments, native, strict=True):
+            segment.turns_natively = segment.arrays_natively = by
+        for number, (count, op, dtype, in_place, late, seconds) in enumerate(arrays):
+            cluster.wire.seconds_of_sends = seconds
+            rng = np.random.default_rng(number)
+            rows = [(100 * rng.random(count)).astype(dtype) for _ in range(2)]
+            # Of two NaNs, the sum is that of the first rank.
+            for rank, row in enumerate(rows):
+                row[:1].view(f"u{row.real.itemsize}")[0] = _NAN[dtype] + rank
+            wanted = np.empty_like(rows[0])
+            fold(op, wanted.dtype, rows, wanted)
+
+            def one(rank: _Rank, op: str = op, in_place: bool = in_place, late: Any = late) -> Any:
+                mine = rank.control.rank
+                if mine == late:
+                    time.sleep(_LATE)
+                source = rows[mine].copy()  # noqa: B023 - called in this turn
+                target = source if in_place else np.zeros_like(source)
+                _exchanged(rank, segments[mine], source, target, op, 0)
+                return target
+
+            assert [got.tobytes() for got in cluster.each(one)] == [wanted.tobytes()] * 2
+            assert cluster.wire.most_wanted <= ROWS
+        for segment in segments:
+            assert segment not in ExchangeSegment.under_way
+            segment.swaps.free()
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_messages_of_few_lengths_are_kept_for_an_exchange(native: bool) -> None:
+    with _Cluster([0, 1]) as cluster:
+        segments = _segments(cluster, mpi_pieces.Pieces(4096))
+        x = np.ones(2000, np.int32)
+        for segment in segments:
+            segment.turns_natively = segment.arrays_natively = native
+        for count in [*range(16, 1000, 16), 2000, 2000]:
+
+            def one(rank: _Rank, count: int = count) -> Any:
+                out = np.zeros(count, np.int32)
+                _exchanged(rank, segments[rank.control.rank], x[:count], out, "sum", 0)
+                return out
+
+            assert all((got == 2).all() for got in cluster.each(one))
+            assert len(cluster.wire.requests) <= 2 * 16 * 2 * ROWS
+        for segment in segments:
+            segment.swaps.free()
+        assert not cluster.wire.requests
+
+
+def test_an_exchange_whose_native_part_waits_too_long_goes_on_from_python() -> None:
+    """Python looks around meanwhile, and waits for what the native part needs next."""
+    with _Cluster([0, 1]) as cluster:
+        segments, x = _segments(cluster), np.arange(5000, dtype=np.int32)
+
+        def one(rank: _Rank) -> Any:
+            mine = rank.control.rank
+            if mine:
+                time.sleep(30 * _LATE)
+            out = np.zeros_like(x)
+            return _exchanged(rank, segments[mine], x, out, "sum", _LATE), out
+
+        (waits, first), (_, second) = cluster.each(one)
+        assert waits > 5
+        assert (first == 2 * x).all()
+        assert (second == 2 * x).all()
+        for segment in segments:
+            segment.swaps.free()
+
+
+def test_an_error_of_mpi_ends_an_exchange_and_keeps_its_memory() -> None:
+    with _Cluster([0, 1]) as cluster:
+        segments, x = _segments(cluster), np.ones(1000, np.int32)
+        cluster.wire.error = _ERROR
+
+        def failing(rank: _Rank) -> None:
+            with pytest.raises(TransportError):
+                _exchanged(rank, segments[rank.control.rank], x, x.copy(), "sum", 0)
+
+        cluster.each(failing)
+        assert ExchangeSegment.under_way.issuperset(segments)
+        ExchangeSegment.under_way.difference_update(segments)
+        cluster.wire.error = 0
+        for request in [*cluster.wire.requests.values()]:
+            request.Test()
+        for segment in segments:
+            segment.swaps.free()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def _check(comm: Communicator) -> None:
 def test_large_arrays_go_through_the_segment(monkeypatch, ranks: int, streams: bool) -> None:
     """Copies in and out go past the caches, or through them."""
     monkeypatch.setattr(segment.SharedSegment, "ways", lambda *_: repeat((streams, None)))
-    monkeypatch.setattr(segment, "_CACHED_BYTES", 0 if streams else 1 << 40)
+    monkeypatch.setattr(segment, "CACHED_BYTES", 0 if streams else 1 << 40)
 
     def check(comm: Communicator) -> None:
         _check(comm)
@@ -101,7 +101,7 @@ def test_calls_without_headers_wait_for_slow_ranks(
     with monkeypatch.context() as patch:
         patch.setattr(segment.SharedSegment, "_folded_of", find_slowly)
         # A turn at a time.
-        patch.setattr(segment, "_NANOSECONDS", 0)
+        patch.setattr(segment, "NANOSECONDS", 0)
         ended = set[bool]()
 
         def watch(call: _Call) -> None:
@@ -130,7 +130,7 @@ def _watch_turns(patch: pytest.MonkeyPatch, watch: Callable[[_Call], None]) -> N
     def watched(self: Any, go_on: Any, target: Any, count: int, first: int) -> Any:
         def go_on_watched(place: Any) -> Any:
             turn, step = go_on(place)
-            _, _, _, streams, seconds, _, _, _, _, large, *_ = place
+            _, _, _, streams, seconds, _, _, _, _, _, large, *_ = place
             watch(_Call(target.nbytes, streams, seconds, large, turn == count + 2))
             return turn, step
 

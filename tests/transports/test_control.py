@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from arraycomm._transports import notes
-from arraycomm._transports.control import SharedControl
+from arraycomm._transports.control import PAYLOAD, SharedControl, message_slot
 
 
 @pytest.fixture
@@ -43,6 +43,15 @@ def test_a_step_is_over_once_every_rank_has_posted_it(size: int) -> None:
             assert ranks[0].missing() == [last]
             ranks[last].post()
         assert all(control.done() for control in ranks)
+
+
+def test_slots_between_nodes_hold_a_mebibyte_together() -> None:
+    assert message_slot(2) == PAYLOAD + (1 << 20)
+    assert message_slot(3) == PAYLOAD + (1 << 20) // 3 // 8 * 8
+    for size in (4, 8, 100, 8192):
+        assert message_slot(size) == PAYLOAD + (1 << 20) // size // 8 * 8
+    # Room for a small array, on any number of ranks.
+    assert message_slot(1 << 17) == 256
 
 
 def test_the_last_text_told_is_read(controls: list[SharedControl]) -> None:

@@ -37,7 +37,7 @@ _MB: Final = 1 << 20
 _INSIDE: Final = (
     (Engine, "wait_for", "waiting"),
     (Transport, "fold", "folding"),
-    (segment.SharedSegment, "_fold_part", "folding"),
+    (segment.SharedSegment, "fold_part", "folding"),
     (segment._Timed, "fill", "copying in"),
 )
 

@@ -157,7 +157,7 @@ def _limits_of_mpi(one: Machine) -> Iterator[str]:
 
 def _limits_of_headers(one: Machine) -> Iterator[str]:
     yield (
-        "Between nodes, arrays of up to 64 KiB (512 KiB of two ranks; of more, 256 KiB divided by the ranks, and 128 bytes at least) are sent with the header. So the bytes that a node receives grow with "
+        "Between nodes, arrays of up to 1 MiB divided by the ranks (1 MiB of two ranks, and 128 bytes at least) are sent with the header. So the bytes that a node receives grow with "
         f"the ranks: {size_text(8 * LARGEST)} for 8 bytes from each of {LARGEST:,}."
     )
     yield (

@@ -15,13 +15,13 @@ from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._collectives.selection import CHUNK_BYTES
 from arraycomm._transports.rank_grid import sides
 from docs.studies.scaling import model
-from docs.studies.scaling.measure import CASES, CHAINED, GRIDS, RANKS, SLICED, STEPS
+from docs.studies.scaling.measure import CASES, CHAINED, GRIDS, PRETENDED_SLICES, RANKS, STEPS
 from docs.studies.scaling.model import Machine
 
 # The least of all repetitions: other programs on the machine only ever add to a time.
 BEST: Final = "min"
 LARGE: Final = 16 << 20
-MEGABYTE: Final = 1 << 20
+SLICED: Final = 2 << 20
 MEDIUM: Final = 16 << 10
 _FOLDED: Final = 256 << 10
 _SMALL: Final = 8
@@ -123,7 +123,7 @@ def _local(alone: dict[str, Any]) -> Machine:
     fold_byte = slope("fold", 2, 8) / _FOLDED
     slot = slope("shared header", 64, 1024)
     row = slope("messages small", 64, 1024)
-    chunks = SLICED / CHUNK_BYTES
+    chunks = PRETENDED_SLICES / CHUNK_BYTES
     part = slope("messages slices", 64, 1024) / chunks
     call = _at(alone, "messages small 2") - 2 * row
     step = _at(alone, "steps") / STEPS - 2 * slot
@@ -177,7 +177,7 @@ _SHOWN: Final = (
     ("seen", "shared", _SMALL, 1),
     ("seen_byte", "shared", MEDIUM, MEDIUM),
     ("near_latency", "messages", _SMALL, 1),
-    ("begin", "messages", MEGABYTE, 2),
+    ("begin", "messages", SLICED, 2),
     ("near_byte", "messages", LARGE, LARGE),
 )
 _PASSES: Final = 5
@@ -192,13 +192,17 @@ def _work(here: Here, kind: str, ranks: int, nbytes: int) -> float:
     """Return the seconds of a case if every rank had a core of its own."""
     if kind == "mpi":
         return model.mpi_allreduce(ranks, nbytes, here.mpi)
-    return model.allreduce(ranks, nbytes, here.machine, shared=kind == "shared")
+    shared = kind == "shared"
+    work = model.ALGORITHMS[_algorithm(kind, ranks, nbytes)]
+    return model.header(ranks, here.machine, shared) + work(ranks, nbytes, here.machine, shared)
 
 
 def _algorithm(kind: str, ranks: int, nbytes: int) -> str:
     if kind == "mpi":
         return "recursive doubling" if _doubles(ranks, nbytes) else "Rabenseifner"
-    return model.chosen(ranks, nbytes, kind == "shared")
+    chosen = model.chosen(ranks, nbytes, kind == "shared")
+    # Two ranks are kept from it.
+    return "slices" if chosen == "exchange" else chosen
 
 
 def _doubles(ranks: int, nbytes: int) -> bool:

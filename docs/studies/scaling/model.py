@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final, NamedTuple
 
-from arraycomm._collectives import grid
+from arraycomm._collectives import exchange, grid
 from arraycomm._collectives.chain import TURN_BYTES
 from arraycomm._collectives.chunks import overlapping_chunk
+from arraycomm._collectives.segment import ROWS
 from arraycomm._collectives.selection import CHUNK_BYTES, choose
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import PAYLOAD, message_slot, shared_slot
@@ -30,6 +31,8 @@ ELEMENT: Final = 4  # float32
 # ring in MPI_Iallgather and MPI_Iallgatherv, by the bytes that every rank has in the end.
 RING_FROM: Final = 524_288
 RING_FROM_ODD: Final = 81_920
+# The most bytes of a message between two ranks that exchange everything; see `arraycomm._transports.mpi_pieces`.
+PIECE: Final = 64_000
 # The most bytes of a chunk over a grid.
 GRID_CHUNK: Final = grid.CHUNK_BYTES
 
@@ -283,6 +286,18 @@ def _along_nodes(size: int, nbytes: float, per_node: int) -> Movement:
     return [Rounds(copies, chunk / per_node, per_node) for chunk in cut]
 
 
+def _exchanged(size: int, nbytes: float, per_node: int) -> Movement:
+    """Two ranks send one another everything."""
+    cut = exchanged_chunks(nbytes)
+    return [Rounds(len(cut), cut[0], 1)]
+
+
+def exchanged_chunks(nbytes: float) -> list[int]:
+    """Return the bytes of each message that two ranks exchange."""
+    chunk = exchange.chunk_bytes(int(nbytes), PIECE)
+    return [chunk] * -(-int(nbytes) // chunk)
+
+
 def _over_grid(size: int, nbytes: float, per_node: int) -> Movement:
     """All to all along the rows and along the columns, and the results back; slices are equally long."""
     rows, columns = sides(size)
@@ -313,6 +328,7 @@ MOVEMENTS: Final[dict[str, Callable[[int, float, int], Movement]]] = {
     "header": _no_messages,
     "steps": _no_messages,
     "slices": _chunks,
+    "exchange": _exchanged,
     "chain": _along_nodes,
     "grid": _over_grid,
 }
@@ -414,6 +430,8 @@ def chosen(size: int, nbytes: int, shared: bool, per_node: int = 1) -> str:
     if algorithm != "slices" or shared:
         return algorithm
     nodes = size // per_node
+    if size == 2:
+        return "exchange"
     if is_chained(size, nbytes, per_node) and not _has_grid(size, nbytes, per_node, nodes):
         return "chain"
     return "grid" if _has_grid(size, nbytes, per_node) else algorithm
@@ -486,6 +504,20 @@ def _overlapping(
         network = done = max(network, clock) + gathered[number]
         came = after
     return done
+
+
+def in_exchange(size: int, nbytes: float, machine: Machine, shared: bool = False) -> float:
+    """Two ranks send one another chunk by chunk, of which a few are under way, and fold what has come.
+
+    Each chunk is copied in, folded and copied out.
+    """
+    cut = exchanged_chunks(nbytes)
+    begun = 2 * machine.message + 2 * machine.copy_byte * cut[0]
+    sent, folded = 0.0, [0.0] * ROWS
+    for chunk in cut:
+        sent = max(sent, folded[-ROWS]) + begun + machine.latency + chunk * machine.per_byte
+        folded.append(max(folded[-1], sent) + chunk * machine.fold_byte)
+    return folded[-1]
 
 
 def in_grid(size: int, nbytes: float, machine: Machine, shared: bool = False) -> float:
@@ -567,6 +599,7 @@ ALGORITHMS: Final[dict[str, Callable[[int, float, Machine, bool], float]]] = {
     "header": in_header,
     "steps": in_steps,
     "slices": in_slices,
+    "exchange": in_exchange,
     "chain": in_chain,
     "grid": in_grid,
 }

@@ -21,7 +21,7 @@ from docs.studies.scaling.simulated import communicators, transports
 RANKS: Final = {1: (2, 3, 8, 100, 1000, 1024), 64: (8, 64, 256, 1024)}
 # Bytes of float32: a header's, and what each of the other algorithms is chosen for. The last are several chunks.
 BYTES: Final = (8, 1 << 10, 64 << 10, 512 << 10, 1 << 20, 8 << 20)
-# Of the array that the other collectives move.
+# Of the array that the other collectives move; of two ranks, all of that comes with the header.
 COLLECTIVE_BYTES: Final = 1 << 20
 # Algorithms without a formula: those that send no messages of the library's, those of the user's, and one that
 # no group of hosts takes.
@@ -173,5 +173,7 @@ def simulate(machine: Machine) -> dict[str, list[dict[str, Any]]]:
         for on in [replace(machine, per_node=per_node)]
         for algorithm, nbytes in cases(size, on)
     ]
-    others = [asdict(sent(name, size, machine)) for name in model.COLLECTIVES for size in RANKS[1]]
+    others = [
+        asdict(sent(name, size, machine)) for name in model.COLLECTIVES for size in RANKS[1][1:]
+    ]
     return {"allreduce": reductions, "others": others}

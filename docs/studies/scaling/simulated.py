@@ -9,14 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from arraycomm import Communicator
-from arraycomm._collectives import chain
+from arraycomm._collectives import chain, exchange
+from arraycomm._collectives.exchange import ExchangeSegment
+from arraycomm._collectives.segment import ChunkTask
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import PAYLOAD, ControlChannel, message_slot, shared_slot
 from arraycomm._transports.node_chain import NodeChain, is_chain
+from arraycomm._transports.pairs import PlainPair, Swaps
 from arraycomm._transports.rank_grid import LEAST_RANKS, RankGrid, sides
 from docs.studies.scaling import movements
 from docs.studies.scaling.measure import communicator
+from docs.studies.scaling.model import PIECE
 from docs.studies.scaling.network import Group, Movement, Network, Plan, Planner
 
 
@@ -123,6 +127,31 @@ class SimulatedChain(NodeChain):
             super().fold_on(op, dtype, total, rows, out)
 
 
+class SimulatedExchange(ExchangeSegment):
+    """The chunks that two ranks exchange; folds take time, and move data if the network does."""
+
+    # No other message has this tag.
+    _TAG: ClassVar[int] = -2
+
+    def __init__(self, control: ControlChannel, group: Group) -> None:
+        rank = control.rank
+        self._network, self._place, peer = group.network, int(group.members[rank]), 1 - rank
+        swaps = Swaps(
+            PIECE,
+            lambda send, recv: PlainPair(
+                lambda: group.receive(peer, rank, self._TAG, recv),
+                lambda: group.send(rank, peer, self._TAG, send),
+            ),
+            OSError,
+        )
+        super().__init__(control, swaps)
+
+    def fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
+        self._network.fold(self._place, chunk_task.rows[0].nbytes)
+        if self._network.moves_data:
+            super().fold_part(chunk_task, number, op)
+
+
 class SimulatedLine:
     """The movements of a row or a column of a grid."""
 
@@ -162,6 +191,10 @@ class SimulatedTransport(Transport):
         self._direct = self.overlaps and self.size <= DIRECT_RANKS
         self._begun = 0
         self._splits = 0
+        if self.overlaps and self.size == 2:
+            segment = SimulatedExchange(self.control, group)
+            self.swaps = segment.swaps
+            exchange.install(self, segment)
         places = list(members.nodes.values())
         if self.overlaps and is_chain(places):
             self.chain = SimulatedChain(members, rank)

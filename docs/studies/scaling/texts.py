@@ -38,6 +38,7 @@ the column, and for each row that the native part folds. κ is the time to copy 
 | … and allgather, by a ring or by a message to each | (p − 1) α + n β (p − 1) / p |
 | "grid" of R rows and C columns, p = R C: two all-to-alls, sorting, fold, two allgathers | 2 (R + C − 2) α + n β (3 + 1 / C) + n κ + (R + C) ε + p η + n γ |
 | slices of the whole array, both exchanges in few rounds (**not built**) | 2 log p α + n β (log p / 2 + 1) + p ψ + n γ |
+| "exchange" of two ranks, in K chunks of c bytes | K (α + c β) + c γ if messages take longer than folds, and 2 n κ |
 | "chain" of N nodes with m ranks each, in K chunks of c bytes | K + N + h turns, if results take h hops; in each τ + m υ, 2 c κ, c γ, and messages of each rank, which overlap with those of other ranks: α + c β / m |
 | broadcast of k pieces by a chain | (p + k − 2) (α + n β / k) |
 | … by a binary tree | (2 k − 2 + about 2 log p) (α + n β / k) |
@@ -49,10 +50,11 @@ the column, and for each row that the native part folds. κ is the time to copy 
   have one header in common, of 128 bytes, and everyone's elements follow it. So a node that has heard from half of the others sends no more than
   at first, apart from elements. If ranks disagree, each has a header of its own. The ranks of a node share one copy of all.
 - In shared memory, chunks have 4 MiB and come one after another. Between nodes a chunk has √(2 p n α / γ) bytes, with 2 α / γ taken
-  as 32 KiB: then the latencies of all chunks and the fold of the one chunk that hides behind no message are least together. It has at least a quarter of the array or 4 MiB, whichever is less (of two ranks, half of it or 16 MiB, and at least 4 MiB), at least 1 MiB,
+  as 32 KiB: then the latencies of all chunks and the fold of the one chunk that hides behind no message are least together. It has at least a quarter of the array or 4 MiB, whichever is less, at least 1 MiB,
   and at most 256 MiB; and chunks are about equally long. There chunks overlap: the elements of the next chunk are on their way while a chunk is folded.
   In the model, messages of a rank still go one by one; only folds hide behind them. What Python does is added in full.
-- Between nodes, up to 128 ranks send the slices of a chunk as a message to each rank. A folded slice goes once to each other
+- Two ranks between nodes send one another everything, in messages of up to 64,000 bytes of which four are under way, and each folds all of it.
+- Between nodes, more ranks, up to 128, send the slices of a chunk as a message to each rank. A folded slice goes once to each other
   node, and is passed on there.
 - More than 128 ranks, one a node or in any other placement, reduce over a grid unless slices take less time, since their arrays are large for so many ranks. A rank sends to its row the slices that each column folds, and to its column the slices of all
   its row, so that they arrive in rank order; results go back so. A chunk has up to 256 MiB. The model lets one step follow the other.
