@@ -13,9 +13,9 @@
 #endif
 
 /* Looks between two times that the core is given up. */
-/* In how many parts at once memory is read that may lie far away. */
-enum { PARTS = 4, LINE = 64 };
 enum { LOOKS = 16 };
+/* In how many parts at once memory is read that may lie far away, and the bytes that are read of each in turn. */
+enum { PARTS = 4, LINE = 64 };
 /* Of waits beside another thread, in nanoseconds: those in which ranks that call at about the same time have all called, and
  * the naps after that, a part of the time waited. Each disturbs the other thread, if only by its timer. */
 enum { GLANCE = 200000, SHORT_NAP = 50000, LONG_NAP = 1000000, PART = 20 };

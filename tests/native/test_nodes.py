@@ -389,12 +389,14 @@ def test_steps_end_alike_whoever_is_late_or_differs(
             cluster.step(count, headers, late, others)
 
 
+@pytest.mark.parametrize("count", [3, 250])
 @pytest.mark.parametrize("nodes", _NODES[:4], ids=str)
-def test_steps_that_repeat_need_no_python(nodes: list[int]) -> None:
+def test_steps_that_repeat_need_no_python(nodes: list[int], count: int) -> None:
+    """By way of records, or from slot to slot."""
     with _Cluster(nodes) as cluster:
         for _ in range(2000):
             before = [rank.in_python for rank in cluster.ranks]
-            cluster.step(3, [0] * cluster.size, None)
+            cluster.step(count, [0] * cluster.size, None)
             if before == [rank.in_python for rank in cluster.ranks]:
                 return
     pytest.fail("every step was made in Python")
