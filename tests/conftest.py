@@ -20,7 +20,7 @@ from tests.support.pairwise import thinned
 __all__ = ["few", "on_ranks", "several", "size", "transport"]
 
 # Not in programs that tests launch.
-internals.set_slots(48 << 10, 32 << 10)
+internals.set_slots(48 << 10, 32 << 10, 128 << 10)
 
 # In programs that tests launch, and here.
 _START = str(Path(__file__).parent / "support" / "start")

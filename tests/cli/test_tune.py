@@ -61,6 +61,7 @@ def test_what_is_measured_is_what_the_library_chooses_between() -> None:
     gather = plan_of(64, 4096, False, None).sizes["gather"]
     assert gather == [1 << bits for bits in range(13, 21)]
     assert 64 * gather[-1] <= 64 << 20
+    assert plan_of(2, 4096, False, [8192, 1 << 23]) == ({"gather": [8192]}, ())
     assert plan_of(3, 4096, False, [8, 8192, 1 << 23]) == ({"gather": [8192]}, [1 << 23])
     chained = plan_of(4, 1 << 20, False, [8, 2 << 20, 1 << 23], chained=True)
     assert chained == ({"gather": [2 << 20], "slices": [2 << 20, 1 << 23]}, [1 << 23])

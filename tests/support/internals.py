@@ -28,23 +28,24 @@ if TYPE_CHECKING:
     # Programs on ranks do without it.
     import pytest
 
-# Shared slots -------------------------------------------------------------------------------------
+# Slots --------------------------------------------------------------------------------------------
 
-# The bytes that a rank may read more of others' slots, and the most bytes of a slot, as users have them.
-SLOTS = channels._READ, channels._LARGEST
+# In shared memory, the bytes that a rank may read more of others' slots, and the most bytes of a slot; between nodes, the
+# most bytes of all slots: as users have them.
+SLOTS = channels._READ, channels._LARGEST, channels._MESSAGES
 
 
-def slots() -> tuple[int, int]:
+def slots() -> tuple[int, int, int]:
     """Return what `set_slots` takes, as communicators that are made now have it."""
-    return channels._READ, channels._LARGEST
+    return channels._READ, channels._LARGEST, channels._MESSAGES
 
 
-def set_slots(read: int, largest: int) -> None:
+def set_slots(read: int, largest: int, messages: int) -> None:
     """Let as many bytes travel with the headers of communicators that are made from now on.
 
     If they are few, small arrays go the ways of large ones as well.
     """
-    channels._READ, channels._LARGEST = read, largest
+    channels._READ, channels._LARGEST, channels._MESSAGES = read, largest, messages
 
 
 # A communicator of its own ---------------------------------------------------------------------

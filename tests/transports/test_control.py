@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from arraycomm._transports import notes
+from arraycomm._transports import control, notes
 from arraycomm._transports.control import PAYLOAD, SharedControl, message_slot
+from tests.support import internals
 
 
 @pytest.fixture
@@ -45,7 +46,8 @@ def test_a_step_is_over_once_every_rank_has_posted_it(size: int) -> None:
         assert all(control.done() for control in ranks)
 
 
-def test_slots_between_nodes_hold_a_mebibyte_together() -> None:
+def test_slots_between_nodes_hold_a_mebibyte_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_MESSAGES", internals.SLOTS[2])
     assert message_slot(2) == PAYLOAD + (1 << 20)
     assert message_slot(3) == PAYLOAD + (1 << 20) // 3 // 8 * 8
     for size in (4, 8, 100, 8192):

@@ -86,7 +86,8 @@ def plan_of(
         [1 << bits for bits in range(max(payload, 1).bit_length(), 30)] if sizes is None else sizes
     )
     compared = {name: [n for n in asked if payload < n <= largest[name]] for name in algorithms}
-    if shared:
+    # Two ranks between nodes exchange arrays whole.
+    if shared or size == 2:
         return Plan(compared, ())
     return Plan(compared, _CHUNKED if sizes is None else [n for n in sizes if n >= _CHUNKED[0]])
 
