@@ -57,7 +57,8 @@ def test_gathered_object_that_root_cannot_unpickle_concerns_root_alone(
 
 def test_statistics_count_calls_bytes_and_copies(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
-        x = np.ones((100, 100))
+        # Larger than what travels with a header.
+        x = np.ones((200, 200))
         comm.allreduce(x)
         comm.allreduce(x.T)
         comm.allreduce(x[:1, :3].copy())
