@@ -18,7 +18,7 @@ from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError,
 from arraycomm._protocol import clock, process_watch
 from arraycomm._protocol.forked import refuse
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.leaving import all_left_well, leave_in_step
+from arraycomm._protocol.leaving import all_left_well, leave_in_step, some_left
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.mpi_files import remove_mpi_files
 from arraycomm._transports.notes import ENDED, FAILED, FINALIZED, GONE
@@ -402,4 +402,6 @@ def _left_in_step(groups: list[Group], watched: list[Group], clean: bool) -> boo
         wait_for(done, 0, watch)
     except (TimeoutError, TransportError):
         return False
-    return clean and all(all_left_well(group.control) for group in stepping if group in watched)
+    # A rank that left while another one was in a call ends without MPI, and so must that one.
+    left = [group for group in groups if group in stepping or some_left(group.control)]
+    return clean and all(all_left_well(group.control) for group in left if group in watched)

@@ -75,6 +75,22 @@ while True:
 """
 
 
+# One rank ends its program while the other one is in a call, which catches the error and ends well.
+_LEAVES: Final = """
+import sys
+
+import numpy as np
+import arraycomm as ac
+
+comm = ac.init()
+try:
+    for _ in range(3 - comm.rank):
+        comm.allreduce(np.ones(10))
+except ac.PeerError as error:
+    sys.stdout.write(f"{type(error).__name__}: {error}\\n")
+"""
+
+
 # The last rank sends an array of this many bytes to all, and each rank so many.
 _SENT: Final = 32 << 20
 _EACH: Final = 1 << 20
@@ -159,6 +175,15 @@ def test_nothing_goes_on_when_a_host_dies(two: Hosts) -> None:
     # Open MPI's launcher ends with 0 if it loses a host.
     assert is_open_mpi() or job.returncode != 0
     assert time.monotonic() - killed < _AT_LAST
+    assert _ended(two)
+
+
+@pytest.mark.each_mpi
+def test_nobody_waits_for_a_rank_that_left_during_a_call(two: Hosts) -> None:
+    started = time.monotonic()
+    out = _output(two, two.start(1, "-u", "-c", _LEAVES, PYTHONPATH=str(ROOT)))
+    assert "PeerError: rank 1 has reached the end of its program" in out
+    assert time.monotonic() - started < _AT_LAST
     assert _ended(two)
 
 
