@@ -24,7 +24,7 @@ from arraycomm._collectives.segment import (
 )
 from arraycomm._native import compiled
 from arraycomm._transports.base import Bytes, Link, Steps, Transport
-from arraycomm._transports.pairs import Swaps
+from arraycomm._transports.pairs import ExchangePairs
 
 _LINE: Final = 64
 
@@ -43,11 +43,11 @@ class ExchangeSegment(SharedSegment):
     # MPI may still write to the memory of a reduction that was given up.
     under_way: ClassVar[set[ExchangeSegment]] = set()
 
-    def __init__(self, control: Any, swaps: Swaps) -> None:
-        self.control, self.swaps = control, swaps
+    def __init__(self, control: Any, exchange_pairs: ExchangePairs) -> None:
+        self.control, self.exchange_pairs = control, exchange_pairs
         self.native, self.position = compiled is not None, 0
         self.turns_natively = self.arrays_natively = self.control.native is not None
-        self.chunk_bytes = chunk = swaps.nbytes
+        self.chunk_bytes = chunk = exchange_pairs.nbytes
         self._memory = allocate(((2 * ROWS + 1) * chunk,), np.dtype(np.uint8))
         rows = self._memory.reshape(-1, chunk)
         self.rows, self._folded = rows[:-1].reshape(ROWS, 2, chunk), rows[-1:]
@@ -62,7 +62,7 @@ class ExchangeSegment(SharedSegment):
         self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
     ) -> Steps:
         tasks, self.position = list(chunk_tasks), 0
-        pairs = self.swaps.of(self.rows, self.control.rank, self.chunk_for(nbytes))
+        pairs = self.exchange_pairs.of(self.rows, self.control.rank, self.chunk_for(nbytes))
         copy = compiled.copy if self.native and nbytes > CACHED_BYTES else np.copyto
         self.under_way.add(self)
         begun = 0
@@ -88,11 +88,11 @@ class ExchangeSegment(SharedSegment):
     ) -> Steps:
         control, nbytes, self.position = self.control, target.nbytes, 0
         length = self.chunk_for(nbytes)
-        pairs = self.swaps.of(self.rows, self.control.rank, length)
+        pairs = self.exchange_pairs.of(self.rows, self.control.rank, length)
         memory = control.slots, self._memory, target, bytes(count), np.empty((count, 2))
         sizes = control.slot, control.rank, control.size, self.chunk_bytes, length
         rows = nbytes > CACHED_BYTES, ROWS, 1, 0
-        mail = control.native, [address for pair in pairs for address in pair.addresses]
+        messages = control.native, [address for pair in pairs for address in pair.addresses]
         self.under_way.add(self)
         folded = begun = 0
         while folded < count:
@@ -100,9 +100,9 @@ class ExchangeSegment(SharedSegment):
                 # What the native part needs next.
                 pair = pairs[folded % ROWS]
                 yield pair.sent if folded == begun else pair.received
-            folded, begun = go_on((*memory, *sizes, *rows, folded, begun, NANOSECONDS, *mail))
+            folded, begun = go_on((*memory, *sizes, *rows, folded, begun, NANOSECONDS, *messages))
             if begun < 0:
-                raise self.swaps.failure(-begun)
+                raise self.exchange_pairs.failure(-begun)
         for pair in pairs:
             yield pair.sent
         self.under_way.discard(self)
@@ -116,8 +116,8 @@ def segment_of(transport: Link) -> Steps:
     yield from ()
     assert isinstance(transport, Transport)
     if transport not in _opened:
-        assert transport.swaps is not None
-        _opened[transport] = ExchangeSegment(transport.control, transport.swaps)
+        assert transport.exchange_pairs is not None
+        _opened[transport] = ExchangeSegment(transport.control, transport.exchange_pairs)
     return _opened[transport]
 
 

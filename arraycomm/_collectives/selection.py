@@ -54,7 +54,7 @@ def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Algorithm:
     if (stepwise or algorithm is Algorithm.SLICES) and is_preferred(link, nbytes):
         return Algorithm.SEGMENT
     if algorithm is Algorithm.SLICES and isinstance(link, Transport):
-        if link.swaps is not None:
+        if link.exchange_pairs is not None:
             return Algorithm.EXCHANGE
         if chain.is_preferred(link, [dtype], nbytes):
             return Algorithm.CHAIN

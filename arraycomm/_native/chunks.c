@@ -22,9 +22,9 @@ typedef struct {
 static Span span_of(const Chunks *chunks, size_t number)
 {
     if (chunks->tree) return (Span){0, (size_t)chunks->tree[number].nbytes, 0, 0};
-    const size_t start = number * chunks->step, left = chunks->nbytes - start;
-    const size_t nbytes = left < chunks->step ? left : chunks->step, itemsize = fold_itemsize(chunks->fold);
-    if (chunks->mail) return (Span){start, nbytes, 0, 0};
+    const size_t start = number * chunks->length, left = chunks->nbytes - start;
+    const size_t nbytes = left < chunks->length ? left : chunks->length, itemsize = fold_itemsize(chunks->fold);
+    if (chunks->messages) return (Span){start, nbytes, 0, 0};
     const size_t count = nbytes / itemsize, rank = (size_t)chunks->slots.rank, size = (size_t)chunks->slots.size;
     return (Span){start, nbytes, count * rank / size * itemsize, count * (rank + 1) / size * itemsize};
 }
@@ -62,7 +62,7 @@ static void note(const Chunks *chunks, size_t number, int which, int64_t since)
 /* What is sent by messages is read from there at once. */
 static void copy_to_row(const Chunks *chunks, bool streams, char *row, const char *from, size_t nbytes)
 {
-    if (chunks->mail) copy_in(row, from, nbytes);
+    if (chunks->messages) copy_in(row, from, nbytes);
     else copy(streams, row, from, nbytes);
 }
 
@@ -142,25 +142,25 @@ size_t make_turns(const Chunks *chunks, size_t turn, int64_t *step, int64_t end)
 }
 
 /* Whether a message is over; so is one that has not been begun, and after an error. */
-static bool is_over(Mail *mail, void *request)
+static bool is_over(RowMessages *messages, void *request)
 {
     int64_t status[STATUS_WORDS];
     int over = 0;
-    if (!mail->error) mail->error = mail->test(request, &over, status);
-    return over || mail->error;
+    if (!messages->error) messages->error = messages->test(request, &over, status);
+    return over || messages->error;
 }
 
 /* Publish the next chunks, and begin their messages, as far as their rows are free. */
 static void begin_chunks(const Chunks *chunks, size_t reduced)
 {
-    Mail *const mail = chunks->mail;
-    while (!mail->error && mail->begun < chunks->count && mail->begun < reduced + (size_t)chunks->row_count) {
-        void *const *const requests = mail->requests + 2 * (mail->begun % (size_t)chunks->row_count);
-        if (!is_over(mail, requests[1]) || mail->error) return;
-        publish(chunks, mail->begun);
-        mail->error = mail->start(requests[0]);
-        if (!mail->error) mail->error = mail->start(requests[1]);
-        ++mail->begun;
+    RowMessages *const messages = chunks->messages;
+    while (!messages->error && messages->begun < chunks->count && messages->begun < reduced + (size_t)chunks->row_count) {
+        void *const *const requests = messages->requests + 2 * (messages->begun % (size_t)chunks->row_count);
+        if (!is_over(messages, requests[1]) || messages->error) return;
+        publish(chunks, messages->begun);
+        messages->error = messages->start(requests[0]);
+        if (!messages->error) messages->error = messages->start(requests[1]);
+        ++messages->begun;
     }
 }
 
@@ -193,12 +193,12 @@ static void take_both(const Chunks *chunks, size_t number)
 
 size_t exchange_chunks(const Chunks *chunks, size_t reduced, int64_t end)
 {
-    Mail *const mail = chunks->mail;
+    RowMessages *const messages = chunks->messages;
     int64_t moved = clock_now();
     for (int looks = 1; reduced < chunks->count; ++looks) {
         begin_chunks(chunks, reduced);
-        const bool come = mail->begun > reduced && is_over(mail, mail->requests[2 * (reduced % (size_t)chunks->row_count)]);
-        if (mail->error) break;
+        const bool come = messages->begun > reduced && is_over(messages, messages->requests[2 * (reduced % (size_t)chunks->row_count)]);
+        if (messages->error) break;
         const int64_t now = clock_now();
         if (come) {
             take_both(chunks, reduced++);

@@ -18,7 +18,8 @@ typedef struct {
 } Part;
 
 /* A chunk of a tree: its bytes, its fold, and where its parts begin: first those that others fold, from `own` on those
- * that this rank folds, and from `results` to `end` those to which results are copied. */
+ * that this rank folds, and from `results` to `end` those to which results are copied. Of what two ranks exchange, both fold
+ * all. */
 typedef struct {
     int64_t nbytes, fold, others, own, results, end;
 } TreeChunk;
@@ -30,13 +31,13 @@ typedef struct {
     void *const *requests;
     size_t begun;
     int error;
-} Mail;
+} RowMessages;
 
 typedef struct {
     Slots slots;
     /* For each of `row_count` chunks a row of each rank, and behind them `folded_count` folded chunks. */
     char *rows;
-    size_t chunk, step; /* the bytes from row to row, and those of an array in a chunk */
+    size_t chunk, length; /* the bytes from row to row, and those of an array in a chunk */
     int row_count, folded_count, first_row;
     /* Whether results are written past the caches. */
     bool large;
@@ -54,7 +55,7 @@ typedef struct {
     char *const *leaves;
     const Part *parts;
     const TreeChunk *tree;
-    Mail *mail; /* NULL in a segment */
+    RowMessages *messages; /* NULL in a segment */
 } Chunks;
 
 /* Go on from a turn, whose chunk is published if it is not the first one; `step` is the last step that was posted.

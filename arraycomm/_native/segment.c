@@ -8,7 +8,7 @@
 enum { MOST_ROWS = 16 };
 
 /* Read what exchanges the rows. */
-static int read_mail(Mail *mail, PyObject *nodes, PyObject *requests, int rows, void **addresses)
+static int read_messages(RowMessages *messages, PyObject *nodes, PyObject *requests, int rows, void **addresses)
 {
     if (!PyObject_TypeCheck(nodes, nodes_type)) {
         PyErr_SetString(PyExc_TypeError, "nodes must be Nodes");
@@ -24,8 +24,8 @@ static int read_mail(Mail *mail, PyObject *nodes, PyObject *requests, int rows, 
         Py_XDECREF(item);
         if (PyErr_Occurred()) return -1;
     }
-    mail->requests = addresses;
-    get_functions((const Nodes *)nodes, &mail->start, &mail->test);
+    messages->requests = addresses;
+    get_functions((const Nodes *)nodes, &messages->start, &messages->test);
     return 0;
 }
 
@@ -39,16 +39,16 @@ PyObject *reduce_in_segment(Chunks *chunks, PyObject *place)
     long long step, nanoseconds;
     PyObject *nodes = NULL, *requests = NULL;
     void *addresses[2 * MOST_ROWS];
-    Mail mail = {0};
+    RowMessages messages = {0};
     if (!PyArg_ParseTuple(place, "OOOOOniinnpiiinLL|OO", &objects[SLOTS], &objects[SEGMENT], &objects[OUT], &objects[STREAMS],
                           &objects[SECONDS], &slot, &chunks->slots.rank, &chunks->slots.size, &chunk, &length,
                           &large, &chunks->row_count, &chunks->folded_count, &chunks->first_row, &turn, &step, &nanoseconds,
                           &nodes, &requests))
         return NULL;
     if (requests) {
-        if (read_mail(&mail, nodes, requests, chunks->row_count, addresses)) return NULL;
-        mail.begun = (size_t)step;
-        chunks->mail = &mail;
+        if (read_messages(&messages, nodes, requests, chunks->row_count, addresses)) return NULL;
+        messages.begun = (size_t)step;
+        chunks->messages = &messages;
     }
     for (; taken < BUFFERS; ++taken)
         if (PyObject_GetBuffer(objects[taken], &buffers[taken], taken == STREAMS ? PyBUF_SIMPLE : PyBUF_WRITABLE)) goto end;
@@ -57,7 +57,7 @@ PyObject *reduce_in_segment(Chunks *chunks, PyObject *place)
     chunks->slots.slot = (size_t)slot;
     chunks->rows = buffers[SEGMENT].buf;
     chunks->chunk = (size_t)chunk;
-    chunks->step = (size_t)length;
+    chunks->length = (size_t)length;
     chunks->large = large;
     chunks->out = buffers[OUT].buf;
     chunks->streams = buffers[STREAMS].buf;
@@ -86,7 +86,7 @@ PyObject *reduce_in_segment(Chunks *chunks, PyObject *place)
     const int64_t end = clock_now() + nanoseconds;
     reached = requests ? exchange_chunks(chunks, (size_t)turn, end) : make_turns(chunks, (size_t)turn, &last, end);
     Py_END_ALLOW_THREADS
-    if (requests) last = mail.error ? -(int64_t)mail.error : (int64_t)mail.begun;
+    if (requests) last = messages.error ? -(int64_t)messages.error : (int64_t)messages.begun;
     result = Py_BuildValue("nL", (Py_ssize_t)reached, (long long)last);
 end:
     while (taken) PyBuffer_Release(&buffers[--taken]);

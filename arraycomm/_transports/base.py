@@ -25,8 +25,8 @@ from arraycomm._transports.blocks import Flat as Flat  # noqa: PLC0414
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
 from arraycomm._transports.node_chain import NodeChain
+from arraycomm._transports.pairs import ExchangePairs, Pair, PlainPair, PreparedSlices
 from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
-from arraycomm._transports.pairs import Pair, PlainPair, PreparedSlices, Swaps
 from arraycomm._transports.rank_grid import RankGrid
 
 Bytes = np.ndarray[Any, Any]
@@ -123,7 +123,7 @@ class Transport(Link):
     chain: NodeChain | None = None
     grid: RankGrid | None = None
     # The messages between the only two ranks, if they share no memory.
-    swaps: Swaps | None = None
+    exchange_pairs: ExchangePairs | None = None
     mpi_comm: Any = None
     # Number of polls before a waiting rank starts to yield its core.
     spins: int = 0

@@ -1,4 +1,4 @@
-"""A pair of messages over MPI, whose requests are made once and then started."""
+"""Pairs of messages over MPI, whose requests are made once and then started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpi4py import MPI
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.mpi_pieces import Pieces
-from arraycomm._transports.pairs import Swaps
+from arraycomm._transports.pairs import ExchangePairs
 
 # See `mpi_direct.py` and `mpi_relay.py` for the tags of other movements.
 _TAG: Final = 3 << 10
@@ -71,12 +71,12 @@ class MpiPair:
             self._given_up.append(self)
 
 
-def make_swaps(comm: MPI.Intracomm, pieces: Pieces) -> Swaps | None:
+def make_exchange_pairs(comm: MPI.Intracomm, pieces: Pieces) -> ExchangePairs | None:
     """Return the messages of two ranks, over a communicator that has no others of this tag; None for more ranks."""
     if comm.size != 2:
         return None
     peer = 1 - comm.rank
-    return Swaps(
+    return ExchangePairs(
         min(pieces.most, _LONGEST),
         lambda send, recv: MpiPair(comm, send, peer, recv, peer, _TAG),
         lambda error: translated(MPI.Exception(error)),

@@ -71,7 +71,7 @@ class PlainPair:
         pass
 
 
-class Swaps:
+class ExchangePairs:
     """Messages between the only two ranks of a group, made once for each length.
 
     Attributes

@@ -100,7 +100,7 @@ class Fusion:
         if group.size == 1 or self.nbytes <= most_in_steps(group.inline_bytes):
             return None
         transport = group.transport
-        if transport.swaps is not None:
+        if transport.exchange_pairs is not None:
             return (yield from exchange.segment_of(transport))
         if transport.chain is None:
             return (yield from segment_of(transport))

@@ -246,7 +246,7 @@ def test_segments_that_are_not_as_they_are_said_to_be_are_refused(changes) -> No
 
 
 @pytest.mark.parametrize(
-    ("mail", "error", "message"),
+    ("messages", "error", "message"),
     [
         ((None, [1] * 8), TypeError, "nodes must be Nodes"),
         ((True, [1] * 7), ValueError, "each row must have a receive and a send"),
@@ -258,13 +258,13 @@ def test_segments_that_are_not_as_they_are_said_to_be_are_refused(changes) -> No
     ],
     ids=str,
 )
-def test_rows_that_are_exchanged_need_messages(mail, error, message) -> None:
+def test_rows_that_are_exchanged_need_messages(messages, error, message) -> None:
     x, sums = np.arange(26, dtype=_FLOAT), number_of("sum", _FLOAT)
     slots = {"memory": np.zeros(4 * 256 + 7 * 8, np.uint8), "rank": 0, "size": 2, "slot": 256}
     ranks = {"members": [0], "others": [1], "received": [1], "ahead": 4, "box": None}
-    nodes = mail[0] and compiled.Nodes(**slots, **ranks, start=1, test=1)
+    nodes = messages[0] and compiled.Nodes(**slots, **ranks, start=1, test=1)
     with pytest.raises(error, match=message):
-        compiled.reduce_chunks((*_place(), nodes, mail[1]), x.view(np.uint8), sums)
+        compiled.reduce_chunks((*_place(), nodes, messages[1]), x.view(np.uint8), sums)
 
 
 def test_arrays_without_whole_elements_are_refused() -> None:

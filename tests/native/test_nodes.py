@@ -486,8 +486,10 @@ def _exchanged(
 
 
 def _segments(cluster: _Cluster, pieces: mpi_pieces.Pieces = _PIECES) -> list[ExchangeSegment]:
-    swaps = [mpi_pairs.make_swaps(cluster.wire.comm(rank, 2), pieces) for rank in range(2)]
-    ranks = zip(cluster.ranks, swaps, strict=True)
+    exchange_pairs = [
+        mpi_pairs.make_exchange_pairs(cluster.wire.comm(rank, 2), pieces) for rank in range(2)
+    ]
+    ranks = zip(cluster.ranks, exchange_pairs, strict=True)
     return [ExchangeSegment(rank.control, made) for rank, made in ranks if made is not None]
 
 
@@ -551,7 +553,7 @@ def test_two_ranks_that_exchange_everything_get_the_fold_in_rank_order(
             assert cluster.wire.most_wanted <= ROWS
         for segment in segments:
             assert segment not in ExchangeSegment.under_way
-            segment.swaps.free()
+            segment.exchange_pairs.free()
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -571,7 +573,7 @@ def test_messages_of_few_lengths_are_kept_for_an_exchange(native: bool) -> None:
             assert all((got == 2).all() for got in cluster.each(one))
             assert len(cluster.wire.requests) <= 2 * 16 * 2 * ROWS
         for segment in segments:
-            segment.swaps.free()
+            segment.exchange_pairs.free()
         assert not cluster.wire.requests
 
 
@@ -592,7 +594,7 @@ def test_an_exchange_whose_native_part_waits_too_long_goes_on_from_python() -> N
         assert (first == 2 * x).all()
         assert (second == 2 * x).all()
         for segment in segments:
-            segment.swaps.free()
+            segment.exchange_pairs.free()
 
 
 def test_an_error_of_mpi_ends_an_exchange_and_keeps_its_memory() -> None:
@@ -611,7 +613,7 @@ def test_an_error_of_mpi_ends_an_exchange_and_keeps_its_memory() -> None:
         for request in [*cluster.wire.requests.values()]:
             request.Test()
         for segment in segments:
-            segment.swaps.free()
+            segment.exchange_pairs.free()
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_each_rank_makes_slices_once_by_itself(comm: Communicator) -> None:
 def test_messages_of_an_exchange_are_given_back(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if internals.transport(comm).swaps is None:
+    if internals.transport(comm).exchange_pairs is None:
         pytest.skip("these are more than two ranks")
     freed, free = list[MpiPair](), MpiPair.free
 

@@ -296,7 +296,7 @@ def run_ranks() -> Times:
     # What the page says of shared memory is how it is reduced without a segment.
     forbid_segment(transports["shared"])
     # What it says of messages is how arrays go in slices, also those of two ranks.
-    transports["messages"].swaps = None
+    transports["messages"].exchange_pairs = None
     comms = {kind: communicator(made) for kind, made in transports.items()}
     calls: Calls = {}
     for kind, nbytes in CASES:

@@ -16,7 +16,7 @@ from arraycomm._dtypes import DType
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import PAYLOAD, ControlChannel, message_slot, shared_slot
 from arraycomm._transports.node_chain import NodeChain, is_chain
-from arraycomm._transports.pairs import PlainPair, Swaps
+from arraycomm._transports.pairs import ExchangePairs, PlainPair
 from arraycomm._transports.rank_grid import LEAST_RANKS, RankGrid, sides
 from docs.studies.scaling import movements
 from docs.studies.scaling.measure import communicator
@@ -136,7 +136,7 @@ class SimulatedExchange(ExchangeSegment):
     def __init__(self, control: ControlChannel, group: Group) -> None:
         rank = control.rank
         self._network, self._place, peer = group.network, int(group.members[rank]), 1 - rank
-        swaps = Swaps(
+        exchange_pairs = ExchangePairs(
             PIECE,
             lambda send, recv: PlainPair(
                 lambda: group.receive(peer, rank, self._TAG, recv),
@@ -144,7 +144,7 @@ class SimulatedExchange(ExchangeSegment):
             ),
             OSError,
         )
-        super().__init__(control, swaps)
+        super().__init__(control, exchange_pairs)
 
     def fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
         self._network.fold(self._place, chunk_task.rows[0].nbytes)
@@ -193,7 +193,7 @@ class SimulatedTransport(Transport):
         self._splits = 0
         if self.overlaps and self.size == 2:
             segment = SimulatedExchange(self.control, group)
-            self.swaps = segment.swaps
+            self.exchange_pairs = segment.exchange_pairs
             exchange.install(self, segment)
         places = list(members.nodes.values())
         if self.overlaps and is_chain(places):
