@@ -5,13 +5,15 @@ each element once in each direction, however many ranks the node has. If there a
 results go down a binary tree of nodes instead. The ranks of a node publish their elements in a shared segment. Each of
 them folds and sends a part of every chunk, and copies in what others fold.
 
-The chunks follow one another through the nodes. Node i folds chunk k in turn k + i + 1, and has its result in turn
-k + N + h of N nodes, if that has taken h steps from the last one: what a turn waits for is sent in an earlier turn of
-another node. A turn is a step of the node's own control channel.
+The chunks follow one another through the nodes. A node publishes chunk k in its turn k, folds it in turn k + 1, and has
+its result in turn k + N - i + h if it is node i of N, and that takes h steps from the last one; or in turn k + K of K
+chunks, if that is earlier. A turn is a step of the node's own control channel. What a rank folds of a chunk it gets and
+sends in several shares if nodes are many, so that the next node begins before this one has folded all.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from math import isqrt
@@ -43,10 +45,14 @@ from arraycomm._transports.node_chain import NodeChain, ResultsRoute
 _CHUNK: Final = 1 << 20
 _SEGMENT: Final = 64 << 20
 _LEAST_CHUNK: Final = 16 << 10
-# The bytes that a link takes in the time of a turn that moves nothing; and those that a node publishes, folds, sends
-# and copies in that time.
-TURN_BYTES: Final = 512 << 10
+# The bytes that a link takes in the time of a turn that moves nothing, and while a short total goes to the next node;
+# and those that a node publishes, folds, sends and copies in the time of a turn.
+_TURN: Final = 512 << 10
+PASSED_BYTES: Final = 64 << 10
 _WORKED: Final = 320 << 10
+# The bytes that a node folds and sends in the time that a further share of a chunk takes.
+_SHARED: Final = 32 << 10
+_MOST_SHARES: Final = 16
 # The messages of slices that take as long as a turn, and the bytes that a link takes in the time of one of them.
 _MESSAGES: Final = 16
 _MESSAGE: Final = 256 << 10
@@ -66,7 +72,7 @@ def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> 
         return False
     if (slices := transport.crossovers.slices) is not None:
         return nbytes > slices
-    if grid.is_preferred(transport, nbytes, chain.nodes * TURN_BYTES):
+    if grid.is_preferred(transport, nbytes, chain.nodes * PASSED_BYTES):
         return False
     widest = max(total_dtype(dtype).itemsize // dtype.itemsize for dtype in dtypes)
     return is_quicker(nbytes, chain.nodes, chain.lanes, widest)
@@ -89,7 +95,7 @@ def is_tree_quicker(nbytes: int, nodes: int) -> bool:
 
     A node sends each of them twice then, and the last node has not so far to all others.
     """
-    return nbytes < (nodes - 1 - (nodes - 1).bit_length()) * TURN_BYTES
+    return nbytes < (nodes - 1 - (nodes - 1).bit_length()) * _TURN
 
 
 def chunk_bytes(nbytes: int, nodes: int, largest: int) -> int:
@@ -100,9 +106,18 @@ def chunk_bytes(nbytes: int, nodes: int, largest: int) -> int:
     """
     tree = is_tree_quicker(nbytes, nodes)
     hops = nodes.bit_length() - 1 if tree else nodes - 1
-    best = max(isqrt(nbytes * _WORKED // (nodes + hops)), _LEAST_CHUNK)
+    best = max(isqrt(nbytes * _WORKED // (2 + hops)), _LEAST_CHUNK)
     count = max(nbytes // min(best, largest), -(-nbytes // largest), 1)
     return min(max(-(-nbytes // (64 * count)), 1) * 64, largest)
+
+
+def share_count(nbytes: int, nodes: int, chunk: int) -> int:
+    """Return in how many shares a chunk is folded and sent on, of so many bytes in all.
+
+    The least time is that of shares of the square root of nbytes · `_SHARED` / the nodes that pass them on.
+    """
+    best = isqrt(nbytes * _SHARED // (nodes - 2)) if nodes > 2 else chunk
+    return max(min(chunk // max(best, 1), _MOST_SHARES), 1)
 
 
 def largest_chunk(most: int) -> int:
@@ -136,6 +151,10 @@ class ChainSegment(SharedSegment):
     def chunk_for(self, nbytes: int) -> int:
         return chunk_bytes(nbytes, self.chain.nodes, self.chunk_bytes)
 
+    def shares_for(self, nbytes: int) -> int:
+        """Return in how many shares a chunk of a call with so many bytes in all is folded and sent on."""
+        return share_count(nbytes, self.chain.nodes, self.chunk_for(nbytes))
+
     def own(self, count: int) -> slice:
         place, lanes = self.control.rank, self.chain.lanes
         return own_part(count, place, lanes) if place < lanes else slice(0, 0)
@@ -145,20 +164,22 @@ class ChainSegment(SharedSegment):
     ) -> Steps:
         chain = self.chain
         route = chain.results_route(tree=is_tree_quicker(nbytes, chain.nodes))
-        call = _Call(self, list(chunk_tasks), op, route)
-        node, delay = chain.node, chain.nodes + route.hops
+        call = _Call(self, list(chunk_tasks), op, route, self.shares_for(nbytes))
+        count = len(call.tasks)
+        delay = min(chain.nodes - chain.node + route.hops, count)
         copy = compiled.copy if self.native and nbytes > _LARGE else np.copyto
-        end = len(call.tasks) + delay
-        for turn in range(end + 1):
-            call.fill(turn - node)
+        for turn in range(count + delay + 1):
+            if turn < count:
+                call.tasks[turn].fill(False)
             if turn:
                 yield self.control
             if chain.carries:
-                yield from call.fold(turn - 1 - node)
+                if 0 < turn <= count:
+                    yield from call.fold(turn - 1)
                 yield from call.take_result(turn - delay)
                 # Others of this node may have another part of it then.
                 yield from call.sent_result(turn - delay + 2)
-            if turn < end:
+            if turn < count + delay:
                 self.control.post()
             if turn > delay:
                 number = turn - delay - 1
@@ -169,67 +190,80 @@ class ChainSegment(SharedSegment):
 
 
 class _Memory:
-    """Memory for chunks of one length: this rank's parts of totals, all of the results, and its parts of these."""
+    """Memory for chunks of one length: this rank's shares of totals, all of the results, and its parts of these."""
 
-    def __init__(self, segment: ChainSegment, length: int, dtype: DType) -> None:
-        self.own = own = segment.own(length)
+    def __init__(self, segment: ChainSegment, length: int, dtype: DType, shares: int) -> None:
+        own = segment.own(length)
         count, nbytes = own.stop - own.start, length * dtype.itemsize
-        self.totals = [row.view(total_dtype(dtype))[:count] for row in segment.totals]
+        parts = [own_part(count, number, shares) for number in range(shares)]
+        self.shares = [slice(own.start + part.start, own.start + part.stop) for part in parts]
+        totals = [row.view(total_dtype(dtype)) for row in segment.totals]
+        self.totals = [[total[part] for part in parts] for total in totals]
+        self.sent_totals = [
+            [of_share.view(np.uint8) for of_share in total] for total in self.totals
+        ]
         self.results: list[Array] = [row[:nbytes].view(dtype) for row in segment.results]
-        self.own_results = [result[own] for result in self.results]
-        self.sent_totals = [total.view(np.uint8) for total in self.totals]
-        self.sent_results = [result.view(np.uint8) for result in self.own_results]
+        self.sent_results = [result[own].view(np.uint8) for result in self.results]
 
 
 class _Call:
     """This rank's messages of one call, and the folds between them; numbers are those of chunks."""
 
     def __init__(
-        self, segment: ChainSegment, tasks: list[ChunkTask], op: str, route: ResultsRoute
+        self,
+        segment: ChainSegment,
+        tasks: list[ChunkTask],
+        op: str,
+        route: ResultsRoute,
+        shares: int,
     ) -> None:
         self.tasks, self._op, self._route = tasks, op, route
         self._chain = segment.chain
         self._is_last = segment.chain.node == segment.chain.nodes - 1
         # That of each chunk: most of them are equally long.
         shapes = [(len(task.rows[0]), task.dtype) for task in tasks]
-        made = {shape: _Memory(segment, *shape) for shape in dict.fromkeys(shapes)}
+        made = {shape: _Memory(segment, *shape, shares) for shape in dict.fromkeys(shapes)}
         self._memory = [made[shape] for shape in shapes]
         # What comes next, and what has been sent: by the memory that it is sent from.
-        self._total: Handle | None = None
+        self._totals: deque[Handle] = deque()
         self._result: Handle | None = None
         self._sent: dict[int, list[Handle]] = {}
-        self._ask_total(0)
-
-    def fill(self, number: int) -> None:
-        """Publish this rank's elements."""
-        if 0 <= number < len(self.tasks):
-            self.tasks[number].fill(False)
+        for place in range(shares):
+            self._ask_total(0, place)
 
     def fold(self, number: int) -> Steps:
         """Fold this rank's part onto the total of the nodes before, and send the total or the result."""
-        if not 0 <= number < len(self.tasks):
-            return
         task, memory, total = self.tasks[number], self._memory[number], None
-        if self._total is not None:
-            yield self._total
-            self._ask_total(number + 1)
-            total = memory.totals[number & 1]
-        if self._is_last:
-            self._fold_pieces(task, memory.own, total, memory.own_results[number % _RESULTS])
-            self._send_result(memory, number)
-            return
-        going = 2 + (number & 1)
+        result, going = memory.results[number % _RESULTS], 2 + (number & 1)
         yield from self._sent.pop(-going, ())
-        self._fold_pieces(task, memory.own, total, memory.totals[going])
-        self._sent[-going] = [self._chain.send(memory.sent_totals[going], self._chain.after)]
+        sent = self._sent[-going] = list[Handle]()
+        for place, part in enumerate(memory.shares):
+            if self._totals:
+                yield self._totals.popleft()
+                self._ask_total(number + 1, place)
+                total = memory.totals[number & 1][place]
+            self._fold(
+                task, part, total, result[part] if self._is_last else memory.totals[going][place]
+            )
+            if not self._is_last:
+                sent.append(self._chain.send(memory.sent_totals[going][place], self._chain.after))
+        if self._is_last:
+            self._send_result(memory, number)
 
-    def _fold_pieces(self, task: ChunkTask, own: slice, total: Array | None, out: Array) -> None:
+    def _fold(self, task: ChunkTask, own: slice, total: Array | None, out: Array) -> None:
         for part, elements in [(own, None)] if task.pieces is None else task.pieces:
+            start, stop = max(part.start, own.start), min(part.stop, own.stop)
+            if start >= stop:
+                continue
             rows: Any = task.rows
-            rows = rows[:, part] if isinstance(rows, np.ndarray) else [row[part] for row in rows]
+            rows = (
+                rows[:, start:stop]
+                if isinstance(rows, np.ndarray)
+                else [r[start:stop] for r in rows]
+            )
             if elements is not None:
-                rows[self._chain.control.rank] = elements
-            into = slice(part.start - own.start, part.stop - own.start)
+                rows[self._chain.control.rank] = elements[start - part.start : stop - part.start]
+            into = slice(start - own.start, stop - own.start)
             before = None if total is None else total[into]
             self._chain.fold_on(self._op, task.dtype, before, rows, out[into])
 
@@ -259,11 +293,10 @@ class _Call:
         for sent in self._sent.values():
             yield from sent
 
-    def _ask_total(self, number: int) -> None:
-        self._total = None
+    def _ask_total(self, number: int, place: int) -> None:
         if self._chain.before >= 0 and number < len(self.tasks):
-            into = self._memory[number].sent_totals[number & 1]
-            self._total = self._chain.recv(into, self._chain.before)
+            into = self._memory[number].sent_totals[number & 1][place]
+            self._totals.append(self._chain.recv(into, self._chain.before))
 
     def _send_result(self, memory: _Memory, number: int) -> None:
         if self._route.targets:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +21,9 @@ from arraycomm._collectives.chain import (
     is_quicker,
     is_tree_quicker,
     largest_chunk,
+    share_count,
 )
-from arraycomm._collectives.segment import chunk_tasks
+from arraycomm._collectives.segment import ChunkTask, chunk_tasks
 from arraycomm._folds import fold
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.node_chain import NodeChain, is_chain
@@ -102,7 +104,17 @@ def test_chunks_fit_in_the_segment_and_are_about_equally_long(nbytes, nodes, mos
     assert chunk % 64 == 0
     count = -(-nbytes // chunk)
     assert count * chunk - nbytes < chunk
-    assert chunk_bytes(nbytes, 2 * nodes, largest) <= chunk
+    if is_tree_quicker(nbytes, nodes) == is_tree_quicker(nbytes, 2 * nodes):
+        assert chunk_bytes(nbytes, 2 * nodes, largest) <= chunk
+
+
+@given(st.integers(0, 1 << 36), st.integers(2, 4096), st.integers(2, 512))
+def test_more_nodes_have_more_shares_of_a_chunk(nbytes, nodes, most) -> None:
+    chunk = chunk_bytes(nbytes, nodes, largest_chunk(most))
+    shares = share_count(nbytes, nodes, chunk)
+    assert 1 <= shares <= 16
+    assert shares <= share_count(nbytes, 2 * nodes, chunk)
+    assert share_count(nbytes, 2, chunk) == 1
 
 
 # Ranks that go on in any order
@@ -202,6 +214,33 @@ class _Job:
             del waiting[rank]
 
 
+def _in_pieces(own: ChainSegment, tasks: Iterable[ChunkTask], source: Any, seed: int) -> Any:
+    """Have a rank's own part of each chunk folded in three pieces, two of which lie elsewhere, as large leaves do."""
+    rng, start = np.random.default_rng(seed), 0
+    for task in tasks:
+        count, part = len(task.rows[0]), own.own(len(task.rows[0]))
+        elements = np.array(source[start : start + count])
+        start += count
+        cuts = sorted(rng.integers(part.start, part.stop + 1, 2).tolist())
+        bounds = [part.start, *cuts, part.stop]
+        pieces = [
+            (slice(i, j), elements[i:j] if number != 1 else None)
+            for number, (i, j) in enumerate(pairwise(bounds))
+        ]
+        rows, rank = task.rows, own.control.rank
+        if not isinstance(rows, np.ndarray):
+            rows = [*rows[:rank], np.array(rows[rank]), *rows[rank + 1 :]]
+        yield task._replace(fill=partial(_fill, task, rows[rank], pieces), rows=rows, pieces=pieces)
+
+
+def _fill(task: ChunkTask, row: Any, pieces: Any, streams: bool) -> None:
+    """Fill a row, with wrong elements where others do not read them."""
+    task.fill(streams)
+    for part, elements in pieces:
+        if elements is not None:
+            row[part] = 77
+
+
 DTYPES = [np.dtype(name) for name in ("f4", "f8", "i2", "c8", "c16", "f2")] + [
     np.dtype(ml_dtypes.bfloat16),
     np.dtype(ml_dtypes.float8_e4m3fn),
@@ -215,6 +254,8 @@ SMALL = 4096
     | st.lists(st.integers(2, 3), min_size=5, max_size=8),
     tree=st.booleans(),
     many=st.sampled_from([2, 16]),
+    shared=st.sampled_from([1, 64, 32 << 10]),
+    in_pieces=st.booleans(),
     seed=st.integers(0, 1 << 30),
     calls=st.lists(
         st.tuples(st.integers(0, 12 * SMALL // 4), st.sampled_from(DTYPES), st.booleans()),
@@ -222,12 +263,15 @@ SMALL = 4096
         max_size=3,
     ),
 )
-def test_results_are_in_rank_order_whoever_goes_on_first(sizes, tree, many, seed, calls) -> None:
+def test_results_are_in_rank_order_whoever_goes_on_first(
+    sizes, tree, many, shared, in_pieces, seed, calls
+) -> None:
     """Several calls one after another, of no chunk, one and more than memory has rows for; also in place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chain, "_CHUNK", SMALL)
         patch.setattr(chain, "_LEAST_CHUNK", SMALL // 4)
         patch.setattr(chain, "_WORKED", 256)
+        patch.setattr(chain, "_SHARED", shared)
         patch.setattr(chain, "is_tree_quicker", lambda *_: tree)
         patch.setattr(segment, "_MANY", many)
         job = _Job(sizes, seed)
@@ -245,6 +289,8 @@ def test_results_are_in_rank_order_whoever_goes_on_first(sizes, tree, many, seed
             own = job.segments[rank]
             for rows, outs, op in made:
                 tasks = chunk_tasks(own, rows[rank], outs[rank])
+                if in_pieces:
+                    tasks = _in_pieces(own, tasks, rows[rank], seed)
                 yield from own.reduce(tasks, op, rows[rank].nbytes)
 
         job.run([program(rank) for rank in range(sum(sizes))])

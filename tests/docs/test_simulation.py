@@ -60,7 +60,7 @@ def check_sent(call: real.Simulated) -> None:
 
 def _near(call: real.Simulated) -> float:
     """How near a time is to the formula's: along a chain, ranks of a node may send in another order."""
-    return 0.035 if call.algorithm == Algorithm.CHAIN else 1e-3
+    return 0.045 if call.algorithm == Algorithm.CHAIN else 1e-3
 
 
 @pytest.mark.parametrize(("size", "per_node"), LIVE)

@@ -15,7 +15,15 @@ from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._collectives.selection import CHUNK_BYTES
 from arraycomm._transports.rank_grid import sides
 from docs.studies.scaling import model
-from docs.studies.scaling.measure import CASES, CHAINED, GRIDS, PRETENDED_SLICES, RANKS, STEPS
+from docs.studies.scaling.measure import (
+    CASES,
+    CHAINED,
+    GRIDS,
+    PRETENDED_SLICES,
+    RANKS,
+    SHARES,
+    STEPS,
+)
 from docs.studies.scaling.model import Machine
 
 # The least of all repetitions: other programs on the machine only ever add to a time.
@@ -129,6 +137,7 @@ def _local(alone: dict[str, Any]) -> Machine:
     step = _at(alone, "steps") / STEPS - 2 * slot
     lane = slope("turns", *CHAINED) / STEPS
     turn = _at(alone, f"turns {CHAINED[0]}") / STEPS - CHAINED[0] * lane
+    share = (_at(alone, f"shares {SHARES}") / STEPS - turn - CHAINED[0] * lane) / (SHARES - 1)
     piece = slope("pieces", *GRIDS)
     few, many = (_at(alone, f"grid {size}") - size * piece for size in GRIDS)
     entries = [sum(sides(size)) for size in GRIDS]
@@ -139,6 +148,7 @@ def _local(alone: dict[str, Any]) -> Machine:
         message=_at(alone, "messages") / STEPS,
         turn=turn,
         lane=lane,
+        share=share,
         entry=(many - few) / (entries[1] - entries[0]),
         piece=piece,
         slot=slot,

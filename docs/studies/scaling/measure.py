@@ -48,8 +48,9 @@ CASES: Final = (
 )
 # Pretended numbers of ranks, by the kind of control channel: a shared one has 4 KiB for each rank.
 PRETENDED: Final = {"shared": (2, 8, 64, 1024), "messages": (2, 64, 1024, 16384)}
-# Ranks of a node in a chain; and those of a grid, with an element of each for each.
+# Ranks of a node in a chain, and shares of a chunk in it; and those of a grid, with an element of each for each.
 CHAINED: Final = (2, 64)
+SHARES: Final = 8
 GRIDS: Final = (1024, 16384)
 STEPS: Final = 100
 PRETENDED_SLICES: Final = 8 << 20
@@ -189,13 +190,14 @@ class _PretendedChain(NodeChain):
     recv = send
 
 
-def _turns(lanes: int) -> Callable[[], Any]:
-    """Return a call that takes `STEPS` turns of a chain, with a line of each rank's in each."""
+def _turns(lanes: int, shares: int = 1) -> Callable[[], Any]:
+    """Return a call that takes `STEPS` turns of a chain, with a line of each rank's for each share of a chunk."""
     place = _PretendedChain(lanes)
     segment = ChainSegment(place, np.zeros(ChainSegment.nbytes_of(place), np.uint8))
-    # Of three nodes: K + 2 (N - 1) + 2 turns of K chunks.
-    segment.chunk_bytes = 64 * lanes
-    x, y = np.ones((2, (STEPS - 6) * segment.chunk_bytes // 4), np.float32)
+    # Of three nodes, the second one has K + 4 turns of K chunks.
+    segment.chunk_bytes = 64 * lanes * shares
+    segment.shares_for = lambda nbytes: shares
+    x, y = np.ones((2, (STEPS - 4) * segment.chunk_bytes // 4), np.float32)
 
     def call() -> None:
         for handle in segment.reduce(chunk_tasks(segment, x, y), "sum", x.nbytes):
@@ -256,6 +258,7 @@ def _alone() -> Calls:
                 x, y = np.ones((2, PRETENDED_SLICES // 4), np.float32)
                 calls[f"{kind} slices {size}"] = partial(comm.allreduce, x, out=y)
     calls |= {f"turns {lanes}": _turns(lanes) for lanes in CHAINED}
+    calls[f"shares {SHARES}"] = _turns(CHAINED[0], SHARES)
     calls |= {"steps": _steps(2), "messages": _messages()}
     for size in GRIDS:
         comm = communicator(Pretended(size, shared=False, grid=True))

@@ -8,13 +8,14 @@ node send to other nodes and share the node's link. What Python does for each ra
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final, NamedTuple
 
 from arraycomm._collectives import exchange, grid
-from arraycomm._collectives.chain import TURN_BYTES
+from arraycomm._collectives.chain import PASSED_BYTES
 from arraycomm._collectives.chunks import overlapping_chunk
 from arraycomm._collectives.segment import ROWS
 from arraycomm._collectives.selection import CHUNK_BYTES, choose
@@ -25,6 +26,7 @@ from arraycomm._transports.routes import parts_of
 from docs.studies.scaling.chained import chunks as chained_chunks
 from docs.studies.scaling.chained import copies as chained_copies
 from docs.studies.scaling.chained import in_chain, is_chained
+from docs.studies.scaling.chained import shares as chained_shares
 
 ELEMENT: Final = 4  # float32
 # Where MPICH 5.0.2 leaves recursive doubling (powers of two) and Bruck's algorithm (others) for a
@@ -33,8 +35,6 @@ RING_FROM: Final = 524_288
 RING_FROM_ODD: Final = 81_920
 # The most bytes of a message between two ranks that exchange everything; see `arraycomm._transports.mpi_pieces`.
 PIECE: Final = 64_000
-# The most bytes of a chunk over a grid.
-GRID_CHUNK: Final = grid.CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Machine:
         for each movement that is started, for each message that is begun and waited for, σ for each slot that is
         read, φ for each row that is folded with the header, and ψ for each rank's part of a chunk that is moved and
         folded.
-    turn, lane
-        The same in a turn of a chain, and in it for each rank of the node.
+    turn, lane, share
+        The same in a turn of a chain, and in it for each rank of the node, and for each further share of a chunk.
     entry, piece
         The same over a grid, for each rank of the row and of the column, and for each row that is folded.
     per_node
@@ -83,6 +83,7 @@ class Machine:
     part: float = 0.0
     turn: float = 0.0
     lane: float = 0.0
+    share: float = 0.0
     entry: float = 0.0
     piece: float = 0.0
     per_node: int = 1
@@ -281,9 +282,13 @@ def _cut(nbytes: float, chunk: int) -> list[int]:
 
 def _along_nodes(size: int, nbytes: float, per_node: int) -> Movement:
     """Each rank of a node between others sends its part of every total, and of every result."""
-    copies = chained_copies(size, int(nbytes), per_node)
-    cut = chained_chunks(size, int(nbytes), per_node)
-    return [Rounds(copies, chunk / per_node, per_node) for chunk in cut]
+    totals, results = chained_copies(size, int(nbytes), per_node)
+    shares = chained_shares(size, int(nbytes), per_node)
+    of_node = [
+        (Rounds(totals * shares, part / shares, per_node), Rounds(results, part, per_node))
+        for part in (chunk / per_node for chunk in chained_chunks(size, int(nbytes), per_node))
+    ]
+    return [rounds for both in of_node for rounds in both if rounds.count]
 
 
 def _exchanged(size: int, nbytes: float, per_node: int) -> Movement:
@@ -299,24 +304,33 @@ def exchanged_chunks(nbytes: float) -> list[int]:
 
 
 def _over_grid(size: int, nbytes: float, per_node: int) -> Movement:
+    """The movements of all chunks."""
+    return [
+        rounds
+        for chunk in grid_chunks(size, nbytes)
+        for movement in _chunk_over_grid(size, chunk, per_node)
+        for rounds in movement
+    ]
+
+
+def _chunk_over_grid(size: int, chunk: int, per_node: int) -> list[Movement]:
     """All to all along the rows and along the columns, and the results back; slices are equally long."""
     rows, columns = sides(size)
     crossing = per_node if size > per_node else 0
-    moved = []
-    for chunk in grid_chunks(size, nbytes):
-        part = chunk / columns
-        moved += [
-            *pairwise(columns, chunk, per_node),
-            Rounds(rows - 1, chunk / rows, crossing),
-            *(rounds._replace(leaving=crossing) for rounds in mpich_allgather(rows, part)),
-            *mpich_allgather(columns, chunk, per_node),
-        ]
-    return moved
+    back = mpich_allgather(rows, chunk / columns)
+    return [
+        pairwise(columns, chunk, per_node),
+        [Rounds(rows - 1, chunk / rows, crossing)],
+        [rounds._replace(leaving=crossing) for rounds in back],
+        mpich_allgather(columns, chunk, per_node),
+    ]
 
 
 def grid_chunks(size: int, nbytes: float) -> list[int]:
     """Return the bytes of each chunk, in as many elements as make slices equally long."""
-    return [-(-chunk // (ELEMENT * size)) * ELEMENT * size for chunk in _cut(nbytes, GRID_CHUNK)]
+    whole = int(nbytes)
+    step = -(-grid.chunk_bytes(whole, *sides(size)) // ELEMENT) * ELEMENT
+    return [-(-chunk // (ELEMENT * size)) * ELEMENT * size for chunk in _cut(whole, step)]
 
 
 def _no_messages(size: int, nbytes: float, per_node: int) -> Movement:
@@ -438,7 +452,7 @@ def chosen(size: int, nbytes: int, shared: bool, per_node: int = 1) -> str:
 
 
 def _has_grid(size: int, nbytes: int, per_node: int, nodes: int = 0) -> bool:
-    chained = nodes * TURN_BYTES
+    chained = nodes * PASSED_BYTES
     return size >= LEAST_RANKS and grid.is_quicker(nbytes, *sides(size), per_node, chained)
 
 
@@ -521,13 +535,31 @@ def in_exchange(size: int, nbytes: float, machine: Machine, shared: bool = False
 
 
 def in_grid(size: int, nbytes: float, machine: Machine, shared: bool = False) -> float:
-    """Chunk by chunk: slices along rows, sorted, and along columns; a fold; and the results back."""
-    moved = seconds(_over_grid(size, nbytes, machine.per_node), machine)
-    rows, columns = sides(size)
-    python = 4 * machine.begin + (rows + columns) * machine.entry + size * machine.piece
-    cut = grid_chunks(size, nbytes)
-    work = sum(n * machine.copy_byte + _fold_slice(size, n, machine) for n in cut)
-    return moved + len(cut) * python + work
+    """Slices along rows, sorted, and along columns; a fold; and the results back: two chunks in turns."""
+    lengths = sides(size)
+    # Of each movement: what Python does before it, along columns or rows.
+    python = [machine.begin + lengths[by] * machine.entry / 2 for by in (1, 0, 0, 1)]
+    # The even chunks, and the odd ones: what a rank does before each movement, and how long it takes.
+    programs: list[deque[tuple[float, float]]] = [deque(), deque()]
+    for number, chunk in enumerate(grid_chunks(size, nbytes)):
+        movements = _chunk_over_grid(size, chunk, machine.per_node)
+        fold = _fold_slice(size, chunk, machine) + size * machine.piece
+        work = 0.0, chunk * machine.copy_byte, fold, 0.0
+        programs[number % 2] += [
+            (before + begins, seconds(movement, machine))
+            for before, begins, movement in zip(work, python, movements, strict=True)
+        ]
+    network = clock = 0.0
+    waiting: deque[tuple[deque[tuple[float, float]], float]] = deque((p, 0.0) for p in programs)
+    while waiting:
+        program, moved = waiting.popleft()
+        clock = max(clock, moved)
+        if program:
+            before, moving = program.popleft()
+            clock += before
+            network = max(network, clock) + moving
+            waiting.append((program, network))
+    return clock
 
 
 def one_chunk(size: int, nbytes: float, machine: Machine) -> float:

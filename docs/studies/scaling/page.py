@@ -227,6 +227,7 @@ def _parameters(here: fit.Here) -> Table:
         ["beginning a message and waiting for it", time_text(machine.message)],
         ["a turn of a chain", time_text(machine.turn)],
         ["… for each rank of the node", time_text(machine.lane)],
+        ["… for each further share of a chunk", time_text(machine.share)],
         ["a chunk over a grid, for each rank of the row and the column", time_text(machine.entry)],
         ["… for each row that is folded", time_text(machine.piece)],
         ["1/γ, fold, in the cache", rate_text(machine.fold_byte)],

@@ -91,7 +91,9 @@ def without_python(machine: Machine) -> Machine:
     return replace(
         machine,
         **dict.fromkeys(("call", "step", "begin", "message", "slot", "row", "part"), 0.0),
-        **dict.fromkeys(("turn", "lane", "entry", "piece", "copy_byte", "seen", "seen_byte"), 0.0),
+        **dict.fromkeys(
+            ("turn", "lane", "share", "entry", "piece", "copy_byte", "seen", "seen_byte"), 0.0
+        ),
     )
 
 

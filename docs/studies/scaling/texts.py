@@ -25,7 +25,7 @@ MODEL: Final = """\
 A message of *n* bytes takes α + n β (Hockney 1994). Adding *n* bytes to others takes n γ. All ranks
 send at the same time; each sends one message at a time, and can receive one meanwhile. The model also counts what Python does
 for each rank, since it grows with the number of ranks: σ to read a slot of the control channel, φ to
-fold a row that came with the header, ψ to lay out, move and fold one rank's part of a chunk; τ and υ in a turn of a chain, and in it for each rank of the node; ε and η over a grid, for each rank of the row and
+fold a row that came with the header, ψ to lay out, move and fold one rank's part of a chunk; τ, υ and ω in a turn of a chain, in it for each rank of the node, and for each further share of a chunk; ε and η over a grid, for each rank of the row and
 the column, and for each row that the native part folds. κ is the time to copy a byte. λ is the cost of the call itself. p is the number of ranks, and log p is ⌈log₂ p⌉.
 
 | step | time |
@@ -39,7 +39,7 @@ the column, and for each row that the native part folds. κ is the time to copy 
 | "grid" of R rows and C columns, p = R C: two all-to-alls, sorting, fold, two allgathers | 2 (R + C − 2) α + n β (3 + 1 / C) + n κ + (R + C) ε + p η + n γ |
 | slices of the whole array, both exchanges in few rounds (**not built**) | 2 log p α + n β (log p / 2 + 1) + p ψ + n γ |
 | "exchange" of two ranks, in K chunks of c bytes | K (α + c β) + c γ if messages take longer than folds, and 2 n κ |
-| "chain" of N nodes with m ranks each, in K chunks of c bytes | K + N + h turns, if results take h hops; in each τ + m υ, 2 c κ, c γ, and messages of each rank, which overlap with those of other ranks: α + c β / m |
+| "chain" of N nodes with m ranks each, in K chunks of c bytes | K + N + h turns of all nodes, if results take h hops; in those in which a node acts, τ + m υ, 2 c κ, c γ, (S − 1) ω of S shares, and messages of each rank, which overlap with those of other ranks: S (α + c β / (S m)) of totals, and α + c β / m |
 | broadcast of k pieces by a chain | (p + k − 2) (α + n β / k) |
 | … by a binary tree | (2 k − 2 + about 2 log p) (α + n β / k) |
 | broadcast as MPI libraries do it: parts by a tree, then a ring | (log p + p − 1) α + 2 n β (p − 1) / p |
@@ -57,10 +57,11 @@ the column, and for each row that the native part folds. κ is the time to copy 
 - Between nodes, more ranks, up to 128, send the slices of a chunk as a message to each rank. A folded slice goes once to each other
   node, and is passed on there.
 - More than 128 ranks, one a node or in any other placement, reduce over a grid unless slices take less time, since their arrays are large for so many ranks. A rank sends to its row the slices that each column folds, and to its column the slices of all
-  its row, so that they arrive in rank order; results go back so. A chunk has up to 256 MiB. The model lets one step follow the other.
+  its row, so that they arrive in rank order; results go back so. Large arrays go in pairs of chunks, of up to 128 MiB each: one moves while the other one is sorted or folded. The model plays their steps one by one.
+- A rank of a chain folds and sends its part of a chunk in S shares, 16 at most, if nodes are many: then a total goes from node to node in an S-th of the time.
 - Results on a chain go back from node to node, h = N − 1, or down a binary tree, h = log N, if that saves more turns than it sends bytes.
 - Along a chain of nodes, the ranks of a node wait for one another in each turn, and share the node's link. The formula plays the turns one by one, with a clock for every rank (`docs/studies/scaling/chained.py`). It lets the ranks of a node send in
-  their order; in the simulation they send as soon as they can, which changes the time by up to 3 %.
+  their order; in the simulation they send as soon as they can, which changes the time by up to 4 %.
 - With more ranks, slices go by collectives of the MPI, and so do the rows and columns of a grid. It chooses the algorithm of the allgather.
   MPICH 5.0.2 doubles (by Bruck's algorithm if p is no power of two) while the bytes of all ranks together are below
   512 KiB (80 KiB), and then uses a ring, as for chunks of 4 MiB. Open MPI's nonblocking allgather sends to each rank
