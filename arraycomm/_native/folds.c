@@ -6,6 +6,9 @@
 #include <fenv.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
 
 /* Memory that belongs to others is aligned to bytes only. */
 typedef uint8_t row_u8;
@@ -130,11 +133,20 @@ size_t fold_total_size(int fold)
 /* ---- the mode of a thread ---------------------------------------------------------------------- */
 
 /* Whether this thread rounds to nearest even and keeps subnormal numbers; see _folds/ieee.py. */
+#ifdef __SSE2__
+static bool in_ieee_mode(void)
+{
+    /* Results or operands that are subnormal become zero; and a rounding other than to nearest even. */
+    enum { ZERO_RESULTS = 1 << 15, ZERO_OPERANDS = 1 << 6, ROUNDING = 3 << 13 };
+    return (_mm_getcsr() & (ZERO_RESULTS | ZERO_OPERANDS | ROUNDING)) == 0;
+}
+#else
 static bool in_ieee_mode(void)
 {
     volatile double smallest = 0x1p-1074, normal = 0x1p-1022, one = 1.0, tie = 0x1p-53;
     return smallest * one != 0.0 && normal * 0.5 != 0.0 && one + tie == one && one + 1.5 * tie != one;
 }
+#endif
 
 /* ---- rows by blocks ---------------------------------------------------------------------------- */
 

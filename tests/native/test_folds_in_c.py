@@ -106,7 +106,14 @@ def _check(op: str, dtype: np.dtype[Any], rows: list[Array], offset: int = 0) ->
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
 def test_folds_in_c_are_those_of_numpy(level, dtype, op) -> None:
     """Fewer elements than a vector, more than a block; aligned to bytes; more rows than have room."""
-    for rows, count, offset in ((1, 70, 0), (2, 7, 1), (3, 0, 0), (3, 9001, 3), (20, 33, 0)):
+    for rows, count, offset in (
+        (1, 70, 0),
+        (2, 700, 1),
+        (3, 0, 0),
+        (3, 9001, 3),
+        (4, 700, 1),
+        (20, 33, 0),
+    ):
         arrays = [_placed(_values(dtype, count, row), offset)[0] for row in range(rows)]
         _check(op, dtype, arrays, offset)
 
@@ -221,6 +228,26 @@ def test_folds_in_c_have_a_mode_of_their_own(level) -> None:
         library.fesetround(before)
     assert kept
     assert (out == 1.0).all()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the mode is a word of x86 processors")
+@pytest.mark.parametrize("bits", [1 << 15, 1 << 6], ids=["results", "operands"])
+def test_folds_in_c_keep_subnormal_numbers(level, bits) -> None:
+    """A thread for which they are zero gets them all the same; glibc has the mode in the last word of eight."""
+    library, mode = ctypes.CDLL(ctypes.util.find_library("m")), (ctypes.c_uint32 * 8)()
+    rows, out = [np.full(100, 2.0**-1030), np.full(100, 2.0**-1040)], np.zeros(100)
+    wanted = rows[0] + rows[1]
+    library.fegetenv(mode)
+    mode[7] |= bits
+    library.fesetenv(mode)
+    try:
+        in_c.fold("sum", out.dtype, rows, out)
+        library.fegetenv(mode)
+    finally:
+        kept, mode[7] = mode[7] & bits, mode[7] & ~bits
+        library.fesetenv(mode)
+    assert kept
+    assert out.tobytes() == wanted.tobytes()
 
 
 def test_what_does_not_fit_is_refused() -> None:

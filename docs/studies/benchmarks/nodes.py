@@ -63,7 +63,7 @@ def _calls(comm: ac.Communicator, world: MPI.Intracomm, arrays: list[Any]) -> di
     sent, come = np.ones(count, np.float32), np.empty(count, np.float32)
     other = (world.rank + size // nodes) % size
     alone = len(arrays) == 1
-    reduce: Call = partial(comm.allreduce, out=outs[0]) if alone else comm.plan(arrays)
+    reduce: Call = partial(comm.allreduce, out=outs[0]) if alone else comm.plan(arrays, "sum")
     return {
         "arraycomm": partial(reduce, arrays[0] if alone else arrays),
         "MPI": lambda: [world.Allreduce(x, y) for x, y in zip(arrays, outs, strict=True)],
