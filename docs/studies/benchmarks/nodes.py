@@ -2,7 +2,7 @@
 
     mpiexec -n 2 -ppn 1 -hosts A,B python -m docs.studies.benchmarks.nodes FILE
 
-Rank 0 writes the figures to the file, for the number of ranks on each node. Each node has to learn of the other's
+Rank 0 adds the figures to those in the file, for the number of ranks on each node. Each node has to learn of the other's
 elements: as many bytes as a rank's array has cross the link in each direction. The least time of that is measured too, each
 rank of a node exchanging its part of the bytes with one rank of the other node, in pieces as the library does.
 """
@@ -128,7 +128,8 @@ def main() -> None:
     if world.rank == 0:
         path = Path(sys.argv[1])
         stored = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        stored[str(ranks)] = {"machine": about, "seconds": found}
+        of_ranks = stored.setdefault(str(ranks), {"machine": about, "runs": []})
+        of_ranks["runs"].append(found)
         path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
         for name, seconds in found.items():
             print(name, *(f"{key} {1e6 * value:.1f}" for key, value in seconds.items()), flush=True)

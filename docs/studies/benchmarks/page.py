@@ -240,6 +240,8 @@ exchanges its part. No reduction takes less, and where the link's time is most o
 arraycomm cuts what two nodes send one another into [pieces](architecture.md#algorithms) of up to 64,000 bytes. TCP's congestion control is BBR here: once it has measured the link by larger arrays, it holds back what does not fit into 64 KiB at once. The last row is the
 third one after that.
 
+Each time, and each ratio, is the median of those that several programs found, one after the other. In each program the three take turns.
+
 ```sh
 mpiexec -hosts A,B -ppn 1 -n 2 python -m docs.studies.benchmarks.nodes docs/studies/benchmarks/nodes.json
 ```
@@ -325,12 +327,17 @@ def _of_nodes(results: dict[str, Any]) -> Iterator[str]:
     header = ("", "arraycomm", "MPI", "exchange", "arraycomm ÷ MPI", "exchange ÷ MPI")
     for ranks, found in results.items():
         rows = []
-        for work, seconds in found["seconds"].items():
-            own, theirs, least = (seconds[key] for key in ("arraycomm", "MPI", "exchange"))
-            over = own / theirs
+        runs = found["runs"]
+        for work in runs[0]:
+            contenders = ("arraycomm", "MPI", "exchange")
+            seconds = [median(run[work][key] for run in runs) for key in contenders]
+            over, least = (
+                median(run[work][key] / run[work]["MPI"] for run in runs)
+                for key in ("arraycomm", "exchange")
+            )
             shown = f"**{ratio_text(over)}**" if over > 1 else ratio_text(over)
-            times = (f"{1e6 * one:,.{1 if one < 1e-4 else 0}f}" for one in (own, theirs, least))
-            rows.append([work, *times, shown, ratio_text(least / theirs)])
+            times = (f"{1e6 * one:,.{1 if one < 1e-4 else 0}f}" for one in seconds)
+            rows.append([work, *times, shown, ratio_text(least)])
         title = f"Two nodes with {ranks} rank{'s' * (ranks != '1')} each: µs per call"
         about = (
             f"{found['machine']['processor']}, {found['machine']['cores']} cores\n{caution(found)}"
