@@ -70,7 +70,7 @@ def allreduce(transport: Transport, source: Flat, target: Flat, op: str) -> Step
     memory: Flat = transport.take(
         under_way * 2 * rows * columns * -(-step // (rows * columns)), source.dtype
     )
-    yield from in_turns(
+    yield from _in_turns(
         [
             _reduce_chunks(transport, source, target, op, parts[number::2], own)
             for number, own in enumerate(memory.reshape(under_way, -1))
@@ -78,7 +78,7 @@ def allreduce(transport: Transport, source: Flat, target: Flat, op: str) -> Step
     )
 
 
-def in_turns(programs: Iterable[Steps]) -> Steps:
+def _in_turns(programs: Iterable[Steps]) -> Steps:
     """Let each program go on in its turn, to where it waits for the next thing, when what it waited for has come."""
     waiting = [(program, handle) for program in programs for handle in islice(program, 1)]
     while waiting:

@@ -117,6 +117,13 @@ def test_more_nodes_have_more_shares_of_a_chunk(nbytes, nodes, most) -> None:
     assert share_count(nbytes, 2, chunk) == 1
 
 
+def test_a_total_goes_on_in_shares_if_nodes_are_many_for_the_bytes() -> None:
+    assert share_count(64 * MIB, 3, MIB) == 1
+    assert share_count(1 * MIB, 16, 176 << 10) == 3
+    assert share_count(100_000_000, 2048, 248 << 10) == 6
+    assert share_count(64 << 10, 2048, 64 << 10) == 16
+
+
 # Ranks that go on in any order
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm._collectives import grid
-from arraycomm._collectives.grid import is_quicker
+from arraycomm._collectives.grid import chunk_bytes, is_quicker
 from arraycomm._communicator import Communicator
 from arraycomm._transports import rank_grid
 from arraycomm._transports.rank_grid import RankGrid, sides
@@ -46,6 +46,14 @@ def test_a_grid_is_taken_in_place_of_a_long_chain_for_small_arrays() -> None:
     assert is_quicker(1 * MIB, 256, 512, 64, 1024 * MIB)
     assert not is_quicker(8 * MIB, 256, 512, 64, 1024 * MIB)
     assert not is_quicker(1 * MIB, 12, 12, 64, 1 * MIB)
+
+
+def test_large_arrays_have_pairs_of_chunks() -> None:
+    assert chunk_bytes(1 * MIB, 32, 32) == 1 * MIB
+    assert chunk_bytes(8 * MIB, 32, 32) == 4 * MIB
+    assert chunk_bytes(8 * MIB, 256, 512) == 8 * MIB
+    assert chunk_bytes(100 * MIB, 256, 512) == 50 * MIB
+    assert chunk_bytes(400 * MIB, 256, 512) == 100 * MIB
 
 
 def test_without_many_ranks_there_is_none(on_ranks, size) -> None:
