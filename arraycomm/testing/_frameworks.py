@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
@@ -191,28 +192,55 @@ def elements_of(array: Any) -> Array:
 
     Host memory is shared: what is written to one array is seen in the other.
     """
-    module = type(array).__module__.partition(".")[0]
-    found: Array = _READERS.get(module, np.asarray)(array)
+    found: Array = _READERS.get(_package_of(array), np.asarray)(array)
     return found
+
+
+@contextmanager
+def elements_to_write(array: Any) -> Iterator[Array]:
+    """Lend an array's elements; what is written to them is in the array afterwards, if it can be written."""
+    elements = elements_of(array)
+    yield elements
+    write = _WRITERS.get(_package_of(array))
+    if write is not None:
+        write(array, elements)
+
+
+def _package_of(array: Any) -> str:
+    return type(array).__module__.partition(".")[0]
 
 
 def _read_torch(tensor: Any) -> Array:
     carrier, narrow = torch_carriers().get(tensor.dtype, (None, None))
-    found: Array = (tensor if carrier is None else tensor.view(carrier)).numpy()
+    found: Array = (tensor if carrier is None else tensor.view(carrier)).cpu().numpy()
     if narrow is not None:
         found = found.view(narrow)
     return found
 
 
+def _write_torch(tensor: Any, elements: Array) -> None:
+    if tensor.is_cuda:
+        tensor.copy_(_build_torch(elements.copy()))
+
+
 def _read_cupy(array: Any) -> Array:
+    return np.asarray(_carried(array).get().view(array.dtype))
+
+
+def _write_cupy(array: Any, elements: Array) -> None:
+    import cupy
+
+    there = _carried(array)
+    there[...] = cupy.asarray(np.ascontiguousarray(elements).view(there.dtype))
+
+
+def _carried(array: Any) -> Any:
+    """Return a CuPy array of numbers for which CuPy has kernels, over the same memory."""
     import cupy
 
     if name_of(array.dtype) not in _NARROW:
-        return np.asarray(array.get())
-    # CuPy has no kernels for these, and copies what is not contiguous by kernels.
-    carrier = f"u{array.dtype.itemsize}"
-    there = cupy.ndarray(array.shape, carrier, array.data, array.strides)
-    return np.asarray(there.get().view(array.dtype))
+        return array
+    return cupy.ndarray(array.shape, f"u{array.dtype.itemsize}", array.data, array.strides)
 
 
 def _read_mlx(array: Any) -> Array:
@@ -230,4 +258,9 @@ _READERS: Final[dict[str, Callable[[Any], Array]]] = {
     "cupy": _read_cupy,
     "array_api_strict": np.from_dlpack,
     "arraycomm": np.from_dlpack,
+}
+# For arrays on a device, whose elements are read by a copy.
+_WRITERS: Final[dict[str, Callable[[Any, Array], None]]] = {
+    "torch": _write_torch,
+    "cupy": _write_cupy,
 }

@@ -12,7 +12,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._communicator import Communicator
-from arraycomm.testing._frameworks import DLPackOnly, elements_of
+from arraycomm.testing._frameworks import DLPackOnly, elements_of, elements_to_write
 from arraycomm.testing._oracle import COMPLEX, FLOAT, NARROW, expected, same_result
 from arraycomm.testing.conformance._inputs import Reduction
 from arraycomm.testing.strategies import Layer
@@ -79,18 +79,18 @@ def native(array: Array) -> Array:
 
 def scribble(array: Any, byte: int) -> bool:
     """Fill the memory of a result with a byte, and tell whether it is writeable."""
-    memory = elements_of(array)
-    if not memory.flags.writeable:
-        return False
-    memory.reshape(-1).view(np.uint8)[...] = byte
+    with elements_to_write(array) as memory:
+        if not memory.flags.writeable:
+            return False
+        memory.reshape(-1).view(np.uint8)[...] = byte
     return True
 
 
 def overwrite(array: Any) -> None:
     """Set the elements of an array of any layout to zero, if they can be written."""
-    elements = elements_of(array)
-    if elements.flags.writeable:
-        elements[...] = np.zeros((), elements.dtype)
+    with elements_to_write(array) as elements:
+        if elements.flags.writeable:
+            elements[...] = np.zeros((), elements.dtype)
 
 
 def check_fold(comm: Communicator, reduction: Reduction, members: Sequence[int]) -> None:

@@ -43,10 +43,6 @@ def _torch_on_device(array: Array) -> Any:
     return empty.set_(there, start, here.shape, here.stride())
 
 
-def _read_torch(tensor: Any) -> Array:
-    return _frameworks._read_torch(tensor.cpu())
-
-
 @pytest.fixture(scope="module", autouse=True)
 def arrays_on_device(device_number: int) -> Iterator[None]:
     """Have PyTorch's arrays made on the device, as CuPy's and JAX's are."""
@@ -55,10 +51,7 @@ def arrays_on_device(device_number: int) -> Iterator[None]:
         pytest.skip("this PyTorch has no CUDA")
     torch.cuda.set_device(device_number)
     made = _frameworks.FRAMEWORKS["torch"]._replace(build=_torch_on_device)
-    with (
-        mock.patch.dict(_frameworks.FRAMEWORKS, torch=made),
-        mock.patch.dict(_frameworks._READERS, torch=_read_torch),
-    ):
+    with mock.patch.dict(_frameworks.FRAMEWORKS, torch=made):
         yield
 
 
