@@ -181,6 +181,34 @@ def test_without_a_device_on_one_rank_all_are_staged(on_ranks, several, standin)
     on_ranks(several, check)
 
 
+@pytest.mark.parametrize("available", [True, False])
+def test_requests_may_begin_before_the_choice_of_a_link_or_after(
+    on_ranks, several, standin, available
+) -> None:
+    """Ranks whose second request begins before the first one's negotiation meet those that are through it."""
+
+    def check(comm: Communicator) -> None:
+        x = _values(comm, 5)
+        want = comm.allreduce(x), comm.allgather(x)
+        with comm.dup() as together:
+            early = comm.rank == 0
+            if not early:
+                together.barrier()
+            first = comm.iallreduce(DeviceArray(x))
+            got = [] if early else [_host(first.wait())]
+            second = comm.iallgather(DeviceArray(x))
+            if early:
+                together.barrier()
+                got = [_host(first.wait())]
+            got.append(_host(second.wait()))
+            together.barrier()
+        for found, right in zip(got, want, strict=True):
+            assert np.array_equal(found, right)
+
+    standin.available = available
+    on_ranks(several, check)
+
+
 def test_call_returns_before_the_others_have_come(on_ranks, several, standin) -> None:
     """Only the header is still to be seen to; the next call waits for it."""
 
