@@ -107,6 +107,9 @@ class Event(Protocol):
     def wait_on(self, stream: int) -> None:
         """Have another stream wait for it; the host does not wait."""
 
+    def synchronize(self) -> None:
+        """Block this thread until the device has reached it."""
+
 
 class DeviceMemory(abc.ABC):
     """The memory of one device, and the work on it, in the order of one stream.
@@ -154,6 +157,24 @@ class DeviceMemory(abc.ABC):
     @abc.abstractmethod
     def record(self) -> Event:
         """Return an event for the work that is on the stream now."""
+
+    @abc.abstractmethod
+    def words(self, count: int) -> Array:
+        """Return numbers of 32 bits in pinned memory of the host, all 0."""
+
+    @abc.abstractmethod
+    def write(self, word: Array, value: int) -> None:
+        """Write a number to one of the `words` once the device comes to it."""
+
+    @abc.abstractmethod
+    def spoil(self, device_buffer: DeviceBuffer, given_up: Array) -> None:
+        """Set every bit if `given_up`, one of the `words`, is not 0 once the device comes to it.
+
+        Floating-point numbers are NaN then.
+        """
+
+    def close(self) -> None:
+        """Give back the memory that is kept for the own stream, to which nothing is added any more."""
 
     def separate(self) -> Self:
         """Return the memory of the same device with an own stream of its own."""

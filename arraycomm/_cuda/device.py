@@ -12,6 +12,7 @@ import numpy as np
 
 from arraycomm._arrays.current_device import driver, working_on
 from arraycomm._arrays.device_memory import Array, DeviceBuffer, DeviceMemory, Event, Piece
+from arraycomm._arrays.pinned import pinned
 from arraycomm._cuda.kernels import Kernels
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
@@ -22,9 +23,6 @@ _INSUFFICIENT_DRIVER: Final = 35
 _NOT_READY: Final = 600
 # cudaMemcpyDefault: CUDA finds out from the addresses whether they are the host's.
 _DEFAULT: Final = 4
-# CU_POINTER_ATTRIBUTE_MEMORY_TYPE, and CU_MEMORYTYPE_HOST, which is pinned memory's.
-_MEMORY_TYPE: Final = 2
-_HOST: Final = 1
 
 _BYTE: Final = np.dtype(np.uint8)
 
@@ -124,6 +122,15 @@ def current(device: int) -> Iterator[None]:
         raise TransportError(f"CUDA reported: {error}") from error
 
 
+def _check(status: int) -> None:
+    """Raise `TransportError` unless a function of the driver has succeeded."""
+    if status != _SUCCESS:
+        import cupy
+
+        error = cupy.cuda.runtime.CUDARuntimeError(status)
+        raise TransportError(f"CUDA reported: {error}") from error
+
+
 class _Event:
     """A CUDA event, recorded on a stream."""
 
@@ -143,10 +150,9 @@ class _Event:
         if not self._done:
             with current(self._device):
                 status = driver().cuEventQuery(ctypes.c_void_p(self._event.ptr))
-            if status not in (_SUCCESS, _NOT_READY):
-                error = self._runtime.CUDARuntimeError(status)
-                raise TransportError(f"CUDA reported: {error}") from error
-            self._done = status == _SUCCESS
+            if status != _NOT_READY:
+                _check(status)
+                self._done = True
         return self._done
 
     def wait_on(self, stream: int) -> None:
@@ -214,9 +220,8 @@ class CudaMemory(DeviceMemory):
         made = self.allocate(array.nbytes).view(array.dtype)
         if array.nbytes:
             self._copy(made.address, array.ctypes.data, array.nbytes)
-            # CUDA has copied ordinary memory by now, but it reads pinned memory later.
-            if self._is_pinned(array):
-                _Event(self.device, self.stream).synchronize()
+            # CUDA reads pinned memory later, and may do so with other memory.
+            _Event(self.device, self.stream).synchronize()
         return made
 
     def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
@@ -258,6 +263,28 @@ class CudaMemory(DeviceMemory):
     def record(self) -> Event:
         return _Event(self.device, self.stream)
 
+    def words(self, count: int) -> Array:
+        found = pinned(self.device).empty(4 * count).view(np.uint32)
+        found[...] = 0
+        return found
+
+    def write(self, word: Array, value: int) -> None:
+        stream, address = ctypes.c_void_p(self.stream), ctypes.c_void_p(word.ctypes.data)
+        with current(self.device):
+            _check(driver().cuStreamWriteValue32_v2(stream, address, ctypes.c_uint32(value), 0))
+
+    def spoil(self, device_buffer: DeviceBuffer, given_up: Array) -> None:
+        if not device_buffer.nbytes:
+            return
+        address = given_up.ctypes.data
+        with current(self.device):
+            self._kernels.spoil(device_buffer.address, device_buffer.nbytes, address, self.stream)
+
+    def close(self) -> None:
+        # CuPy's pool keeps memory for each stream, and would keep it for one that is gone.
+        with current(self.device):
+            self._cupy.get_default_memory_pool().free_all_blocks(self._own)
+
     @property
     def _kernels(self) -> Kernels:
         # Not kept: it allocates in the order of this object's stream.
@@ -266,11 +293,3 @@ class CudaMemory(DeviceMemory):
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         with current(self.device):
             self._runtime.memcpyAsync(target, source, nbytes, _DEFAULT, self.stream)
-
-    def _is_pinned(self, array: Array) -> bool:
-        # Not by CuPy, which holds the GIL meanwhile, as in `_Event.done`. An address of ordinary memory
-        # is an error for CUDA.
-        kind, address = ctypes.c_uint(), ctypes.c_uint64(array.ctypes.data)
-        with current(self.device):
-            status = driver().cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, address)
-        return status == _SUCCESS and kind.value == _HOST

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakSet
 
 from arraycomm._arrays.current_device import spare_captures
-from arraycomm._arrays.device_memory import DeviceMemory, Event
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.placement import HostPlacement, Placements
 from arraycomm._cuda import arrays
@@ -69,11 +68,57 @@ class DeviceRequest:
         return cls(backend, device)
 
 
-class _Pending(NamedTuple):
-    """Work on a device that had not finished at the last check."""
+class _Progress:
+    """How far the device has come with the calls of a communicator; to read it asks CUDA nothing.
 
-    event: Event
-    since: float
+    The device writes a number to memory of the host where a call begins and where it ends: an odd one
+    and an even one. So the time for which a call waits there for other ranks is told from the time that
+    the caller's own work takes before it.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        # The number, and whether the calls under way are given up.
+        self._number, self._given_up = memory.words(2).reshape(2, 1)
+        self._last = self._seen = 0
+        self._since = 0.0
+
+    def begin(self, memory: DeviceMemory) -> None:
+        """Put the beginning of a call on the memory's stream."""
+        self._put(memory, (self._last + 1) | 1)
+
+    def end(self, memory: DeviceMemory) -> None:
+        """Put the end of a call on the memory's stream."""
+        self._put(memory, (self._last + 2) & ~1)
+
+    def _put(self, memory: DeviceMemory, number: int) -> None:
+        self._last = number % (1 << 32)
+        memory.write(self._number, self._last)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the device is still to do a part of what was put on its streams."""
+        return int(self._number[0]) != self._last
+
+    def waited(self) -> float:
+        """Return for how many seconds the device has been seen in the call that it is in now."""
+        number = int(self._number[0])
+        if number != self._seen:
+            self._seen, self._since = number, clock.now()
+        return clock.now() - self._since if number & 1 else 0.0
+
+    def give_up(self) -> None:
+        """Have the results spoilt to which the device is still to come."""
+        self._given_up[0] = 1
+        if self.pending:
+            _GIVEN_UP.append(self)
+
+    def guard(self, result: DeviceBuffer) -> None:
+        """Spoil a result if its call is given up before the device comes here."""
+        result.memory.spoil(result, self._given_up)
+
+
+# The memory to which a device may still write.
+_GIVEN_UP: Final[list[_Progress]] = []
 
 
 class Devices(Placements):
@@ -88,6 +133,7 @@ class Devices(Placements):
         self.request = request
         # Moves arrays between devices; None if they are copied to the host.
         self.link: DeviceLink | None = None
+        self._progress: _Progress | None = None
         self.negotiated = False
         # Why the link is not NCCL.
         self.reason = "no array on a device has been communicated so far"
@@ -95,9 +141,7 @@ class Devices(Placements):
         self._last: Event | None = None
         # The memory of a call that has just finished.
         self._left: DeviceMemory | None = None
-        self._pending: deque[_Pending] = deque()
         self._looking = threading.Lock()
-        self._sweeping = threading.Lock()
         group.on_failure.append(self.abort)
         group.on_exit.append(self.finish)
         group.on_free.append(self.close)
@@ -221,13 +265,27 @@ class Devices(Placements):
         # This thread may have to wait in CUDA for a rank that does not come.
         _watch.add(self)
 
+    def begin(self, memory: DeviceMemory) -> None:
+        """Put the beginning of a call on the memory's stream."""
+        if self._progress is None:
+            self._progress = _Progress(memory)
+        self._progress.begin(memory)
+
+    def guard(self, result: DeviceBuffer) -> None:
+        """Let nobody take the result of a call that is given up for one that is right.
+
+        It is spoilt then, and the next call raises. Only where the caller may go on before the device.
+        """
+        if self._progress is not None and self.link is not None and self.link.async_check:
+            self._progress.guard(result)
+
     def leave(self, memory: DeviceMemory) -> None:
         """Record that a call has put its work on the device."""
-        if self.link is None:
+        if self.link is None or self._progress is None:
             return
+        self._progress.end(memory)
         self._last = memory.record()
         self._left = memory
-        self._pending.append(_Pending(self._last, clock.now()))
         _watch.add(self)
         _sweep.add(self)
 
@@ -244,11 +302,10 @@ class Devices(Placements):
         with self._looking:
             group = self._group
             if self.link is None or group.closed is not None:
-                self._pending.clear()
                 return False
             with self._closing_on_error():
                 self._look(self.link)
-            return bool(self._pending) or not group.engine.idle
+            return self.pending or not group.engine.idle
 
     def _look(self, link: DeviceLink) -> None:
         group = self._group
@@ -260,24 +317,15 @@ class Devices(Placements):
         error = link.error()
         if error is not None:
             raise error
-        oldest = self._oldest()
-        if oldest is not None and group.transport.threaded:
-            group.watchdog.check(clock.now() - oldest.since)
+        # Elsewhere the host waits for the other ranks, and looks by itself.
+        if link.async_check and self._progress is not None and group.transport.threaded:
+            group.watchdog.check(self._progress.waited())
 
     def sweep(self) -> bool:
-        """Forget the work that the device has done, and what was kept for it; tell if there is more."""
-        with self._sweeping, self._closing_on_error():
-            while (oldest := self._oldest()) is not None and oldest.event.done():
-                with suppress(IndexError):  # it may be cleared just now
-                    self._pending.popleft()
+        """Release what was kept for work that the device has done; tell if there is more."""
+        with self._closing_on_error():
             LEASES.sweep()
-        return bool(self._pending) or bool(len(LEASES))
-
-    def _oldest(self) -> _Pending | None:
-        try:
-            return self._pending[0]
-        except IndexError:
-            return None
+        return self.pending or bool(len(LEASES))
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -287,12 +335,11 @@ class Devices(Placements):
         except Exception as error:
             group.deferred_error = group.deferred_error or error
             group.close(error)
-            self._pending.clear()
 
     @property
     def pending(self) -> bool:
         """Whether work is under way on the device."""
-        return bool(self._pending)
+        return self._progress is not None and self._progress.pending
 
     def check(self) -> None:
         """Raise if the work under way has been aborted, so that there is no result."""
@@ -304,14 +351,20 @@ class Devices(Placements):
 
     def abort(self) -> None:
         """Abort the work under way, so that nothing on the device waits for it."""
+        if self._progress is not None:
+            self._progress.give_up()
         if self.link is not None:
             self.link.abort()
 
     def finish(self) -> None:
         """Wait for the work under way: other ranks' devices may wait for this one's part in it."""
         if self.link is not None and self._last is not None and self._group.closed is None:
-            self._group.engine.wait_for(self._last.done)
+            # However long this rank's own work takes; `look` sees whether other ranks are late.
+            self._group.engine.wait_for(self._last.done, lambda waited: self._watch_others())
             self.check()
+
+    def _watch_others(self) -> None:
+        self.look()
 
     def close(self) -> None:
         """Wait for the work under way, and release the link."""
@@ -320,8 +373,8 @@ class Devices(Placements):
         self.finish()
         with self._looking:
             link, self.link = self.link, None
-            self._pending.clear()
         link.close()
+        link.memory.close()
 
 
 class _Watch:

@@ -1,7 +1,7 @@
 // The reductions of arraycomm._folds on a device, with the same bits, and the packing of pieces.
 //
 // Each reduction is compiled by itself. With OP and DTYPE, which kernels.py takes from the two
-// lists below, this file has `fold` and `prefixes`; without them it has `copy_pieces`. The compiler
+// lists below, this file has `fold` and `prefixes`; without them it has `copy_pieces` and `spoil`. The compiler
 // must not fuse a product with a sum, nor flush subnormal numbers: see the options in kernels.py.
 //
 // No header is included, so that NVRTC needs no other files. A host compiler takes the file as
@@ -328,6 +328,21 @@ DEVICE void copy_chunk(const Pieces &pieces) {
         copy_words<char>(source, target, nbytes);
 }
 
+// ---- results of calls that were given up ---------------------------------------------------------
+
+struct Spoiled {
+    char *target;
+    Size nbytes;
+    const volatile unsigned *given_up;  // the host's memory
+};
+
+DEVICE void spoil_result(const Spoiled &result) {
+    if (!*result.given_up) return;
+    const Size step = Size(gridDim.x) * blockDim.x;
+    for (Size at = Size(blockIdx.x) * blockDim.x + threadIdx.x; at < result.nbytes; at += step)
+        result.target[at] = -1;
+}
+
 // ---- kernels ------------------------------------------------------------------------------------
 
 #ifdef OP
@@ -335,4 +350,5 @@ KERNEL void fold(const Rows call) { reduce_rows<DTYPE, OP<DTYPE>, false>(call); 
 KERNEL void prefixes(const Rows call) { reduce_rows<DTYPE, OP<DTYPE>, true>(call); }
 #else
 KERNEL void copy_pieces(const Pieces pieces) { copy_chunk(pieces); }
+KERNEL void spoil(const Spoiled result) { spoil_result(result); }
 #endif

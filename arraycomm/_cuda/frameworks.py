@@ -349,7 +349,12 @@ class _Handover:
 
     def __dlpack__(self, *, stream: int | None = None) -> Any:
         device_buffer = self._device_buffer
-        device_buffer.memory.record().wait_on(stream or 0)
+        written = device_buffer.memory.record()
+        if stream is None:
+            # A client of XLA that cannot wait for events names no stream: no work of its own waits.
+            written.synchronize()
+        else:
+            written.wait_on(stream)
         # CuPy exports integers of every size, but not float8.
         carrier = (
             np.dtype(f"u{device_buffer.itemsize}")

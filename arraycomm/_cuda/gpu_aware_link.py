@@ -58,6 +58,11 @@ class _Movement:
         self._begin = begin
         self._movement: Handle | None = None
 
+    @property
+    def local(self) -> bool:
+        """Whether only this rank's own device is waited for."""
+        return self._movement is None
+
     def done(self) -> bool:
         if self._movement is None:
             if not self._event.done():

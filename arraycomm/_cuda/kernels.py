@@ -50,10 +50,13 @@ PIECE: Final = np.dtype(
     align=True,
 )
 PIECES: Final = np.dtype([("at", PIECE, MAX_PIECES), ("count", np.int32)], align=True)
+SPOILED: Final = np.dtype([("target", np.int64), ("nbytes", np.int64), ("given_up", np.int64)])
 
 THREADS: Final = 256
 # Enough to fill any device several times over; each thread of a larger array takes more elements.
 MAX_BLOCKS: Final = 4096
+# Fewer, since each block reads the host's memory, and mostly does no more.
+LOOKING_BLOCKS: Final = 64
 
 
 class Kernels:
@@ -108,6 +111,12 @@ class Kernels:
             table["nbytes"] = sizes
             table["end"] = np.cumsum(-(-sizes // CHUNK_BYTES))
             self._launch("copy_pieces", (), int(table["end"][-1]), argument, stream)
+
+    def spoil(self, target: int, nbytes: int, given_up: int, stream: int) -> None:
+        """Set all bits of so many bytes if the uint32 at `given_up` is not zero."""
+        argument = np.array((target, nbytes, given_up), SPOILED)
+        blocks = min(-(-nbytes // CHUNK_BYTES), LOOKING_BLOCKS)
+        self._launch("spoil", (), blocks, argument, stream)
 
     def _reduce(
         self,
@@ -209,7 +218,7 @@ def compiled(architecture: int, definitions: tuple[str, ...]) -> bytes:
     """Compile `folds.cu` for a compute capability such as 90.
 
     The result is machine code, or PTX for the driver to compile if NVRTC is older than the device.
-    Without definitions it has `copy_pieces`; with OP and DTYPE it has `fold` and `prefixes`.
+    Without definitions it has `copy_pieces` and `spoil`; with OP and DTYPE it has `fold` and `prefixes`.
     """
     from cupy.cuda import nvrtc
 

@@ -12,6 +12,13 @@ from arraycomm._errors import TransportError
 from arraycomm._transports.base import Handle, Link, Steps
 
 
+class Nothing:
+    """A movement in which this rank neither sends nor receives."""
+
+    def done(self) -> bool:
+        return True
+
+
 class DeviceLink(Link):
     """The movements between the ranks' devices, in the order of the memory's stream."""
 

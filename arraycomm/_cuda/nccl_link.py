@@ -8,6 +8,7 @@ NCCL reduces only if the result does not depend on the order, or the order may b
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Generator, Iterator, Sequence
 from typing import Final
 
@@ -16,7 +17,7 @@ import numpy as np
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._cuda.device import shared_devices
 from arraycomm._cuda.libnccl import UINT8, Call, Comm, Library
-from arraycomm._cuda.link import DeviceLink
+from arraycomm._cuda.link import DeviceLink, Nothing
 from arraycomm._dtypes import BY_DTYPE, DType, Kind, kind_of
 from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Handle
@@ -28,13 +29,6 @@ _OPS: Final = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 _EXACT: Final = {Kind.INTEGER: frozenset(_OPS)}
 _ROUNDED: Final = {Kind.FLOAT: frozenset(("sum", "prod")), Kind.COMPLEX: frozenset(("sum",))}
 _FIRST_TO_SHARE: Final = (2, 30)
-
-
-class _Nothing:
-    """A movement in which this rank neither sends nor receives."""
-
-    def done(self) -> bool:
-        return True
 
 
 class _Operation:
@@ -174,7 +168,7 @@ class NcclLink(DeviceLink):
 
     def _start(self, calls: Sequence[Call], *buffers: DeviceBuffer) -> Handle:
         if not calls:
-            return _Nothing()
+            return Nothing()
         self._comm.issue(calls, self.memory.stream, *buffers)
         return _Operation(self._comm)
 
@@ -216,24 +210,30 @@ def lets_share() -> bool:
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
-def refuse_sharing(
-    uuids: Sequence[str], version: tuple[int, ...], shares: Sequence[bool]
-) -> str | None:
+def refuse_sharing(uuids: Sequence[str], shares: Sequence[bool]) -> str | None:
     """Say why NCCL cannot join these devices, if some ranks share one.
 
     None if each rank has its own device, or if every rank's NCCL is set to let ranks share one.
     `uuids` and `shares`, what `lets_share` said on each rank, are in rank order.
     """
     shared = shared_devices(uuids)
-    able = version >= _FIRST_TO_SHARE
-    if not shared or (able and all(shares)):
+    if not shared or all(shares):
         return None
-    so = "" if able else f" with NCCL 2.30 or newer (this is {'.'.join(map(str, version))})"
     return (
         f"{shared}, and NCCL wants one for each rank; start fewer ranks on a node, or use "
-        f'backend="mpi", or set NCCL_MULTI_RANK_GPU_ENABLE=1 on every rank{so}, which is '
-        "experimental"
+        'backend="mpi", or set NCCL_MULTI_RANK_GPU_ENABLE=1 on every rank, which is slow and '
+        "only for tests"
     )
+
+
+def let_share(uuids: Sequence[str], version: tuple[int, ...]) -> None:
+    """Let an NCCL before 2.30 join ranks that share a device.
+
+    It refuses them if they are on one host. So each rank is given a host of its own, unless the
+    environment names one, and the ranks are joined by sockets.
+    """
+    if shared_devices(uuids) and version < _FIRST_TO_SHARE:
+        os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
 
 
 def _send(block: DeviceBuffer, peer: int) -> Call:

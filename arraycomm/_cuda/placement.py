@@ -20,6 +20,7 @@ from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import DType
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ALL_ON_DEVICE
+from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Flat, Steps
 
 
@@ -28,6 +29,12 @@ class Streams(Protocol):
 
     def enter(self, stream: int) -> None:
         """Continue in a stream, after this communicator's work in other streams."""
+
+    def begin(self, memory: DeviceMemory) -> None:
+        """Put the beginning of a call on the memory's stream."""
+
+    def guard(self, result: DeviceBuffer) -> None:
+        """Let nobody take the result of a call that is given up for one that is right."""
 
     def leave(self, memory: DeviceMemory) -> None:
         """Record that a call has put its work on the device."""
@@ -127,6 +134,7 @@ class DevicePlacement(HostPlacement):
     def finish(self, made: Any, like: BufferView) -> Any:
         if isinstance(made, _Download):
             return to_framework(self.download(made.flat, made.shape), like)
+        self.guard(made.device_buffer)
         return arrays.finish(made, like)
 
     def scratch(self, shape: tuple[int, ...], dtype: DType) -> DeviceBuffer:
@@ -135,9 +143,14 @@ class DevicePlacement(HostPlacement):
 
     def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
         if out.device[0] == "cuda":
+            self.guard(cast(DeviceBuffer, flat))
             return arrays.commit_out(cast(arrays.DeviceView, out), flat)
         np.copyto(out.array, self.download(flat, out.shape))
         return commit_out(out)
+
+    def guard(self, result: DeviceBuffer) -> None:
+        """Spoil a result on the device if its call is given up."""
+        self._streams.guard(result)
 
     def download(self, flat: DeviceBuffer, shape: tuple[int, ...]) -> Array:
         """Return device memory as an array on the host; raise if the work on it was aborted."""
@@ -158,7 +171,13 @@ class DevicePlacement(HostPlacement):
 
     def _leaving(self, steps: Steps) -> Steps:
         """Run the steps; let the caller's frameworks continue after the work on the device."""
-        result = yield from steps
+        self._streams.begin(self.memory)
+        try:
+            result = yield from steps
+        except UndeliveredError:
+            # The ranks go on.
+            self._streams.leave(self.memory)
+            raise
         for found in self._views:
             arrays.release(found)
         self._streams.leave(self.memory)

@@ -11,7 +11,8 @@ from arraycomm._arrays.device_memory import DeviceMemory
 from arraycomm._cuda import device, kernels, libnccl
 from arraycomm._cuda.gpu_aware import gpu_aware
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
-from arraycomm._cuda.nccl_link import NcclLink, lets_share, refuse_sharing
+from arraycomm._cuda.lone_link import LoneLink
+from arraycomm._cuda.nccl_link import NcclLink, let_share, lets_share, refuse_sharing
 from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.group import Group
@@ -54,7 +55,7 @@ class NcclId(Detail):
 
 def capabilities(group: Group, request: Request) -> DeviceCapabilities:
     """Return what this rank can use; raises nothing, since the other ranks wait for the reply."""
-    if group.backend not in ("mpi", "nccl"):
+    if group.backend == "threads":
         reason = "ranks within one process share arrays on devices by way of the host"
         return DeviceCapabilities(reason, reason)
     try:
@@ -68,7 +69,8 @@ def _capabilities(group: Group, request: Request) -> DeviceCapabilities:
     reason = device.missing() or kernels.missing() or ""
     local = DeviceCapabilities(reason)
     if not reason:
-        local = replace(local, uuid=device.uuid(_number(group, request)), gpu_aware=gpu_aware())
+        addressed = group.backend in ("mpi", "nccl") and gpu_aware()
+        local = replace(local, uuid=device.uuid(_number(group, request)), gpu_aware=addressed)
     if request.backend == "mpi":
         return replace(local, nccl='backend="mpi" was asked for')
     lacking = reason or libnccl.missing() or ""
@@ -87,10 +89,15 @@ def choose(group: Group, request: Request, replies: Sequence[Detail]) -> Steps:
     """
     found = [reply for reply in replies if isinstance(reply, DeviceCapabilities)]
     reason = why_not_nccl(found)
+    if group.size == 1 and request.backend != "nccl":
+        reason = found[0].device or "one rank alone sends nothing"
     if not reason:
+        let_share([rank.uuid for rank in found], tuple(found[0].version))
         return (yield from _open_nccl(group, request)), ""
     if any(rank.device for rank in found):
         return None, reason
+    if group.size == 1:
+        return LoneLink(memory_of(group, request)), reason
     shared = device.shared_devices([rank.uuid for rank in found])
     if shared and group.rank == 0:
         warnings.warn(
@@ -110,7 +117,7 @@ def why_not_nccl(found: Sequence[DeviceCapabilities]) -> str:
         listed = ", ".join(".".join(map(str, version)) for version in sorted(versions))
         return f"ranks have different versions of NCCL: {listed}; install one on all"
     uuids, shares = [local.uuid for local in found], [local.lets_share for local in found]
-    return refuse_sharing(uuids, versions.pop(), shares) or ""
+    return refuse_sharing(uuids, shares) or ""
 
 
 def memory_of(group: Group, request: Request) -> DeviceMemory:

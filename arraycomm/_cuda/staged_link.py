@@ -166,6 +166,11 @@ class _Sequence:
         # At once, so that the first copy is put on the stream now.
         self._waiting: Handle | None = next(steps, None)
 
+    @property
+    def local(self) -> bool:
+        """Whether only this rank's own device is waited for."""
+        return isinstance(self._waiting, _OwnDevice)
+
     def done(self) -> bool:
         while self._waiting is not None:
             if not self._waiting.done():
@@ -174,11 +179,18 @@ class _Sequence:
         return True
 
 
+class _OwnDevice:
+    """A wait until this rank's own device has reached an event."""
+
+    def __init__(self, event: Event) -> None:
+        self.done = event.done
+
+
 def _wait_for(*events: Event | None) -> Steps:
     """Wait until the device has reached each of these."""
     for event in events:
         if event is not None:
-            yield event
+            yield _OwnDevice(event)
 
 
 def _part(blocks: Blocks, start: int, count: int) -> Blocks:

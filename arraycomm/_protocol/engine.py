@@ -105,7 +105,7 @@ class Engine:
                 waiting = next(program)
                 try:
                     if not waiting.done():
-                        self.wait_for(waiting.done, watch_here, waiting)
+                        self.wait_for(waiting.done, _beside_own_work(waiting, watch_here), waiting)
                 except BaseException as error:
                     self.interrupted = waiting
                     # The program raises it, after what it has to tidy up.
@@ -243,6 +243,8 @@ class Engine:
             try:
                 waiting, watch = task.waiting, task.watch or self._watch
                 if waiting is not None and not any(waiting.done() for _ in range(polls)):
+                    if getattr(waiting, "local", False):
+                        task.since = clock.now()
                     waited = clock.now() - task.since
                     if not done_after_all(waiting.done, watch, waited):
                         return False
@@ -253,3 +255,21 @@ class Engine:
                 return True
             task.step()
         return True
+
+
+def _beside_own_work(waiting: Handle, watch: Watch) -> Watch:
+    """Return a watch that does not count the time in which a handle waits for what is this rank's own.
+
+    Such a handle says so by its `local`. Others are watched as they are.
+    """
+    if not hasattr(waiting, "local"):
+        return watch
+    own = 0.0
+
+    def watch_others(waited: float) -> None:
+        nonlocal own
+        if waiting.local:
+            own = waited
+        watch(waited - own)
+
+    return watch_others

@@ -30,6 +30,7 @@ def reduce(
         packed = _DeviceBucket(placement, bucket, views)
         flat = packed.device_buffer
         yield from algorithms.allreduce(placement.link, flat, flat, op)
+        placement.guard(flat)
         for leaf, result in packed.results():
             reduced[leaf] = result
     return reduced

@@ -11,7 +11,7 @@ import arraycomm
 from arraycomm import Communicator
 from arraycomm._arrays.buffer import Array
 from arraycomm._cuda import device, libnccl
-from arraycomm._cuda.nccl_link import lets_share, refuse_sharing
+from arraycomm._cuda.nccl_link import let_share, lets_share, refuse_sharing
 from arraycomm._dtypes import BY_DTYPE
 from arraycomm.cli.bench.contenders import (
     Case,
@@ -102,9 +102,10 @@ class DeviceField(Field):
         """Raise if NCCL would refuse these ranks, or wait forever for some of them."""
         missing = max(self.mpi.allgather(libnccl.missing() or ""))
         shares = self.mpi.allgather(lets_share())
-        reason = missing or refuse_sharing(self._uuids(), libnccl.load().version(), shares)
+        reason = missing or refuse_sharing(self._uuids(), shares)
         if reason:
             raise UnsupportedError(reason)
+        let_share(self._uuids(), libnccl.load().version())
 
     def _uuids(self) -> list[str]:
         return list(self.mpi.allgather(device.uuid(self.number)))

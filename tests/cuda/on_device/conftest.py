@@ -44,10 +44,12 @@ _SETTINGS = {
     # Else the first rank's JAX takes most of the device's memory.
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
-_SPIN = """
-extern "C" __global__ void spin(long long cycles) {
-    const long long start = clock64();
-    while (clock64() - start < cycles) {}
+SPIN = """
+extern "C" __global__ void spin(long long nanoseconds) {
+    long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < nanoseconds);
 }
 """
 
@@ -70,6 +72,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set(own).difference(first)
     config.hook.pytest_deselected(items=[item for item in own if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def memory_of_streams(device_number: int) -> Iterator[None]:
+    """Give back what CuPy keeps for the streams of a test, which are gone: other processes need it."""
+    import cupy
+
+    yield
+    cupy.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -193,12 +204,12 @@ def stream_of(framework: Framework) -> int:
     return int(cupy.cuda.get_current_stream().ptr)
 
 
-def spin(stream: int, cycles: int = 400_000_000) -> None:
-    """Keep a stream busy, for some tenths of a second."""
+def spin(stream: int, seconds: float = 0.1) -> None:
+    """Keep a stream busy."""
     import cupy
 
-    kernel = cupy.RawKernel(_SPIN, "spin")
-    kernel((1,), (1,), (np.int64(cycles),), stream=SimpleNamespace(ptr=stream))
+    kernel = cupy.RawKernel(SPIN, "spin")
+    kernel((1,), (1,), (np.int64(1e9 * seconds),), stream=SimpleNamespace(ptr=stream))
 
 
 def is_busy(stream: int) -> bool:

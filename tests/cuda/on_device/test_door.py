@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from arraycomm._arrays.results import commit_out, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._cuda import arrays
 from arraycomm._dtypes import BY_NAME
+from tests.cuda.on_device.conftest import spin
 
 cupy = pytest.importorskip("cupy")
 try:
@@ -166,20 +166,6 @@ def test_results_go_to_the_sources_device() -> None:
 
 LENGTH = 1 << 20
 NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
-SPIN = """
-extern "C" __global__ void spin(long long cycles) {
-    const long long start = clock64();
-    while (clock64() - start < cycles) {}
-}
-"""
-
-
-def spin(stream: int) -> None:
-    """Keep a stream busy for some tenths of a second."""
-    kernel = cupy.RawKernel(SPIN, "spin")
-    kernel((1,), (1,), (np.int64(400_000_000),), stream=SimpleNamespace(ptr=stream))
-
-
 @pytest.fixture
 def memory() -> Any:
     """Memory in a stream of its own, which waits for no other by itself."""

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tests.cuda.on_device.conftest import SPIN
 from tests.support.launcher import needs_mpiexec, run_python
 
 pytestmark = needs_mpiexec
@@ -18,7 +19,7 @@ import cupy
 import arraycomm as ac
 
 try:
-    comm = ac.init("nccl", timeout={timeout})
+    comm = ac.init({backend!r}, timeout={timeout})
 except ac.BackendUnavailableError as error:
     print("unavailable:", error, flush=True)
     sys.exit(0)
@@ -42,14 +43,20 @@ def attempt(call):
         say(type(error).__name__, error)
 
 
+def spin(stream):
+    # For twice the timeout.
+    busy = cupy.RawKernel({kernel!r}, "spin")
+    busy((1,), (1,), (int(2e9 * {timeout}),), stream=stream)
+
+
 x = cupy.ones(100_000, "float32")
 assert (comm.allreduce(x) == comm.size).all()
 """
 
 
-def launch(program: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def launch(program: str, timeout: float = 60.0, backend: str = "nccl") -> subprocess.CompletedProcess[str]:
     """Run on two ranks, which have made one collective on the device before."""
-    text = HEAD.format(timeout=timeout) + textwrap.dedent(program)
+    text = HEAD.format(timeout=timeout, backend=backend, kernel=SPIN) + textwrap.dedent(program)
     done = run_python("-c", text, ranks=2, timeout=LIMIT)
     if "unavailable:" in done.stdout:
         pytest.skip(done.stdout.strip().splitlines()[0])
@@ -138,6 +145,52 @@ def test_rank_that_sleeps_is_given_up_and_the_device_released() -> None:
     said = done.stdout + done.stderr
     assert "rank 0 is through" in done.stdout, said
     assert "rank 0 CommTimeoutError" in done.stdout, said
+
+
+@pytest.mark.parametrize("backend", ["nccl", "mpi"])
+def test_own_work_may_take_longer_than_the_timeout(backend: str) -> None:
+    """Other ranks are waited for from where the device comes to the call."""
+    done = launch(
+        """
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            mine = cupy.full(100_000, comm.rank + 1, "float32")
+            for _ in range(2):
+                spin(stream)
+                got = comm.allreduce(mine)
+                assert (got.get() == 3).all()
+        attempt(comm.barrier)
+        say("goes on")
+        """,
+        timeout=3,
+        backend=backend,
+    )
+    assert done.stdout.count("goes on") == 2, done.stdout + done.stderr
+    assert "Error" not in done.stdout
+
+
+def test_result_of_a_call_that_was_given_up_is_no_number() -> None:
+    done = launch(
+        """
+        mine, whole = cupy.ones(100_000, "float32"), cupy.ones(1000, "int32")
+        part, tree = comm.dup(), comm.dup()
+        for one in (part, tree):
+            one.allreduce(mine)
+        if comm.rank == 1:
+            time.sleep(15)
+        results = []
+        attempt(lambda: results.append(comm.allreduce(mine)))
+        attempt(lambda: results.append(part.allreduce(whole, "max")))
+        attempt(lambda: results.append(ac.allreduce_tree([mine, mine], "sum", comm=tree)[1]))
+        if comm.rank == 0:
+            first, second, third = results
+            assert not (first == first).any() and not (third == third).any()
+            assert (second == -1).all()
+            for one in (comm, part, tree):
+                attempt(one.barrier)
+        """,
+        timeout=4,
+    )
+    assert done.stdout.count("rank 0 CommTimeoutError") == 3, done.stdout + done.stderr
 
 
 def test_device_is_of_use_after_an_error() -> None:
