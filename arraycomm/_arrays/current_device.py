@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
 
@@ -17,28 +15,29 @@ from typing import Any, Final
 _RELAXED: Final = 2
 
 
-@contextmanager
-def working_on(device: int) -> Iterator[None]:
-    """Make a device the thread's current one.
+class working_on:  # noqa: N801
+    """A context in which a device is the thread's current one.
 
     Afterwards the one before is current again, unless this process does nothing on it. So a thread of
-    arraycomm's own stays on its device.
+    arraycomm's own stays on its device. A call enters several, so that this is no generator.
     """
-    cupy = sys.modules.get("cupy")
-    if cupy is None:
-        yield
-        return
-    runtime = cupy.cuda.runtime
-    before = int(runtime.getDevice())
-    if before == device:
-        yield
-        return
-    cupy.cuda.Device(device).use()
-    try:
-        yield
-    finally:
-        if in_use(before):
-            runtime.setDevice(before)
+
+    __slots__ = ("_before", "_device")
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        # The device that is to be current again, or -1.
+        self._before = -1
+
+    def __enter__(self) -> None:
+        cupy = sys.modules.get("cupy")
+        if cupy is not None and (before := cupy.cuda.runtime.getDevice()) != self._device:
+            cupy.cuda.Device(self._device).use()
+            self._before = before
+
+    def __exit__(self, *_: object) -> None:
+        if self._before >= 0 and in_use(self._before):
+            sys.modules["cupy"].cuda.runtime.setDevice(self._before)
 
 
 def in_use(device: int) -> bool:

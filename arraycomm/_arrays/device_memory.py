@@ -182,6 +182,7 @@ class DeviceMemory(abc.ABC):
 
     def at(self, stream: int) -> Self:
         """Return the same memory for work in another stream; this object keeps its own."""
-        other = copy.copy(self)
-        other.stream = stream
+        # Quicker than by the module `copy`: each call makes one.
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, stream=stream)
         return other

@@ -7,7 +7,7 @@ in the thread that pushes on requests, or in a later wait. There they find what 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -82,16 +82,25 @@ class Caller:
         read = {name: state.read(device) for name, state in STATES.items()}
         self._taken = {name: found for name, found in read.items() if found is not None}
 
+    def here(self) -> AbstractContextManager[Any]:
+        """Return a context in which this thread has what the caller had in its own."""
+        device = self._device
+        differing = [
+            STATES[name].within(taken)
+            for name, taken in self._taken.items()
+            if STATES[name].read(device) != taken
+        ]
+        if device is not None and not differing:
+            return working_on(device)
+        return self._within(differing)
+
     @contextmanager
-    def here(self) -> Iterator[None]:
-        """Have in this thread what the caller had in its own."""
+    def _within(self, differing: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
         with ExitStack() as stack:
             if self._device is not None:
                 stack.enter_context(working_on(self._device))
-            for name, taken in self._taken.items():
-                state = STATES[name]
-                if state.read(self._device) != taken:
-                    stack.enter_context(state.within(taken))
+            for context in differing:
+                stack.enter_context(context)
             yield
 
 

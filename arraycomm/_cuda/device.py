@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Final, Self
 
 import numpy as np
@@ -13,14 +12,13 @@ import numpy as np
 from arraycomm._arrays.current_device import driver, working_on
 from arraycomm._arrays.device_memory import Array, DeviceBuffer, DeviceMemory, Event, Piece
 from arraycomm._arrays.pinned import pinned
+from arraycomm._cuda.driver import NOT_READY, call, check, status_of
 from arraycomm._cuda.kernels import Kernels
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 
-# cudaError_t
-_SUCCESS: Final = 0
+# cudaErrorInsufficientDriver
 _INSUFFICIENT_DRIVER: Final = 35
-_NOT_READY: Final = 600
 # cudaMemcpyDefault: CUDA finds out from the addresses whether they are the host's.
 _DEFAULT: Final = 4
 
@@ -110,25 +108,20 @@ def shared_devices(uuids: Sequence[str]) -> str:
     return f"{' and '.join(groups)} share a CUDA device" if groups else ""
 
 
-@contextmanager
-def current(device: int) -> Iterator[None]:
-    """Work on a device, as `working_on` does; turn CUDA's errors into `TransportError`."""
-    import cupy
+class current(working_on):  # noqa: N801
+    """A context in which a device is current; CUDA's errors leave it as `TransportError`."""
 
-    try:
-        with working_on(device):
-            yield
-    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
-        raise TransportError(f"CUDA reported: {error}") from error
+    __slots__ = ()
 
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        error = raised[1]
+        if isinstance(error, RuntimeError):
+            import cupy
 
-def _check(status: int) -> None:
-    """Raise `TransportError` unless a function of the driver has succeeded."""
-    if status != _SUCCESS:
-        import cupy
-
-        error = cupy.cuda.runtime.CUDARuntimeError(status)
-        raise TransportError(f"CUDA reported: {error}") from error
+            cuda = cupy.cuda
+            if isinstance(error, (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
+                raise TransportError(f"CUDA reported: {error}") from error
 
 
 class _Event:
@@ -149,9 +142,9 @@ class _Event:
         # `eventQuery` holds the GIL, even while CUDA has it wait for another thread's call.
         if not self._done:
             with current(self._device):
-                status = driver().cuEventQuery(ctypes.c_void_p(self._event.ptr))
-            if status != _NOT_READY:
-                _check(status)
+                status = status_of(self._device, "cuEventQuery", self._event.ptr)
+            if status != NOT_READY:
+                check(status)
                 self._done = True
         return self._done
 
@@ -208,9 +201,14 @@ class CudaMemory(DeviceMemory):
         return type(self)(self.device)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        with current(self.device), _cupy_stream(self.stream, self.device):
-            # CuPy rounds sizes up to multiples of 512 bytes, and aligns addresses to 512 bytes.
-            found = self._cupy.cuda.alloc(nbytes)
+        # CuPy rounds sizes up to multiples of 512 bytes, and aligns addresses to 512 bytes.
+        cuda = self._cupy.cuda
+        with current(self.device):
+            if cuda.get_current_stream(self.device).ptr == self.stream:
+                found = cuda.alloc(nbytes)
+            else:
+                with _cupy_stream(self.stream, self.device):
+                    found = cuda.alloc(nbytes)
         return DeviceBuffer(found.ptr, nbytes, _BYTE, found, self)
 
     def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
@@ -269,9 +267,9 @@ class CudaMemory(DeviceMemory):
         return found
 
     def write(self, word: Array, value: int) -> None:
-        stream, address = ctypes.c_void_p(self.stream), ctypes.c_void_p(word.ctypes.data)
+        address = word.__array_interface__["data"][0]
         with current(self.device):
-            _check(driver().cuStreamWriteValue32_v2(stream, address, ctypes.c_uint32(value), 0))
+            call(self.device, "cuStreamWriteValue32_v2", self.stream, address, value, 0)
 
     def spoil(self, device_buffer: DeviceBuffer, given_up: Array) -> None:
         if not device_buffer.nbytes:

@@ -7,6 +7,7 @@ a rank has no device, all arrays are copied to the host.
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -262,50 +263,56 @@ class Devices(Placements):
         if self._last is not None and self._stream != stream:
             self._last.wait_on(stream)
         self._stream = stream
-        # This thread may have to wait in CUDA for a rank that does not come.
-        _watch.add(self)
+        if self._waits_there:
+            # This thread may have to wait in CUDA for a rank that does not come.
+            _watch.add(self)
+
+    @property
+    def _waits_there(self) -> bool:
+        """Whether the device waits for other ranks, and the host goes on."""
+        return self.link is not None and self.link.async_check
 
     def begin(self, memory: DeviceMemory) -> None:
         """Put the beginning of a call on the memory's stream."""
-        if self._progress is None:
-            self._progress = _Progress(memory)
-        self._progress.begin(memory)
+        if self._waits_there:
+            self._progress = self._progress or _Progress(memory)
+            self._progress.begin(memory)
 
     def guard(self, result: DeviceBuffer) -> None:
         """Let nobody take the result of a call that is given up for one that is right.
 
-        It is spoilt then, and the next call raises. Only where the caller may go on before the device.
+        It is spoilt then, and the next call raises. Elsewhere the call itself raises.
         """
-        if self._progress is not None and self.link is not None and self.link.async_check:
+        if self._progress is not None:
             self._progress.guard(result)
 
     def leave(self, memory: DeviceMemory) -> None:
         """Record that a call has put its work on the device."""
-        if self.link is None or self._progress is None:
+        if self.link is None:
             return
-        self._progress.end(memory)
+        if self._progress is not None:
+            self._progress.end(memory)
+            _watch.add(self)
         self._last = memory.record()
         self._left = memory
-        _watch.add(self)
-        _sweep.add(self)
+        if len(LEASES):
+            _sweep.add(self)
 
     def after(self) -> Callable[[], None] | None:
         memory, self._left = self._left, None
         return None if memory is None or self._last is None else partial(follow, memory, self._last)
 
-    def look(self) -> bool:
-        """Check deferred headers and NCCL's errors; tell whether anything is under way.
+    def look(self, waited: float = 0.0) -> None:
+        """Check deferred headers, NCCL's errors, and whether other ranks are late.
 
         It asks CUDA nothing. A call to CUDA may wait for another thread's, such as an allocation, that
         waits for a movement which only an abort from here ends.
         """
         with self._looking:
             group = self._group
-            if self.link is None or group.closed is not None:
-                return False
-            with self._closing_on_error():
-                self._look(self.link)
-            return self.pending or not group.engine.idle
+            if self.link is not None and group.closed is None:
+                with self._closing_on_error():
+                    self._look(self.link)
 
     def _look(self, link: DeviceLink) -> None:
         group = self._group
@@ -317,15 +324,15 @@ class Devices(Placements):
         error = link.error()
         if error is not None:
             raise error
-        # Elsewhere the host waits for the other ranks, and looks by itself.
-        if link.async_check and self._progress is not None and group.transport.threaded:
-            group.watchdog.check(self._progress.waited())
+        if self._progress is not None and group.transport.threaded:
+            waited = self._progress.waited()
+            if waited:
+                group.watchdog.check(waited)
 
-    def sweep(self) -> bool:
-        """Release what was kept for work that the device has done; tell if there is more."""
+    def sweep(self) -> None:
+        """Release what was kept for work that the device has done."""
         with self._closing_on_error():
             LEASES.sweep()
-        return self.pending or bool(len(LEASES))
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -337,9 +344,18 @@ class Devices(Placements):
             group.close(error)
 
     @property
-    def pending(self) -> bool:
-        """Whether work is under way on the device."""
-        return self._progress is not None and self._progress.pending
+    def under_way(self) -> bool:
+        """Whether there is anything to look at: a call on the device, or its header."""
+        group = self._group
+        if self.link is None or group.closed is not None:
+            return False
+        on_device = self._progress is not None and self._progress.pending
+        return on_device or not group.engine.idle
+
+    @property
+    def keeping(self) -> bool:
+        """Whether there is anything to sweep."""
+        return bool(len(LEASES))
 
     def check(self) -> None:
         """Raise if the work under way has been aborted, so that there is no result."""
@@ -360,11 +376,8 @@ class Devices(Placements):
         """Wait for the work under way: other ranks' devices may wait for this one's part in it."""
         if self.link is not None and self._last is not None and self._group.closed is None:
             # However long this rank's own work takes; `look` sees whether other ranks are late.
-            self._group.engine.wait_for(self._last.done, lambda waited: self._watch_others())
+            self._group.engine.wait_for(self._last.done, self.look)
             self.check()
-
-    def _watch_others(self) -> None:
-        self.look()
 
     def close(self) -> None:
         """Wait for the work under way, and release the link."""
@@ -385,12 +398,17 @@ class _Watch:
     name : str
         The thread's.
     look : callable
-        Looks at the devices of a communicator; tells whether there is anything left to look at.
+        Looks at the devices of a communicator.
+    busy : callable
+        Tells whether there is anything left to look at.
     """
 
-    def __init__(self, name: str, look: Callable[[Devices], bool]) -> None:
+    def __init__(
+        self, name: str, look: Callable[[Devices], None], busy: Callable[[Devices], bool]
+    ) -> None:
         self._name = name
         self._look = look
+        self._busy = busy
         self._devices: WeakSet[Devices] = WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -412,11 +430,12 @@ class _Watch:
             time.sleep(_LOOK)
             with self._lock:
                 watched = list(self._devices)
-            idle = [devices for devices in watched if not self._look(devices)]
+            for devices in watched:
+                self._look(devices)
             with self._lock:
-                for devices in idle:
-                    # Work that began meanwhile is pending, or its call adds these devices again.
-                    if not devices.pending:
+                for devices in watched:
+                    # What begins meanwhile is under way, or its call adds these devices again.
+                    if not self._busy(devices):
                         self._devices.discard(devices)
                 if not self._devices:
                     self._thread = None
@@ -426,5 +445,5 @@ class _Watch:
 # The caller may wait for its device outside Python. One thread then finds out that another rank has
 # failed, or that the time is up, and ends the wait. Another looks at events, and may have to wait for
 # CUDA meanwhile.
-_watch = _Watch("arraycomm-devices", Devices.look)
-_sweep = _Watch("arraycomm-events", Devices.sweep)
+_watch = _Watch("arraycomm-devices", Devices.look, operator.attrgetter("under_way"))
+_sweep = _Watch("arraycomm-events", Devices.sweep, operator.attrgetter("keeping"))

@@ -10,8 +10,12 @@
 #ifdef __CUDACC__
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ __launch_bounds__(256)
+#define SHARED __shared__
+#define MEET __syncthreads()
 #else
 #define DEVICE inline
+#define SHARED static
+#define MEET
 #define KERNEL extern "C"
 struct Index {
     unsigned x;
@@ -337,7 +341,10 @@ struct Spoiled {
 };
 
 DEVICE void spoil_result(const Spoiled &result) {
-    if (!*result.given_up) return;
+    SHARED unsigned given_up;
+    if (!threadIdx.x) given_up = *result.given_up;
+    MEET;
+    if (!given_up) return;
     const Size step = Size(gridDim.x) * blockDim.x;
     for (Size at = Size(blockIdx.x) * blockDim.x + threadIdx.x; at < result.nbytes; at += step)
         result.target[at] = -1;

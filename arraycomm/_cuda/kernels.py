@@ -6,18 +6,19 @@ whatever the options. Compiled kernels stay in memory as long as the process run
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 
 from arraycomm._arrays.current_device import working_on
 from arraycomm._arrays.device_memory import DeviceBuffer
+from arraycomm._cuda.driver import call
 from arraycomm._dtypes import DType, Kind, kind_of, name_of
 from arraycomm._errors import BackendUnavailableError
 
@@ -32,19 +33,8 @@ MAX_ROWS: Final = 240
 MAX_PIECES: Final = 120
 CHUNK_BYTES: Final = 16 << 10
 PACK_BYTES: Final = 16
-ROWS: Final = np.dtype(
-    [
-        ("rows", np.int64, MAX_ROWS),
-        ("outs", np.int64, MAX_ROWS),
-        ("carry", np.int64),
-        ("elements", np.int64),
-        ("count", np.int32),
-        ("before", np.int32),
-        ("more", np.int32),
-        ("packed", np.int32),
-    ],
-    align=True,
-)
+# Rows, outs, carry and elements, of 64 bits each; then count, before, more and packed of 32.
+ROWS_BYTES: Final = (2 * MAX_ROWS + 4) * 8
 PIECE: Final = np.dtype(
     [("source", np.int64), ("target", np.int64), ("nbytes", np.int64), ("end", np.int64)],
     align=True,
@@ -55,8 +45,8 @@ SPOILED: Final = np.dtype([("target", np.int64), ("nbytes", np.int64), ("given_u
 THREADS: Final = 256
 # Enough to fill any device several times over; each thread of a larger array takes more elements.
 MAX_BLOCKS: Final = 4096
-# Fewer, since each block reads the host's memory, and mostly does no more.
-LOOKING_BLOCKS: Final = 64
+# Each of these blocks reads the host's memory, which takes a microsecond, and mostly does no more.
+LOOKING_BLOCKS: Final = 8
 
 
 class Kernels:
@@ -130,23 +120,20 @@ class Kernels:
     ) -> None:
         if not count:
             return
-        argument = np.zeros((), ROWS)
-        argument["elements"] = count
-        argument["packed"] = packed = _packed(dtype, [*rows, *outs])
-        if len(rows) > MAX_ROWS:
-            carry = self._allocate(count * _total_bytes(dtype))
-            argument["carry"] = carry.address
+        argument = np.empty(ROWS_BYTES // 8, np.int64)
+        narrow = argument[-2:].view(np.int32)
+        packed = _packed(dtype, [*rows, *outs])
+        carry = self._allocate(count * _total_bytes(dtype)) if len(rows) > MAX_ROWS else None
+        argument[2 * MAX_ROWS :] = 0 if carry is None else carry.address, count, 0, 0
         at_once = PACK_BYTES // dtype.itemsize if packed else 1
         blocks = min(-(-count // (at_once * THREADS)), MAX_BLOCKS)
         definitions = (f"-DOP=op_{op}", f"-DDTYPE=dtype_{name_of(dtype)}")
         for before in range(0, len(rows), MAX_ROWS):
             here = rows[before : before + MAX_ROWS]
             into = outs if kernel == "fold" else outs[before : before + MAX_ROWS]
-            argument["rows"][: len(here)] = here
-            argument["outs"][: len(into)] = into
-            argument["count"] = len(here)
-            argument["before"] = before
-            argument["more"] = before + len(here) < len(rows)
+            argument[: len(here)] = here
+            argument[MAX_ROWS : MAX_ROWS + len(into)] = into
+            narrow[:] = len(here), before, before + len(here) < len(rows), packed
             self._launch(kernel, definitions, blocks, argument, stream)
 
     def _launch(
@@ -154,9 +141,12 @@ class Kernels:
     ) -> None:
         """Put a kernel on the stream; the launch copies its argument."""
         with working_on(self._device):
-            function = _function(self._device, kernel, definitions)
-            # CuPy reads nothing but a stream's `ptr`.
-            function((blocks,), (THREADS,), (argument,), stream=SimpleNamespace(ptr=stream))
+            function = _function(self._device, kernel, definitions).ptr
+            arguments = ctypes.c_void_p(argument.__array_interface__["data"][0])
+            call(
+                self._device, "cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0, stream,
+                ctypes.addressof(arguments), None,
+            )  # fmt: skip
 
 
 def _packed(dtype: DType, addresses: Sequence[int]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Self
 
@@ -50,8 +49,8 @@ class DeviceLink(Link):
 
     def at(self, stream: int) -> Self:
         """Return the same link for movements in another stream; this object keeps its own."""
-        other = copy.copy(self)
-        other.memory = self.memory.at(stream)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, memory=self.memory.at(stream))
         return other
 
     def split(self, color: int | None, key: int) -> Steps:

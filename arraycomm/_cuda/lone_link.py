@@ -11,7 +11,6 @@ class LoneLink(DeviceLink):
     """The movements of a group of one rank; the host waits for none of them."""
 
     name = "self"
-    async_check = True
     rank, size = 0, 1
     chunk_bytes = 64 << 20
 

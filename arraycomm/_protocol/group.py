@@ -100,6 +100,9 @@ class Group:
             # Nobody is left who could have waited for it.
             raise
         except TransportError as error:
+            if self.deferred_error is not None:
+                # Another thread has ended the group, and with it what this call was in.
+                raise self.closed_error("") from error
             self.close(error)
             self.watchdog.explain_failure(error)
             raise

@@ -166,6 +166,8 @@ def test_results_go_to_the_sources_device() -> None:
 
 LENGTH = 1 << 20
 NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
 @pytest.fixture
 def memory() -> Any:
     """Memory in a stream of its own, which waits for no other by itself."""

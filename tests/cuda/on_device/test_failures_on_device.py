@@ -54,7 +54,9 @@ assert (comm.allreduce(x) == comm.size).all()
 """
 
 
-def launch(program: str, timeout: float = 60.0, backend: str = "nccl") -> subprocess.CompletedProcess[str]:
+def launch(
+    program: str, timeout: float = 60.0, backend: str = "nccl"
+) -> subprocess.CompletedProcess[str]:
     """Run on two ranks, which have made one collective on the device before."""
     text = HEAD.format(timeout=timeout, backend=backend, kernel=SPIN) + textwrap.dedent(program)
     done = run_python("-c", text, ranks=2, timeout=LIMIT)
