@@ -184,11 +184,12 @@ test-oldest: .venv-oldest/.stamp-wheel
 	@echo '== tests, the built wheel with the oldest versions of what it needs'
 	OMP_NUM_THREADS=1 .venv-oldest/bin/mpiexec -n $(even) .venv-oldest/bin/python -m pytest -p no:cacheprovider properties
 
-# On a machine with a GPU, with CuPy and what else is to be tested in the environment of $(PYTHON).
+# On a machine with a GPU, with CuPy and what else is to be tested in the environment of $(PYTHON). It goes on behind
+# what fails or hangs; DEVICE_ARGS="--limit 600 --jobs 3 alone programs" says for how long, and which parts.
+DEVICE_ARGS ?=
 .PHONY: test-device
 test-device:
-	$(PYTHON) -m pytest $(PYTEST_ARGS) tests/cuda/on_device
-	for ranks in 1 2 4; do mpiexec -n $$ranks $(PYTHON) -m pytest -p no:cacheprovider $(PYTEST_ARGS) tests/cuda/on_device; done
+	$(PYTHON) -m tests.cuda.on_device $(DEVICE_ARGS)
 
 .PHONY: properties
 properties: $(call tested,.venv) $(call tested,.venv-openmpi)

@@ -39,6 +39,7 @@ _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 # Seconds after which a test hangs, alone (some launch programs, and wait for them) and as a rank of a job;
 # and after which the clock is set back for the next test.
 _HANGING, _HANGING_ON_RANKS = 300.0, 120.0
+_HANGING_HERE = float(os.environ.get("TESTS_HANG_AFTER") or 0)
 _ANEW = 30.0
 
 
@@ -91,10 +92,18 @@ class _Limit:
         os.close(self._stderr)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Leave the report in a file to rank 0, before anything opens it."""
+    if _launched_rank():
+        config.option.xmlpath = None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     rank = _launched_rank()
-    config.pluginmanager.register(_Limit(_HANGING if rank is None else _HANGING_ON_RANKS))
+    usual = _HANGING if rank is None else _HANGING_ON_RANKS
+    config.pluginmanager.register(_Limit(_HANGING_HERE or usual))
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not rank or reporter is None:
         return

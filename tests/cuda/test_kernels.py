@@ -32,7 +32,8 @@ _GUARD = 0x5A
 
 # Sizes and limits stand in both languages; the table of a launch has to fit in what CUDA passes by value.
 _SAME = f"""
-static_assert(sizeof(Rows) == {kernels.ROWS.itemsize} && sizeof(Rows) <= 4096, "");
+static_assert(sizeof(Rows) == {kernels.ROWS_BYTES} && sizeof(Rows) <= 4096, "");
+static_assert(sizeof(Spoiled) == {kernels.SPOILED.itemsize}, "");
 static_assert(sizeof(Pieces) == {kernels.PIECES.itemsize} && sizeof(Pieces) <= 4096, "");
 static_assert(MAX_ROWS == {MAX_ROWS} && MAX_PIECES == {MAX_PIECES}, "");
 static_assert(CHUNK_BYTES == {CHUNK_BYTES}, "");
@@ -59,8 +60,11 @@ void run(void (*body)(const Argument &), unsigned blocks, unsigned threads, cons
     extern "C" void narrow_##DTYPE(const float *from, dtype_##DTYPE::Element *to, Size count) {     \
         for (Size i = 0; i < count; ++i) to[i] = dtype_##DTYPE::narrow(from[i]);                    \
     }
-extern "C" void pieces(unsigned blocks, unsigned threads, const Pieces *call) {
+extern "C" void copy_pieces_here(unsigned blocks, unsigned threads, const Pieces *call) {
     run(copy_chunk, blocks, threads, *call);
+}
+extern "C" void spoil_here(unsigned blocks, unsigned threads, const Spoiled *call) {
+    run(spoil_result, blocks, threads, *call);
 }
 """
 
@@ -101,7 +105,7 @@ class HostKernels(Kernels):
         self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: Array, stream: int
     ) -> None:
         self.launches += 1
-        name = "pieces"
+        name = f"{kernel}_here"
         if definitions:
             op, dtype = (re.sub(r"^-D\w+=(op|dtype)_", "", one) for one in definitions)
             name = f"{kernel}_{op}_{dtype}"
@@ -320,6 +324,22 @@ def test_more_pieces_than_one_launch_takes_are_all_gathered(launcher) -> None:
     assert launcher.launches == 3
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64", "float8_e5m2", "int16"])
+@pytest.mark.parametrize("nbytes", [1, 12, CHUNK_BYTES * 9 + 3])
+def test_results_are_spoilt_only_if_their_call_is_given_up(launcher, nbytes, dtype) -> None:
+    target, whole = _guarded(nbytes, np.dtype(np.uint8), 1)
+    given_up, before = np.zeros(1, np.uint32), target.copy()
+    launcher.spoil(target.ctypes.data, nbytes, given_up.ctypes.data, 0)
+    assert np.array_equal(target, before)
+    given_up[0] = 1
+    launcher.spoil(target.ctypes.data, nbytes, given_up.ctypes.data, 0)
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    found = target[: nbytes - nbytes % kind.itemsize].copy().view(kind)
+    assert (target == 255).all()
+    assert (found == -1).all() if kind.kind == "i" else np.isnan(found).all()
+    _check_guard(whole, target)
+
+
 def test_nothing_is_launched_for_nothing(launcher) -> None:
     launcher.gather_pieces([(0, 0, 0)], 0, 0)
     launcher.fold("sum", np.dtype(np.float32), [0, 0], 0, 0, 0)
@@ -364,7 +384,7 @@ def test_devices_round_every_operation_and_keep_subnormals(nvcc, tmp_path) -> No
     ]
     source.write_text("\n".join(lines))
     ptx = nvcc(source, kernels.OPTIONS)
-    assert ptx.count(".entry") == len(_ROUNDING) + 1
+    assert ptx.count(".entry") == len(_ROUNDING) + 2
     assert _operations(ptx) == _IEEE
     assert ".ftz" not in ptx
     # Sixteen bytes of floats of any size are loaded at once.
@@ -391,7 +411,7 @@ def test_nvrtc_fuses_flushes_and_spills_nothing(architecture: int) -> None:
     options = (*kernels.OPTIONS, f"--gpu-architecture=sm_{architecture}")
     ptx = nvrtc.compile_to_ptx(_all_kernels(), options)
     assert f".target sm_{architecture}" in ptx
-    assert ptx.count(".entry") == 2 * len(CASES) + 1
+    assert ptx.count(".entry") == 2 * len(CASES) + 2
     assert _operations(ptx) == _IEEE
     assert ".ftz" not in ptx
     assert ".local" not in ptx

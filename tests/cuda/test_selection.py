@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from dataclasses import replace
@@ -13,15 +14,16 @@ import pytest
 from arraycomm._cuda import device, kernels, libnccl, selection
 from arraycomm._cuda.devices import DeviceRequest
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
+from arraycomm._cuda.lone_link import LoneLink
 from arraycomm._cuda.staged_link import HostStagedLink
 
 AUTO = DeviceRequest()
 MEMORY = SimpleNamespace(device=0)
 
 
-def _group(rank: int = 0, backend: str = "mpi") -> Any:
-    transport = SimpleNamespace(rank=rank, size=2, local_rank=rank)
-    return SimpleNamespace(backend=backend, rank=rank, size=2, transport=transport)
+def _group(rank: int = 0, backend: str = "mpi", size: int = 2) -> Any:
+    transport = SimpleNamespace(rank=rank, size=size, local_rank=rank)
+    return SimpleNamespace(backend=backend, rank=rank, size=size, transport=transport)
 
 
 @pytest.fixture
@@ -48,8 +50,10 @@ def _returning(value: Any) -> Any:
     return value
 
 
-def _choose(offers: list[selection.DeviceCapabilities], rank: int = 0) -> tuple[Any, str]:
-    steps = selection.choose(_group(rank), AUTO, offers)
+def _choose(
+    offers: list[selection.DeviceCapabilities], rank: int = 0, request: DeviceRequest = AUTO
+) -> tuple[Any, str]:
+    steps = selection.choose(_group(rank, size=len(offers)), request, offers)
     with pytest.raises(StopIteration) as stop:
         next(steps)
     found: tuple[Any, str] = stop.value.value
@@ -96,6 +100,13 @@ class TestOffer:
         assert "ranks within one process" in offer.device
         assert offer.nccl == offer.device
 
+    @pytest.mark.parametrize("backend", ["self", "processes"])
+    def test_processes_without_mpi_have_no_mpi_that_reads_a_device(
+        self, capable: pytest.MonkeyPatch, backend: str
+    ) -> None:
+        offer = selection.capabilities(_group(backend=backend), AUTO)
+        assert (offer.device, offer.nccl, offer.gpu_aware) == ("", "", False)
+
     def test_what_fails_is_said_and_not_raised(self, capable: pytest.MonkeyPatch) -> None:
         """The other ranks wait for the offer."""
 
@@ -118,6 +129,33 @@ class TestOffer:
 class TestChoice:
     def test_nccl_where_every_rank_can(self, capable: pytest.MonkeyPatch) -> None:
         assert _choose(_offers()) == ("the link of NCCL", "")
+
+    def test_one_rank_alone_needs_nccl_only_where_it_is_asked_for(
+        self, capable: pytest.MonkeyPatch
+    ) -> None:
+        (first, _) = _offers()
+        link, reason = _choose([first])
+        assert (type(link), link.memory) == (LoneLink, MEMORY)
+        assert reason == "one rank alone sends nothing"
+        assert _choose([first], request=DeviceRequest("nccl")) == ("the link of NCCL", "")
+        assert _choose([replace(first, device="no driver")]) == (None, "no driver")
+
+    @pytest.mark.parametrize(("version", "hosts"), [((2, 29, 9), 1), ((2, 30, 0), 0)])
+    def test_an_older_nccl_is_told_of_a_host_for_each_rank_of_a_device(
+        self, capable: pytest.MonkeyPatch, version: tuple[int, ...], hosts: int
+    ) -> None:
+        capable.delenv("NCCL_HOSTID", raising=False)
+        apart = [replace(offer, version=version, lets_share=True) for offer in _offers()]
+        assert _choose(apart)[0] == "the link of NCCL"
+        assert "NCCL_HOSTID" not in os.environ
+        shared = [replace(offer, uuid="device 0") for offer in apart]
+        with capable.context() as patch:
+            patch.setenv("NCCL_HOSTID", "before")
+            assert _choose(shared)[0] == "the link of NCCL"
+            assert os.environ["NCCL_HOSTID"] == "before"
+            patch.delenv("NCCL_HOSTID")
+            assert _choose(shared)[0] == "the link of NCCL"
+            assert os.environ.pop("NCCL_HOSTID", "").count(str(os.getpid())) == hosts
 
     def test_reason_names_a_rank_that_stands_in_the_way(self, capable: pytest.MonkeyPatch) -> None:
         link, reason = _choose(_offers(nccl="no libnccl.so.2"))

@@ -1,0 +1,168 @@
+"""Runs the tests that need a device within a limit, and goes on behind what fails or hangs: `make test-device`.
+
+    python -m tests.cuda.on_device [--limit 900] [--out build/device] [--workers 4] [--jobs 2] [part ...]
+
+A part is one run of pytest: the tests of one process, the programs that fail, or one file on 2 or on 4 ranks.
+The parts come in the order of their worth. Each has a log and a JUnit file under the folder `--out`, where
+summary.txt says what became of all. The status is 0 if every part passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree as ET
+from xml.sax.saxutils import quoteattr
+
+FOLDER = Path("tests/cuda/on_device")
+PROGRAMS, LEAKS = "test_failures_on_device.py", "test_leaks.py"
+# What moves data, and so differs with the number of ranks.
+ON_RANKS = (
+    "test_collectives.py",
+    "test_stream_order.py",
+    "test_nccl_collectives.py",
+    "test_conformance_on_device.py",
+)
+# Seconds after which one test hangs, and after which what was asked to end is killed.
+HANGING, GRACE = 90, 10
+
+
+@dataclass
+class Part:
+    """One run of pytest, and what became of it."""
+
+    name: str
+    arguments: list[str]
+    ranks: int = 1
+    outcome: str = "not run: the time was up"
+    failed: list[str] = field(default_factory=list)
+    passed: bool = False
+
+    def command(self, junit: Path) -> list[str]:
+        """Return the command that runs the part."""
+        launcher = ["mpiexec", "-n", str(self.ranks)] if self.ranks > 1 else []
+        pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short"]
+        return [*launcher, *pytest, f"--junitxml={junit}", *self.arguments]
+
+
+def parts(workers: int) -> list[Part]:
+    """Return every part, in the order of their worth."""
+    others = [f"--ignore={FOLDER / name}" for name in (PROGRAMS, LEAKS)]
+    on_ranks = [
+        Part(f"{Path(name).stem.removeprefix('test_')}-{ranks}", [str(FOLDER / name)], ranks)
+        for ranks in (2, 4)
+        for name in ON_RANKS
+    ]
+    two = len(ON_RANKS)
+    return [
+        Part("alone", ["-n", str(workers), "--max-worker-restart=99", *others, str(FOLDER)]),
+        *on_ranks[:two],
+        Part("programs", [str(FOLDER / PROGRAMS)]),
+        *on_ranks[two:],
+        Part("leaks", ["-n", str(min(workers, 4)), str(FOLDER / LEAKS)]),
+    ]
+
+
+def run(part: Part, out: Path, ends: float) -> None:
+    """Run a part until the time `ends` at most, and note its outcome."""
+    left = ends - time.monotonic()
+    if left < GRACE:
+        return
+    log, junit = out / f"{part.name}.log", out / f"{part.name}.xml"
+    began = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            part.command(junit),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TESTS_HANG_AFTER": str(HANGING)},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(left - GRACE)
+        except subprocess.TimeoutExpired:
+            status = end(process)
+    seconds = time.monotonic() - began
+    if not junit.exists():
+        junit.write_text(in_place_of_a_report(part.name, status, log))
+    counts, part.failed = read(junit)
+    part.passed = status in (0, 5) and not part.failed
+    part.outcome = f"{counts}, status {status}, {seconds:.0f} s"
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """End a part whose time is up: its launcher first, which ends the ranks."""
+    process.terminate()
+    try:
+        process.wait(GRACE / 2)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def in_place_of_a_report(name: str, status: int, log: Path) -> str:
+    """Return the JUnit report of a run that ended before it wrote one: the end of its log."""
+    text = log.read_text(errors="replace")[-4000:]
+    message = f"ended with status {status} before its report; see {log}"
+    clean = "".join(c for c in text if c.isprintable() or c == "\n")
+    return (
+        f'<testsuites><testsuite name="pytest" tests="1" errors="1"><testcase name={quoteattr(name)}>'
+        f"<error message={quoteattr(message)}>{quoteattr(clean)[1:-1]}</error></testcase></testsuite></testsuites>"
+    )
+
+
+def read(junit: Path) -> tuple[str, list[str]]:
+    """Return the counts of a JUnit report in words, and a line for each test that failed."""
+    tests = list(ET.parse(junit).iter("testcase"))
+    failed = []
+    for test in tests:
+        for found in (*test.findall("failure"), *test.findall("error")):
+            message = " ".join((found.get("message") or "").split())
+            failed.append(f"{test.get('classname', '')}::{test.get('name')}: {message[:200]}")
+    skipped = sum(test.find("skipped") is not None for test in tests)
+    passed = len(tests) - len(failed) - skipped
+    return f"{passed} passed, {len(failed)} failed, {skipped} skipped", failed
+
+
+def summary(done: list[Part]) -> Iterator[str]:
+    """Yield the lines that say what became of all parts."""
+    for part in done:
+        yield f"{part.name:28} {part.outcome}"
+        yield from (f"    {line}" for line in part.failed[:20])
+    yield "every part passed" if all(part.passed for part in done) else "FAILED"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda.on_device")
+    parser.add_argument("part", nargs="*", help="names of parts; all by default")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for everything")
+    parser.add_argument("--out", type=Path, default=Path("build/device"))
+    parser.add_argument("--workers", type=int, default=4, help="processes of the part `alone`")
+    parser.add_argument("--jobs", type=int, default=1, help="parts that run at the same time")
+    given = parser.parse_args()
+    ends = time.monotonic() + given.limit
+    every = parts(given.workers)
+    names = [part.name for part in every]
+    if unknown := [name for name in given.part if name not in names]:
+        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(names)}")
+    chosen = [part for part in every if part.name in (given.part or names)]
+    given.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for running in [pool.submit(run, part, given.out, ends) for part in chosen]:
+            running.result()
+            (given.out / "summary.txt").write_text("\n".join(summary(chosen)) + "\n")
+    print(*summary(chosen), sep="\n")
+    return 0 if all(part.passed for part in chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
