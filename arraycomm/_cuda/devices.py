@@ -249,6 +249,9 @@ class Devices(Placements):
     def child(self, group: Group, link: DeviceLink | None) -> Placements:
         made = Devices(group, self.request)
         group.backend = self._group.backend
+        if link is None and self.link is not None and not group.options.check:
+            # Ranks that show no headers cannot find out that they have to choose one.
+            link = self.link.over(group.transport)
         if link is not None or (self.negotiated and self.link is None):
             made.negotiated, made.link, made.reason = True, link, self.reason
         return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -28,6 +28,9 @@ class GpuAwareMpiLink(DeviceLink):
         self._transport = transport
         self.memory = memory
         self.rank, self.size = transport.rank, transport.size
+
+    def over(self, transport: Transport) -> Self:
+        return type(self)(transport, self.memory.separate())
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         return self._after(lambda: self._transport.alltoall(_blocks(send), _blocks(recv)))

@@ -8,7 +8,7 @@ from typing import Self
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
-from arraycomm._transports.base import Handle, Link, Steps
+from arraycomm._transports.base import Handle, Link, Steps, Transport
 
 
 class Nothing:
@@ -56,6 +56,10 @@ class DeviceLink(Link):
     def split(self, color: int | None, key: int) -> Steps:
         """Return the link of the ranks of one color, or None if it has to be opened anew."""
         yield from ()
+        return None
+
+    def over(self, transport: Transport) -> Self | None:
+        """Return the link of other ranks, if it takes no more than a transport between them."""
         return None
 
     def error(self) -> TransportError | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._cuda.link import DeviceLink, Nothing
-from arraycomm._transports.base import Blocks, Handle
+from arraycomm._transports.base import Blocks, Handle, Transport
 
 
 class LoneLink(DeviceLink):
@@ -16,6 +18,9 @@ class LoneLink(DeviceLink):
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
+
+    def over(self, transport: Transport) -> Self:
+        return type(self)(self.memory.separate())
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         recv.block(0)[...] = send.block(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, Self
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._arrays.pinned import Copy, Staging, pinned, staged_chunks, unstaged_chunks
@@ -53,6 +53,9 @@ class HostStagedLink(DeviceLink):
         self.rank, self.size = transport.rank, transport.size
         self._staging = pinned(memory.device) if staging is None else staging
         self._chunk = chunk
+
+    def over(self, transport: Transport) -> Self:
+        return type(self)(transport, self.memory.separate(), self._staging, self._chunk)
 
     # Chunk by chunk
 

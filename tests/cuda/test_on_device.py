@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cuda.on_device import __main__ as runner
 from tests.cuda.on_device import test_leaks as leaks
 from tests.cuda.on_device import test_stream_order as stream_order
 from tests.support import launcher
@@ -153,3 +156,48 @@ def test_a_leak_is_told_from_what_cuda_loads(
         return
     with pytest.raises(AssertionError):
         test(_run_alone(comm), framework)
+
+
+_TESTS = """
+import os, time
+
+def test_passes(): pass
+def test_fails(): assert 1 + 1 == 3, "one and one"
+"""
+_HANGS = """
+import time
+
+def test_hangs(): time.sleep(600)
+"""
+
+
+def test_parts_go_on_behind_what_fails_or_hangs(tmp_path: Path) -> None:
+    """Each part has a report, whatever becomes of it, and the summary names what failed."""
+    (tmp_path / "conftest.py").touch()
+    parts = []
+    for name, text in (("fails", _TESTS), ("hangs", _HANGS), ("late", _TESTS)):
+        (tmp_path / f"test_{name}.py").write_text(text)
+        options = ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={tmp_path}"]
+        parts.append(runner.Part(name, [*options, str(tmp_path / f"test_{name}.py")]))
+    fails, hangs, late = parts
+    runner.run(fails, tmp_path, time.monotonic() + 120)
+    runner.run(hangs, tmp_path, time.monotonic() + runner.GRACE + 3)
+    runner.run(late, tmp_path, time.monotonic())
+    assert (fails.passed, hangs.passed, late.passed) == (False, False, False)
+    text = "\n".join(runner.summary(parts))
+    assert "1 passed, 1 failed, 0 skipped, status 1" in text
+    assert "test_fails: AssertionError: one and one" in text
+    assert "::hangs: ended with status -15 before its report" in text
+    assert re.search(r"late +not run: the time was up", text)
+    assert text.endswith("FAILED")
+    assert {"fails.xml", "hangs.xml", "fails.log", "hangs.log"} <= set(os.listdir(tmp_path))
+
+
+def test_every_file_of_tests_is_in_a_part() -> None:
+    arguments = " ".join(" ".join(part.arguments) for part in runner.parts(4))
+    for name in runner.ON_RANKS:
+        assert (runner.FOLDER / name).exists()
+        assert arguments.count(name) == 2
+    for name in (runner.PROGRAMS, runner.LEAKS):
+        assert f"--ignore={runner.FOLDER / name}" in arguments
+        assert arguments.count(name) == 2

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
+from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, TransportError
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.threads import ThreadsTransport, make_group
 from tests.support import internals
@@ -47,3 +51,57 @@ def test_what_came_while_a_rank_looked_for_the_absent_counts() -> None:
     wait_for(lambda: came, 0, watch)
     with pytest.raises(ZeroDivisionError):
         wait_for(lambda: False, 0, watch)
+
+
+class _Staged:
+    """Waits for this rank's own device for some seconds, and then for other ranks."""
+
+    def __init__(self, own: float, others: float) -> None:
+        self._own = time.monotonic() + own
+        self._others = self._own + others
+
+    @property
+    def local(self) -> bool:
+        return time.monotonic() < self._own
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._others
+
+
+@pytest.mark.parametrize("as_request", [False, True])
+def test_waits_for_what_is_ones_own_do_not_count(as_request: bool) -> None:
+    [alone] = make_group(1)
+    comm = internals.communicator(alone)
+    internals.set_timeout(comm, 0.2)
+    engine = internals.engine(comm)
+
+    def through(handle: _Staged) -> Iterator[_Staged]:
+        yield handle
+        return "through"
+
+    def drive(handle: _Staged) -> object:
+        program = through(handle)
+        return engine.finish(engine.submit(program)) if as_request else engine.run(program)
+
+    assert drive(_Staged(0.8, 0.0)) == "through"
+    assert drive(_Staged(0.4, 0.05)) == "through"
+    with pytest.raises(CommTimeoutError):
+        drive(_Staged(0.1, 30))
+
+
+def test_error_that_another_thread_has_seen_is_the_one_that_a_call_raises() -> None:
+    """What the call itself hears is only that its communicator was aborted."""
+    [alone] = make_group(1)
+    comm = internals.communicator(alone)
+
+    def aborted() -> Iterator[None]:
+        yield from ()
+        group.deferred_error = CommTimeoutError("rank 1 is missing")
+        group.close(group.deferred_error)
+        raise TransportError("the NCCL communicator was aborted")
+
+    group = internals.group(comm)
+    with pytest.raises(CommTimeoutError, match="rank 1 is missing"):
+        group.run(aborted())
+    with pytest.raises(CommunicatorClosedError, match="rank 1 is missing"):
+        comm.barrier()
