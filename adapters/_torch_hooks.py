@@ -72,8 +72,10 @@ class BackwardReducer:
             # Not before: hooks of the program on the last parameter were still to see its gradient.
             while backward.has_ready_bucket():
                 self._rounds.start_next(backward)
-            if slot.set_aside(self._parameters.tensors[slot.number]):
+            parameter = self._parameters.tensors[slot.number]
+            if slot.set_aside(parameter):
                 backward.late = True
+            slot.accumulates(parameter)
             if slot.base is not None:
                 backward.aside.append(slot.number)
 
@@ -83,7 +85,7 @@ class BackwardReducer:
             backward = self._backward
             if backward is None:
                 return
-            slot.accumulated(parameter.grad)
+            slot.accumulated(parameter)
             backward.note(slot.number, self._buckets.of[slot.number])
 
     def _enter(self, task: int) -> Backward:

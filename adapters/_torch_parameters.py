@@ -101,13 +101,13 @@ class Parameters:
             _check_gradient(grad, number)
             if number in self.accumulated and writes_to(grad) != slot.version:
                 raise _changed_inside(number)
-            slot.send(grad)
-        return slot.sent
+            slot.send(slot.made_writable(self.tensors[number]))
+        return slot.shown
 
     def forget_sent(self) -> None:
         """Take the gradients that were being reduced for unreduced ones, if they are."""
         for slot in self.slots:
-            slot.sent = None
+            slot.forget_sent()
         self.gradients.compressor.forget()
 
     def is_pending(self) -> bool:

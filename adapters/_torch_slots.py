@@ -2,6 +2,11 @@
 
 Before autograd adds to a gradient that has been reduced already, this is set aside as the *base*.
 Autograd then accumulates this rank's part alone, which is reduced and added to the base.
+
+A reduction writes only where autograd writes to a gradient that is there already, and to memory that
+nobody else has. Autograd makes a new `.grad` of what the backward pass hands it: a part of another
+gradient, if parameters were joined or added, or of a tensor that the program passed to `backward`. Such a
+gradient is copied first, and so is one that the program has assigned.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ class Slot:
         What was reduced before. `.grad` is then what this rank has accumulated since.
     sent : Tensor or None
         The `.grad` that is being reduced.
+    shown : Tensor or None
+        What is reduced of it: itself, or a copy. A result may be written over it.
     reduced : bool
         Whether `.grad` has been reduced in this step.
     replaced : bool
@@ -38,6 +45,8 @@ class Slot:
 
     __slots__ = (
         "_result",
+        "_seen",
+        "_writable",
         "base",
         "number",
         "reduced",
@@ -45,6 +54,7 @@ class Slot:
         "replaced",
         "sent",
         "sent_version",
+        "shown",
         "version",
     )
 
@@ -53,9 +63,14 @@ class Slot:
         self.number = 0
         self.base: torch.Tensor | None = None
         self.sent: torch.Tensor | None = None
+        self.shown: torch.Tensor | None = None
         self.reduced = self.replaced = False
         self.version = self.sent_version = 0
         self._result: Any = None
+        # `.grad` before autograd accumulated, and how often it had been written to.
+        self._seen: tuple[torch.Tensor, int] | None = None
+        # The `.grad` to which a reduction may write.
+        self._writable: Any = None
 
     def _is_result(self, grad: torch.Tensor | None) -> bool:
         """Tell whether a gradient is the tensor that the last reduction has left."""
@@ -120,6 +135,10 @@ class Slot:
         if grad is None:
             self.base, self.reduced = None, False
         elif self.base_of(grad) is None and self.is_reduced(grad):
+            if self.was_zeroed(grad):
+                # The program may look for its gradients in this memory.
+                self.reduced, self._result = False, None
+                return False
             self.replaced = self.is_replaced(grad)
             self.base, parameter.grad = grad, None
         return False
@@ -129,14 +148,43 @@ class Slot:
         if parameter.grad is None and self.base is not None:
             parameter.grad, self.base = self.base, None
 
-    def accumulated(self, grad: torch.Tensor | None) -> None:
+    def accumulates(self, parameter: torch.Tensor) -> None:
+        """Note that autograd is about to accumulate this rank's part."""
+        grad = parameter.grad
+        self._seen = None if grad is None else (grad, grad._version)
+
+    def accumulated(self, parameter: torch.Tensor) -> None:
         """Note that autograd has accumulated this rank's part."""
         self.reduced, self._result = False, None
-        self.version = 0 if grad is None else writes_to(grad)
+        grad, seen, self._seen = parameter.grad, self._seen, None
+        self.version = 0
+        if grad is None:
+            return
+        if seen is not None and seen[0] is grad:
+            _leave_out(grad, seen[1])
+        elif _is_plain(grad) and not is_alone(grad):
+            parameter.grad = grad = grad.clone()
+        self._writable = TensorWeakRef(grad)
+        self.version = writes_to(grad)
+
+    def made_writable(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return `.grad`, or a copy that takes its place if a reduction must not write to it."""
+        grad: Any = parameter.grad
+        if self._writable is None or self._writable() is not grad:
+            parameter.grad = grad = grad.clone()
+            self._writable = TensorWeakRef(grad)
+        found: torch.Tensor = grad
+        return found
 
     def send(self, grad: torch.Tensor) -> None:
         """Note that the reduction of a gradient has begun."""
         self.sent, self.sent_version = grad, writes_to(grad)
+        # What is written to one of two gradients in the same memory must not be reduced with the other.
+        self.shown = grad.clone() if _is_shared(grad) else grad
+
+    def forget_sent(self) -> None:
+        """Take the gradient that was being reduced for an unreduced one, if it is."""
+        self.sent = self.shown = None
 
     def was_written(self) -> bool:
         """Tell whether the gradient that is being reduced has been written to meanwhile."""
@@ -144,7 +192,8 @@ class Slot:
 
     def settle(self, parameter: torch.Tensor, reduced: torch.Tensor | None) -> None:
         """Take over a reduced gradient, unless no rank had one."""
-        sent, self.sent = self.sent, None
+        sent = self.sent
+        self.forget_sent()
         if reduced is None:
             return
         grad = parameter.grad
@@ -162,6 +211,7 @@ class Slot:
         """Note that `.grad` is reduced now."""
         if grad is not None:
             self.reduced, self.version, self._result = True, writes_to(grad), TensorWeakRef(grad)
+            self._writable = self._result
 
     def _total(
         self, parameter: torch.Tensor, sent: torch.Tensor | None, reduced: torch.Tensor
@@ -169,10 +219,18 @@ class Slot:
         """Return the whole reduced gradient, in the memory where the program has seen it."""
         base = self.base_of(sent) if sent is not None else parameter.grad
         if sent is not None and reduced is sent:
+            before = sent._version
             torch.autograd.graph.increment_version(sent)
-        if base is not None:
-            return base.add_(reduced)
-        return reduced if sent is None or reduced is sent else sent.copy_(reduced)
+            _leave_out(sent, before)
+        if base is not None and base.is_inference():
+            return base + reduced
+        target = sent if base is None else base
+        if target is None or target is reduced:
+            return reduced
+        before = target._version
+        target.copy_(reduced) if base is None else target.add_(reduced)
+        _leave_out(target, before)
+        return target
 
 
 _slots: Final[Any] = WeakTensorKeyDictionary()
@@ -221,5 +279,49 @@ def _after_accumulation(slot: Slot, parameter: torch.Tensor) -> None:
 
 
 def writes_to(grad: torch.Tensor) -> int:
-    """Return how often a tensor has been written to."""
-    return grad._version
+    """Return how often the program has written to a gradient, or to others in the same memory.
+
+    Torch counts the writes to all of these together: those of autograd and of reductions are left out.
+    """
+    if grad.is_inference():
+        return 0
+    left_out = _left_out.get(_memory_of(grad), 0) if _left_out else 0
+    return grad._version - left_out
+
+
+def _leave_out(grad: torch.Tensor, before: int) -> None:
+    """Leave the writes since a number of them out of what `writes_to` returns for others in the same memory."""
+    if _is_shared(grad):
+        memory = _memory_of(grad)
+        _left_out[memory] = _left_out.get(memory, 0) + grad._version - before
+
+
+# By the address of what torch knows of some memory. Memory of one gradient alone is not here.
+_left_out: Final[dict[int, int]] = {}
+
+
+def _memory_of(grad: torch.Tensor) -> int:
+    return int(grad.untyped_storage()._cdata)
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Tell whether no other tensor and no other library has the memory of a tensor."""
+    storage = tensor.untyped_storage()
+    # Otherwise NumPy or another library has it, or had.
+    return (storage.resizable() or storage.is_cuda) and not _is_shared(tensor)
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Tell whether another tensor has the memory of a tensor, if it is dense."""
+    return tensor.layout is torch.strided and bool(_uses_of(_memory_of(tensor)) != _ONE_TENSOR)
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    """Tell whether a gradient can be reduced at all; see `_check_gradient`."""
+    return grad.layout is torch.strided and not grad.requires_grad
+
+
+# How many objects have some memory. A torch that does not count them has every new gradient copied.
+_uses_of: Any = getattr(torch._C, "_storage_Use_Count", lambda memory: -1)
+_alone = torch.empty(1)
+_ONE_TENSOR: Final = max(_uses_of(_memory_of(_alone)), 0)

@@ -18,7 +18,11 @@ from tests.support.launcher import is_open_mpi, needs_mpiexec
 _EACH: Final = {
     "numpy": (),
     "jax": (),
-    "torch": ("test_shard.py::TestOnProcesses", "test_torch_training.py::TestProcesses"),
+    "torch": (
+        "test_shard.py::TestOnProcesses",
+        "test_torch_training.py::TestProcesses",
+        "test_torch_memory.py::TestProcesses",
+    ),
 }
 # The contract is the same over any transport: each adapter's is held under one MPI.
 _MPICH: Final = {
