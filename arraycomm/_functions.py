@@ -39,8 +39,9 @@ def allreduce_tree(
     Returns
     -------
     pytree
-        A new tree of the same structure, each leaf like the one passed. Leaves that are one object
-        in the tree are one object in the result. A torch module is changed in place.
+        A new tree of the same structure, each leaf like the one passed. The results of leaves that
+        are one object in this rank's tree are one object, if they are the same bits: on another rank
+        these leaves may be two. A torch module is changed in place.
 
     Raises
     ------

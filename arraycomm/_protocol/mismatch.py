@@ -90,7 +90,7 @@ def _settings(call: CallDetail) -> str:
     said = [
         (name, value) for name, value in call.settings if value is not None and name != STRUCTURE
     ]
-    return ", ".join(str(value) if name == "ties" else f"{name}={value}" for name, value in said)
+    return ", ".join(f"{name}={value}" for name, value in said)
 
 
 def peer_error(operation: str, details: Sequence[Detail]) -> PeerError | TransportError:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from arraycomm._communicator import Communicator
 from arraycomm._training.compression import Compression, described
 from arraycomm._training.feedback import ErrorFeedback
-from arraycomm._training.hooks import Hook, HookResult, check_arrays, first_of_each
+from arraycomm._training.hooks import Hook, HookResult, check_arrays
 from arraycomm._training.rounds import Leaves
 from arraycomm._training.states import States
 from arraycomm._trees.pytrees import Flat, flatten
@@ -102,9 +102,8 @@ class Compressor:
         self.forget()
         flat = flatten(tree)
         check_arrays(self.feedback, flat)
-        index = first_of_each(flat.leaves)
-        sent = self.fed_back({number: flat.leaves[number] for number in index})
-        return flat.rebuild([sent[number] for number in index])
+        sent = self.fed_back(dict(enumerate(flat.leaves)))
+        return flat.rebuild([sent[number] for number in range(len(sent))])
 
     def fed_back_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return what is sent for each gradient, and its new state, given the states."""
@@ -129,9 +128,9 @@ class Compressor:
         """Reduce the tree that `make` returns with the hook; collective."""
         assert self.hook is not None
         assert self.states is not None
-        flat, index, result = self.hook.reduce_tree(make, self.states.of)
+        flat, result = self.hook.reduce_tree(make, self.states.of)
         self._remember(dict(enumerate(flat.leaves)), result)
-        return flat.rebuild([result.reduced.get(number) for number in index])
+        return flat.rebuild([result.reduced.get(number) for number in range(len(flat.leaves))])
 
     def reduce_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> tuple[Any, Any]:
         """Reduce gradients with the hook, given their states; return both anew; collective."""
@@ -141,8 +140,8 @@ class Compressor:
             _check_states(leaves, states)
             return flatten(list(leaves))
 
-        _, index, result = self.hook.reduce_tree(make, lambda number, _: states[number])
-        reduced = [result.reduced.get(number) for number in index]
+        _, result = self.hook.reduce_tree(make, lambda number, _: states[number])
+        reduced = [result.reduced.get(number) for number in range(len(leaves))]
         return reduced, tuple(result.states.get(n, state) for n, state in enumerate(states))
 
     def _remember(self, leaves: Leaves, result: HookResult) -> None:

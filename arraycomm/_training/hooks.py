@@ -48,21 +48,17 @@ class Hook(NamedTuple):
         with raise_together(self.comm):
             return self._reduce(gradients, state_of)
 
-    def reduce_tree(
-        self, make: Callable[[], Flat], state_of: StateOf
-    ) -> tuple[Flat, list[int], HookResult]:
+    def reduce_tree(self, make: Callable[[], Flat], state_of: StateOf) -> tuple[Flat, HookResult]:
         """Reduce the leaves of a tree, of which some may be None on all ranks; collective.
 
-        Return the tree, the number under which each leaf is reduced, and the reduced ones.
+        Return the tree, and the reduced leaves by their numbers.
         """
         with raise_together(self.comm):
             flat = make()
             check_arrays(self.compression, flat)
             self._check_missing(flat)
-            index = first_of_each(flat.leaves)
             gradients = {n: leaf for n, leaf in enumerate(flat.leaves) if leaf is not None}
-            distinct = {n: leaf for n, leaf in gradients.items() if index[n] == n}
-            return flat, index, self._reduce(distinct, state_of)
+            return flat, self._reduce(gradients, state_of)
 
     @property
     def _name(self) -> str:
@@ -143,12 +139,6 @@ def check_arrays(compression: Compression, flat: Flat) -> None:
                 f"DistributedOptimizer: {type(compression).__name__} takes gradients that are arrays; {path} "
                 f'is {_said(leaf)}; pass an array, or compression="bfloat16"'
             )
-
-
-def first_of_each(leaves: Sequence[Any]) -> list[int]:
-    """Return for each leaf the number of the first one that is the same object."""
-    first: dict[int, int] = {}
-    return [first.setdefault(id(leaf), number) for number, leaf in enumerate(leaves)]
 
 
 def _form(x: Any) -> object:

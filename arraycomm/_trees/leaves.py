@@ -1,4 +1,9 @@
-"""The leaves of a tree as ranks compare and reduce them: None, tied leaves, leaves on devices."""
+"""The leaves of a tree as ranks compare and reduce them: None, leaves on devices; and which are one object.
+
+Whether two leaves are one object is a rank's own matter: the ranks share values. Results of leaves that are
+one object are one object, too, if they are the same bits. They need not be: on another rank these leaves
+may be two.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME, DType, check_movable, check_reducible, name_of
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings
@@ -21,24 +27,17 @@ NONE: Final = "None"
 
 
 class Leaves:
-    """The distinct leaves of a tree: which are arrays, and how results get back into the tree.
+    """The leaves of a tree: which are arrays, and how results get back into the tree.
 
     `view` returns the view of a leaf that is not None, given the leaf and its path.
     """
 
     def __init__(self, flat: Flat, view: Callable[[Any, str], BufferView]) -> None:
-        self.flat = flat
-        self.views: list[BufferView | None] = []
-        self.index: list[int] = []
-        self.paths: list[str] = []
-        seen: dict[int, int] = {}
-        for leaf, path in zip(flat.leaves, flat.paths, strict=True):
-            tied = seen.get(id(leaf))
-            if tied is None or leaf is None or isinstance(leaf, NUMBERS):
-                tied = seen[id(leaf)] = len(self.views)
-                self.views.append(None if leaf is None else view(leaf, path))
-                self.paths.append(path)
-            self.index.append(tied)
+        self.flat, self.paths = flat, flat.paths
+        self.views = [
+            None if leaf is None else view(leaf, path)
+            for leaf, path in zip(flat.leaves, flat.paths, strict=True)
+        ]
 
     def check_reducible(self, op: str) -> None:
         """Raise, with its path, for a leaf that does not have this reduction."""
@@ -47,7 +46,7 @@ class Leaves:
                 check_leaf(leaf.dtype, op, path)
 
     def described(self) -> tuple[LeafSpec, ...]:
-        """Return each distinct leaf as the ranks compare it."""
+        """Return each leaf as the ranks compare it."""
         return tuple(
             LeafSpec(path, NONE) if leaf is None else array_leaf(path, leaf)
             for path, leaf in zip(self.paths, self.views, strict=True)
@@ -58,12 +57,12 @@ class Leaves:
         return [leaf.dtype for leaf in self.views if leaf is not None]
 
     def settings(self) -> Settings:
-        """Return which leaves are one object, and the containers, as the ranks compare them."""
-        return settings_of(self.flat, self.index)
+        """Return the containers as the ranks compare them."""
+        return ((STRUCTURE, self.flat.structure),)
 
     def rebuild(self, results: list[Any]) -> Any:
-        """Return the tree with these results in place of its distinct leaves."""
-        return self.flat.rebuild([results[index] for index in self.index])
+        """Return the tree with these results in place of its leaves."""
+        return self.flat.rebuild(tied(self.flat.leaves, results))
 
 
 class Parts:
@@ -117,11 +116,33 @@ def spec_of(leaf: LeafSpec) -> Spec:
     return BY_NAME[leaf.kind].dtype, leaf.shape
 
 
-def settings_of(flat: Flat, index: Sequence[int]) -> Settings:
-    """Return what the ranks compare of a tree beside its leaves, each given by its object's number."""
-    tied = len(set(index)) != len(index)
-    ties = f"tied leaves {list(index)}" if tied else "no tied leaves"
-    return ("ties", ties), (STRUCTURE, flat.structure)
+def tied(leaves: Sequence[Any], results: list[Any]) -> list[Any]:
+    """Return the results, one object for leaves that are one, if they are the same bits."""
+    first: dict[int, int] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf is None or isinstance(leaf, NUMBERS):
+            continue
+        other = first.setdefault(id(leaf), number)
+        if other != number and _are_same(results[number], results[other]):
+            results[number] = results[other]
+    return results
+
+
+def _are_same(result: Any, other: Any) -> bool:
+    """Tell whether two results are arrays of the same bits; what is no array is the same as itself alone."""
+    if result is other or type(result) is not type(other):
+        return result is other
+    try:
+        mine, others = view(result).array, view(other).array
+    except (TypeError, BufferError):
+        return False
+    same_kind = (mine.dtype, mine.shape) == (others.dtype, others.shape)
+    return same_kind and np.array_equal(_bytes_of(mine), _bytes_of(others))
+
+
+def _bytes_of(array: Array) -> Array:
+    found: Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return found
 
 
 def agreed_leaves(calls: Sequence[CallDetail]) -> list[LeafSpec]:

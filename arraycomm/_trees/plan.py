@@ -32,7 +32,7 @@ class Plan(ProcessBound):
     ----------
     tree : pytree of arrays and Python numbers
         Like the tree that the plan was made of: the same paths, containers, shapes and dtypes,
-        None and tied leaves in the same places. Frameworks and layouts may change from call to call, and differ
+        None in the same places. Frameworks and layouts may change from call to call, and differ
         between ranks.
     timeout : float, optional
         Seconds that this call may wait for other ranks, in place of the communicator's timeout.
@@ -83,15 +83,13 @@ class Plan(ProcessBound):
         self, runner: Runner, memory: TreeMemory, leaves: Leaves, op: str, fusion: Fusion
     ) -> None:
         self._runner, self.memory, self.op, self.fusion = runner, memory, op, fusion
-        self._paths, self._index = leaves.flat.paths, leaves.index
-        self._structure = leaves.flat.structure
-        self._leaf_paths = leaves.paths
+        self._paths, self._structure = leaves.paths, leaves.flat.structure
         self._specs = [None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves.views]
         self.signature = _signature("Plan", op, leaves)
         self._beside: Fusion | None = None
         self.present = [index for index, spec in enumerate(self._specs) if spec is not None]
-        # Whether every leaf is an array, and none is tied to another.
-        self._plain = len(self.present) == len(self._index)
+        # Whether every leaf is an array.
+        self._plain = len(self.present) == len(self._specs)
         # Encoded headers, by device flag.
         self._prefixes: dict[int, bytes] = {}
 
@@ -152,17 +150,7 @@ class Plan(ProcessBound):
 
     def check_leaves(self, leaves: Leaves) -> None:
         """Raise unless the leaves are those of the plan."""
-        if leaves.index != self._index:
-            place = next(
-                at
-                for at, (got, planned) in enumerate(zip(leaves.index, self._index, strict=True))
-                if got != planned
-            )
-            raise ValueError(
-                f"{self._paths[place]} must be one object with the same other leaves as when "
-                "the plan was made; make another plan for leaves that are tied in another way"
-            )
-        for path, leaf, spec in zip(self._leaf_paths, leaves.views, self._specs, strict=True):
+        for path, leaf, spec in zip(self._paths, leaves.views, self._specs, strict=True):
             # Not by the view's own properties, which are slow for a thousand leaves.
             seen = leaf if leaf is None or leaf.device_buffer is not None else leaf.array
             got = None if seen is None else (seen.dtype, seen.shape)

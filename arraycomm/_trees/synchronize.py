@@ -22,10 +22,11 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_size, malformed
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.header import LeafSpec, Signature
+from arraycomm._protocol.mismatch import STRUCTURE
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
-from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, settings_of
+from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, tied
 from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.states import State, state_of
 
@@ -69,32 +70,34 @@ class Synchronize(Operation):
             )
         self.length = len(self._data)
         self.nbytes, self.copies = self._packed.nbytes, len(arrays)
-        settings = settings_of(self._flat, self._index)
+        # Objects that are changed in place are the same ones on all ranks, and arrays need not be.
+        settings = (STRUCTURE, self._flat.structure), ("objects", self._objects())
         self.signature = Signature(
             self.name, None, self.root, leaves=self._described(), settings=settings
         )
 
     def _look_at_leaves(self) -> None:
-        """Decide how each distinct leaf is synchronized."""
-        self._parts: list[_Part] = []
-        self._index: list[int] = []
-        first: dict[int, int] = {}
-        for leaf, path in zip(self._flat.leaves, self._flat.paths, strict=True):
-            number = first.get(id(leaf), -1) if not isinstance(leaf, _VALUES) else -1
-            if number < 0:
-                number = first[id(leaf)] = len(self._parts)
-                self._parts.append(_part(leaf, path))
-            self._index.append(number)
+        """Decide how each leaf is synchronized."""
+        pairs = zip(self._flat.leaves, self._flat.paths, strict=True)
+        self._parts = [_part(leaf, path) for leaf, path in pairs]
         self._parts.extend(_part(extra, extra.path) for extra in self._flat.extras)
+
+    def _objects(self) -> str | None:
+        """Say which leaves that are changed in place are one object; None if each is another."""
+        first: dict[int, int] = {}
+        same = [
+            (number, found)
+            for number, (leaf, part) in enumerate(zip(self._flat.leaves, self._parts, strict=False))
+            if part.load is not None and (found := first.setdefault(id(leaf), number)) != number
+        ]
+        return f"one at {same}" if same else None
 
     def _described(self) -> tuple[LeafSpec, ...]:
         """Return what the ranks compare: the leaves, what their states need, and what is no leaf."""
-        leaves = (
-            self._parts[number].leaf._replace(path=path)
-            for path, number in zip(self._flat.paths, self._index, strict=True)
-        )
+        count = len(self._flat.leaves)
+        leaves = (part.leaf for part in self._parts[:count])
         beside = (spec for part in self._parts for spec in part.beside)
-        extras = (part.leaf for part in self._parts[len(set(self._index)) :])
+        extras = (part.leaf for part in self._parts[count:])
         return *leaves, *beside, *extras
 
     def steps(self, agreement: Agreement) -> Steps:
@@ -152,11 +155,10 @@ class Synchronize(Operation):
             return received
         values: Any = received
         if self._take_whole:
-            values = _take_from_whole(
-                received, self._parts, self._index, self._packed, self._is_root
-            )
+            values = _take_from_whole(received, self._parts, self._packed, self._is_root)
         results = _received(self._parts, self._packed, iter(values), self._is_root)
-        return self._flat.rebuild([results[number] for number in self._index])
+        leaves = self._flat.leaves
+        return self._flat.rebuild(tied(leaves, results[: len(leaves)]))
 
 
 class _Kept:
@@ -244,16 +246,13 @@ def _key_part(leaf: Any, path: str) -> _Part:
 
 
 def _take_from_whole(
-    whole: Any, parts: Sequence[_Part], index: Sequence[int], packed: Packed, is_root: bool
+    whole: Any, parts: Sequence[_Part], packed: Packed, is_root: bool
 ) -> list[Any]:
     """Put the arrays of the root's tree into `packed`, and return its other values."""
     values: list[Any] = []
     arrays: list[BufferView] = []
     flat = flatten(whole)
-    extras = range(len(parts) - len(flat.extras), len(parts))
-    leaves = dict(zip((*index, *extras), (*flat.leaves, *flat.extras), strict=True))
-    for number, part in enumerate(parts):
-        leaf = leaves[number]
+    for part, leaf in zip(parts, (*flat.leaves, *flat.extras), strict=True):
         if part.array is not None:
             arrays.append(_part(leaf, "tree").array or part.array)
         elif part.value is not _Kept:

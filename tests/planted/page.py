@@ -52,7 +52,6 @@ At first these faults were not caught, or only by chance. Laws were written or s
 - No law had rows so long that a fold goes block by block, and few had subnormal float16.
 - The laws of layouts compared calls of which the second took the fast path.
 - A rank of weight 0 never measured NaN.
-- Ranks that tied other leaves also had another number of leaves, so that ties did not need to be compared.
 - Gradients of torch were compared after a step, which reduces what a backward pass has left out, and never before it.
 - Optimizers, sharded states, gradients of collectives, batch norm and error feedback had examples, but no laws.
 - No test called `allgather` or `reduce_scatter` of the JAX adapter under `vmap`.

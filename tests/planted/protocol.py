@@ -48,12 +48,12 @@ HEADERS: Final = (
         _DISAGREEMENT,
     ),
     Fault(
-        "ties not compared",
-        "trees are alike if other leaves are tied",
+        "ties compared",
+        "trees differ if leaves are one object on some ranks only",
         "arraycomm/_trees/leaves.py",
-        '    return ("ties", ties), (STRUCTURE, flat.structure)',
-        '    return ("ties", ties[:0]), (STRUCTURE, flat.structure)',
-        _DISAGREEMENT,
+        "        return ((STRUCTURE, self.flat.structure),)",
+        '        return ("ties", len(set(map(id, self.flat.leaves)))), (STRUCTURE, self.flat.structure)',
+        ("ties_are_each_ranks_own_matter",),
     ),
     Fault(
         "open after a mismatch",

@@ -16,12 +16,20 @@ _REDUCE: Final = "arraycomm/_trees/reduce.py"
 
 TREES: Final = (
     Fault(
-        "tied leaf sent twice",
-        "an array that a tree has twice is reduced twice, and comes back as two",
+        "tied leaf comes back as two",
+        "the results of an array that a tree has twice are two arrays",
         _LEAVES,
-        "            if tied is None or leaf is None or isinstance(leaf, NUMBERS):",
-        "            if True:",
-        ("ties_stay_ties",),
+        "        if other != number and _are_same(results[number], results[other]):",
+        "        if False:",
+        ("ties_stay_ties", "ties_are_each_ranks_own_matter"),
+    ),
+    Fault(
+        "tied leaf comes back as one",
+        "the results of an array that a tree has twice are one array, whatever other ranks have",
+        _LEAVES,
+        "        if other != number and _are_same(results[number], results[other]):",
+        "        if other != number:",
+        ("ties_are_each_ranks_own_matter",),
     ),
     Fault(
         "leaves that overlap",

@@ -362,21 +362,10 @@ def test_result_that_a_framework_refuses_is_an_error_on_all(on_ranks, several) -
     on_ranks(several, check)
 
 
-def test_trees_whose_leaves_are_tied_on_one_rank_only_raise(on_ranks, several) -> None:
-    def check(comm: Communicator) -> None:
-        x, y = np.ones(3), np.ones(3)
-        tree = {"a": x, "b": x if comm.rank == 0 else y}
-        for call in (ac.synchronize, ac.allreduce_tree):
-            with pytest.raises(ac.MismatchError, match=r"tied leaves|tree"):
-                call(tree, comm=comm.dup())
-
-    on_ranks(several, check)
-
-
 def test_bucket_sizes_that_differ_raise(on_ranks, several) -> None:
     def check(comm: Communicator) -> None:
         tree = [np.ones(1, "f4"), np.ones(1, "i4"), np.ones(1, "f4")]
-        with pytest.raises(ac.MismatchError, match=r"bucket_bytes=1, .* on rank 0, bucket_bytes=9"):
+        with pytest.raises(ac.MismatchError, match=r"bucket_bytes=1.* on rank 0, bucket_bytes=9"):
             ac.allreduce_tree(tree, "sum", bucket_bytes=9 if comm.rank else 1, comm=comm)
 
     on_ranks(several, check)

@@ -78,10 +78,6 @@ DISAGREEMENTS: Final[dict[str, tuple[_Call, _Call]]] = {
         lambda comm, x: synchronize({"a": x, "b": 1}, comm=comm),
         lambda comm, x: synchronize({"a": x, "b": 1.0}, comm=comm),
     ),
-    "ties": (
-        lambda comm, x: allreduce_tree([x, y := x.copy(), x, y], comm=comm),
-        lambda comm, x: allreduce_tree([x, y := x.copy(), y, x], comm=comm),
-    ),
     "fusion": (
         lambda comm, x: allreduce_tree([x], comm=comm),
         lambda comm, x: allreduce_tree([x], bucket_bytes=1, comm=comm),

@@ -16,7 +16,7 @@ from arraycomm._training.join import join
 from arraycomm._training.metrics import mean_metrics
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._frameworks import elements_of
-from arraycomm.testing._oracle import expected
+from arraycomm.testing._oracle import expected, same_bits
 from arraycomm.testing.conformance._checks import (
     check_copy,
     check_elements,
@@ -27,7 +27,14 @@ from arraycomm.testing.conformance._checks import (
     leaves_of,
     native,
 )
-from arraycomm.testing.conformance._inputs import Arrays, Sealed, complete_frameworks, sealed
+from arraycomm.testing.conformance._inputs import (
+    Arrays,
+    Reduction,
+    Sealed,
+    complete_frameworks,
+    reductions,
+    sealed,
+)
 from arraycomm.testing.conformance._law import law
 from arraycomm.testing.conformance._tree_inputs import (
     gradients,
@@ -97,6 +104,35 @@ class TreeLaws:
         state, (op, summands) = tree.on(comm.rank), drawn
         _check_ties(synchronize(state, comm=comm), state)
         _check_ties(allreduce_tree(summands, op, comm=comm), summands)
+
+    @law(
+        reduction=reductions(frameworks=complete_frameworks),
+        ranks_with_ties=st.sets(st.integers(0, 7)),
+        root=ranked.roots(),
+    )
+    def test_ties_are_each_ranks_own_matter(
+        self, comm: Communicator, reduction: Reduction, ranks_with_ties: set[int], root: int
+    ) -> None:
+        """Leaves may be one object on some ranks, and two on others; each gets its own result.
+
+        Results of leaves that are one object are one object if they are the same bits.
+        """
+        op, elements = reduction.op, reduction.arrays.elements()
+        first = reduction.arrays.build(comm.rank)
+        tied = comm.rank in ranks_with_ties
+        second = first if tied else np.zeros_like(elements[comm.rank])
+        others = [
+            x if rank in ranks_with_ties else np.zeros_like(x) for rank, x in enumerate(elements)
+        ]
+        got = allreduce_tree([first, second], op, comm=comm)
+        wants = [expected(elements, op), expected(others, op)]
+        for result, want in zip(got, wants, strict=True):
+            check_elements(native(elements_of(result)), want, op)
+        same = same_bits(*map(elements_of, got))
+        assert (got[0] is got[1]) == (tied and same)
+        taken = synchronize([first, second], root=root, comm=comm)
+        for result, want in zip(taken, (elements[root], others[root]), strict=True):
+            check_copy(native(elements_of(result)), native(want))
 
     @law(drawn=reducible_trees(), bucket_bytes=st.integers(1, 1 << 17))
     def test_allreduce_tree_reduces_every_leaf(
