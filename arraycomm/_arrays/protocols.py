@@ -7,12 +7,15 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays import dlpack
+from arraycomm._arrays.arithmetic import foreign_has_own, refuse
 from arraycomm._arrays.buffer import Array, BufferView, to_native, type_name
 from arraycomm._arrays.frameworks.cupy import as_cupy, read_cupy
 
 
 def read_foreign(x: Any, name: str) -> BufferView:
     """Read `x` by the first protocol that works. If none does, raise the first refusal."""
+    if foreign_has_own(x):
+        refuse(x, name)
     refusals: list[BufferError] = []
     try:
         for protocol in _PROTOCOLS:

@@ -77,6 +77,15 @@ class LateMemory(DeviceMemory):
     def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
         raise NotImplementedError
 
+    def words(self, count: int) -> Array:
+        raise NotImplementedError
+
+    def write(self, word: Array, value: int) -> None:
+        raise NotImplementedError
+
+    def spoil(self, device_buffer: DeviceBuffer, given_up: Array) -> None:
+        raise NotImplementedError
+
 
 class Pins:
     """Counts what was pinned, and knows each block by its address."""

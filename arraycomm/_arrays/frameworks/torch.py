@@ -10,6 +10,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
+from arraycomm._arrays.arithmetic import refuse, torch_subclass_has_own
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, type_name
 from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
 from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType
@@ -18,7 +19,9 @@ from arraycomm._errors import with_alternatives
 
 def find_reader(kind: type) -> Reader | None:
     """Return the reader of tensors of this type."""
-    return read_torch if issubclass(kind, sys.modules["torch"].Tensor) else None
+    if not issubclass(kind, sys.modules["torch"].Tensor):
+        return None
+    return refuse if torch_subclass_has_own(kind) else read_torch
 
 
 # Reading ----------------------------------------------------------------------------------------

@@ -1,0 +1,53 @@
+"""Classes with arithmetic of their own: their elements mean more than their memory.
+
+A quantity has a unit, a masked array a mask. A sum of their memory would be a wrong number, and a copy of it
+would lose what it means. So they are refused by name, in every collective.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final, NoReturn
+
+import numpy as np
+
+from arraycomm._arrays.buffer import type_name
+
+# What a class defines to take part in the arithmetic of NumPy's arrays, or of torch's tensors.
+_OF_NUMPY: Final = ("__array_ufunc__", "__array_function__")
+_OF_TORCH: Final = "__torch_function__"
+# Of torchvision: its classes say what a tensor shows, and compute as tensors.
+_KNOWN: Final = frozenset(("torch", "torchvision"))
+
+
+def numpy_subclass_has_own(kind: type) -> bool:
+    """Tell whether a subclass of NumPy's arrays has arithmetic of its own."""
+    return any(getattr(kind, name) is not getattr(np.ndarray, name) for name in _OF_NUMPY)
+
+
+def torch_subclass_has_own(kind: type) -> bool:
+    """Tell whether a subclass of torch's tensors has arithmetic of its own."""
+    torch: Any = sys.modules["torch"]
+    if kind.__module__.partition(".")[0] in _KNOWN:
+        return False
+    usual = (_function(torch.Tensor), torch._C._disabled_torch_function_impl)
+    return _function(kind) not in usual
+
+
+def _function(kind: Any) -> Any:
+    found = getattr(kind, _OF_TORCH, None)
+    return getattr(found, "__func__", found)
+
+
+def foreign_has_own(x: Any) -> bool:
+    """Tell whether an object of no framework has arithmetic of its own."""
+    return any(hasattr(type(x), name) for name in (*_OF_NUMPY, _OF_TORCH))
+
+
+def refuse(x: Any, name: str) -> NoReturn:
+    """Raise for an array whose class has arithmetic of its own."""
+    raise TypeError(
+        f"{name} is {type_name(x)}, a class with arithmetic of its own: its memory does not say all "
+        f"that its elements mean (a unit, a mask); pass the plain array (such as {name}.value, "
+        f"{name}.magnitude or {name}.as_subclass(torch.Tensor)), and convert it to the same unit on all ranks before"
+    )
