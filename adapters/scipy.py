@@ -9,7 +9,7 @@ import enum
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +33,13 @@ class _Kind(enum.IntEnum):
 
 
 _NAMES: Final = {kind: kind.name.lower() for kind in _Kind}
+# The shapes of results, at a vector of so many numbers.
+_SHAPES: Final[dict[_Kind, Callable[[int], tuple[int, ...]]]] = {
+    _Kind.FUN: lambda count: (),
+    _Kind.JAC: lambda count: (count,),
+    _Kind.HESS: lambda count: (count, count),
+    _Kind.HESSP: lambda count: (count,),
+}
 
 
 def minimize(
@@ -60,7 +67,7 @@ def minimize(
     x0 : array, shape (n,)
         Where to start. Rank 0's counts.
     args : tuple
-        Passed to this rank's `fun`, `jac`, `hess` and `hessp`.
+        Passed to this rank's `fun`, `jac`, `hess` and `hessp`. What is no tuple is one argument.
     method : str or callable, optional
         As for SciPy.
     jac : callable, bool, or str, optional
@@ -111,6 +118,8 @@ def minimize(
     """
     comm = comm or ac.world()
     functions = {_Kind.FUN: fun, _Kind.JAC: jac, _Kind.HESS: hess, _Kind.HESSP: hessp}
+    # As SciPy takes them: what is no tuple is one argument.
+    args = args if isinstance(args, tuple) else (args,)
     bound = {kind: _bind(f, args, {}) for kind, f in functions.items() if callable(f)}
     team = _Team(comm, bound, _packed if jac is True else np.asarray, callback, method)
 
@@ -235,8 +244,15 @@ class _Team:
         with ac.raise_together(comm):
             if _Kind.FUN not in functions or not (callback is None or callable(callback)):
                 raise TypeError("minimize and least_squares need a callable fun, and callback")
-        anywhere = comm.allreduce(callback is not None, "or")
-        self.callback = self._call_back if anywhere else None
+        said = comm.allgather_object((callback is not None, shape is _packed))
+        self.callback = self._call_back if any(has for has, _ in said) else None
+        pairs = [rank for rank, (_, packed) in enumerate(said) if packed]
+        if 0 < len(pairs) < comm.size:
+            raise TypeError(
+                f"jac must be True on all ranks, or on none; it is on rank {pairs[0]} alone"
+                if len(pairs) == 1
+                else f"jac must be True on all ranks, or on none; it is on ranks {pairs}"
+            )
 
     def run(self, solve: Callable[[], optimize.OptimizeResult]) -> optimize.OptimizeResult:
         """Run `solve` on rank 0, and serve it on the others; return its result on every rank."""
@@ -252,9 +268,10 @@ class _Team:
         """Return the function, for rank 0, that evaluates on all ranks."""
 
         def ask(*vectors: Any) -> Any:
+            arrays = list(map(np.asarray, vectors))
             with self._asking, self._known_to_all():
-                self._tell(kind, *vectors)
-                return self._evaluate(kind, list(map(np.asarray, vectors)))
+                self._tell(kind, *arrays)
+                return self._evaluate(kind, arrays)
 
         return ask
 
@@ -262,32 +279,46 @@ class _Team:
         """Evaluate what rank 0 asks for, until it ends."""
         while True:
             told = self._comm.bcast(None)
-            kind, count = _Kind(int(told[0].real)), int(told[1].real)
+            kind, count, dims = _Kind(int(told[0].real)), int(told[1].real), int(told[2].real)
             if kind is _Kind.END:
                 return
             if kind is _Kind.FAILED:
-                # Rank 0 raises in the block.
-                with ac.raise_together(self._comm):
-                    pass
-            if kind is _Kind.CALLBACK:
-                self._take_callback(self._comm.bcast_object(None))
-            else:
-                self._evaluate(kind, np.split(told[2:], count))
+                self._fail_together()
+            # Rank 0 may go on behind an error: a method of the user's may expect it.
+            with suppress(Exception), self._known_to_all():
+                if kind is _Kind.CALLBACK:
+                    self._take_callback(self._comm.bcast_object(None))
+                else:
+                    vectors = np.split(told[3:], count)
+                    self._evaluate(kind, vectors if dims else [vector[0] for vector in vectors])
 
     def _tell(self, kind: _Kind, *vectors: Any) -> None:
-        self._comm.bcast(np.concatenate([[kind, len(vectors)], *vectors]))
+        """Tell the other ranks what to evaluate, and where: vectors, or numbers, which have no axis."""
+        dims = {vector.ndim for vector in vectors} or {1}
+        if dims not in ({0}, {1}):
+            raise ValueError(f"{_NAMES[kind]} takes vectors; got arrays of {dims} dimensions")
+        told = [[kind, len(vectors), dims.pop()], *map(np.atleast_1d, vectors)]
+        self._comm.bcast(np.concatenate(told))
 
     def _evaluate(self, kind: _Kind, vectors: Sequence[Any]) -> Any:
         with ac.raise_together(self._comm):
             if kind not in self._functions:
                 raise TypeError(f"rank 0 has a callable {_NAMES[kind]}; this rank has none")
-            local = self._local(kind, self._functions[kind](*vectors))
+            local = self._local(kind, self._functions[kind](*vectors), np.size(vectors[0]))
         return self._joined(kind, local)
 
-    def _local(self, kind: _Kind, value: Any) -> Any:
+    def _local(self, kind: _Kind, value: Any, count: int) -> Any:
+        """Return this rank's part at a vector of `count` numbers, of the shape that all ranks' have."""
         array = self._shape(value) if kind is _Kind.FUN else np.asarray(value)
-        if kind is _Kind.FUN and array.size == 1:
-            array = array.reshape(())
+        packed = kind is _Kind.FUN and self._shape is _packed
+        shape = (1 + count,) if packed else _SHAPES[kind](count)
+        if array.size == 1 and (not shape or set(shape) == {1}):
+            array = array.reshape(shape)
+        if array.shape != shape:
+            raise ValueError(
+                f"{_NAMES[kind]} must return {'a scalar value' if not shape else f'an array of shape {shape}'}"
+                f"{' and a gradient' * packed}; got shape {array.shape}"
+            )
         return array.astype(np.result_type(array.dtype, np.float64))
 
     def _joined(self, kind: _Kind, local: Any) -> Any:
@@ -332,6 +363,7 @@ class _Team:
     @contextmanager
     def _known_to_all(self) -> Iterator[None]:
         """Remember an error in the block: all ranks hear of it there."""
+        self._known = None
         try:
             yield
         except Exception as error:
@@ -344,18 +376,34 @@ class _Team:
         try:
             yield
         except Exception as error:
-            if error is self._known:
-                raise
-            self._tell(_Kind.FAILED)
-            with ac.raise_together(self._comm):
-                raise
+            if error is not self._known:
+                self._known = error
+            try:
+                self._tell(_Kind.FAILED)
+            except ac.ArrayCommError:
+                # The others have heard of this error, or are gone.
+                raise error from None
+            self._fail_together()
+
+    def _fail_together(self) -> None:
+        """Raise on all ranks: the error of the last evaluation, each rank its own, or that of rank 0."""
+        known = self._known
+        with ac.raise_together(self._comm):
+            if known is not None and not isinstance(known, ac.PeerError):
+                raise known
+        assert known is not None
+        raise known
 
 
 class _Rows(_Team):
     """A team whose results are rows, one rank's behind the other's."""
 
-    def _local(self, kind: _Kind, value: Any) -> Any:
+    def _local(self, kind: _Kind, value: Any, count: int) -> Any:
         wanted = 1 if kind is _Kind.FUN else 2
+        if kind is _Kind.JAC and not isinstance(value, sparse.linalg.LinearOperator):
+            columns = np.shape(value)[-1] if np.ndim(value) or sparse.issparse(value) else 1
+            if columns != count:
+                raise ValueError(f"jac must return rows of {count} numbers; got {columns}")
         if kind is _Kind.JAC and sparse.issparse(value):
             return sparse.csr_array(value)
         if isinstance(value, sparse.linalg.LinearOperator):

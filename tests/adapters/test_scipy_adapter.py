@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -237,5 +238,187 @@ def test_functions_that_ranks_lack_are_named(on_ranks, several: int) -> None:
         with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError, match="rank 1 has none"):
             least_squares(lambda x: x, np.ones(2), jac_sparsity=pattern, comm=comm)
         assert comm.allreduce(1) == comm.size
+
+    on_ranks(several, check)
+
+
+# SciPy's conventions -------------------------------------------------------------------------------
+
+
+def _outcome(call: Any) -> Any:
+    """Return where a call ends, or the type of its error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return np.round(call().x, 4).tolist()
+        except (TypeError, ValueError) as error:
+            return type(error)
+
+
+def _shifted(x: Any, *args: Any) -> Any:
+    total = sum(np.sum(np.frombuffer(a.encode(), "u1") if isinstance(a, str) else a) for a in args)
+    return x - total / 100
+
+
+def _value(x: Any, *args: Any) -> Any:
+    return (_shifted(x, *args) ** 2).sum()
+
+
+def _with_gradient(x: Any, *args: Any) -> Any:
+    return _value(x, *args), 2 * _shifted(x, *args)
+
+
+def _scalar_method(fun: Any, x0: Any, args: Any = (), **options: Any) -> Any:
+    return scipy_optimize.OptimizeResult(x=np.atleast_1d(fun(np.float64(2.0), *args)), success=True)
+
+
+X0 = np.array([1.0, 2.0])
+ARGS: dict[str, Any] = {
+    "tuple": (1.0, 2.0),
+    "empty": (),
+    "array": np.array([3.0, 4.0]),
+    "number": 5.0,
+    "list": [1, 2],
+    "text": "ab",
+}
+MINIMIZE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "x0 of numbers": {"x0": [1, 2]},
+    "x0 of one": {"x0": 3.0},
+    "jac": {"jac": lambda x, *args: 2 * _shifted(x, *args)},
+    "jac is True": {"fun": _with_gradient, "jac": True},
+    "jac of text": {"jac": "3-point"},
+    "jac as a column": {"jac": lambda x, *args: 2 * _shifted(x, *args)[:, None]},
+    "jac of another length": {"jac": lambda x, *args: np.ones(3)},
+    "vector": {"fun": lambda x, *args: _shifted(x, *args) ** 2},
+    "value in an array": {"fun": lambda x, *args: np.array([_value(x, *args)])},
+    "bounds": {"bounds": [(2, 3), (None, 1)], "method": "L-BFGS-B"},
+    "tol": {"tol": 1e-3, "method": "Nelder-Mead"},
+    "options": {"options": {"maxiter": 2}, "method": "CG"},
+    "constraints": {"constraints": {"type": "eq", "fun": lambda x: x[0] - 1}},
+    "hessp": {
+        "method": "Newton-CG",
+        "jac": lambda x, *args: 2 * _shifted(x, *args),
+        "hessp": lambda x, p, *args: 2 * p,
+    },
+    "hess": {
+        "method": "trust-exact",
+        "jac": lambda x, *args: 2 * _shifted(x, *args),
+        "hess": lambda x, *args: 2 * np.eye(len(x)),
+    },
+    "own method of numbers": {"method": _scalar_method},
+    "unknown method": {"method": "no such"},
+}
+LEAST_SQUARES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "x0 of one": {"x0": 3.0},
+    "jac": {"jac": lambda x, *args: np.eye(len(x))},
+    "jac of text": {"jac": "cs"},
+    "jac of another width": {"jac": lambda x, *args: np.ones((len(x), 3))},
+    "bounds": {"bounds": ([0, 0], [3, 1.5]), "x0": [1, 1]},
+    "method": {"method": "lm"},
+    "loss": {"loss": "soft_l1", "f_scale": 0.1},
+    "x_scale": {"x_scale": "jac"},
+    "max_nfev": {"max_nfev": 3},
+    "number": {"fun": lambda x, *args: (_shifted(x, *args) ** 2).sum()},
+    "matrix": {"fun": lambda x, *args: np.ones((2, 2))},
+}
+
+
+@pytest.mark.parametrize("args", ARGS)
+@pytest.mark.parametrize("case", MINIMIZE)
+def test_minimize_takes_every_argument_as_scipy_does(
+    on_ranks, few: int, case: str, args: str
+) -> None:
+    """The sum of equal parts has the minimum of each; what SciPy refuses is refused on every rank."""
+    options = {"fun": _value, "x0": X0, **MINIMIZE[case], "args": ARGS[args]}
+    want = _outcome(lambda: scipy_optimize.minimize(**options))
+
+    def check(comm: Communicator) -> None:
+        got = _outcome_of_ranks(comm, lambda: minimize(**options, comm=comm), want)
+        if case == "own method of numbers":
+            got = [got[0] / comm.size]
+        _check_outcome(got, want)
+
+    on_ranks(few, check)
+
+
+@pytest.mark.parametrize("args", ARGS)
+@pytest.mark.parametrize("case", LEAST_SQUARES)
+def test_least_squares_takes_every_argument_as_scipy_does(
+    on_ranks, few: int, case: str, args: str
+) -> None:
+    options = {"fun": _shifted, "x0": X0, **LEAST_SQUARES[case], "args": ARGS[args]}
+    want = _outcome(lambda: scipy_optimize.least_squares(**options))
+
+    def check(comm: Communicator) -> None:
+        got = _outcome_of_ranks(comm, lambda: least_squares(**options, comm=comm), want)
+        _check_outcome(got, want)
+
+    on_ranks(few, check)
+
+
+def _outcome_of_ranks(comm: Communicator, call: Any, want: Any) -> Any:
+    """Return where a call ends; if SciPy refuses it, any error of this rank's or of another one's counts."""
+    try:
+        got = _outcome(call)
+    except ac.PeerError:
+        got = want if isinstance(want, type) else ac.PeerError
+    comm.barrier()
+    return want if isinstance(want, type) and isinstance(got, type) else got
+
+
+def _check_outcome(got: Any, want: Any) -> None:
+    if isinstance(want, type) or isinstance(got, type):
+        assert got == want
+    else:
+        np.testing.assert_allclose(got, want, atol=2e-3)
+
+
+def test_jac_is_true_on_all_ranks_or_on_none(on_ranks, several: int) -> None:
+    def check(comm: Communicator) -> None:
+        own = _with_gradient if comm.rank == 0 else _value
+        with pytest.raises(TypeError, match=r"jac must be True on all ranks.*rank 0 alone"):
+            minimize(own, X0, jac=comm.rank == 0, comm=comm)
+        comm.barrier()
+
+    on_ranks(several, check)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_shape_of_one_rank_is_an_error_on_all(on_ranks, several: int, odd: int) -> None:
+    def check(comm: Communicator) -> None:
+        wide = np.ones(3 if comm.rank == odd else 2)
+        error = ValueError if comm.rank == odd else ac.PeerError
+        with pytest.raises(
+            error, match=r"jac must return an array of shape \(2,\); got shape \(3,\)"
+        ):
+            minimize(_value, X0, jac=lambda x: wide, comm=comm)
+        comm.barrier()
+
+    on_ranks(several, check)
+
+
+def test_a_method_may_go_on_behind_an_error(on_ranks, several: int) -> None:
+    """The other ranks hear of the error, and evaluate what comes next."""
+
+    def brave(fun: Any, x0: Any, args: Any = (), **options: Any) -> Any:
+        for x in (x0, x0 + 1):
+            try:
+                value = fun(x)
+            except FloatingPointError:
+                continue
+        return scipy_optimize.OptimizeResult(x=x, fun=value, success=True)
+
+    def check(comm: Communicator) -> None:
+        def value(x: Any) -> Any:
+            if comm.rank == 0 and x[0] == X0[0]:
+                raise FloatingPointError("not there")
+            return _value(x)
+
+        found = minimize(value, X0, method=brave, comm=comm)
+        assert found.x.tolist() == (X0 + 1).tolist()
+        assert found.fun == comm.size * _value(X0 + 1)
+        comm.barrier()
 
     on_ranks(several, check)
