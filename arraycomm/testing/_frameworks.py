@@ -219,8 +219,12 @@ def _read_torch(tensor: Any) -> Array:
 
 
 def _write_torch(tensor: Any, elements: Array) -> None:
-    if tensor.is_cuda:
-        tensor.copy_(_build_torch(elements.copy()))
+    if not tensor.is_cuda:
+        return
+    for axis, step in enumerate(tensor.stride()):
+        if not step and tensor.shape[axis] > 1:  # one element, seen several times
+            tensor, elements = tensor.narrow(axis, 0, 1), elements.take([0], axis)
+    tensor.copy_(_build_torch(elements.copy()))
 
 
 def _read_cupy(array: Any) -> Array:
