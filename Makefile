@@ -138,8 +138,8 @@ bench-check: .venv/.stamp-base $(framework_stamps)
 environment: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/wheel/.stamp
 other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 
-.PHONY: test test-quick test-alone test-mpich test-openmpi test-openmpi-on-ranks test-launched test-wheel
-test: test-alone
+.PHONY: test test-quick test-alone test-software-device test-mpich test-openmpi test-openmpi-on-ranks test-launched test-wheel
+test: test-alone test-software-device
 	@echo '== tests on ranks, which wait for one another, and meanwhile those of the wheel, printed at the end'
 	@said="$$(mktemp)"; nice -n 19 $(MAKE) --no-print-directory test-wheel WORKERS=1 > "$$said" 2>&1 & wheel=$$!; \
 	trap 'rm "$$said"; kill "$$wheel" 2> /dev/null || true' EXIT; \
@@ -153,6 +153,13 @@ test-quick: $(call tested,.venv)
 test-alone: $(call tested,.venv)
 	@echo '== tests, one process'
 	$(alone) .venv/bin/python -m pytest $(by_file) $(PYTEST_ARGS) $(wildcard properties) tests
+
+# What needs a device, over one in software: with CuPy's arrays, on one rank and on two.
+software := $(few) PYTHONPATH=tests/support/device NCCL_MULTI_RANK_GPU_ENABLE=1
+test-software-device: $(call tested,.venv)
+	@echo '== tests of devices, over devices in software'
+	$(software) .venv/bin/python -m pytest -p no:cacheprovider --numprocesses $(WORKERS) $(PYTEST_ARGS) tests/cuda/on_device
+	$(software) $(mpich) 2 .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) tests/cuda/on_device
 
 test-mpich: $(call tested,.venv)
 	@echo '== tests of communication, $(even) ranks under MPICH'

@@ -223,15 +223,7 @@ class Runner:
 
     def _checked_later(self, agreeing: Steps) -> Steps:
         """Check the header of a call that has started before; its error is raised by the next call."""
-        try:
-            yield from self.group.guarded(agreeing)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self.group.deferred_error = error
-            # Also if the others have raised in step: the device waits for them for ever.
-            self.group.close(error)
-            raise
+        return self.group.guarded(agreeing, deferred=True)
 
     def _failing(self, name: str, errors: list[Exception], traceback: str) -> Steps:
         """Take part in the others' call by raising in it; no frame of the traceback keeps the error."""

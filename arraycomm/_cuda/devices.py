@@ -28,6 +28,7 @@ from arraycomm._cuda.placement import (
     CopiedPlacement,
     CopiedTreePlacement,
     DevicePlacement,
+    PlainPlacement,
     TreePlacement,
     UploadedTreePlacement,
 )
@@ -97,8 +98,8 @@ class _Progress:
 
     @property
     def pending(self) -> bool:
-        """Whether the device is still to do a part of what was put on its streams."""
-        return int(self._number[0]) != self._last
+        """Whether the host is to put the end of a call on its stream, or the device to come to it."""
+        return bool(self._last & 1) or int(self._number[0]) != self._last
 
     def waited(self) -> float:
         """Return for how many seconds the device has been seen in the call that it is in now."""
@@ -130,6 +131,7 @@ class Devices(Placements):
 
     def __init__(self, group: Group, request: DeviceRequest) -> None:
         super().__init__(group)
+        self.host = PlainPlacement(group)
         self._group = group
         self.request = request
         # Moves arrays between devices; None if they are copied to the host.

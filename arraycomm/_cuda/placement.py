@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -57,6 +57,28 @@ def run_within(here: Callable[[], AbstractContextManager[None]], steps: Steps) -
             # Nothing more may be put on a stream with an unfinished movement.
             steps.throw(error)
             raise
+
+
+class _CallersOut(BufferView):
+    """`out` on a device for a call of arrays on the host: it is written in the streams of the caller."""
+
+    def __init__(self, found: BufferView, device: int | None) -> None:
+        super().__init__(
+            found.array, found.framework, found.source, found.readonly, found.copied, found.device
+        )
+        self.caller = Caller(device)
+
+
+class PlainPlacement(HostPlacement):
+    """Arrays on the host, whose results may go to a device."""
+
+    def view_out(self, out: Any, shape: tuple[int, ...], dtype: DType) -> BufferView:
+        found = super().view_out(out, shape, dtype)
+        return _CallersOut(found, arrays.number_of(out)) if arrays.on_cuda(out) else found
+
+    def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
+        with out.caller.here() if isinstance(out, _CallersOut) else nullcontext():
+            return super().commit(out, flat, direct=direct)
 
 
 class CopiedPlacement(HostPlacement):

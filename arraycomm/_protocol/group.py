@@ -89,9 +89,18 @@ class Group:
         with self.turn():
             return self.engine.run(self.guarded(steps))
 
-    def guarded(self, steps: Steps) -> Steps:
-        """Close the group if steps fail in a way that leaves ranks out of step."""
+    def guarded(self, steps: Steps, *, deferred: bool = False) -> Steps:
+        """Close the group if steps fail in a way that leaves ranks out of step.
+
+        The error of steps that are `deferred` is kept for the next call, before anything is aborted.
+        """
         result, undelivered = None, list[Exception]()
+
+        def close(error: BaseException) -> None:
+            if deferred:
+                self.deferred_error = error
+            self.close(error)
+
         try:
             result = yield from steps
         except UndeliveredError as raised:
@@ -103,12 +112,13 @@ class Group:
             if self.deferred_error is not None:
                 # Another thread has ended the group, and with it what this call was in.
                 raise self.closed_error("") from error
-            self.close(error)
+            close(error)
             self.watchdog.explain_failure(error)
             raise
         except BaseException as error:
-            if not (isinstance(error, PeerError) and error.in_step):
-                self.close(error)
+            # Also if others have raised in step: the device waits for what is deferred for ever.
+            if deferred or not (isinstance(error, PeerError) and error.in_step):
+                close(error)
             raise
         self.control.completed = self.control.step
         if undelivered:

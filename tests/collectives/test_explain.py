@@ -9,7 +9,7 @@ from arraycomm._collectives.selection import Algorithm
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from tests.support import internals
-from tests.support.device_standin import DeviceArray, devices
+from tests.support.device import in_own_stream, linked_devices
 
 
 @pytest.mark.parametrize("count", [0, 1, 16, 17, 100, 4096, 4097, 65_536, 65_537, 200_000])
@@ -108,31 +108,34 @@ def test_world_is_needed() -> None:
 @pytest.mark.parametrize(
     ("name", "backend", "copies", "note"),
     [
-        ("ahead", "ahead", 0, ""),
-        ("addressed", "mpi", 0, ""),
+        ("nccl", "nccl", 0, ""),
+        ("mpi", "mpi", 0, ""),
         ("staged", "staged", 1, "by way of pinned memory, chunk by chunk: rank 0: no NCCL"),
     ],
 )
 def test_arrays_on_devices(on_ranks, several, name, backend, copies, note) -> None:
     def check(comm: Communicator) -> None:
+        import cupy
+
         x = np.ones(200_000)
-        before, host = ac.explain(DeviceArray(x), comm=comm), ac.explain(x, comm=comm).algorithm
+        there = cupy.asarray(x)
+        before, host = ac.explain(there, comm=comm), ac.explain(x, comm=comm).algorithm
         assert (before.backend, before.algorithm) == (comm.backend, host)
         (note_before,) = before.notes
         assert note_before == (
             "by way of host memory, with a copy each way: "
             "no array on a device has been communicated so far"
         )
-        comm.allreduce(DeviceArray(x))
-        said = ac.explain(DeviceArray(x), comm=comm)
+        comm.allreduce(there)
+        said = ac.explain(there, comm=comm)
         algorithm = host if name == "staged" else "slices"
         assert (said.backend, said.algorithm, said.copies) == (backend, algorithm, copies)
         assert said.notes == ((note,) if note else ())
-        assert ac.explain(DeviceArray(x[::2]), comm=comm).copies == copies + 1
-        by_function = ac.explain(DeviceArray(x), ac.op(np.multiply), comm=comm)
+        assert ac.explain(there[::2], comm=comm).copies == copies + 1
+        by_function = ac.explain(there, ac.op(np.multiply), comm=comm)
         assert by_function.backend == comm.backend
-        small = ac.explain(DeviceArray(x[:2]), comm=comm).algorithm
+        small = ac.explain(there[:2], comm=comm).algorithm
         assert small == ("header" if name == "staged" else "gather")
 
-    with devices(name):
-        on_ranks(several, check)
+    with linked_devices(name):
+        on_ranks(several, in_own_stream(check))

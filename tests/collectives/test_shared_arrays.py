@@ -13,7 +13,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm.testing._frameworks import elements_of
 from tests.support import internals
-from tests.support.device_standin import DeviceArray, devices
+from tests.support.device import linked_devices
 
 COUNT = 70_001
 # What each rank passes: where x and out lie; and from how many ranks on it is not reduced where it lies.
@@ -173,12 +173,14 @@ def test_wrong_arguments(on_ranks, size, arguments, error, match) -> None:
 
 def test_arrays_on_devices_and_shapes_that_differ(on_ranks, several) -> None:
     def check(comm: Communicator) -> None:
+        import cupy
+
         with pytest.raises(ValueError, match="empty: like must be in host memory"):
-            comm.empty(3, float, DeviceArray(np.ones(3)))
+            comm.empty(3, float, cupy.ones(3))
         with pytest.raises(ac.MismatchError, match="empty float64"):
             comm.empty(COUNT + comm.rank, float)
 
-    with devices():
+    with linked_devices():
         on_ranks(several, check)
 
 

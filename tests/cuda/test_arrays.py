@@ -1,19 +1,18 @@
-"""The door for arrays on a device, where host memory stands in for it.
+"""The door for arrays on a device, over the device in software.
 
-Torch's tensors and JAX's arrays are real, on the host; CuPy is a few lines over NumPy, and tells
-nothing about CuPy. What the device itself does is for tests/cuda/on_device.
+Torch's tensors and JAX's arrays are real, on the host, which is taken for the device. What the device itself
+does is for tests/cuda/on_device.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,18 @@ import pytest
 from arraycomm._arrays import dlpack, views
 from arraycomm._arrays import out as host_out
 from arraycomm._arrays.buffer import BufferView
-from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Piece
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.frameworks import cupy as cupy_on_host
-from arraycomm._arrays.frameworks.cupy import read_cupy
 from arraycomm._arrays.frameworks.jax import WIDE
-from arraycomm._arrays.pinned import Staging
 from arraycomm._cuda import arrays, frameworks, layouts, streams
+from arraycomm._cuda.device import CudaMemory
 from arraycomm._dtypes import TABLE, DType
 from arraycomm.testing import _frameworks
+from tests.support.device import elements as elements_now
+from tests.support.device import software_device
 
 Array = np.ndarray[Any, Any]
 DTYPES = [row.dtype for row in TABLE]
-# The streams of the frameworks, and the memory's own.
-TORCH, CUPY, OWN, PRODUCER = 7, 11, 5, 21
 LAYOUTS: dict[str, Any] = {
     "contiguous": lambda a: a,
     "sliced": lambda a: a[:, ::2],
@@ -47,253 +45,197 @@ LAYOUTS: dict[str, Any] = {
 
 
 class LoggedMark:
-    def __init__(self, memory: HostMemory) -> None:
-        self.memory, self.stream, self.passed = memory, memory.stream, False
+    """An event that has come once it is said to have; the log names streams by who uses them."""
+
+    def __init__(self, memory: LoggedMemory, event: Any) -> None:
+        self.memory, self.event, self.passed = memory, event, False
 
     def done(self) -> bool:
         return self.passed
 
     def wait_on(self, stream: int) -> None:
-        self.memory.log.append((stream, "after", self.stream))
+        names = NAMES
+        self.memory.log.append((names.get(stream, stream), "after", names.get(self.memory.stream)))
+        self.event.wait_on(stream)
+
+    def synchronize(self) -> None:
+        self.memory.log.append(("host", "after", NAMES.get(self.memory.stream)))
+        self.event.synchronize()
 
 
-class HostMemory(DeviceMemory):
-    """Does everything at once, on the host, and keeps a log of what waits for what."""
+class LoggedMemory(CudaMemory):
+    """Keeps a log of what waits for what."""
 
     def __init__(self, device: int = 0) -> None:
-        self.device, self.stream = device, OWN
+        super().__init__(device)
+        self.stream = self.own_stream
+        NAMES[self.stream] = OWN
         self.log: list[Any] = []
         self.marks: list[LoggedMark] = []
 
-    def allocate(self, nbytes: int) -> DeviceBuffer:
-        array = np.empty(nbytes + 256, np.uint8)
-        start = -address_of(array) % 256
-        return DeviceBuffer(address_of(array) + start, nbytes, array.dtype, array, self)
-
     def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
         self.log.append("copy")
-        ctypes.memmove(target.address, source.address, source.nbytes)
+        super().copy(target, source)
 
     def record(self) -> LoggedMark:
-        self.marks.append(LoggedMark(self))
+        self.marks.append(LoggedMark(self, super().record()))
         return self.marks[-1]
 
-    def upload(self, array: Array) -> DeviceBuffer:
-        raise NotImplementedError
 
-    def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
-        raise NotImplementedError
+# The streams of the frameworks, and the memory's own; and what their handles are called.
+TORCH, CUPY, OWN, PRODUCER = "torch", "cupy", "own", "producer"
+NAMES: dict[int, str] = {}
 
-    def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
-        raise NotImplementedError
 
-    def prefixes(
-        self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
-    ) -> None:
-        raise NotImplementedError
+@pytest.fixture(autouse=True)
+def cupy(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if "imports_nothing" in request.node.name:
+        yield None
+        return
+    with software_device(3):
+        import cupy as module
 
-    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
-        raise NotImplementedError
+        NAMES.clear()
+        stream = module.cuda.Stream(non_blocking=True)
+        NAMES[stream.ptr] = CUPY
+        with stream:
+            yield module
+
+
+def side(cupy: Any, name: str) -> Any:
+    """Return a new stream, and what the log calls it."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    NAMES[stream.ptr] = name
+    return stream
+
+
+@pytest.fixture
+def memory(cupy: Any) -> LoggedMemory:
+    return LoggedMemory()
+
+
+def synchronize() -> None:
+    from cupy._machine import machine
+
+    machine.synchronize()
 
 
 def address_of(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def elements(device_buffer: DeviceBuffer) -> Array:
-    """What is in a span, without a copy."""
-    return dlpack.array_at(
-        device_buffer.address,
-        (device_buffer.size,),
-        None,
-        device_buffer.dtype,
-        False,
-        device_buffer,
-        "device_buffer",
-    )
+def elements(device_buffer: DeviceBuffer) -> Any:
+    """What is in a span once the device has done its work, without a copy."""
+    synchronize()
+    return elements_now(device_buffer)
 
 
-def flat_of(array: Array, memory: DeviceMemory) -> DeviceBuffer:
-    array = np.ascontiguousarray(array).reshape(-1)
-    return DeviceBuffer(address_of(array), array.size, array.dtype, array, memory)
+def host(x: Any) -> Array:
+    """What is in an array of CuPy's once the device has done its work, without a copy."""
+    synchronize()
+    found: Array = x.elements
+    return found
 
 
 def some(dtype: Any) -> Array:
     return np.arange(12).reshape(3, 4).astype(dtype)
 
 
-@pytest.fixture
-def memory() -> HostMemory:
-    return HostMemory()
-
-
-@pytest.fixture(autouse=True)
-def no_loans(monkeypatch: pytest.MonkeyPatch) -> None:
-    leases = streams.Leases()
-    monkeypatch.setattr(arrays, "LEASES", leases)
-    monkeypatch.setattr(frameworks, "LEASES", leases)
-
-
-# A CuPy of NumPy's memory ------------------------------------------------------------------------
-
-
-class _NumPyAsCuPy(np.ndarray[Any, Any]):
-    __module__ = "cupy"
-
-    @property
-    def data(self) -> Any:
-        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
-
-    @property
-    def device(self) -> Any:
-        return SimpleNamespace(id=0)
-
-    def __dlpack__(self, *, stream: int) -> Any:  # type: ignore[override]
-        assert stream == -1
-        return self.view(np.ndarray).__dlpack__()
-
-    def get(self, out: Array | None = None) -> Array:
-        """Copy to the host; by a kernel first if the elements are not contiguous."""
-        if not self.flags.c_contiguous:
-            _check_kernels(self.dtype)
-        out = np.empty(self.shape, self.dtype) if out is None else out
-        assert (out.dtype, out.flags.c_contiguous) == (self.dtype, True)
-        out[...] = self.view(np.ndarray)
-        return out
-
-    def copy(self, order: Any = "C") -> Any:
-        _check_kernels(self.dtype)
-        return super().copy()
-
-    def __setitem__(self, part: Any, value: Any) -> None:
-        _check_kernels(self.dtype)
-        super().__setitem__(part, value)
-
-
-def _check_kernels(dtype: DType) -> None:
-    """Refuse, as CuPy does, dtypes that it has no kernels for: those of ml_dtypes in CuPy 13."""
-    if dtype.kind == "V":
-        raise ValueError(f"Unsupported dtype {dtype}")
-
-
-def _asarray(array: Array) -> Any:
-    _check_kernels(array.dtype)
-    return np.array(array).view(_NumPyAsCuPy)
-
-
-def _array_at(shape: Any, dtype: Any, pointer: Any, steps: Any = None) -> Any:
-    found = dlpack.array_at(pointer.ptr, shape, steps, np.dtype(dtype), False, pointer, "fake")
-    return found.view(_NumPyAsCuPy)
-
-
-def _alloc(nbytes: int) -> Any:
-    space = np.empty(nbytes, np.uint8)
-    return SimpleNamespace(ptr=address_of(space), space=space)
-
-
-@pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module: Any = ModuleType("cupy")
-    module.ndarray = _array_at
-    module.asarray = _asarray
-    module.cuda = SimpleNamespace(
-        Device=lambda _: SimpleNamespace(use=lambda: None),
-        runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda _: None),
-        UnownedMemory=lambda ptr, _size, owner, _device: SimpleNamespace(ptr=ptr, owner=owner),
-        MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
-        alloc=_alloc,
-        get_current_stream=lambda _: SimpleNamespace(ptr=CUPY),
-    )
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setitem(views._READERS, _NumPyAsCuPy, read_cupy)
-    return module
-
-
 def as_cupy(array: Array) -> Any:
-    return array.view(_NumPyAsCuPy)
+    """Return an array on the device that lies there as the array lies on the host."""
+    import cupy
+
+    low, high = np.lib.array_utils.byte_bounds(array) if array.size else (address_of(array),) * 2
+    whole = dlpack.array_at(low, (high - low,), None, np.dtype(np.uint8), False, array, "array")
+    there = cupy.asarray(whole.copy()).data
+    return cupy.ndarray(array.shape, array.dtype, there + (address_of(array) - low), array.strides)
+
+
+# CuPy --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cupy_is_read_where_it_is(cupy: Any, memory: HostMemory, dtype: DType, layout: str) -> None:
+def test_cupy_is_read_where_it_is(
+    cupy: Any, memory: LoggedMemory, dtype: DType, layout: str
+) -> None:
     x = as_cupy(np.asarray(LAYOUTS[layout](some(dtype)), dtype))
     assert arrays.on_cuda(x)
     found = arrays.device_view(x, "x", memory)
     assert (found.framework, found.device, found.source is x) == ("cupy", ("cuda", 0), True)
     assert (found.shape, found.dtype, found.readonly) == (x.shape, dtype, False)
-    assert elements(found.device_buffer).tobytes() == np.asarray(x).tobytes()
+    assert elements(found.device_buffer).tobytes() == host(x).tobytes()
     assert found.copied == (not x.flags.c_contiguous)
     if x.size:
         assert (found.device_buffer.address == x.data.ptr) == x.flags.c_contiguous
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_of_cupy_are_in_its_own_memory(cupy: Any, memory: HostMemory, dtype: DType) -> None:
+def test_results_of_cupy_are_in_its_own_memory(
+    cupy: Any, memory: LoggedMemory, dtype: DType
+) -> None:
     like = arrays.device_view(as_cupy(some(np.int8)), "x", memory)
     made, device_buffer = arrays.empty_like(like, (2, 3), dtype, memory)
     elements(device_buffer)[...] = np.arange(6).astype(dtype)
     result = arrays.finish(made, like)
-    assert isinstance(result, _NumPyAsCuPy)
+    assert isinstance(result, cupy.ndarray)
     assert (result.data.ptr, result.shape, result.dtype) == (device_buffer.address, (2, 3), dtype)
-    assert np.asarray(result).tolist() == np.arange(6).astype(dtype).reshape(2, 3).tolist()
+    assert host(result).tolist() == np.arange(6).astype(dtype).reshape(2, 3).tolist()
 
 
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n not in {"0-d", "empty"}])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cupy_out_is_written_in_place(
-    cupy: Any, memory: HostMemory, dtype: DType, layout: str
+    cupy: Any, memory: LoggedMemory, dtype: DType, layout: str
 ) -> None:
-    whole = np.zeros((3, 4), dtype)
-    out = as_cupy(LAYOUTS[layout](whole))
+    whole = as_cupy(np.zeros((3, 4), dtype))
+    out = LAYOUTS[layout](whole)
     values = (1 + np.arange(out.size)).astype(dtype)
     found = arrays.view_out(out, out.shape, dtype, memory)
     assert (found.device_buffer.address == out.data.ptr) == out.flags.c_contiguous
     elements(found.device_buffer)[...] = values
     assert arrays.commit_out(found, found.device_buffer) is out
     assert "copy" not in memory.log
-    assert np.asarray(out).reshape(-1).tolist() == values.tolist()
+    assert host(out).reshape(-1).tolist() == values.tolist()
     untouched = np.ones((3, 4), bool)
     LAYOUTS[layout](untouched)[...] = False
-    assert not whole[untouched].any()
+    assert not host(whole)[untouched].any()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cupy_goes_by_the_host_in_every_dtype(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, dtype: DType, layout: str
-) -> None:
-    monkeypatch.setattr(cupy_on_host, "as_cupy", lambda x: x)
-    monkeypatch.setattr(cupy_on_host, "pinned", lambda _: Staging(lambda n: np.empty(n, np.uint8)))
+def test_cupy_goes_by_the_host_in_every_dtype(cupy: Any, dtype: DType, layout: str) -> None:
     x = as_cupy(np.asarray(LAYOUTS[layout](some(dtype)), dtype))
+    wanted = host(x).tobytes()
     found = views.view(x)
-    assert (found.dtype, found.array.tobytes()) == (dtype, np.asarray(x).tobytes())
+    assert (found.dtype, found.array.tobytes()) == (dtype, wanted)
     got = cupy_on_host.CUPY.to_framework(found.array, found)
-    assert (type(got), got.dtype) == (_NumPyAsCuPy, dtype)
-    assert np.asarray(got).tobytes() == np.asarray(x).tobytes()
+    assert (type(got), got.dtype) == (cupy.ndarray, dtype)
+    assert host(got).tobytes() == wanted
     on_device = cupy_on_host.CUPY.on_device
     assert on_device is not None
-    assert np.asarray(on_device.copy(x)).tobytes() == np.asarray(x).tobytes()
+    assert host(on_device.copy(x)).tobytes() == wanted
     found.array[...] = np.ones(found.shape, dtype)
     cupy_on_host.CUPY.commit_out(found)
-    assert np.asarray(x).tobytes() == np.ones(x.shape, dtype).tobytes()
-    assert _frameworks._read_cupy(x).tobytes() == np.asarray(x).tobytes()
+    assert host(x).tobytes() == np.ones(x.shape, dtype).tobytes()
+    assert _frameworks._read_cupy(x).tobytes() == host(x).tobytes()
 
 
 def test_laws_have_all_dtypes_of_cupy() -> None:
     assert all(_frameworks.layouts_in_principle("cupy", dtype) for dtype in DTYPES)
 
 
-def test_a_result_elsewhere_is_copied_into_out(cupy: Any, memory: HostMemory) -> None:
+def test_a_result_elsewhere_is_copied_into_out(cupy: Any, memory: LoggedMemory) -> None:
     out = as_cupy(np.zeros(4))
     found = arrays.view_out(out, (4,), np.dtype(float), memory)
-    arrays.commit_out(found, flat_of(np.arange(4.0), memory))
+    arrays.commit_out(found, memory.upload(np.arange(4.0)))
     assert out.tolist() == [0, 1, 2, 3]
     assert memory.log.count("copy") == 1
 
 
-def test_cupys_streams_wait_both_ways(cupy: Any, memory: HostMemory) -> None:
+def test_cupys_streams_wait_both_ways(cupy: Any, memory: LoggedMemory) -> None:
     x = as_cupy(some(float))
-    assert arrays.stream_of(x) == CUPY
+    assert NAMES[arrays.stream_of(x) or 0] == CUPY
     found = arrays.device_view(x, "x", memory)
     assert memory.log == [(OWN, "after", CUPY)]
     memory.log.clear()
@@ -302,45 +244,52 @@ def test_cupys_streams_wait_both_ways(cupy: Any, memory: HostMemory) -> None:
     memory.log.clear()
     arrays.finish(made, found)
     assert set(memory.log) == {(CUPY, "after", OWN)}
-    assert memory.stream == OWN
 
 
-def test_a_framework_may_go_on_in_another_stream(cupy: Any, memory: HostMemory) -> None:
+def test_a_framework_may_go_on_in_another_stream(cupy: Any, memory: LoggedMemory) -> None:
     x = as_cupy(some(float))
     found = arrays.device_view(x, "x", memory)
     out = arrays.view_out(x, (3, 4), x.dtype, memory)
     made, _ = arrays.empty_like(found, (3,), found.dtype, memory)
-    cupy.cuda.get_current_stream = lambda _: SimpleNamespace(ptr=99)
-    wanted = [(CUPY, "after", OWN), (99, "after", OWN)]
+    wanted = [(CUPY, "after", OWN), ("other", "after", OWN)]
     for end in (
         lambda: arrays.finish(made, found),
         lambda: arrays.release(found),
         lambda: arrays.commit_out(out, out.device_buffer),
     ):
         memory.log.clear()
-        end()
+        with side(cupy, "other"):
+            end()
         assert memory.log == wanted
 
 
-@pytest.mark.parametrize(
-    ("stream", "captures", "words"),
-    [(CUPY, True, "CUDA graph"), (2, False, "default stream of each thread")],
-)
-def test_streams_in_which_no_call_can_take_its_place_are_refused(
-    cupy: Any, stream: int, captures: bool, words: str
-) -> None:
+def test_streams_in_which_no_call_can_take_its_place_are_refused(cupy: Any) -> None:
     x = as_cupy(some(float))
-    current = SimpleNamespace(ptr=stream, is_capturing=lambda: captures)
-    cupy.cuda.get_current_stream = lambda _: current
-    with pytest.raises(ValueError, match=rf"^the current stream of cupy is .*{words}.*; make the"):
+    refused = r"^the current stream of cupy is .*{}.*; make the"
+    captured = side(cupy, "captured")
+    with captured:
+        captured.begin_capture()
+        with pytest.raises(ValueError, match=refused.format("CUDA graph")):
+            arrays.check_stream(x)
+        captured.end_capture()
         arrays.check_stream(x)
-    current.ptr, current.is_capturing = CUPY, lambda: False
-    arrays.check_stream(x)
-    current.ptr, current.is_capturing = 1, lambda: pytest.fail("CUDA refuses to say")
-    arrays.check_stream(x)
+    per_thread = refused.format("default stream of each thread")
+    with cupy.cuda.Stream.ptds, pytest.raises(ValueError, match=per_thread):
+        arrays.check_stream(x)
 
 
-def test_what_is_only_like_the_result_orders_it(cupy: Any, memory: HostMemory) -> None:
+def test_the_default_stream_is_not_asked_whether_it_is_captured(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses to say."""
+    x = as_cupy(some(float))
+    null = cupy.cuda.Stream.null
+    monkeypatch.setattr(type(null), "is_capturing", lambda _: pytest.fail("asked"))
+    with null:
+        arrays.check_stream(x)
+
+
+def test_what_is_only_like_the_result_orders_it(cupy: Any, memory: LoggedMemory) -> None:
     like = BufferView(views.NOTHING, "cupy", None, True, True, ("cuda", 0))
     made, _ = arrays.empty_like(like, (3,), np.dtype(float), memory)
     assert memory.log == [(OWN, "after", CUPY)]
@@ -348,9 +297,9 @@ def test_what_is_only_like_the_result_orders_it(cupy: Any, memory: HostMemory) -
     assert memory.log[1:] == [(CUPY, "after", OWN)]
 
 
-def test_one_stream_needs_no_events(cupy: Any, memory: HostMemory) -> None:
+def test_one_stream_needs_no_events(cupy: Any, memory: LoggedMemory) -> None:
     x = as_cupy(some(float).T)
-    memory = memory.at(CUPY)
+    memory = memory.at(cupy.cuda.get_current_stream().ptr)
     found = arrays.device_view(x, "x", memory)
     arrays.finish(arrays.empty_like(found, (3,), found.dtype, memory)[0], found)
     out = arrays.view_out(x, x.shape, x.dtype, memory)
@@ -359,7 +308,7 @@ def test_one_stream_needs_no_events(cupy: Any, memory: HostMemory) -> None:
     assert not memory.marks
 
 
-def test_cupys_copies_are_between_the_memorys_work(cupy: Any, memory: HostMemory) -> None:
+def test_cupys_copies_are_between_the_memorys_work(cupy: Any, memory: LoggedMemory) -> None:
     out = arrays.view_out(as_cupy(some(float).T), (4, 3), np.dtype(float), memory)
     memory.log.clear()
     arrays.commit_out(out, out.device_buffer)
@@ -368,18 +317,18 @@ def test_cupys_copies_are_between_the_memorys_work(cupy: Any, memory: HostMemory
 
 @pytest.mark.parametrize(("stream", "other", "same"), [(0, 1, True), (1, 0, True), (0, 2, False)])
 def test_the_legacy_stream_has_two_names(
-    memory: HostMemory, stream: int, other: int, same: bool
+    memory: LoggedMemory, stream: int, other: int, same: bool
 ) -> None:
     streams.order(memory, (stream,), (other,))
-    assert memory.log == ([] if same else [(other, "after", stream)])
+    assert [waiting for waiting, _, _ in memory.log] == ([] if same else [other])
 
 
 def test_an_array_of_another_device_is_refused(cupy: Any) -> None:
     with pytest.raises(ValueError, match=r"^x is on cuda:0, but this communicator .* cuda:1"):
-        arrays.device_view(as_cupy(some(float)), "x", HostMemory(1))
+        arrays.device_view(as_cupy(some(float)), "x", LoggedMemory(1))
 
 
-def test_dtypes_that_do_not_travel_are_refused(cupy: Any, memory: HostMemory) -> None:
+def test_dtypes_that_do_not_travel_are_refused(cupy: Any, memory: LoggedMemory) -> None:
     with pytest.raises(TypeError, match=r"^dtype \w+ is not supported"):
         arrays.device_view(as_cupy(some(np.longdouble)), "x", memory)
 
@@ -412,13 +361,13 @@ class TestOut:
         ],
     )
     def test_errors_are_the_hosts(
-        self, cupy: Any, memory: HostMemory, kind: Any, make: Any, shape: Any, dtype: Any
+        self, cupy: Any, memory: LoggedMemory, kind: Any, make: Any, shape: Any, dtype: Any
     ) -> None:
         wanted = self.message(kind, host_out.view_out, make(), shape, np.dtype(dtype))
         out = as_cupy(make())
         assert wanted == self.message(kind, arrays.view_out, out, shape, np.dtype(dtype), memory)
 
-    def test_read_only_out_is_refused(self, cupy: Any, memory: HostMemory) -> None:
+    def test_read_only_out_is_refused(self, cupy: Any, memory: LoggedMemory) -> None:
         array = some(float)
         array.flags.writeable = False
         wanted = self.message(BufferError, host_out.view_out, array, (3, 4), array.dtype)
@@ -473,26 +422,26 @@ def on_cuda(capsule: Any, dtype: DType, place: tuple[int, int] = (2, 0)) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dlpack_is_read_where_it_is(
-    cupy: Any, memory: HostMemory, dtype: DType, layout: str
+    cupy: Any, memory: LoggedMemory, dtype: DType, layout: str
 ) -> None:
     array = np.asarray(LAYOUTS[layout](some(dtype)), dtype)
     x = Producer(array)
     assert arrays.device_of(x) == 0
     found = arrays.device_view(x, "x", memory)
-    assert x.asked == [OWN]
+    assert x.asked == [memory.stream]
     assert (found.framework, found.shape, found.dtype) == ("cupy", array.shape, dtype)
     assert elements(found.device_buffer).tobytes() == array.tobytes()
     if array.size and array.flags.c_contiguous:
         assert found.device_buffer.address == address_of(array)
 
 
-def test_dlpack_without_a_version_is_read_only(cupy: Any, memory: HostMemory) -> None:
+def test_dlpack_without_a_version_is_read_only(cupy: Any, memory: LoggedMemory) -> None:
     x = Producer(some(float), versioned=False)
     assert arrays.device_view(x, "x", memory).readonly
-    assert x.asked == [OWN, OWN]
+    assert x.asked == [memory.stream] * 2
 
 
-def test_the_legacy_stream_is_number_one_in_dlpack(cupy: Any, memory: HostMemory) -> None:
+def test_the_legacy_stream_is_number_one_in_dlpack(cupy: Any, memory: LoggedMemory) -> None:
     x = Producer(some(float))
     arrays.device_view(x, "x", memory.at(0))
     assert x.asked == [1]
@@ -511,10 +460,10 @@ def test_dlpacks_places(place: tuple[int, int], device: int | None) -> None:
 
 def test_managed_memory_is_of_every_device(cupy: Any) -> None:
     x = Producer(some(float), (13, 0))
-    assert arrays.device_view(x, "x", HostMemory(2)).device == ("cuda", 2)
+    assert arrays.device_view(x, "x", LoggedMemory(2)).device == ("cuda", 2)
 
 
-def test_a_capsule_of_the_host_is_refused(cupy: Any, memory: HostMemory) -> None:
+def test_a_capsule_of_the_host_is_refused(cupy: Any, memory: LoggedMemory) -> None:
     class Wrong(Producer):
         def __dlpack__(self, **options: Any) -> Any:
             return self.array.__dlpack__()
@@ -524,7 +473,7 @@ def test_a_capsule_of_the_host_is_refused(cupy: Any, memory: HostMemory) -> None
 
 
 @pytest.mark.parametrize("capsule", [None, 3, "capsule"])
-def test_what_is_no_capsule_is_refused(cupy: Any, memory: HostMemory, capsule: Any) -> None:
+def test_what_is_no_capsule_is_refused(cupy: Any, memory: LoggedMemory, capsule: Any) -> None:
     class Wrong(Producer):
         def __dlpack__(self, **options: Any) -> Any:
             return capsule
@@ -533,7 +482,7 @@ def test_what_is_no_capsule_is_refused(cupy: Any, memory: HostMemory, capsule: A
         arrays.device_view(Wrong(some(float)), "x", memory)
 
 
-def test_an_error_of_the_producer_is_told(cupy: Any, memory: HostMemory) -> None:
+def test_an_error_of_the_producer_is_told(cupy: Any, memory: LoggedMemory) -> None:
     class Wrong(Producer):
         def __dlpack__(self, **options: Any) -> Any:
             raise RuntimeError("no luck")
@@ -542,7 +491,7 @@ def test_an_error_of_the_producer_is_told(cupy: Any, memory: HostMemory) -> None
         arrays.device_view(Wrong(some(float)), "x", memory)
 
 
-def test_the_producer_lives_as_long_as_the_span(cupy: Any, memory: HostMemory) -> None:
+def test_the_producer_lives_as_long_as_the_span(cupy: Any, memory: LoggedMemory) -> None:
     array = some(float)
     before = sys.getrefcount(array)
     device_buffer = arrays.device_view(Producer(array), "x", memory).device_buffer[2:5]
@@ -561,24 +510,16 @@ class Interface:
 
 
 @pytest.fixture
-def placed(cupy: Any) -> Any:
+def placed(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """CuPy knows of addresses what is set here."""
     found = SimpleNamespace(type=2, device=0)
-    cupy.cuda.runtime = SimpleNamespace(
-        getDevice=lambda: 0,
-        setDevice=lambda _: None,
-        pointerGetAttributes=lambda _: found,
-        memoryTypeUnregistered=0,
-        memoryTypeHost=1,
-        memoryTypeDevice=2,
-        memoryTypeManaged=3,
-    )
+    monkeypatch.setattr(cupy.cuda.runtime, "pointerGetAttributes", lambda _: found)
     return found
 
 
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "empty"])
 def test_the_array_interface_is_read_where_it_is(
-    placed: Any, memory: HostMemory, layout: str
+    placed: Any, memory: LoggedMemory, layout: str
 ) -> None:
     array = np.asarray(LAYOUTS[layout](some(np.float32)))
     found = arrays.device_view(Interface(array), "x", memory)
@@ -587,8 +528,11 @@ def test_the_array_interface_is_read_where_it_is(
     assert found.copied != array.flags.c_contiguous
 
 
-def test_the_array_interfaces_stream_waits_both_ways(placed: Any, memory: HostMemory) -> None:
-    out = Interface(some(float), stream=PRODUCER)
+def test_the_array_interfaces_stream_waits_both_ways(
+    placed: Any, cupy: Any, memory: LoggedMemory
+) -> None:
+    producer = side(cupy, PRODUCER)
+    out = Interface(some(float), stream=producer.ptr)
     found = arrays.view_out(out, (3, 4), np.dtype(float), memory)
     assert memory.log == [(OWN, "after", CUPY), (OWN, "after", PRODUCER)]
     memory.log.clear()
@@ -598,15 +542,20 @@ def test_the_array_interfaces_stream_waits_both_ways(placed: Any, memory: HostMe
 
 @pytest.mark.parametrize(("offset", "unit"), [(0, 4), (1, 1), (2, 2)])
 def test_elements_are_copied_by_what_their_places_allow(
-    placed: Any, cupy: Any, memory: HostMemory, offset: int, unit: int
+    placed: Any,
+    cupy: Any,
+    memory: LoggedMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    offset: int,
+    unit: int,
 ) -> None:
-    units: set[int] = set()
+    units, made = set(), cupy.ndarray
 
     def array_at(shape: Any, dtype: DType, *place: Any) -> Any:
         units.add(dtype.itemsize)
-        return _array_at(shape, dtype, *place)
+        return made(shape, dtype, *place)
 
-    cupy.ndarray = array_at
+    monkeypatch.setattr(cupy, "ndarray", array_at)
     fields = {"names": ["x"], "formats": ["f8"], "offsets": [offset], "itemsize": 12 + offset % 2}
     array = np.zeros(5, np.dtype(fields))["x"]
     array[...] = np.arange(5) / 3
@@ -642,7 +591,7 @@ def test_an_array_interface_without_elements_is_on_no_device(placed: Any) -> Non
     ],
 )
 def test_a_malformed_array_interface_is_refused(
-    placed: Any, memory: HostMemory, changes: Any, error: Any, match: str, monkeypatch: Any
+    placed: Any, memory: LoggedMemory, changes: Any, error: Any, match: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(frameworks._Protocols, "device", lambda *_: 0)
     with pytest.raises(error, match=match) as caught:
@@ -666,11 +615,12 @@ def test_a_malformed_object_is_on_no_device(cupy: Any) -> None:
 
 
 @pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+def torch(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Any:
     """PyTorch, whose host is taken for a device with a stream of its own."""
     module = pytest.importorskip("torch")
     monkeypatch.setattr(frameworks._Torch, "device", lambda *_: 0)
-    monkeypatch.setattr(frameworks._Torch, "streams", lambda *_: (TORCH,))
+    stream = side(cupy, TORCH)
+    monkeypatch.setattr(frameworks._Torch, "streams", lambda *_: (stream.ptr,))
     return module
 
 
@@ -688,7 +638,7 @@ def bits(tensor: Any) -> bytes:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torch_is_read_where_it_is(
-    torch: Any, memory: HostMemory, dtype: DType, layout: str
+    torch: Any, memory: LoggedMemory, dtype: DType, layout: str
 ) -> None:
     x = LAYOUTS[layout](tensor_of(torch, dtype))
     found = arrays.device_view(x, "x", memory)
@@ -701,7 +651,7 @@ def test_torch_is_read_where_it_is(
     assert (OWN, "after", CUPY) not in memory.log  # torch gathers by itself
 
 
-def test_torchs_copies_are_between_the_memorys_work(torch: Any, memory: HostMemory) -> None:
+def test_torchs_copies_are_between_the_memorys_work(torch: Any, memory: LoggedMemory) -> None:
     x = torch.zeros(3, 4).T
     arrays.device_view(x, "x", memory)
     assert memory.log == [(OWN, "after", TORCH)] * 2  # the elements, and then their copy
@@ -713,7 +663,7 @@ def test_torchs_copies_are_between_the_memorys_work(torch: Any, memory: HostMemo
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_of_torch_are_in_its_own_memory(
-    torch: Any, memory: HostMemory, dtype: DType
+    torch: Any, memory: LoggedMemory, dtype: DType
 ) -> None:
     like = arrays.device_view(torch.ones(3), "x", memory)
     memory.log.clear()
@@ -727,7 +677,7 @@ def test_results_of_torch_are_in_its_own_memory(
     assert bits(result) == np.arange(6).astype(dtype).tobytes()
 
 
-def test_a_dtype_that_torch_lacks_is_told(torch: Any, memory: HostMemory) -> None:
+def test_a_dtype_that_torch_lacks_is_told(torch: Any, memory: LoggedMemory) -> None:
     like = arrays.device_view(torch.ones(3), "x", memory)
     with pytest.raises(TypeError, match=r"torch has no dtype datetime64\[s\]"):
         arrays.empty_like(like, (3,), np.dtype("M8[s]"), memory)
@@ -736,7 +686,7 @@ def test_a_dtype_that_torch_lacks_is_told(torch: Any, memory: HostMemory) -> Non
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n not in {"0-d", "empty"}])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torch_out_is_written_in_place(
-    torch: Any, memory: HostMemory, dtype: DType, layout: str
+    torch: Any, memory: LoggedMemory, dtype: DType, layout: str
 ) -> None:
     whole = torch.zeros((3, 4), dtype=getattr(torch, dtype.name))
     out = LAYOUTS[layout](whole)
@@ -758,7 +708,7 @@ def test_a_capture_of_torch_is_refused(torch: Any, monkeypatch: pytest.MonkeyPat
         arrays.check_stream(torch.ones(3))
 
 
-def test_autograd_notices_a_write(torch: Any, memory: HostMemory) -> None:
+def test_autograd_notices_a_write(torch: Any, memory: LoggedMemory) -> None:
     w = torch.ones(3, requires_grad=True)
     x = torch.ones(3)
     loss = (w * x).sum()
@@ -768,7 +718,7 @@ def test_autograd_notices_a_write(torch: Any, memory: HostMemory) -> None:
         loss.backward()
 
 
-def test_conjugates_are_resolved(torch: Any, memory: HostMemory) -> None:
+def test_conjugates_are_resolved(torch: Any, memory: LoggedMemory) -> None:
     x = torch.tensor([1 + 2j, 3 - 4j])
     found = arrays.device_view(x.conj(), "x", memory)
     assert elements(found.device_buffer).tolist() == [1 - 2j, 3 + 4j]
@@ -779,7 +729,7 @@ def test_conjugates_are_resolved(torch: Any, memory: HostMemory) -> None:
     assert x.tolist() == [5 - 6j, 7]
 
 
-def test_negatives_are_resolved(torch: Any, memory: HostMemory) -> None:
+def test_negatives_are_resolved(torch: Any, memory: LoggedMemory) -> None:
     x = torch._neg_view(torch.tensor([1.0, 2.0]))
     assert x.is_neg()
     found = arrays.device_view(x, "x", memory)
@@ -801,7 +751,7 @@ class TestRefusals:
             arrays.device_view(x, "x", memory)
         assert str(caught.value) == str(wanted.value)
 
-    def test_gradients(self, torch: Any, memory: HostMemory) -> None:
+    def test_gradients(self, torch: Any, memory: LoggedMemory) -> None:
         x = torch.ones(3, requires_grad=True)
         self.check(x, memory)
         self.check(x * 2, memory)
@@ -809,7 +759,7 @@ class TestRefusals:
             found = arrays.device_view(x, "x", memory)
         assert found.device_buffer.address == x.data_ptr()
 
-    def test_tensors_without_memory(self, torch: Any, memory: HostMemory) -> None:
+    def test_tensors_without_memory(self, torch: Any, memory: LoggedMemory) -> None:
         self.check(torch.eye(3).to_sparse(), memory)
         self.check(torch.ones(3, device="meta"), memory)
         self.check(torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged), memory)
@@ -817,7 +767,7 @@ class TestRefusals:
         resized.untyped_storage().resize_(0)
         self.check(resized, memory)
 
-    def test_transformed_tensors(self, torch: Any, memory: HostMemory) -> None:
+    def test_transformed_tensors(self, torch: Any, memory: LoggedMemory) -> None:
         def inside(x: Any) -> Any:
             self.check(x, memory)
             return x
@@ -842,6 +792,7 @@ def jax(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Any:
     monkeypatch.setattr(frameworks, "jax_device", lambda _: ("cuda", 0))
     monkeypatch.setattr(frameworks, "_local_id", lambda _: 0)
     monkeypatch.setattr(frameworks._Handover, "__dlpack_device__", lambda _: (1, 0))
+    monkeypatch.setattr(cupy.ndarray, "__dlpack_device__", lambda _: (1, 0))
     return SimpleNamespace(numpy=module.numpy, asked=asked, module=module)
 
 
@@ -849,7 +800,7 @@ JAX_DTYPES = [d for d in DTYPES if d not in WIDE]
 
 
 @pytest.mark.parametrize("dtype", JAX_DTYPES, ids=str)
-def test_jax_is_read_where_it_is(jax: Any, memory: HostMemory, dtype: DType) -> None:
+def test_jax_is_read_where_it_is(jax: Any, memory: LoggedMemory, dtype: DType) -> None:
     x = jax.numpy.arange(12).reshape(3, 4).astype(dtype)
     assert arrays.stream_of(x) is None
     found = arrays.device_view(x, "x", memory)
@@ -857,11 +808,11 @@ def test_jax_is_read_where_it_is(jax: Any, memory: HostMemory, dtype: DType) -> 
     assert (found.device_buffer.address, found.copied) == (x.unsafe_buffer_pointer(), False)
     assert elements(found.device_buffer).tobytes() == np.asarray(x).tobytes()
     assert found.readonly
-    assert jax.asked == [OWN]
+    assert jax.asked == [memory.stream]
 
 
 def test_jaxs_memory_is_read_only_whatever_its_capsule_says(
-    jax: Any, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+    jax: Any, memory: LoggedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def by_dlpack(*arguments: Any) -> Any:
         return layouts.by_dlpack(*arguments)._replace(readonly=False)
@@ -871,13 +822,14 @@ def test_jaxs_memory_is_read_only_whatever_its_capsule_says(
 
 
 @pytest.mark.parametrize("dtype", JAX_DTYPES, ids=str)
-def test_results_of_jax_are_handed_over(jax: Any, memory: HostMemory, dtype: DType) -> None:
+def test_results_of_jax_are_handed_over(jax: Any, memory: LoggedMemory, dtype: DType) -> None:
     like = arrays.device_view(jax.numpy.ones(3), "x", memory)
     made, device_buffer = arrays.empty_like(like, (2, 3), dtype, memory)
     elements(device_buffer)[...] = np.arange(6).astype(dtype)
     assert not memory.log
     result = arrays.finish(made, like)
-    assert memory.log == [(0, "after", OWN)]  # the stream that JAX named; none on the host
+    # On the host JAX names no stream that could wait.
+    assert memory.log == [("host", "after", OWN)]
     assert isinstance(result, jax.module.Array)
     assert (result.shape, result.dtype) == ((2, 3), dtype)
     assert result.unsafe_buffer_pointer() != device_buffer.address
@@ -890,7 +842,7 @@ def test_results_of_jax_are_handed_over(jax: Any, memory: HostMemory, dtype: DTy
 
 
 @pytest.mark.parametrize("shape", [(0, 3), ()])
-def test_results_of_jax_have_any_shape(jax: Any, memory: HostMemory, shape: Any) -> None:
+def test_results_of_jax_have_any_shape(jax: Any, memory: LoggedMemory, shape: Any) -> None:
     like = arrays.device_view(jax.numpy.ones(3), "x", memory)
     made, device_buffer = arrays.empty_like(like, shape, np.dtype("float32"), memory)
     elements(device_buffer)[...] = 2
@@ -901,7 +853,7 @@ def test_results_of_jax_have_any_shape(jax: Any, memory: HostMemory, shape: Any)
 
 
 def test_memory_that_jax_reads_is_kept_until_it_has(
-    jax: Any, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+    jax: Any, memory: LoggedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JAX's stream may come to it long after; the memory's pool knows nothing of that stream."""
     copy, copied = frameworks._copy_in_jax(), []
@@ -936,7 +888,7 @@ def test_memory_that_jax_reads_is_kept_until_it_has(
     assert result.tolist() == [2, 2, 2]
 
 
-def test_jax_keeps_64_bits_only_where_it_may(jax: Any, memory: HostMemory) -> None:
+def test_jax_keeps_64_bits_only_where_it_may(jax: Any, memory: LoggedMemory) -> None:
     like = arrays.device_view(jax.numpy.ones(3), "x", memory)
     made, _ = arrays.empty_like(like, (3,), np.dtype("float64"), memory)
     with pytest.raises(TypeError, match="64-bit mode is off"):
@@ -947,7 +899,7 @@ def test_jax_keeps_64_bits_only_where_it_may(jax: Any, memory: HostMemory) -> No
         assert arrays.finish(made, like).tolist() == [1 / 3] * 3
 
 
-def test_jaxs_memory_is_held_until_the_device_is_done(jax: Any, memory: HostMemory) -> None:
+def test_jaxs_memory_is_held_until_the_device_is_done(jax: Any, memory: LoggedMemory) -> None:
     held = arrays.LEASES._kept
     found = arrays.device_view(jax.numpy.ones(3), "x", memory)
     arrays.release(found)
@@ -960,7 +912,7 @@ def test_jaxs_memory_is_held_until_the_device_is_done(jax: Any, memory: HostMemo
     assert not held
 
 
-def test_a_jax_array_is_no_out(jax: Any, memory: HostMemory) -> None:
+def test_a_jax_array_is_no_out(jax: Any, memory: LoggedMemory) -> None:
     x = jax.numpy.ones(3)
     with pytest.raises(BufferError) as wanted:
         host_out.view_out(x, (3,), np.dtype("float32"))
@@ -969,7 +921,7 @@ def test_a_jax_array_is_no_out(jax: Any, memory: HostMemory) -> None:
     assert str(caught.value) == str(wanted.value)
 
 
-def test_keys_and_deleted_arrays_are_refused(jax: Any, memory: HostMemory) -> None:
+def test_keys_and_deleted_arrays_are_refused(jax: Any, memory: LoggedMemory) -> None:
     deleted = jax.numpy.ones(3)
     deleted.delete()
     for x in (jax.module.random.key(0), deleted):

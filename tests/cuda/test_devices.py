@@ -1,4 +1,4 @@
-"""The device's way through the collectives, with host memory standing in for a device."""
+"""The device's way through the collectives, over devices in software: by NCCL, and by way of the host."""
 
 from __future__ import annotations
 
@@ -13,18 +13,11 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
-from arraycomm._cuda import arrays, streams
+from arraycomm._cuda import streams
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
-from tests.support.device_standin import (
-    MADE_IN,
-    DeviceArray,
-    Never,
-    Standin,
-    devices,
-    working_in,
-)
-from tests.support.on_ranks import LAUNCH, SIZES
+from tests.support.device import in_own_stream, linked_devices
+from tests.support.on_ranks import LAUNCH, SIZES, OnRanks
 
 Array = np.ndarray[Any, Any]
 
@@ -47,17 +40,23 @@ def several(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def standin() -> Iterator[Standin]:
+def on_devices(on_ranks: OnRanks) -> OnRanks:
+    """Runs a function on some ranks, each in a stream of its own."""
+    return lambda size, fn: on_ranks(size, in_own_stream(fn))
+
+
+@pytest.fixture
+def cuda() -> Iterator[Any]:
     """Devices whose calls go ahead of their headers."""
-    with devices() as found:
-        yield found
+    with linked_devices("nccl") as machine:
+        yield machine
 
 
-@pytest.fixture(params=["ahead", "staged"])
-def any_link(request: pytest.FixtureRequest) -> Iterator[Standin]:
-    """Devices whose calls go ahead, with addresses for MPI, and those that copy for it."""
-    with devices(request.param) as found:
-        yield found
+@pytest.fixture(params=["nccl", "staged"])
+def any_link(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Devices whose calls go ahead, and those whose arrays are copied for the host."""
+    with linked_devices(request.param) as machine:
+        yield machine
 
 
 def _values(comm: Communicator, count: int, dtype: str = "float32") -> Array:
@@ -65,18 +64,47 @@ def _values(comm: Communicator, count: int, dtype: str = "float32") -> Array:
     return (np.arange(comm.size * count) * 7 % 23 + comm.rank).astype(dtype).reshape(comm.size, -1)
 
 
-def _host(result: Any) -> Any:
-    return result.host() if isinstance(result, DeviceArray) else result
+def _there(x: Any) -> Any:
+    import cupy
+
+    return cupy.asarray(x)
+
+
+def _is_there(x: Any) -> bool:
+    import cupy
+
+    return isinstance(x, cupy.ndarray)
+
+
+def _host(x: Any) -> Any:
+    return x.get() if _is_there(x) else x
+
+
+def _hold(machine: Any) -> threading.Event:
+    """Keep this thread's current stream busy until the event is set, or for 20 seconds."""
+    import cupy
+
+    event = threading.Event()
+    stream = machine.stream(cupy.cuda.get_current_stream().ptr)
+    stream.put("hold", lambda: event.wait(20))
+    return event
+
+
+def _wait_until(found: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not found() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert found()
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_device_gives_what_the_host_gives(on_ranks, size, name, any_link) -> None:
+def test_device_gives_what_the_host_gives(on_devices, size, name, any_link) -> None:
     def check(comm: Communicator) -> None:
         for count in (0, 1, 5, 9000):
             x = _values(comm, count)
             want = COLLECTIVES[name](comm, x)
             for _ in range(3):
-                got = COLLECTIVES[name](comm, DeviceArray(x))
+                got = COLLECTIVES[name](comm, _there(x))
                 if want is None:
                     assert got is None
                     continue
@@ -84,44 +112,24 @@ def test_device_gives_what_the_host_gives(on_ranks, size, name, any_link) -> Non
                 assert np.array_equal(_host(got), want)
         assert internals.device_link(comm) is not None
 
-    on_ranks(size, check)
+    on_devices(size, check)
 
 
-def test_results_are_on_the_device(on_ranks, size, any_link) -> None:
+def test_results_are_on_the_device(on_devices, size, any_link) -> None:
     def check(comm: Communicator) -> None:
-        x = DeviceArray(_values(comm, 3))
+        x = _there(_values(comm, 3))
         for call in ("allreduce", "scan", "allgather", "alltoall", "reduce_scatter"):
-            assert (
-                isinstance(getattr(comm, call)(x), DeviceArray)
-                or internals.device_link(comm) is None
-            )
+            assert _is_there(getattr(comm, call)(x))
         # The first call was made before the ranks had chosen.
-        assert isinstance(comm.allreduce(x), DeviceArray)
+        assert _is_there(comm.allreduce(x))
 
-    on_ranks(size, check)
-
-
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "complex64", "bfloat16"])
-def test_every_kind_of_dtype_goes_there(on_ranks, several, dtype, any_link) -> None:
-    import ml_dtypes
-
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-
-    def check(comm: Communicator) -> None:
-        x = _values(comm, 7).astype(kind)
-        op = "or" if dtype == "bool" else "sum"
-        comm.allreduce(DeviceArray(np.ones(1)))
-        for _ in range(2):
-            got = comm.allreduce(DeviceArray(x), op)
-        assert _host(got).tobytes() == comm.allreduce(x, op).tobytes()
-
-    on_ranks(several, check)
+    on_devices(size, check)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("count", [2, 9000])
 def test_ranks_whose_arrays_are_on_the_host_meet_the_others(
-    on_ranks, several, name, count, any_link
+    on_devices, several, name, count, any_link
 ) -> None:
     """On every rank in turn; each result is where that rank's own array is."""
 
@@ -130,7 +138,7 @@ def test_ranks_whose_arrays_are_on_the_host_meet_the_others(
         want = COLLECTIVES[name](comm, x)
         for odd in range(comm.size):
             for on_host in (True, False):
-                mine = x if (comm.rank == odd) == on_host else DeviceArray(x)
+                mine = x if (comm.rank == odd) == on_host else _there(x)
                 got = COLLECTIVES[name](comm, mine)
                 if want is None:
                     assert got is None
@@ -139,52 +147,45 @@ def test_ranks_whose_arrays_are_on_the_host_meet_the_others(
         y = COLLECTIVES[name](comm, x)
         assert want is None or np.array_equal(y, want)
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
-def test_out_is_written_wherever_it_is(on_ranks, size, any_link) -> None:
+def test_out_is_written_wherever_it_is(on_devices, size, any_link) -> None:
     def check(comm: Communicator) -> None:
         x = _values(comm, 4)
         want = comm.allreduce(x)
-        comm.allreduce(DeviceArray(x))
-        strided = np.zeros((2 * comm.size, 4), "float32")[::2]
-        for out in (np.zeros_like(x), DeviceArray(np.zeros_like(x)), DeviceArray(strided)):
-            for mine in (x, DeviceArray(x)):
+        comm.allreduce(_there(x))
+        strided = _there(np.zeros((2 * comm.size, 4), "float32"))[::2]
+        for out in (np.zeros_like(x), _there(np.zeros_like(x)), strided):
+            for mine in (x, _there(x)):
                 assert comm.allreduce(mine, out=out) is out
                 assert np.array_equal(_host(out), want)
         for call in (comm.allreduce, comm.alltoall):
-            same = DeviceArray(x.copy())
+            same = _there(x.copy())
             assert call(same, out=same) is same
             assert np.array_equal(_host(same), call(x))
 
-    on_ranks(size, check)
+    on_devices(size, check)
 
 
-def test_without_a_device_on_one_rank_all_are_staged(on_ranks, several, standin) -> None:
+def test_without_a_device_on_one_rank_all_are_staged(on_devices, several) -> None:
     def check(comm: Communicator) -> None:
         x = _values(comm, 4)
         for _ in range(3):
-            got = comm.allreduce(DeviceArray(x) if comm.rank else x)
+            got = comm.allreduce(_there(x) if comm.rank else x)
+            assert _is_there(got) == bool(comm.rank)
             assert np.array_equal(_host(got), comm.allreduce(x))
-        assert internals.devices(comm).negotiated
-        assert (internals.device_link(comm), internals.devices(comm).reason) == (
-            None,
-            "a rank has no device",
-        )
-        with comm.dup() as same:
-            assert (internals.devices(same).negotiated, internals.devices(same).reason) == (
-                True,
-                "a rank has no device",
-            )
+        for one in (comm, comm.dup()):
+            found = internals.devices(one)
+            assert (found.negotiated, found.link) == (True, None)
+            assert found.reason == "rank 0: no device"
 
-    standin.available = False
-    on_ranks(several, check)
+    with linked_devices("first none"):
+        on_devices(several, check)
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_requests_may_begin_before_the_choice_of_a_link_or_after(
-    on_ranks, several, standin, available
-) -> None:
+@pytest.mark.parametrize("link", ["nccl", "first none"])
+def test_requests_may_begin_before_the_choice_of_a_link_or_after(on_devices, several, link) -> None:
     """Ranks whose second request begins before the first one's negotiation meet those that are through it."""
 
     def check(comm: Communicator) -> None:
@@ -194,9 +195,9 @@ def test_requests_may_begin_before_the_choice_of_a_link_or_after(
             early = comm.rank == 0
             if not early:
                 together.barrier()
-            first = comm.iallreduce(DeviceArray(x))
+            first = comm.iallreduce(_there(x))
             got = [] if early else [_host(first.wait())]
-            second = comm.iallgather(DeviceArray(x))
+            second = comm.iallgather(_there(x))
             if early:
                 together.barrier()
                 got = [_host(first.wait())]
@@ -205,161 +206,221 @@ def test_requests_may_begin_before_the_choice_of_a_link_or_after(
         for found, right in zip(got, want, strict=True):
             assert np.array_equal(found, right)
 
-    standin.available = available
-    on_ranks(several, check)
+    with linked_devices(link):
+        on_devices(several, check)
 
 
-def test_call_returns_before_the_others_have_come(on_ranks, several, standin) -> None:
+def test_call_returns_before_the_others_have_come(on_devices, several, cuda) -> None:
     """Only the header is still to be seen to; the next call waits for it."""
 
     def check(comm: Communicator) -> None:
         with comm.dup() as together:
-            x = DeviceArray(np.ones(5, "float32"))
+            x = _there(np.ones(5, "float32"))
             comm.allreduce(x)
             together.barrier()
             if comm.rank:
                 together.recv(0)
-            # As on a device, a movement takes its place in a stream, and waits there.
-            link: Any = internals.device_link(comm)
-            link.alltoall = link.allgather = lambda *_: _Done()
-            comm.allreduce(x)
+            got = comm.allreduce(x)
             if comm.rank == 0:
                 for rank in range(1, comm.size):
                     together.send(np.ones(1), rank)
             comm.barrier()
             together.barrier()
+            assert (_host(got) == comm.size).all()
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
-class _Done:
-    def done(self) -> bool:
-        return True
+def _note_aborts(comm: Communicator) -> list[float]:
+    """Return a list that gets the times at which the link of a communicator is aborted."""
+    link: Any = internals.device_link(comm)
+    aborted, abort = [], link.abort
+
+    def noted() -> None:
+        aborted.append(time.monotonic())
+        abort()
+
+    link.abort = noted
+    return aborted
+
+
+def _then_barrier(comm: Communicator, call: Any) -> None:
+    """Make a call, whose error may be seen there already, and another."""
+    call()
+    comm.barrier()
 
 
 def test_mismatch_of_a_call_that_went_ahead_is_raised_by_the_next(
-    on_ranks, several, standin
+    on_devices, several, cuda
 ) -> None:
-    aborted: list[int] = []
-
     def check(comm: Communicator) -> None:
-        comm.allreduce(DeviceArray(np.ones(5, "float32")))
-        link: Any = internals.device_link(comm)
-        link.alltoall = link.allgather = lambda *_: _Done()
-        link.abort = lambda: aborted.append(comm.rank)
-        comm.allreduce(DeviceArray(np.ones(5 + comm.rank % 2, "float32")))
+        comm.allreduce(_there(np.ones(5, "float32")))
+        aborted = _note_aborts(comm)
+        x = _there(np.ones(5 + comm.rank % 2, "float32"))
         with pytest.raises(ac.MismatchError, match=r"allreduce\(sum\) float32 \(6,\) at test_dev"):
-            comm.barrier()
+            _then_barrier(comm, lambda: comm.allreduce(x))
         with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
             comm.barrier()
-        assert comm.rank in aborted
+        assert aborted
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
 def test_wrong_argument_ends_what_others_have_put_on_their_devices(
-    on_ranks, several, standin
+    on_devices, several, cuda
 ) -> None:
     def check(comm: Communicator) -> None:
-        x = DeviceArray(np.ones(5, "float32"))
+        x = _there(np.ones(5, "float32"))
         comm.allreduce(x)
-        aborted: list[int] = []
-        link: Any = internals.device_link(comm)
-        link.alltoall = link.allgather = lambda *_: _Done()
-        link.abort = lambda: aborted.append(comm.rank)
+        aborted = _note_aborts(comm)
         if comm.rank == 0:
             with pytest.raises(TypeError, match="allreduce: x must be an array"):
                 comm.allreduce("no array")
+            with pytest.raises(ac.ArrayCommError, match="rank"):
+                comm.barrier()
         else:
-            comm.allreduce(x)
-        with pytest.raises(ac.PeerError if comm.rank else ac.ArrayCommError, match="rank"):
-            comm.barrier()
+            with pytest.raises(ac.PeerError, match="rank"):
+                _then_barrier(comm, lambda: comm.allreduce(x))
         assert comm.rank == 0 or aborted
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
 def test_rank_that_does_not_come_is_noticed_while_nothing_is_called(
-    on_ranks, several, transport, standin
+    on_devices, several, transport, cuda
 ) -> None:
     """The caller may be waiting for its device: the watch ends what is under way there."""
     if transport != "threads":
         pytest.skip("one rank times out alone, which the other ranks' MPI does not")
 
     def check(comm: Communicator) -> None:
-        comm.allreduce(DeviceArray(np.ones(5, "float32")))
-        link: Any = internals.device_link(comm)
-        aborted: list[float] = []
-        link.alltoall = link.allgather = lambda *_: _Done()
-        link.abort = lambda: aborted.append(time.monotonic())
-        together = comm.dup()
+        x = _there(np.ones(5, "float32"))
+        comm.allreduce(x)
+        aborted, together = _note_aborts(comm), comm.dup()
         internals.set_timeout(comm, 0.3)
         if comm.rank:
             together.recv(0)
         else:
-            comm.allreduce(DeviceArray(np.ones(5, "float32")))
-            deadline = time.monotonic() + 10
-            while not aborted and time.monotonic() < deadline:
-                time.sleep(0.01)
+            got = comm.allreduce(x)
+            assert np.isnan(_host(got)).all()  # spoilt, once it is given up
             assert aborted
             with pytest.raises(ac.CommTimeoutError, match="is missing"):
                 comm.barrier()
             for rank in range(1, comm.size):
                 together.send(np.ones(1), rank)
 
-    on_ranks(several, check)
+    on_devices(several, check)
+
+
+def test_rank_that_does_not_come_is_noticed_within_a_call(
+    on_devices, several, transport, cuda
+) -> None:
+    """One that waits for the device itself, as to see whether leaves are tied; its end is not on the stream yet."""
+    if transport != "threads":
+        pytest.skip("one rank times out alone, which the other ranks' MPI does not")
+
+    def check(comm: Communicator) -> None:
+        x = _there(np.ones(5, "float32"))
+        comm.allreduce(x)
+        link, together = internals.device_link(comm), comm.dup()
+        internals.set_timeout(comm, 0.3)
+        if comm.rank:
+            together.recv(0)
+        else:
+            usual = link.allgather
+
+            def wait(*arguments: Any) -> Any:
+                handle = usual(*arguments)
+                while not handle.done():
+                    time.sleep(0.001)
+                _host(x)
+                return handle
+
+            link.allgather = wait
+            comm.allreduce(x)
+            with pytest.raises(ac.CommTimeoutError, match="is missing"):
+                comm.barrier()
+            for rank in range(1, comm.size):
+                together.send(np.ones(1), rank)
+
+    on_devices(several, check)
 
 
 def test_device_that_does_not_come_to_the_end_is_given_up(
-    on_ranks, several, transport, standin
+    on_devices, several, transport, cuda
 ) -> None:
     """Every rank has called; but the data moves no more, and no error tells why."""
     if transport != "threads":
         pytest.skip("what is under way would be freed with the other ranks' MPI")
 
     def check(comm: Communicator) -> None:
-        x = DeviceArray(np.ones(5, "float32"))
+        x = _there(np.ones(5, "float32"))
         comm.allreduce(x)
         link: Any = internals.device_link(comm)
-        together, aborted = comm.dup(), []
-        link.memory.record = Never
-        link.alltoall = link.allgather = lambda *_: _Done()
-        link.abort = lambda: aborted.append(comm.rank)
+        together, held = comm.dup(), []
+        usual = link.allgather
+
+        def allgather(*arguments: Any) -> Any:
+            held.append(_hold(cuda))
+            return usual(*arguments)
+
+        link.allgather = allgather
+        aborted = _note_aborts(comm)
         internals.set_timeout(comm, 0.3)
-        comm.allreduce(x)
-        deadline = time.monotonic() + 10
-        while not aborted and time.monotonic() < deadline:
-            time.sleep(0.01)
+        got = comm.allreduce(x)
+        _wait_until(lambda: aborted)
+        held[0].set()
+        assert np.isnan(_host(got)).all()
         with pytest.raises(
             (ac.CommTimeoutError, ac.PeerError), match=r"its data did not come|rank"
         ):
             comm.barrier()
-        assert aborted
         together.barrier()
 
-    on_ranks(several, check)
+    on_devices(several, check)
+
+
+def test_own_work_before_a_call_may_take_longer_than_the_timeout(on_devices, several, cuda) -> None:
+    """Other ranks are waited for from where the device comes to the call."""
+
+    def check(comm: Communicator) -> None:
+        x = _there(np.ones(5, "float32"))
+        comm.allreduce(x)
+        aborted, together = _note_aborts(comm), comm.dup()
+        internals.set_timeout(comm, 0.4)
+        together.barrier()
+        held = _hold(cuda)
+        got = comm.allreduce(x)
+        time.sleep(0.8)
+        together.barrier()
+        held.set()
+        assert (_host(got) == comm.size).all()
+        comm.barrier()
+        assert not aborted
+
+    on_devices(several, check)
 
 
 def test_small_reductions_of_the_host_stay_short_and_meet_devices(
-    on_ranks, several, any_link
+    on_devices, several, any_link
 ) -> None:
     def check(comm: Communicator) -> None:
         x = np.ones(3, "float32")
         for _ in range(3):
             assert comm.allreduce(x)[0] == comm.size
-        got = comm.allreduce(DeviceArray(x) if comm.rank == 0 else x)
+        got = comm.allreduce(_there(x) if comm.rank == 0 else x)
         assert _host(got)[0] == comm.size
         for _ in range(3):
             assert comm.allreduce(x)[0] == comm.size
-            got = comm.allreduce(DeviceArray(x) if comm.rank == 0 else x)
+            got = comm.allreduce(_there(x) if comm.rank == 0 else x)
             assert _host(got)[0] == comm.size
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
-def test_parts_and_duplicates_have_links_of_their_own(on_ranks, several, any_link) -> None:
+def test_parts_and_duplicates_have_links_of_their_own(on_devices, several, any_link) -> None:
     def check(comm: Communicator) -> None:
-        x = DeviceArray(np.ones(3, "float32"))
+        x = _there(np.ones(3, "float32"))
         comm.allreduce(x)
         part = comm.split(comm.rank % 2)
         assert part is not None
@@ -369,32 +430,32 @@ def test_parts_and_duplicates_have_links_of_their_own(on_ranks, several, any_lin
                 assert _host(same.allreduce(x))[0] == comm.size
             assert internals.device_link(same) is not internals.device_link(comm)
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
 def test_without_the_check_arrays_are_staged_unless_a_link_is_there(
-    on_ranks, several, standin
+    on_devices, several, cuda
 ) -> None:
     def check(comm: Communicator) -> None:
-        x = DeviceArray(np.full(9000, comm.rank, "float32"))
+        x = _there(np.full(9000, comm.rank, "float32"))
         with comm.dup(check=False) as unchecked:
             for _ in range(2):
                 assert _host(unchecked.allreduce(x))[0] == sum(range(comm.size))
             assert internals.device_link(unchecked) is None
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
 def test_functions_of_ones_own_get_the_array_by_way_of_the_host(
-    on_ranks, several, any_link
+    on_devices, several, any_link
 ) -> None:
     def check(comm: Communicator) -> None:
-        x = DeviceArray(np.full(4, comm.rank + 1.0))
+        x = _there(np.full(4, comm.rank + 1.0))
         comm.allreduce(x)
-        got = comm.allreduce(x, ac.op(np.multiply))
+        got = comm.allreduce(x, ac.op(lambda a, b: a * b))
         assert _host(got)[0] == np.prod(np.arange(comm.size) + 1.0)
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
 # Trees ------------------------------------------------------------------------------------------
@@ -404,7 +465,7 @@ def _tree(comm: Communicator, where: str) -> dict[str, Any]:
     """Leaves of several dtypes, of which those named in `where` are on the device."""
     x = np.arange(6, dtype="float32").reshape(2, 3) + comm.rank
     leaves = {"a": x, "b": x.astype("float64")[0], "c": x[:0], "d": x * 3, "e": x[1, 1:2] * 5}
-    return {name: DeviceArray(x) if name in where else x for name, x in leaves.items()}
+    return {name: _there(x) if name in where else x for name, x in leaves.items()}
 
 
 def _same(got: Any, want: Any) -> bool:
@@ -412,7 +473,7 @@ def _same(got: Any, want: Any) -> bool:
 
 
 @pytest.mark.parametrize("where", ["abcde", "ad", "b"])
-def test_tree_is_reduced_leaf_by_leaf_where_it_is(on_ranks, size, where, any_link) -> None:
+def test_tree_is_reduced_leaf_by_leaf_where_it_is(on_devices, size, where, any_link) -> None:
     def check(comm: Communicator) -> None:
         want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
         plan = comm.plan(_tree(comm, where), "sum")
@@ -423,15 +484,15 @@ def test_tree_is_reduced_leaf_by_leaf_where_it_is(on_ranks, size, where, any_lin
                 plan(_tree(comm, where)),
             ):
                 assert _same(got, want)
-        kinds = {name: isinstance(leaf, DeviceArray) for name, leaf in got.items()}
+        kinds = {name: _is_there(leaf) for name, leaf in got.items()}
         assert kinds == {name: name in where for name in got}
         assert internals.device_link(comm) is not None
 
-    on_ranks(size, check)
+    on_devices(size, check)
 
 
 def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(
-    on_ranks, several, any_link
+    on_devices, several, any_link
 ) -> None:
     def check(comm: Communicator) -> None:
         want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
@@ -440,13 +501,13 @@ def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(
             got = ac.allreduce_tree(_tree(comm, where), "sum", comm=comm)
             assert _same(got, want)
             assert _same(plan(_tree(comm, where)), want)
-        assert np.array_equal(_host(comm.allreduce(DeviceArray(want["a"]))), want["a"] * comm.size)
+        assert np.array_equal(_host(comm.allreduce(_there(want["a"]))), want["a"] * comm.size)
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
 @pytest.mark.parametrize("name", ["allreduce_tree", "Plan"])
-def test_tree_on_devices_goes_ahead_of_its_header(on_ranks, several, name, standin) -> None:
+def test_tree_on_devices_goes_ahead_of_its_header(on_devices, several, name, cuda) -> None:
     """As one array does: the host waits for no other, and what differs is raised by the next call."""
 
     def check(comm: Communicator) -> None:
@@ -455,32 +516,27 @@ def test_tree_on_devices_goes_ahead_of_its_header(on_ranks, several, name, stand
         plan = comm.plan(tree, "sum")
         call = plan if name == "Plan" else lambda tree: ac.allreduce_tree(tree, "sum", comm=comm)
         call(tree)
-        link: Any = internals.device_link(comm)
-        usual = link.alltoall, link.allgather
         together.barrier()
         if comm.rank:
             together.recv(0)
-        link.alltoall = link.allgather = lambda *_: _Done()
-        call(tree)
+        got = call(tree)
         if comm.rank == 0:
             for rank in range(1, comm.size):
                 together.send(np.ones(1), rank)
         comm.barrier()
-        link.alltoall, link.allgather = usual
         want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
-        assert _same(call(tree), want)
-        link.alltoall = link.allgather = lambda *_: _Done()
-        call(tree) if comm.rank else comm.allreduce(tree["a"])
+        assert _same(got, want)
+        differing = (lambda: call(tree)) if comm.rank else (lambda: comm.allreduce(tree["a"]))
         with pytest.raises(ac.MismatchError, match=rf"allreduce\(sum\).*{name}\(sum\) of 5 leaves"):
-            comm.barrier()
+            _then_barrier(comm, differing)
         together.barrier()
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
-def test_leaves_of_the_host_join_those_that_went_ahead(on_ranks, several, standin) -> None:
+def test_leaves_of_the_host_join_those_that_went_ahead(on_devices, several, cuda) -> None:
     def check(comm: Communicator) -> None:
-        comm.allreduce(DeviceArray(np.ones(1)))
+        comm.allreduce(_there(np.ones(1)))
         want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
         plan = comm.plan(_tree(comm, ""), "sum")
         for odd in range(comm.size):
@@ -490,35 +546,23 @@ def test_leaves_of_the_host_join_those_that_went_ahead(on_ranks, several, standi
                     assert _same(got, want)
                     assert [type(x) for x in got.values()] == [type(x) for x in tree.values()]
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
-def test_leaves_of_several_frameworks_stay_apart(on_ranks, several, any_link) -> None:
-    def check(comm: Communicator) -> None:
-        x = np.arange(5, dtype="float32")
-        tree = {"a": DeviceArray(x), "b": DeviceArray(x * 2, framework="other")}
-        for _ in range(2):
-            got = ac.allreduce_tree(tree, "sum", comm=comm)
-        assert np.array_equal(_host(got["b"]), x * 2 * comm.size)
-        assert (got["a"].framework, got["b"].framework) == ("standin", "other")
-
-    on_ranks(several, check)
-
-
-def test_first_gradients_of_all_may_be_missing(on_ranks, several, any_link) -> None:
+def test_first_gradients_of_all_may_be_missing(on_devices, several, any_link) -> None:
     """Where the ranks are yet to choose a link, and this one has no array to tell of."""
 
     def check(comm: Communicator) -> None:
         x = np.arange(5, dtype="float32")
         for _ in range(2):
-            tree = {"a": None if comm.rank == 0 else DeviceArray(x)}
+            tree = {"a": None if comm.rank == 0 else _there(x)}
             got = ac.allreduce_gradients(tree, "sum", comm=comm)
             assert np.array_equal(_host(got["a"]), x * (comm.size - 1))
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
-def test_gradient_that_a_rank_does_not_have_counts_as_zeros(on_ranks, several, any_link) -> None:
+def test_gradient_that_a_rank_does_not_have_counts_as_zeros(on_devices, several, any_link) -> None:
     def check(comm: Communicator) -> None:
         for _ in range(2):
             tree = _tree(comm, "abcde")
@@ -528,153 +572,133 @@ def test_gradient_that_a_rank_does_not_have_counts_as_zeros(on_ranks, several, a
             part["b"] = part["b"] * (comm.rank > 0)
             assert _same(got, ac.allreduce_tree(part, "sum", comm=comm))
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
 # Threads and streams ----------------------------------------------------------------------------
 
 
-def _calls_of(comm: Communicator, x: DeviceArray) -> list[Any]:
+def _calls_of(comm: Communicator, x: Any) -> list[Any]:
     """Start calls whose results are made before their headers are read, and after."""
     return [
         comm.iallreduce(x),
         comm.iallgatherv(x),
         comm.ialltoallv(x, [1] * comm.size),
-        comm.iscan(x, out=DeviceArray(np.zeros_like(x.array))),
+        comm.iscan(x, out=_there(np.zeros(x.shape, x.dtype))),
     ]
 
 
-def test_steps_keep_to_the_callers_stream_in_whichever_thread(on_ranks, several, any_link) -> None:
+def test_steps_keep_to_the_callers_stream_in_whichever_thread(
+    on_devices, several, any_link
+) -> None:
     """The first calls choose the link, in the progress thread too."""
 
     def check(comm: Communicator) -> None:
-        x = DeviceArray(_values(comm, 900))
-        stream = 40 + comm.rank
-        with working_in(stream):
-            requests = [request for _ in range(2) for request in _calls_of(comm, x)]
-        # Nobody waits: the progress thread has to do it all.
-        deadline = time.monotonic() + 20
-        while not internals.engine(comm).idle and time.monotonic() < deadline:
-            time.sleep(0.001)
-        with working_in(stream):
-            blocking = [comm.allgatherv(x), comm.allreduce(x)]
+        import cupy
+
+        mine = cupy.cuda.get_current_stream()
+        x = _there(_values(comm, 900))
+        comm.barrier()
+        any_link.log.clear()
+        comm.barrier()
+        requests = [request for _ in range(2) for request in _calls_of(comm, x)]
+        with cupy.cuda.Stream(non_blocking=True):
+            # Nobody waits: the progress thread has to do it all.
+            _wait_until(lambda: internals.engine(comm).idle)
+        blocking = [comm.allgatherv(x), comm.allreduce(x)]
         results = [request.wait() for request in requests] + blocking
-        assert [type(got) for got in results] == [DeviceArray] * len(results)
-        queue = internals.device_link(comm).memory.queue
-        assert set(queue.streams) == {stream}
-        for got in results:
-            _host(got)
-        took_part.append(comm.rank)
+        assert all(map(_is_there, results))
+        mine.synchronize()
+        comm.barrier()
+        # Its own is for calls that other ranks' arrays bring to devices before the link is chosen here.
+        own = internals.device_link(comm).memory.own_stream
+        streams = {stream for pair in comm.allgather_object((mine.ptr, own)) for stream in pair}
+        notes = [note for note in any_link.log if note.what != "free"]
+        elsewhere = [note for note in notes if note.stream not in streams]
+        assert not elsewhere
+        assert any(note.thread == "arraycomm-progress" for note in notes)
 
-    # Under mpiexec there may be more ranks than the test has.
-    took_part: list[int] = []
-    MADE_IN.clear()
-    on_ranks(several, check)
-    made_in = [(thread, stream) for thread, stream in MADE_IN if stream < 40]
-    threads = {thread for thread, _ in MADE_IN}
-    assert not made_in
-    if took_part:
-        assert any(thread.name == "arraycomm-progress" for thread in threads)
+    on_devices(several, check)
 
 
-def test_who_waits_in_another_stream_finds_its_result_there(on_ranks, several, any_link) -> None:
+def test_who_waits_in_another_stream_finds_its_result_there(on_devices, several, any_link) -> None:
     def check(comm: Communicator) -> None:
-        x = DeviceArray(np.ones(900, "float32"))
+        import cupy
+
+        mine, other = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
+        x = _there(np.ones(900, "float32"))
         comm.allreduce(x)
-        waits = internals.device_link(comm).memory.queue.waits
-        with working_in(40):
-            request = comm.iallreduce(x)
-        with working_in(41):
-            request.wait()
-        assert (41, 40) in waits
-        waits.clear()
-        with working_in(40):
-            comm.iallreduce(x).wait()
-        assert not [wait for wait in waits if wait[0] == 40]
+        request = comm.iallreduce(x)
+        with other:
+            got = request.wait()
+            assert (_host(got) == comm.size).all()
+        assert (other.ptr, mine.ptr) in _waits(any_link)
+        before = len(_waits(any_link))
+        comm.iallreduce(x).wait()
+        assert mine.ptr not in [stream for stream, _ in _waits(any_link)[before:]]
 
-    on_ranks(several, check)
+    on_devices(several, check)
 
 
-def test_capture_on_one_rank_is_an_error_on_all(
-    on_ranks, several, standin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused = DeviceArray(np.ones(5, "float32"))
-    check_stream = arrays.check_stream
+def _waits(machine: Any) -> list[tuple[int, int]]:
+    """Return which streams wait for which."""
+    return [(note.stream, note.after) for note in machine.log if note.after is not None]
 
-    def refuse(x: Any) -> None:
-        check_stream(x)
-        if x is refused:
-            raise ValueError("the current stream of torch is captured into a CUDA graph")
 
-    monkeypatch.setattr(arrays, "check_stream", refuse)
-
+def test_capture_on_one_rank_is_an_error_on_all(on_devices, several, cuda) -> None:
     def check(comm: Communicator) -> None:
-        x = DeviceArray(np.ones(5, "float32"))
-        with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
-            comm.allreduce(x if comm.rank else refused)
-        with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
-            ac.allreduce_tree({"a": x if comm.rank else refused}, "sum", comm=comm)
-        assert _host(comm.allreduce(x))[0] == comm.size
+        import cupy
 
-    on_ranks(several, check)
+        x = _there(np.ones(5, "float32"))
+        captured = cupy.cuda.Stream(non_blocking=True)
+        if comm.rank == 0:
+            captured.begin_capture()
+        with captured if comm.rank == 0 else cupy.cuda.get_current_stream():
+            with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
+                comm.allreduce(x)
+            with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
+                ac.allreduce_tree({"a": x}, "sum", comm=comm)
+        captured.end_capture()
+        assert (_host(comm.allreduce(x)) == comm.size).all()
+
+    on_devices(several, check)
 
 
 # What waits outside Python ----------------------------------------------------------------------
 
 
-class _Held:
-    """A call to CUDA that returns once what is under way on the device has been aborted."""
-
-    def __init__(self, link: Any) -> None:
-        self.aborted = threading.Event()
-        self.in_time = True
-        link.alltoall = link.allgather = lambda *_: _Done()
-        link.abort = self.aborted.set
-
-    def __call__(self, *_: Any) -> bool:
-        self.in_time = self.aborted.wait(10) and self.in_time
-        return True
-
-    done = __call__
-
-    def wait_on(self, stream: int) -> None:
-        """Nothing comes after it."""
-
-
-@pytest.mark.parametrize("held", ["work", "event"])
 @pytest.mark.parametrize("call", ["allreduce", "iallreduce"])
-def test_header_is_checked_while_a_thread_waits_for_cuda(
-    on_ranks, transport, standin, call, held
-) -> None:
+def test_header_is_checked_while_a_thread_waits_for_cuda(on_devices, transport, cuda, call) -> None:
     """As one does that takes memory, or loads a kernel, behind a movement whose peers do not come."""
     if transport != "threads":
         pytest.skip("the ranks would wait for one another's data over MPI")
 
     def check(comm: Communicator) -> None:
-        comm.allreduce(DeviceArray(np.ones(5, "float32")))
+        comm.allreduce(_there(np.ones(5, "float32")))
         link: Any = internals.device_link(comm)
-        waits = _Held(link)
-        if held == "work":
-            link.memory.fold = waits
-        else:
-            link.memory.record = lambda: waits
+        aborted = _note_aborts(comm)
+        fold = link.memory.fold
+
+        def wait_for_an_abort(*arguments: Any) -> None:
+            _wait_until(lambda: aborted)
+            fold(*arguments)
+
+        link.memory.fold = wait_for_an_abort
         # Nothing is under way any more, and the other rank is late.
         time.sleep(0.15 * (1 + comm.rank))
-        getattr(comm, call)(DeviceArray(np.ones(5 + comm.rank, "float32")))
-        assert waits.aborted.wait(5)
-        assert waits.in_time
+        x = _there(np.ones(5 + comm.rank, "float32"))
         with pytest.raises(ac.MismatchError, match=r"float32 \(6,\)"):
-            comm.barrier()
+            _then_barrier(comm, lambda: getattr(comm, call)(x))
 
-    on_ranks(2, check)
+    on_devices(2, check)
 
 
-def test_what_the_device_has_finished_with_is_let_go_between_calls(on_ranks, standin) -> None:
+def test_what_the_device_has_finished_with_is_let_go_between_calls(on_devices, cuda) -> None:
     class Kept:
         """As an array of JAX, which cannot be donated meanwhile."""
 
     def check(comm: Communicator) -> None:
-        x = DeviceArray(np.ones(5, "float32"))
+        x = _there(np.ones(5, "float32"))
         comm.allreduce(x)
         kept = Kept()
         streams.LEASES.add(internals.device_link(comm).memory.record(), kept)
@@ -686,4 +710,4 @@ def test_what_the_device_has_finished_with_is_let_go_between_calls(on_ranks, sta
             time.sleep(0.01)
         assert there() is None
 
-    on_ranks(2, check)
+    on_devices(2, check)

@@ -1,18 +1,17 @@
-"""The NCCL link over a stand-in for NCCL: what it asks for, in which order, and how it ends.
+"""The NCCL link over the NCCL in software: what it asks for, in which order, and how it ends.
 
-The stand-in moves host memory between threads, and is as strict as NCCL's documents about what may
-be called when. What NCCL itself does, no test here knows.
+That one is as strict as NCCL's documents about what may be called when. What NCCL itself does, no test here
+knows.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
@@ -24,9 +23,10 @@ import numpy as np
 import pytest
 
 from arraycomm import _folds
-from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Piece
+from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._collectives import algorithms
-from arraycomm._cuda import device, libnccl
+from arraycomm._cuda import device, libnccl, nccl_link
+from arraycomm._cuda.device import CudaMemory
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
 from arraycomm._cuda.libnccl import Comm, Library
 from arraycomm._cuda.nccl_link import NcclLink, refuse_sharing
@@ -35,351 +35,21 @@ from arraycomm._dtypes import BY_NAME, OPS, TABLE
 from arraycomm._errors import TransportError
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle
+from tests.support.device import software_device
 
 OK, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7
 UINT8 = np.dtype(np.uint8)
-NCCL_DTYPES = {
-    0: "int8",
-    1: "uint8",
-    2: "int32",
-    3: "uint32",
-    4: "int64",
-    5: "uint64",
-    7: "float32",
-    8: "float64",
-}
-NCCL_OPS = {0: "sum", 1: "prod", 2: "max", 3: "min"}
-
-
-# The stand-in --------------------------------------------------------------------------------------
-
-
-class HostMemory(DeviceMemory):
-    """Host memory in the place of a device's."""
-
-    def __init__(self) -> None:
-        self.device = 0
-        self.stream = 77
-
-    def allocate(self, nbytes: int) -> DeviceBuffer:
-        return device_buffer(np.full(nbytes, 255, np.uint8), self)
-
-    def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
-        ctypes.memmove(target.address, source.address, source.nbytes)
-
-    def upload(self, array: np.ndarray) -> DeviceBuffer:
-        return device_buffer(array.copy(), self)
-
-    def download(self, device_buffer: DeviceBuffer, into: np.ndarray) -> None:
-        into[...] = values(device_buffer)
-
-    def fold(self, op: str, dtype: Any, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
-        _folds.fold(op, dtype, [values(row) for row in rows], values(out))
-
-    def prefixes(
-        self, op: str, dtype: Any, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
-    ) -> None:
-        raise NotImplementedError
-
-    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
-        raise NotImplementedError
-
-    def record(self) -> Any:
-        raise NotImplementedError
-
-
-def device_buffer(array: np.ndarray, memory: DeviceMemory) -> DeviceBuffer:
-    return DeviceBuffer(array.ctypes.data, array.size, array.dtype, array, memory)
-
-
-def at(address: int, count: int, dtype: Any) -> np.ndarray:
-    if not count:
-        return np.empty(0, dtype)
-    memory = (ctypes.c_ubyte * (count * np.dtype(dtype).itemsize)).from_address(address)
-    return np.frombuffer(memory, dtype)
-
-
-def values(part: DeviceBuffer) -> np.ndarray:
-    return at(part.address, part.size, part.dtype)
-
-
-class World:
-    """What the ranks' stand-ins share: the rows that each has put up for an operation."""
-
-    def __init__(self) -> None:
-        self.posted: dict[Any, dict[int, Any]] = {}
-        self.lock = threading.Lock()
-
-    def post(self, key: Any, rank: int, what: Any) -> None:
-        with self.lock:
-            self.posted.setdefault(key, {})[rank] = what
-
-
-class FakeComm:
-    def __init__(self, name: Any, rank: int, size: int) -> None:
-        self.name, self.rank, self.size = name, rank, size
-        self.state = OK
-        self.polls = 0
-        self.waiting: Callable[[], bool] = lambda: True
-        self.operations: Counter[Any] = Counter()
-        self.gone = ""
-
-
-class FakeNccl:
-    """One rank's stand-in for the functions of libnccl."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
-        self.comms: dict[int, FakeComm] = {}
-        self.calls: list[str] = []
-        self.arguments: list[tuple[Any, ...]] = []
-        self.streams: set[int] = set()
-        self.slowness = 3
-        self.group: list[tuple[FakeComm, Callable[[], bool]]] | None = None
-        self.fails: dict[str, int] = {}
-        self.hangs = threading.Event()
-        self.hangs.set()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if not name.startswith("nccl"):
-            raise AttributeError(name)
-        method = getattr(type(self), re.sub("([A-Z])", r"_\1", name.removeprefix("nccl")).lower())
-
-        def call(*arguments: Any) -> Any:
-            self.calls.append(name)
-            if name in self.fails:
-                return self.fails[name]
-            return method(self, *arguments)
-
-        return call
-
-    def _get_version(self, out: Any) -> int:
-        out._obj.value = 22304
-        return OK
-
-    def _get_unique_id(self, out: Any) -> int:
-        out._obj.internal[:] = range(128)
-        return OK
-
-    def _get_error_string(self, code: int) -> bytes:
-        return {INVALID_ARGUMENT: b"invalid argument", REMOTE_ERROR: b"remote error"}[code]
-
-    def _get_last_error(self, comm: Any) -> bytes:
-        return b"the cable is out\n"
-
-    def _comm_init_rank_config(self, out: Any, size: int, name: Any, rank: int, config: Any) -> int:
-        assert (config._obj.size, config._obj.magic) == (48, 0xCAFEBEEF)
-        assert config._obj.blocking == 0
-        comm = self._make(("init", bytes(name)), rank, size)
-        out._obj.value = id(comm)
-        self._begin(comm, self._meeting(comm, "init", None))
-        return IN_PROGRESS
-
-    def _make(self, name: Any, rank: int, size: int) -> FakeComm:
-        comm = FakeComm(name, rank, size)
-        self.comms[id(comm)] = comm
-        return comm
-
-    def _comm_split(self, handle: Any, color: int, key: int, out: Any, config: Any) -> int:
-        comm = self._usable(handle)
-        if comm is None:
-            return INVALID_ARGUMENT
-        assert config is None
-        number = comm.operations["split"]
-        met = self._meeting(comm, "split", (color, key))
-
-        def split() -> bool:
-            if not met():
-                return False
-            told = self.world.posted[comm.name, "split", number]
-            mine = sorted((key, rank) for rank, (c, key) in told.items() if c == color)
-            if color >= 0:
-                rank = mine.index((key, comm.rank))
-                child = self._make((comm.name, number, color), rank, len(mine))
-                out._obj.value = id(child)
-            return True
-
-        return self._begin(comm, split)
-
-    def _comm_get_async_error(self, handle: Any, out: Any) -> int:
-        comm = self.comms[handle.value]
-        assert not comm.gone, f"polled after it was {comm.gone}"
-        comm.polls += 1
-        if comm.state == IN_PROGRESS and comm.polls >= self.slowness and comm.waiting():
-            comm.state = OK
-        out._obj.value = comm.state
-        return OK
-
-    def _comm_abort(self, handle: Any) -> int:
-        self.hangs.wait()
-        self._end(handle, "aborted")
-        return OK
-
-    def _comm_user_rank(self, handle: Any, out: Any) -> int:
-        out._obj.value = self.comms[handle.value].rank
-        return OK
-
-    def _comm_count(self, handle: Any, out: Any) -> int:
-        out._obj.value = self.comms[handle.value].size
-        return OK
-
-    def _comm_finalize(self, handle: Any) -> int:
-        comm = self._usable(handle)
-        if comm is None:
-            return INVALID_ARGUMENT
-        return self._begin(comm, self._meeting(comm, "finalize", None))
-
-    def _comm_destroy(self, handle: Any) -> int:
-        assert self.comms[handle.value].state == OK
-        self._end(handle, "destroyed")
-        return OK
-
-    def _end(self, handle: Any, how: str) -> None:
-        comm = self.comms[handle.value]
-        assert not comm.gone, f"{how} after it was {comm.gone}"
-        comm.gone = how
-
-    def _group_start(self) -> int:
-        assert self.group is None
-        self.group = []
-        return OK
-
-    def _group_end(self) -> int:
-        assert self.group is not None
-        begun, self.group = self.group, None
-        if not begun:
-            return OK
-        comm = begun[0][0]
-        left = [step for _, step in begun]
-
-        def all_done() -> bool:
-            left[:] = [step for step in left if not step()]
-            return not left
-
-        return self._begin(comm, all_done)
-
-    def _send(self, buffer: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> int:
-        return self._enqueue(
-            comm, stream, lambda c: self._send_step(c, buffer, count, peer), dtype, count
-        )
-
-    def _recv(self, buffer: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> int:
-        return self._enqueue(
-            comm, stream, lambda c: self._recv_step(c, buffer, count, peer), dtype, count
-        )
-
-    def _send_step(self, comm: FakeComm, buffer: int, count: int, peer: int) -> Callable[[], bool]:
-        number = comm.operations["to", peer]
-        comm.operations["to", peer] += 1
-        key = (comm.name, comm.rank, peer, number)
-        self.world.post(key, 0, (buffer, count))
-        return lambda: 1 in self.world.posted[key]
-
-    def _recv_step(self, comm: FakeComm, buffer: int, count: int, peer: int) -> Callable[[], bool]:
-        number = comm.operations["from", peer]
-        comm.operations["from", peer] += 1
-        key = (comm.name, peer, comm.rank, number)
-
-        def receive() -> bool:
-            sent = self.world.posted.get(key, {}).get(0)
-            if sent is None:
-                return False
-            assert sent[1] == count, "a receive of another length than the send"
-            ctypes.memmove(buffer, sent[0], count)
-            self.world.post(key, 1, True)
-            return True
-
-        return receive
-
-    def _broadcast(
-        self, source: int, target: int, count: int, dtype: int, root: int, comm: Any, stream: int
-    ) -> int:
-        def copy(rows: dict[int, Any]) -> None:
-            assert len({row[1] for row in rows.values()}) == 1
-            assert source == target
-            at(target, count, UINT8)[...] = rows[root][2]
-
-        return self._collective(comm, stream, source, count, dtype, copy)
-
-    def _all_gather(
-        self, source: int, target: int, count: int, dtype: int, comm: Any, stream: int
-    ) -> int:
-        def copy(rows: dict[int, Any]) -> None:
-            assert source == target + self.comms[comm.value].rank * count, "not in place"
-            for rank, row in rows.items():
-                at(target + rank * count, count, UINT8)[...] = row[2]
-
-        return self._collective(comm, stream, source, count, dtype, copy)
-
-    def _all_reduce(
-        self, source: int, target: int, count: int, dtype: int, op: int, comm: Any, stream: int
-    ) -> int:
-        def reduce(rows: dict[int, Any]) -> None:
-            kind = np.dtype(NCCL_DTYPES[dtype])
-            parts = [rows[rank][2].view(kind) for rank in sorted(rows)]
-            _folds.fold(NCCL_OPS[op], kind, parts, at(target, count, kind))
-
-        size = np.dtype(NCCL_DTYPES[dtype]).itemsize
-        return self._collective(comm, stream, source, count * size, dtype, reduce)
-
-    def _collective(
-        self,
-        handle: Any,
-        stream: int,
-        source: int,
-        nbytes: int,
-        dtype: int,
-        finish: Callable[[dict[int, Any]], None],
-    ) -> int:
-        def step(comm: FakeComm) -> Callable[[], bool]:
-            number = comm.operations["collective"]
-            met = self._meeting(
-                comm, "collective", (self.rank, nbytes, at(source, nbytes, UINT8).copy())
-            )
-
-            def done() -> bool:
-                if not met():
-                    return False
-                finish(self.world.posted[comm.name, "collective", number])
-                return True
-
-            return done
-
-        return self._enqueue(handle, stream, step, dtype, nbytes)
-
-    def _enqueue(
-        self, handle: Any, stream: int, step: Callable[[FakeComm], Any], *arguments: int
-    ) -> int:
-        assert self.group is not None
-        comm = self._usable(handle)
-        if comm is None:
-            return INVALID_ARGUMENT
-        self.arguments.append(arguments)
-        self.streams.add(stream)
-        self.group.append((comm, step(comm)))
-        return OK
-
-    def _usable(self, handle: Any) -> FakeComm | None:
-        comm = self.comms[handle.value]
-        assert not comm.gone, f"used after it was {comm.gone}"
-        assert comm.state != IN_PROGRESS, "used while in progress"
-        return comm if comm.state == OK else None
-
-    def _begin(self, comm: FakeComm, waiting: Callable[[], bool]) -> int:
-        comm.state, comm.polls, comm.waiting = IN_PROGRESS, 0, waiting
-        return IN_PROGRESS
-
-    def _meeting(self, comm: FakeComm, kind: str, what: Any) -> Callable[[], bool]:
-        """Return whether all ranks have come to this operation of its kind."""
-        key = (comm.name, kind, comm.operations[kind])
-        comm.operations[kind] += 1
-        self.world.post(key, comm.rank, what)
-        return lambda: len(self.world.posted[key]) == comm.size
-
-    @property
-    def only(self) -> FakeComm:
-        (comm,) = self.comms.values()
-        return comm
+# One rank's NCCL in software.
+Nccl = Any
+
+
+@pytest.fixture(autouse=True)
+def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if "real_library" in request.node.name:
+        yield None
+        return
+    with software_device() as machine:
+        yield machine
 
 
 # Driving it ----------------------------------------------------------------------------------------
@@ -400,58 +70,82 @@ def drive(program: Generator[Handle, None, Any]) -> Any:
         return stop.value
 
 
-def library_of(fake: FakeNccl) -> Library:
-    return Library(fake, lambda number: nullcontext())
+def new_nccl() -> Nccl:
+    from cupy._nccl import Nccl as InSoftware
+
+    return InSoftware()
 
 
-def opened(fake: FakeNccl, size: int, **options: Any) -> NcclLink:
-    library = library_of(fake)
-    program = NcclLink.open(library, HostMemory(), fake.rank, size, bytes(range(128)), **options)
-    link: NcclLink = drive(program)
-    return link
+def new_memory() -> CudaMemory:
+    """Memory in a stream of its own, since the ranks are threads."""
+    memory = CudaMemory(0)
+    memory.stream = memory.own_stream
+    return memory
 
 
-def on_links(size: int, check: Callable[[NcclLink, FakeNccl], Any], **options: Any) -> list[Any]:
+def opening(nccl: Nccl, rank: int, size: int, name: bytes, **options: Any) -> Any:
+    return NcclLink.open(Library(nccl), new_memory(), rank, size, name, **options)
+
+
+def new_name() -> bytes:
+    return Library(new_nccl()).unique_id()
+
+
+def on_links(size: int, check: Callable[[NcclLink, Nccl], Any], **options: Any) -> list[Any]:
     """Run `check` on every rank's link, each in a thread."""
-    world = World()
+    name = new_name()
 
     def rank(number: int) -> Any:
-        fake = FakeNccl(world, number)
-        return check(opened(fake, size, **options), fake)
+        nccl = new_nccl()
+        return check(drive(opening(nccl, number, size, name, **options)), nccl)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(rank, range(size)))
 
 
-def alone(**options: Any) -> tuple[NcclLink, FakeNccl]:
-    fake = FakeNccl(World(), 0)
-    return opened(fake, 1, **options), fake
+def alone(**options: Any) -> tuple[NcclLink, Nccl]:
+    nccl = new_nccl()
+    return drive(opening(nccl, 0, 1, new_name(), **options)), nccl
 
 
-def stuck() -> tuple[NcclLink, FakeNccl, Handle]:
+def stuck() -> tuple[NcclLink, Nccl, Handle]:
     """A link of two ranks, the other of which has gone after the opening."""
-    world = World()
-    FakeNccl(world, 1)._comm_init_rank_config(*_init_arguments(1))
-    fake = FakeNccl(world, 0)
-    link = opened(fake, 2)
-    return link, fake, link.bcast(link.empty(8, UINT8), 1)
+    name, nccl = new_name(), new_nccl()
+    programs = [opening(nccl, 0, 2, name), opening(new_nccl(), 1, 2, name)]
+    finish(*map(next, programs))
+    link: NcclLink = drive(programs[0])
+    buffer = link.empty(8, UINT8)
+    nccl.slowness = 1 << 30
+    return link, nccl, link.bcast(buffer, 1)
 
 
-def _init_arguments(rank: int) -> tuple[Any, ...]:
-    name = libnccl.UniqueId.from_buffer_copy(bytes(range(128)))
-    handle, config = ctypes.c_void_p(), libnccl.Config.nonblocking()
-    return ctypes.byref(handle), 2, name, rank, ctypes.byref(config)
+def over(nccl: Nccl, handle: Handle) -> None:
+    """Let NCCL put what is under way on its stream."""
+    nccl.only.polls = 0
+    finish(handle)
 
 
-def blocks(link: NcclLink, counts: list[int], fill: int = 0) -> Blocks:
+def device_buffer(array: np.ndarray, memory: Any) -> DeviceBuffer:
+    found: DeviceBuffer = memory.upload(array)
+    return found
+
+
+def values(part: DeviceBuffer) -> np.ndarray:
+    """Return the elements, once the stream has come so far."""
+    into = np.empty(part.size, part.dtype)
+    part.memory.download(part, into)
+    return into
+
+
+def fill(part: DeviceBuffer, value: int) -> None:
+    part[...] = part.memory.upload(np.full(part.size, value, part.dtype))
+
+
+def blocks(link: NcclLink, counts: list[int], value: int = 0) -> Blocks:
     offsets = [sum(counts[:r]) for r in range(len(counts))]
     buffer = link.empty(sum(counts), UINT8)
-    values(buffer)[...] = fill
+    fill(buffer, value)
     return Blocks(buffer, counts, offsets)
-
-
-def bytes_of(part: DeviceBuffer) -> np.ndarray:
-    return values(part.view(np.uint8))
 
 
 size = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -462,11 +156,11 @@ size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 
 @size
 def test_alltoall_of_different_lengths(size: int) -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         for scale in (0, 1, 1000):
             send = blocks(link, [scale * (r + link.rank) for r in range(size)])
             for rank in range(size):
-                values(send.block(rank))[...] = 10 * link.rank + rank
+                fill(send.block(rank), 10 * link.rank + rank)
             recv = blocks(link, [scale * (r + link.rank) for r in range(size)], 255)
             finish(link.alltoall(send, recv))
             for rank in range(size):
@@ -478,42 +172,42 @@ def test_alltoall_of_different_lengths(size: int) -> None:
 @size
 @pytest.mark.parametrize("even", [True, False])
 def test_allgather_is_in_place(size: int, even: bool) -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         for scale in (0, 3, 5000):
             counts = [scale * (1 if even else r) for r in range(size)]
             recv = blocks(link, counts, 255)
-            values(recv.block(link.rank))[...] = link.rank
+            fill(recv.block(link.rank), link.rank)
             finish(link.allgather(recv))
             for rank in range(size):
                 assert (values(recv.block(rank)) == rank).all()
-        assert ("ncclAllGather" in fake.calls) == even
+        assert ("ncclAllGather" in nccl.calls) == even
 
     on_links(size, check)
 
 
 def test_blocks_with_gaps_between_them_are_broadcast_and_empty_ones_are_not() -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         for counts in ([4, 4, 4], [5, 0, 3]):
-            fake.calls.clear()
+            nccl.calls.clear()
             recv = Blocks(blocks(link, [30], 255).buffer, counts, [0, 10, 20])
-            values(recv.block(link.rank))[...] = link.rank
+            fill(recv.block(link.rank), link.rank)
             finish(link.allgather(recv))
             want = np.full(30, 255)
             for rank in range(3):
                 want[10 * rank : 10 * rank + counts[rank]] = rank
             assert values(recv.buffer).tolist() == want.tolist()
-            assert fake.calls.count("ncclBroadcast") == np.count_nonzero(counts)
+            assert nccl.calls.count("ncclBroadcast") == np.count_nonzero(counts)
 
     on_links(3, check)
 
 
 @size
 def test_gather_reaches_every_root(size: int) -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         for root in range(size):
             recv = blocks(link, [100 * r for r in range(size)], 255)
             send = link.empty(100 * link.rank, UINT8)
-            values(send)[...] = link.rank
+            fill(send, link.rank)
             finish(link.gather(send, recv if link.rank == root else None, root))
             for rank in range(size):
                 want = rank if link.rank == root else 255
@@ -524,11 +218,11 @@ def test_gather_reaches_every_root(size: int) -> None:
 
 @size
 def test_scatter_from_every_root(size: int) -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         for root in range(size):
             send = blocks(link, [50 * r for r in range(size)])
             for rank in range(size):
-                values(send.block(rank))[...] = 10 * root + rank
+                fill(send.block(rank), 10 * root + rank)
             recv = link.empty(50 * link.rank, UINT8)
             finish(link.scatter(send if link.rank == root else None, recv, root))
             assert (values(recv) == 10 * root + link.rank).all()
@@ -538,11 +232,11 @@ def test_scatter_from_every_root(size: int) -> None:
 
 @size
 def test_bcast_from_every_root(size: int) -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         for root in range(size):
             for count in (0, 1, 3000):
                 buffer = link.empty(count, UINT8)
-                values(buffer)[...] = 10 * root + link.rank
+                fill(buffer, 10 * root + link.rank)
                 finish(link.bcast(buffer, root))
                 assert (values(buffer) == 11 * root).all()
 
@@ -550,23 +244,25 @@ def test_bcast_from_every_root(size: int) -> None:
 
 
 def test_movements_are_groups_of_bytes_on_the_current_stream() -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
-        fake.calls.clear()
-        link.memory.stream = 4711
+    def check(link: NcclLink, nccl: Nccl) -> None:
+        nccl.calls.clear()
+        other = new_memory()
+        link.memory.stream = other.own_stream
         finish(link.alltoall(blocks(link, [2, 5, 7]), blocks(link, [[2, 5, 7][link.rank]] * 3)))
-        asked = [name for name in fake.calls if name != "ncclCommGetAsyncError"]
+        asked = [name for name in nccl.calls if name != "ncclCommGetAsyncError"]
         assert asked[0] == "ncclGroupStart"
         assert asked[-1] == "ncclGroupEnd"
         assert Counter(asked[1:-1]) == {"ncclSend": 2, "ncclRecv": 2}
-        assert fake.streams == {4711}
-        assert {dtype for dtype, _ in fake.arguments} == {libnccl.UINT8}
+        assert nccl.streams == {other.own_stream}
+        assert {dtype for _, dtype, _ in nccl.asked} == {libnccl.UINT8}
+        values(link.empty(1, UINT8))
 
     on_links(3, check)
 
 
 def test_what_is_empty_asks_nothing_of_nccl() -> None:
-    link, fake = alone()
-    fake.calls.clear()
+    link, nccl = alone()
+    nccl.calls.clear()
     nothing, none = link.empty(0, UINT8), blocks(link, [0])
     for handle in (
         link.alltoall(none, none),
@@ -577,12 +273,12 @@ def test_what_is_empty_asks_nothing_of_nccl() -> None:
         link.allreduce(nothing.view(np.int32), nothing.view(np.int32), "sum"),
     ):
         assert handle.done()
-    assert fake.calls == []
+    assert nccl.calls == []
 
 
 def test_memory_is_kept_until_nccl_has_put_the_operation_on_its_stream() -> None:
-    link, fake = alone()
-    fake.slowness = 3
+    link, nccl = alone()
+    nccl.slowness = 3
     buffer = link.empty(64, UINT8)
     memory = weakref.ref(buffer.owner)
     handle = link.bcast(buffer, 0)
@@ -616,7 +312,7 @@ def test_nccl_reduces_only_what_the_contract_lets_it(reproducible: bool) -> None
 
 @pytest.mark.parametrize(("op", "name"), sorted(EXACT | ROUNDED))
 def test_allreduce_names_type_and_operation_rightly(op: str, name: str) -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         dtype = np.dtype(name)
         rows = [(np.arange(7) * 3 + r + 1).astype(dtype) * dtype.type(1 + r) for r in range(3)]
         want = np.empty(7, dtype)
@@ -634,7 +330,7 @@ def test_allreduce_names_type_and_operation_rightly(op: str, name: str) -> None:
     ("op", "name"), [("mean", "float32"), ("sum", "bfloat16"), ("sum", "int32")]
 )
 def test_algorithms_reduce_over_the_link_in_rank_order(op: str, name: str) -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         link.chunk_bytes = 4096
         dtype = BY_NAME[name].dtype
         rng = np.random.default_rng(7)
@@ -644,7 +340,7 @@ def test_algorithms_reduce_over_the_link_in_rank_order(op: str, name: str) -> No
         source, target = device_buffer(rows[link.rank], link.memory), link.empty(9001, dtype)
         drive(algorithms.allreduce(link, source, target, op))
         assert values(target).tobytes() == want.tobytes()
-        assert ("ncclAllReduce" in fake.calls) == (name == "int32")
+        assert ("ncclAllReduce" in nccl.calls) == (name == "int32")
 
     on_links(3, check)
 
@@ -653,12 +349,8 @@ def test_algorithms_reduce_over_the_link_in_rank_order(op: str, name: str) -> No
 
 
 def test_opening_goes_on_until_all_ranks_have_come() -> None:
-    world = World()
-    fakes = [FakeNccl(world, rank) for rank in range(2)]
-    programs = [
-        NcclLink.open(library_of(fake), HostMemory(), fake.rank, 2, bytes(range(128)))
-        for fake in fakes
-    ]
+    name = new_name()
+    programs = [opening(new_nccl(), rank, 2, name) for rank in range(2)]
     first = next(programs[0])
     assert not any(first.done() for _ in range(50))
     finish(first, next(programs[1]))
@@ -667,31 +359,31 @@ def test_opening_goes_on_until_all_ranks_have_come() -> None:
 
 
 def test_a_movement_is_done_only_when_nccl_says_so() -> None:
-    link, fake = alone()
-    fake.slowness = 5
-    buffer = link.empty(4, UINT8)
-    handle = link.bcast(buffer, 0)
-    assert [handle.done() for _ in range(6)] == [False] * 4 + [True] * 2
-    assert fake.only.polls == 5
+    link, nccl = alone()
+    nccl.slowness = 4
+    handle = link.bcast(link.empty(4, UINT8), 0)
+    nccl.calls.clear()
+    assert [handle.done() for _ in range(7)] == [False] * 4 + [True] * 3
+    assert nccl.calls == ["ncclCommGetAsyncError"] * 5
 
 
 def test_an_error_of_a_call_is_raised_in_nccl_s_words_and_closes_the_group() -> None:
-    link, fake = alone()
-    fake.fails["ncclBroadcast"] = INVALID_ARGUMENT
+    link, nccl = alone()
+    nccl.fails["ncclBroadcast"] = INVALID_ARGUMENT
     with pytest.raises(
         TransportError, match=r"NCCL reported: invalid argument \(the cable is out\)"
     ):
         link.bcast(link.empty(4, UINT8), 0)
-    assert fake.group is None
+    assert nccl.calls.count("ncclGroupEnd") == nccl.calls.count("ncclGroupStart")
 
 
 def test_after_a_failed_call_no_more_of_the_group_is_issued() -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
-        fake.fails["ncclSend"] = INVALID_ARGUMENT
-        fake.calls.clear()
+    def check(link: NcclLink, nccl: Nccl) -> None:
+        nccl.fails["ncclSend"] = INVALID_ARGUMENT
+        nccl.calls.clear()
         with pytest.raises(TransportError):
             link.alltoall(blocks(link, [1] * 3), blocks(link, [1] * 3))
-        assert fake.calls[:3] == ["ncclGroupStart", "ncclSend", "ncclGroupEnd"]
+        assert nccl.calls[:3] == ["ncclGroupStart", "ncclSend", "ncclGroupEnd"]
 
     on_links(3, check)
 
@@ -704,9 +396,9 @@ def test_only_nccl_takes_calls_ahead_of_their_headers() -> None:
 
 
 def test_an_error_while_in_progress_is_raised_by_the_handle() -> None:
-    link, fake, handle = stuck()
+    link, nccl, handle = stuck()
     assert not handle.done()
-    fake.only.state = REMOTE_ERROR
+    nccl.only.state = REMOTE_ERROR
     with pytest.raises(TransportError, match="remote error"):
         handle.done()
     assert isinstance(link.error(), TransportError)
@@ -719,25 +411,26 @@ def test_no_error_while_all_is_well() -> None:
 
 
 def test_the_per_thread_stream_is_refused() -> None:
-    link, fake = alone()
-    link.memory.stream = 2
-    fake.calls.clear()
+    link, nccl = alone()
+    buffer = link.empty(4, UINT8)
+    nccl.calls.clear()
     with pytest.raises(TransportError, match="per-thread"):
-        link.bcast(link.empty(4, UINT8), 0)
-    assert fake.calls == []
+        link.at(2).bcast(buffer, 0)
+    assert nccl.calls == []
 
 
 # Splitting -----------------------------------------------------------------------------------------
 
 
 def test_split_makes_links_of_the_members_in_their_order() -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         members = [3, 1] if link.rank % 2 else [0, 2]
         child = drive(link.split(link.rank % 2, members.index(link.rank)))
         assert (child.rank, child.size) == (members.index(link.rank), 2)
         assert child.memory is not link.memory
+        child.memory.stream = child.memory.own_stream
         recv = blocks(child, [1, 1])
-        values(recv.block(child.rank))[...] = link.rank
+        fill(recv.block(child.rank), link.rank)
         finish(child.allgather(recv))
         assert values(recv.buffer).tolist() == members
         finish(link.bcast(link.empty(1, UINT8), 0))
@@ -746,11 +439,11 @@ def test_split_makes_links_of_the_members_in_their_order() -> None:
 
 
 def test_a_rank_of_no_color_takes_part_in_a_split_and_gets_none() -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
+    def check(link: NcclLink, nccl: Nccl) -> None:
         out = link.rank == 1
         child = drive(link.split(None if out else 0, link.rank))
         assert (child is None) == out
-        assert len(fake.comms) == (1 if out else 2)
+        assert len(nccl.comms) == (1 if out else 2)
 
     on_links(3, check)
 
@@ -762,51 +455,50 @@ def test_a_split_keeps_whether_floats_are_summed_in_rank_order() -> None:
         assert child.native("sum", np.dtype(np.float32)) == (not reproducible)
 
 
-def test_a_nccl_without_split_leaves_it_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    link, fake = alone()
-    monkeypatch.delattr(FakeNccl, "_comm_split")
-    fake.calls.clear()
+def test_a_nccl_without_split_leaves_it_to_the_caller() -> None:
+    link, nccl = alone()
+    del nccl.ncclCommSplit
+    nccl.calls.clear()
     assert drive(link.split(0, 0)) is None
-    assert fake.calls == []
+    assert nccl.calls == []
 
 
 def test_a_split_that_is_given_up_ends_both_halves() -> None:
-    link, fake, handle = stuck()
-    fake.only.waiting = lambda: True
-    finish(handle)
+    link, nccl, handle = stuck()
+    over(nccl, handle)
     program = link.split(0, 0)
     assert not next(program).done()
     with pytest.raises(KeyboardInterrupt):
         program.throw(KeyboardInterrupt())
-    assert fake.only.gone == "aborted"
+    assert nccl.only.gone == "aborted"
 
 
 # The end -------------------------------------------------------------------------------------------
 
 
 def test_an_opening_that_is_given_up_is_aborted() -> None:
-    fake = FakeNccl(World(), 0)
-    program = NcclLink.open(library_of(fake), HostMemory(), 0, 2, bytes(range(128)))
+    nccl = new_nccl()
+    program = opening(nccl, 0, 2, new_name())
     assert not next(program).done()
     with pytest.raises(TimeoutError):
         program.throw(TimeoutError())
-    assert fake.only.gone == "aborted"
+    assert nccl.only.gone == "aborted"
 
 
 def test_an_opening_that_fails_at_once_says_why() -> None:
-    fake = FakeNccl(World(), 0)
-    fake.fails["ncclCommInitRankConfig"] = INVALID_ARGUMENT
+    nccl = new_nccl()
+    nccl.fails["ncclCommInitRankConfig"] = INVALID_ARGUMENT
     with pytest.raises(TransportError, match="the cable is out"):
-        opened(fake, 2)
+        drive(opening(nccl, 0, 2, new_name()))
 
 
 def test_abort_ends_what_is_under_way_and_happens_once() -> None:
-    link, fake, handle = stuck()
+    link, nccl, handle = stuck()
     assert not handle.done()
     link.abort()
     link.abort()
     link.close()
-    assert fake.calls.count("ncclCommAbort") == 1
+    assert nccl.calls.count("ncclCommAbort") == 1
     with pytest.raises(TransportError, match="was aborted"):
         handle.done()
     with pytest.raises(TransportError, match="was aborted"):
@@ -815,24 +507,30 @@ def test_abort_ends_what_is_under_way_and_happens_once() -> None:
 
 
 def test_many_threads_that_abort_abort_once() -> None:
-    link, fake, _ = stuck()
+    link, nccl, _ = stuck()
     threads = [threading.Thread(target=link.abort) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert fake.calls.count("ncclCommAbort") == 1
+    assert nccl.calls.count("ncclCommAbort") == 1
 
 
 def test_an_abort_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libnccl, "_GRACE", 0.05)
-    link, fake, _ = stuck()
-    fake.hangs.clear()
+    link, nccl, _ = stuck()
+    leave, abort = threading.Event(), nccl.ncclCommAbort
+
+    def hang(handle: Any) -> int:
+        leave.wait(20)
+        return abort(handle)
+
+    nccl.ncclCommAbort = hang
     link.abort()
-    assert fake.only.gone == ""
-    fake.hangs.set()
+    assert nccl.only.gone == ""
+    leave.set()
     # The thread that was left behind ends with the test.
-    while fake.only.gone == "":
+    while nccl.only.gone == "":
         time.sleep(0.001)
 
 
@@ -840,7 +538,7 @@ def test_an_abort_does_not_wait_for_a_thread_that_hangs_in_nccl(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(libnccl, "_GRACE", 0.05)
-    link, fake, _ = stuck()
+    link, nccl, _ = stuck()
     inside, leave = threading.Event(), threading.Event()
 
     def hang(*arguments: Any) -> int:
@@ -848,12 +546,12 @@ def test_an_abort_does_not_wait_for_a_thread_that_hangs_in_nccl(
         leave.wait()
         return OK
 
-    monkeypatch.setattr(FakeNccl, "_comm_get_async_error", hang)
+    nccl.ncclCommGetAsyncError = hang
     thread = threading.Thread(target=link.error)
     thread.start()
     inside.wait()
     link.abort()
-    assert fake.only.gone == "aborted"
+    assert nccl.only.gone == "aborted"
     leave.set()
     thread.join()
 
@@ -861,7 +559,7 @@ def test_an_abort_does_not_wait_for_a_thread_that_hangs_in_nccl(
 def test_an_abort_does_not_wait_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may be in CUDA, and wait for the movement that is to be aborted."""
     monkeypatch.setattr(libnccl, "_GRACE", 0.05)
-    link, fake, _ = stuck()
+    link, nccl, _ = stuck()
     leave = threading.Event()
 
     @contextmanager
@@ -872,7 +570,7 @@ def test_an_abort_does_not_wait_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(link._comm._library, "current", hanging)
     assert link.error() is None
     link.abort()
-    assert fake.only.gone == "aborted"
+    assert nccl.only.gone == "aborted"
     leave.set()
 
 
@@ -885,68 +583,78 @@ def test_an_error_is_not_waited_for_while_a_thread_is_in_nccl() -> None:
 
 
 def test_close_finalizes_and_then_destroys() -> None:
-    def check(link: NcclLink, fake: FakeNccl) -> None:
-        fake.calls.clear()
+    def check(link: NcclLink, nccl: Nccl) -> None:
+        nccl.calls.clear()
         link.close()
-        ends = [name for name in fake.calls if name != "ncclCommGetAsyncError"]
+        ends = [name for name in nccl.calls if name != "ncclCommGetAsyncError"]
         assert ends == ["ncclCommFinalize", "ncclCommDestroy"]
         link.abort()
         link.close()
-        assert fake.only.gone == "destroyed"
+        assert nccl.only.gone == "destroyed"
 
     on_links(3, check)
 
 
 def test_close_aborts_where_the_others_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libnccl, "_GRACE", 0.05)
-    link, fake, handle = stuck()
-    fake.only.waiting = lambda: True
-    finish(handle)
+    link, nccl, handle = stuck()
+    over(nccl, handle)
     link.close()
-    assert fake.only.gone == "aborted"
-    assert "ncclCommDestroy" not in fake.calls
+    assert nccl.only.gone == "aborted"
+    assert "ncclCommDestroy" not in nccl.calls
 
 
 def test_close_aborts_what_is_still_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libnccl, "_GRACE", 0.05)
-    link, fake, _ = stuck()
+    link, nccl, _ = stuck()
     link.close()
-    assert fake.only.gone == "aborted"
-    assert "ncclCommFinalize" not in fake.calls
+    assert nccl.only.gone == "aborted"
+    assert "ncclCommFinalize" not in nccl.calls
 
 
 # Devices that ranks share ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("version", "last", "refused"),
-    [((2, 30, 3), True, False), ((2, 30, 3), False, True), ((2, 27, 5), True, True)],
-)
-def test_nccl_shares_a_device_only_where_it_was_told_to(
-    version: tuple[int, ...], last: bool, refused: bool
-) -> None:
+@pytest.mark.parametrize("last", [True, False])
+def test_nccl_shares_a_device_only_where_it_was_told_to(last: bool) -> None:
     shares = [True, True, last]
-    text = refuse_sharing(["a", "b", "a"], version, shares)
-    assert (text is not None) == refused
+    text = refuse_sharing(["a", "b", "a"], shares)
+    assert (text is None) == last
     if text is not None:
         assert "ranks 0, 2 share" in text
         assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in text
-        assert ("2.27.5" in text) == (version < (2, 30))
-    assert refuse_sharing(["a", "b", "c"], version, shares) is None
+    assert refuse_sharing(["a", "b", "c"], shares) is None
+
+
+@pytest.mark.parametrize(
+    ("uuids", "version", "named"),
+    [("aa", (2, 27, 5), True), ("aa", (2, 30, 3), False), ("ab", (2, 27, 5), False)],
+)
+def test_an_older_nccl_is_told_that_ranks_are_on_several_hosts(
+    monkeypatch: pytest.MonkeyPatch, uuids: str, version: tuple[int, ...], named: bool
+) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(nccl_link.os, "environ", environment)
+    nccl_link.let_share(uuids, version)
+    assert ("NCCL_HOSTID" in environment) == named
+    environment["NCCL_HOSTID"] = "mine"
+    nccl_link.let_share(uuids, version)
+    assert environment == {"NCCL_HOSTID": "mine"}
 
 
 # The library itself --------------------------------------------------------------------------------
 
 
 def test_version_and_unique_id_are_read() -> None:
-    library = library_of(FakeNccl(World(), 0))
+    nccl = new_nccl()
+    nccl.version = 22304
+    library = Library(nccl)
     assert library.version() == (2, 23, 4)
-    assert library.unique_id() == bytes(range(128))
+    assert len(library.unique_id()) == 128
+    assert library.unique_id() != library.unique_id()
 
 
 def test_what_the_environment_takes_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "missing", lambda: None)
-    monkeypatch.setattr(libnccl, "load", lambda: library_of(FakeNccl(World(), 0)))
     monkeypatch.delenv("NCCL_COMM_BLOCKING", raising=False)
     assert libnccl.missing() is None
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")

@@ -1,21 +1,24 @@
-"""Movements by way of pinned memory, with host memory behind a late stream for the devices."""
+"""Movements by way of pinned memory, over devices in software."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from arraycomm import Communicator
-from arraycomm._arrays.device_memory import DeviceBuffer, Event
+from arraycomm._arrays import pinned
+from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._arrays.pinned import Staging
+from arraycomm._cuda.device import CudaMemory
 from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle
 from tests.support import internals
-from tests.support.device_standin import LateMemory, Never, peek
+from tests.support.device import software_device
 from tests.support.on_ranks import OnRanks, on_ranks, several, size, transport
 
 __all__ = ["on_ranks", "several", "size", "transport"]
@@ -25,39 +28,46 @@ CHUNK = 1024
 GAP = 0x5A
 
 
+@pytest.fixture(autouse=True)
+def cuda() -> Iterator[Any]:
+    with software_device() as machine:
+        yield machine
+
+
 class Pins:
-    """Memory that stands for pinned memory; remembers the sizes of what was pinned."""
+    """Pinned memory; remembers the sizes of what was pinned."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
     def __call__(self, nbytes: int) -> Array:
         self.sizes.append(nbytes)
-        return np.full(nbytes, 0xA5, np.uint8)
+        return pinned._pin(0, nbytes)
 
 
-class Told(LateMemory):
+class Told(CudaMemory):
     """Tells which copies were asked of the device, beside what MPI was."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: int = 0) -> None:
+        super().__init__(device)
+        # Ranks that are threads would share the default stream.
+        self.stream = self.own_stream
         self.log: list[str] = []
-        self.spans: list[DeviceBuffer] = []
-
-    def on_device(self, array: Array) -> DeviceBuffer:
-        device_buffer = self.allocate(array.nbytes).view(array.dtype)
-        self.put(lambda: np.copyto(peek(device_buffer), array))
-        self.spans.append(device_buffer)
-        return device_buffer
 
     def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
-        there = any(source.shares(device_buffer.view("u1")) for device_buffer in self.spans)
-        self.log.append("out" if there else "back")
+        self.log.append("back" if _is_pinned(source) else "out")
         super().copy(target, source)
 
     def elements(self, device_buffer: DeviceBuffer) -> Array:
-        self.catch_up()
-        return peek(device_buffer)
+        into = np.empty(device_buffer.size, device_buffer.dtype)
+        self.download(device_buffer, into)
+        return into
+
+
+def _is_pinned(device_buffer: DeviceBuffer) -> bool:
+    import cupy
+
+    return bool(cupy.cuda.pinned_memory.is_memory_pinned(device_buffer.address))
 
 
 def _link(
@@ -92,7 +102,7 @@ def test_allreduce_folds_chunk_by_chunk(on_ranks: OnRanks, several: int, count: 
     def check(comm: Communicator) -> None:
         link, memory = _link(comm)
         x = (np.arange(count) * 7 % 23 + comm.rank).astype("float32")
-        source, target = memory.on_device(x), memory.on_device(np.zeros_like(x))
+        source, target = memory.upload(x), memory.upload(np.zeros_like(x))
         _finish(link.allreduce(source, target, "mean"))
         want = comm.allreduce(x, "mean")
         assert memory.elements(target).tobytes() == want.tobytes()
@@ -113,7 +123,7 @@ def test_copies_go_on_while_mpi_has_a_chunk(on_ranks: OnRanks, several: int, nam
             pins = Pins()
             link, memory = _link(apart, pins, chunk)
             x = np.arange(9 * chunk // 4, dtype="float32") + comm.rank
-            device_buffer = memory.on_device(x).view("u1")
+            device_buffer = memory.upload(x).view("u1")
             chunks = 9
             _logging(apart, memory, "alltoall" if name == "allreduce" else name)
             if name == "allreduce":
@@ -169,7 +179,7 @@ def test_blocks_may_lie_anywhere(on_ranks: OnRanks, several: int, scale: int) ->
             for r in ranks:
                 if rank in (None, r):
                     array[offsets[r] : offsets[r] + lengths[r]] = 1 + 10 * comm.rank + r
-            return Blocks(memory.on_device(array), lengths, offsets)
+            return Blocks(memory.upload(array), lengths, offsets)
 
         def blocks(found: Blocks) -> list[list[int]]:
             array = memory.elements(found.buffer).copy()
@@ -195,11 +205,11 @@ def test_blocks_may_lie_anywhere(on_ranks: OnRanks, several: int, scale: int) ->
         assert blocks(recv) == values(lengths, [1 + 11 * r for r in ranks])
 
         for root in ranks:
-            mine = memory.on_device(np.full(lengths[comm.rank], 1 + comm.rank, np.uint8))
+            mine = memory.upload(np.full(lengths[comm.rank], 1 + comm.rank, np.uint8))
             recv = made(lengths, comm.size)
             _finish(link.gather(mine, recv if comm.rank == root else None, root))
             assert comm.rank != root or blocks(recv) == values(lengths, [1 + r for r in ranks])
-            into = memory.on_device(np.full(lengths[comm.rank], 255, np.uint8))
+            into = memory.upload(np.full(lengths[comm.rank], 255, np.uint8))
             send = made(lengths, None) if comm.rank == root else None
             _finish(link.scatter(send, into, root))
             assert (memory.elements(into) == 1 + 10 * root + comm.rank).all()
@@ -209,38 +219,49 @@ def test_blocks_may_lie_anywhere(on_ranks: OnRanks, several: int, scale: int) ->
 
 def test_movement_keeps_to_the_stream_in_which_it_began(on_ranks: OnRanks, several: int) -> None:
     class Streams(Told):
-        def put(self, work: Callable[[], None]) -> None:
-            self.log.append(str(self.stream))
-            super().put(work)
+        def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
+            streams.append(self.stream)
+            super().copy(target, source)
+
+    streams: list[int] = []
 
     def check(comm: Communicator) -> None:
-        link = HostStagedLink(internals.transport(comm), Streams(), Staging(Pins()), CHUNK).at(7)
-        memory: Any = link.memory
-        handle = link.bcast(memory.on_device(np.ones(5000, np.uint8)), 0)
-        assert link.at(9).memory.stream == 9
+        memory, kept = Streams(), Told()
+        first, other = memory.own_stream, kept.own_stream
+        link = HostStagedLink(internals.transport(comm), memory, Staging(Pins()), CHUNK).at(first)
+        handle = link.bcast(link.memory.upload(np.ones(5000, np.uint8)), 0)
+        assert link.at(other).memory.stream == other
         _finish(handle)
-        assert {*memory.log} - {"out", "back"} == {"7"}
+        assert first in streams
+        assert other not in streams
 
     on_ranks(several, check)
 
 
 def test_pinned_memory_is_kept_while_the_device_copies_from_it(
-    on_ranks: OnRanks, several: int
+    on_ranks: OnRanks, several: int, cuda: Any
 ) -> None:
     class Later(Told):
-        """Comes to nothing before it is made to, once MPI is done."""
+        """Copies nothing back before it may."""
 
-        def record(self) -> Event:
-            return super().record() if len(self.log) < 2 else Never()
+        def __init__(self) -> None:
+            super().__init__()
+            self.may = threading.Event()
+
+        def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
+            if _is_pinned(source):
+                cuda.stream(self.stream).put("hold", lambda: self.may.wait(20))
+            super().copy(target, source)
 
     def check(comm: Communicator) -> None:
         memory, staging = Later(), Staging(Pins())
         link = HostStagedLink(internals.transport(comm), memory, staging, CHUNK)
-        device_buffer = memory.on_device(np.full(700, comm.rank + 1, np.uint8))
+        device_buffer = memory.upload(np.full(700, comm.rank + 1, np.uint8))
         target = memory.allocate(700)
         _finish(link.allreduce(device_buffer, target, "max"))
         for _ in range(4):
             staging.empty(4096)[...] = 0
+        memory.may.set()
         assert (memory.elements(target) == comm.size).all()
 
     on_ranks(several, check)

@@ -9,6 +9,9 @@ and this those with one rank, with ranks that are threads, and the programs that
 CuPy has to be installed; PyTorch with CUDA, JAX with CUDA, mpi4py and Hypothesis for the tests of
 each. Without a device everything here is skipped, with the reason, and one call of each test is enough
 to say so.
+
+With `PYTHONPATH=tests/support/device` both run over the device in software, where there is no other: the
+tests of CuPy's arrays, but for those that say nothing about a device that is none.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator
 from arraycomm._cuda import device
 from arraycomm._errors import BackendUnavailableError
-from arraycomm.testing import run
+from arraycomm.testing import _frameworks, run
 from arraycomm.testing._oracle import NARROW
 from tests.support import internals
 
@@ -44,6 +47,31 @@ _SETTINGS = {
     # Else the first rank's JAX takes most of the device's memory.
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
+# On devices in software: ranks that a test launches share one, which programs take without being told.
+_SOFTWARE_SETTINGS = {"CUDA_VISIBLE_DEVICES": "0"}
+# What says nothing there, or takes long to say it.
+_NOT_IN_SOFTWARE = (
+    "test_leaks.py",
+    "test_kernels_on_device.py",
+    "test_reading_waits_for_the_current_stream",
+    "-314572800]",
+    "jax",
+    "torch",
+    "OfTorch",
+    "managed_memory",
+    "test_exchange_stays_on_the_device",
+    "test_a_request_may_be_waited_for_in_another_stream[threads",
+)
+# One rank shows little of NCCL, and of the laws; two show of the rest what one has shown.
+_NOT_ON_ONE_RANK = (
+    "test_nccl_collectives.py",
+    "test_conformance_on_device.py",
+    "[nccl-",
+    "test_input_may_be_overwritten",
+    "test_the_host_does_not_wait",
+    "test_calls_in_several_streams",
+)
+_NOT_ON_RANKS = ("test_door.py", "test_failures_on_device.py")
 SPIN = """
 extern "C" __global__ void spin(long long nanoseconds) {
     long long start, now;
@@ -67,11 +95,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # What libraries of CUDA's warn of is no failure of what is tested.
         item.add_marker(pytest.mark.filterwarnings("default"))
     if device.missing() is None:
+        if _is_software():
+            _choose_for_software(config, items)
         return
     first = {item.nodeid.partition("[")[0]: item for item in reversed(own)}.values()
     left_out = set(own).difference(first)
     config.hook.pytest_deselected(items=[item for item in own if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def _is_software() -> bool:
+    import cupy
+
+    return str(cupy.__version__).endswith("+software")
+
+
+def _choose_for_software(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = _NOT_IN_SOFTWARE + (_NOT_ON_ONE_RANK if LAUNCH is None else _NOT_ON_RANKS)
+    chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        chosen[not any(name in item.nodeid for name in names)].append(item)
+    config.hook.pytest_deselected(items=chosen[False])
+    # Programs that mostly sleep begin first, on one half of the workers.
+    items[:] = sorted(chosen[True], key=lambda item: "test_failures" not in item.nodeid)
+    half = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) // 2
+    if half > 1:
+        items[:] = [item for first in range(half) for item in items[first::half]]
+    for item in items:
+        # PyTorch's arrays of the laws stay on the host.
+        if "arrays_on_device" in getattr(item, "fixturenames", ()):
+            item.fixturenames.remove("arrays_on_device")  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +145,12 @@ def device_number() -> Iterator[int]:
     import cupy
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in _SETTINGS.items():
+        settings = _SETTINGS | (_SOFTWARE_SETTINGS if _is_software() else {})
+        if _is_software():
+            # By no file of a driver.
+            patch.setattr(_frameworks, "_device_is_here", lambda: True)
+            _frameworks.installed_frameworks.cache_clear()
+        for name, value in settings.items():
             if name not in os.environ:
                 patch.setenv(name, value)
         number = device.choose_device(_local_rank(), None)

@@ -1,0 +1,207 @@
+"""CUDA's driver library, and the kernels of arraycomm, which do with NumPy what they do on a device."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from cupy._machine import INVALID_HANDLE, NO_CONTEXT, CudaError, machine
+
+from arraycomm import _folds
+from arraycomm._arrays.dlpack import array_at
+from arraycomm._cuda.kernels import MAX_ROWS, PIECES, ROWS_BYTES, SPOILED
+from arraycomm._dtypes import BY_NAME
+
+_BYTE: Final = np.dtype(np.uint8)
+
+
+class Library:
+    """A library as ctypes shows it: functions by name, whose types may be set. `calls` tells which were called.
+
+    A function whose name is in `fails` returns that code, and does nothing.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.calls: list[str] = []
+        self.fails: dict[str, int] = {}
+        for name, function in functions.items():
+            setattr(self, name, partial(self._call, name, function))
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.calls.append(name)
+        return self.fails[name] if name in self.fails else function(*arguments)
+
+
+class Driver(Library):
+    """libcuda.so.1."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            {
+                "cuInit": lambda _flags: 0,
+                "cuDeviceGet": self._device_get,
+                "cuDeviceGetUuid_v2": self._uuid,
+                "cuDevicePrimaryCtxGetState": self._context_state,
+                "cuThreadExchangeStreamCaptureMode": self._exchange_capture_mode,
+                "cuEventQuery": self._in_context(machine.query),
+                "cuStreamWriteValue32_v2": self._in_context(self._write),
+                "cuLaunchKernel": self._in_context(self._launch),
+            }
+        )
+        # The modes of capture that threads have asked for.
+        self.modes: list[int] = []
+
+    @staticmethod
+    def _in_context(function: Callable[..., int]) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            if not machine.here.bound:
+                return NO_CONTEXT
+            try:
+                return function(*arguments)
+            except CudaError as error:
+                return error.status
+
+        return call
+
+    @staticmethod
+    def _device_get(number: Any, device: int) -> int:
+        number._obj.value = device
+        return 0 if device < machine.count() else 101
+
+    @staticmethod
+    def _uuid(found: Any, number: Any) -> int:
+        # With a zero, at which a text would end.
+        found[:] = [0xC0, 0, *[number.value] * 14]
+        return 0
+
+    @staticmethod
+    def _context_state(number: Any, _flags: Any, active: Any) -> int:
+        active._obj.value = number.value in machine.contexts
+        return 0
+
+    def _exchange_capture_mode(self, mode: Any) -> int:
+        self.modes.append(mode._obj.value)
+        machine.here.capture_mode, mode._obj.value = mode._obj.value, machine.here.capture_mode
+        return 0
+
+    @staticmethod
+    def _write(stream: int, address: int, value: int, _flags: int) -> int:
+        word = ctypes.c_uint32.from_address(address)
+        machine.stream(stream).put("write", lambda: setattr(word, "value", value))
+        return 0
+
+    @staticmethod
+    def _launch(handle: int, *rest: Any) -> int:
+        found = _kernels.get(handle)
+        if found is None:
+            return INVALID_HANDLE
+        stream, arguments = rest[7:9]
+        # The launch copies the argument.
+        argument = ctypes.c_void_p.from_address(arguments).value
+        work = _LAUNCHES[found.name](found, argument)
+        machine.stream(stream).put(found.name, work)
+        return 0
+
+
+# Kernels --------------------------------------------------------------------------------------------
+
+
+class _Kernel(NamedTuple):
+    name: str
+    op: str
+    dtype: Any
+
+
+def _memory(address: int, count: int, dtype: Any) -> Any:
+    return array_at(address, (count,), None, dtype, False, None, "memory of a kernel")
+
+
+def _rows(kernel: _Kernel, argument: int) -> Callable[[], Any]:
+    words = np.frombuffer(ctypes.string_at(argument, ROWS_BYTES), np.int64)
+    many, before, more, _packed = words[-2:].view(np.int32)
+    # Rows of several launches are for the tests of the kernels themselves.
+    assert not before
+    assert not more
+    count = int(words[2 * MAX_ROWS + 1])
+    rows = [_memory(int(address), count, kernel.dtype) for address in words[:many]]
+    into = words[MAX_ROWS : MAX_ROWS + (1 if kernel.name == "fold" else many)]
+    outs = [_memory(int(address), count, kernel.dtype) for address in into]
+    if kernel.name == "fold":
+        return lambda: _folds.fold(kernel.op, kernel.dtype, [row.copy() for row in rows], outs[0])
+    return lambda: _folds.prefixes(kernel.op, kernel.dtype, [row.copy() for row in rows], outs)
+
+
+def _pieces(_kernel: _Kernel, argument: int) -> Callable[[], None]:
+    table = np.frombuffer(ctypes.string_at(argument, PIECES.itemsize), PIECES)[0]
+
+    def copy() -> None:
+        for source, target, nbytes, _ in table["at"][: table["count"]].tolist():
+            if source:
+                ctypes.memmove(target, source, nbytes)
+            else:
+                ctypes.memset(target, 0, nbytes)
+
+    return copy
+
+
+def _spoil(_kernel: _Kernel, argument: int) -> Callable[[], None]:
+    words = np.frombuffer(ctypes.string_at(argument, SPOILED.itemsize), SPOILED)[0]
+    target, nbytes, given_up = words.tolist()
+
+    def spoil() -> None:
+        if ctypes.c_uint32.from_address(given_up).value:
+            ctypes.memset(target, 0xFF, nbytes)
+
+    return spoil
+
+
+_LAUNCHES: Final = {"fold": _rows, "prefixes": _rows, "copy_pieces": _pieces, "spoil": _spoil}
+# The kernels that were loaded, by their handles.
+_kernels: Final[dict[int, _Kernel]] = {}
+_handles = itertools.count(0x600000000000)
+
+
+class Module:
+    """Machine code that NVRTC has made, which says only how."""
+
+    def load(self, code: bytes) -> None:
+        machine.enter()
+        assert code[:4] == b"\x7fELF"
+        self._options: list[str] = json.loads(code[4:])
+
+    def get_function(self, name: str) -> Any:
+        chosen = dict(option[2:].split("=") for option in self._options if option[:2] == "-D")
+        assert ("OP" in chosen) == (name in {"fold", "prefixes"})
+        dtype = BY_NAME[chosen["DTYPE"].removeprefix("dtype_")].dtype if chosen else None
+        handle = next(_handles)
+        _kernels[handle] = _Kernel(name, chosen.get("OP", "").removeprefix("op_"), dtype)
+        return SimpleNamespace(ptr=handle)
+
+
+_programs: Final[dict[int, Any]] = {}
+
+
+def _compile(program: int, options: tuple[str, ...]) -> None:
+    assert {"--fmad=false", "--ftz=false", "--gpu-architecture=sm_90"} <= set(options)
+    _programs[program] = options
+
+
+nvrtc = SimpleNamespace(
+    NVRTCError=type("NVRTCError", (RuntimeError,), {}),
+    getVersion=lambda: (13, 0),
+    getSupportedArchs=lambda: (80, 90, 100),
+    createProgram=lambda *_: next(_handles),
+    compileProgram=_compile,
+    getCUBIN=lambda program: b"\x7fELF" + json.dumps(_programs[program]).encode(),
+    getProgramLog=lambda _: "",
+    destroyProgram=lambda program: _programs.pop(program, None),
+)
