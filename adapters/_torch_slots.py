@@ -151,7 +151,7 @@ class Slot:
     def accumulates(self, parameter: torch.Tensor) -> None:
         """Note that autograd is about to accumulate this rank's part."""
         grad = parameter.grad
-        self._seen = None if grad is None else (grad, grad._version)
+        self._seen = None if grad is None else (grad, _written(grad))
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Note that autograd has accumulated this rank's part."""
@@ -219,7 +219,7 @@ class Slot:
         """Return the whole reduced gradient, in the memory where the program has seen it."""
         base = self.base_of(sent) if sent is not None else parameter.grad
         if sent is not None and reduced is sent:
-            before = sent._version
+            before = _written(sent)
             torch.autograd.graph.increment_version(sent)
             _leave_out(sent, before)
         if base is not None and base.is_inference():
@@ -227,7 +227,7 @@ class Slot:
         target = sent if base is None else base
         if target is None or target is reduced:
             return reduced
-        before = target._version
+        before = _written(target)
         target.copy_(reduced) if base is None else target.add_(reduced)
         _leave_out(target, before)
         return target
@@ -286,14 +286,19 @@ def writes_to(grad: torch.Tensor) -> int:
     if grad.is_inference():
         return 0
     left_out = _left_out.get(_memory_of(grad), 0) if _left_out else 0
-    return grad._version - left_out
+    return _written(grad) - left_out
+
+
+def _written(tensor: torch.Tensor) -> int:
+    """Return torch's count of the writes to the memory of a tensor."""
+    return tensor._version
 
 
 def _leave_out(grad: torch.Tensor, before: int) -> None:
     """Leave the writes since a number of them out of what `writes_to` returns for others in the same memory."""
     if _is_shared(grad):
         memory = _memory_of(grad)
-        _left_out[memory] = _left_out.get(memory, 0) + grad._version - before
+        _left_out[memory] = _left_out.get(memory, 0) + _written(grad) - before
 
 
 # By the address of what torch knows of some memory. Memory of one gradient alone is not here.

@@ -119,8 +119,8 @@ def minimize(
     comm = comm or ac.world()
     functions = {_Kind.FUN: fun, _Kind.JAC: jac, _Kind.HESS: hess, _Kind.HESSP: hessp}
     # As SciPy takes them: what is no tuple is one argument.
-    args = args if isinstance(args, tuple) else (args,)
-    bound = {kind: _bind(f, args, {}) for kind, f in functions.items() if callable(f)}
+    given = args if type(args) is tuple else (args,)
+    bound = {kind: _bind(f, given, {}) for kind, f in functions.items() if callable(f)}
     team = _Team(comm, bound, _packed if jac is True else np.asarray, callback, method)
 
     def run() -> optimize.OptimizeResult:
@@ -297,7 +297,7 @@ class _Team:
         dims = {vector.ndim for vector in vectors} or {1}
         if dims not in ({0}, {1}):
             raise ValueError(f"{_NAMES[kind]} takes vectors; got arrays of {dims} dimensions")
-        told = [[kind, len(vectors), dims.pop()], *map(np.atleast_1d, vectors)]
+        told: list[Any] = [[kind, len(vectors), dims.pop()], *map(np.atleast_1d, vectors)]
         self._comm.bcast(np.concatenate(told))
 
     def _evaluate(self, kind: _Kind, vectors: Sequence[Any]) -> Any:

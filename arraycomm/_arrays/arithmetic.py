@@ -30,8 +30,8 @@ def torch_subclass_has_own(kind: type) -> bool:
     torch: Any = sys.modules["torch"]
     if kind.__module__.partition(".")[0] in _KNOWN:
         return False
-    usual = (_function(torch.Tensor), torch._C._disabled_torch_function_impl)
-    return _function(kind) not in usual
+    # Torch has a parameter's results be plain tensors.
+    return _function(kind) not in map(_function, (torch.Tensor, torch.nn.Parameter))
 
 
 def _function(kind: Any) -> Any:

@@ -189,7 +189,7 @@ class Runner:
         agreeing = agree(group.control, signature, negotiable=negotiable, site=site)
         if deferred:
             # What the device is to do waits there for the other ranks.
-            group.engine.follow(self._checked_later(agreeing))
+            group.engine.follow(group.guarded(agreeing, deferred=True))
             return (yield from self._finish(operation, NO_HEADERS))
         agreement = yield from agreeing
         return (yield from self._go_on(operation, prepare, agreement, site))
@@ -220,10 +220,6 @@ class Runner:
 
     def _finish(self, operation: Operation, agreement: Agreement) -> Steps:
         return operation.placement.run(_finished(operation, agreement))
-
-    def _checked_later(self, agreeing: Steps) -> Steps:
-        """Check the header of a call that has started before; its error is raised by the next call."""
-        return self.group.guarded(agreeing, deferred=True)
 
     def _failing(self, name: str, errors: list[Exception], traceback: str) -> Steps:
         """Take part in the others' call by raising in it; no frame of the traceback keeps the error."""

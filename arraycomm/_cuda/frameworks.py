@@ -329,6 +329,9 @@ class _Copied:
         return bool(self._copied.is_ready())
 
     def wait_on(self, stream: int) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
         self._copied.block_until_ready()
 
 

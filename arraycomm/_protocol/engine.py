@@ -19,7 +19,7 @@ from arraycomm._protocol import clock
 from arraycomm._protocol.outcomes import Outcomes
 from arraycomm._protocol.progress import ProgressThread
 from arraycomm._protocol.task import Task
-from arraycomm._protocol.waiting import Watch, done_after_all, wait_for
+from arraycomm._protocol.waiting import Watch, beside_own_work, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps
 from arraycomm._transports.control import ControlChannel
 
@@ -105,7 +105,7 @@ class Engine:
                 waiting = next(program)
                 try:
                     if not waiting.done():
-                        self.wait_for(waiting.done, _beside_own_work(waiting, watch_here), waiting)
+                        self.wait_for(waiting.done, beside_own_work(waiting, watch_here), waiting)
                 except BaseException as error:
                     self.interrupted = waiting
                     # The program raises it, after what it has to tidy up.
@@ -255,21 +255,3 @@ class Engine:
                 return True
             task.step()
         return True
-
-
-def _beside_own_work(waiting: Handle, watch: Watch) -> Watch:
-    """Return a watch that does not count the time in which a handle waits for what is this rank's own.
-
-    Such a handle says so by its `local`. Others are watched as they are.
-    """
-    if not hasattr(waiting, "local"):
-        return watch
-    own = 0.0
-
-    def watch_others(waited: float) -> None:
-        nonlocal own
-        if waiting.local:
-            own = waited
-        watch(waited - own)
-
-    return watch_others

@@ -95,12 +95,6 @@ class Group:
         The error of steps that are `deferred` is kept for the next call, before anything is aborted.
         """
         result, undelivered = None, list[Exception]()
-
-        def close(error: BaseException) -> None:
-            if deferred:
-                self.deferred_error = error
-            self.close(error)
-
         try:
             result = yield from steps
         except UndeliveredError as raised:
@@ -112,13 +106,13 @@ class Group:
             if self.deferred_error is not None:
                 # Another thread has ended the group, and with it what this call was in.
                 raise self.closed_error("") from error
-            close(error)
+            self.close(error, deferred=deferred)
             self.watchdog.explain_failure(error)
             raise
         except BaseException as error:
             # Also if others have raised in step: the device waits for what is deferred for ever.
             if deferred or not (isinstance(error, PeerError) and error.in_step):
-                close(error)
+                self.close(error, deferred=deferred)
             raise
         self.control.completed = self.control.step
         if undelivered:
@@ -146,8 +140,10 @@ class Group:
             hook()
         self.closed = error
 
-    def close(self, error: BaseException) -> None:
+    def close(self, error: BaseException, *, deferred: bool = False) -> None:
         """End the group because of an error, after which the ranks may be out of step."""
+        if deferred:
+            self.deferred_error = error
         if self.closed is not None:
             return
         self.closed = error

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from arraycomm._protocol import clock
+from arraycomm._transports.base import Handle
 
 # Seconds after which a wait sleeps between polls, instead of only giving up the core.
 PATIENCE: Final = 0.02
@@ -92,3 +93,21 @@ def done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> boo
             raise
         return True
     return False
+
+
+def beside_own_work(waiting: Handle, watch: Watch) -> Watch:
+    """Return a watch that does not count the time in which a handle waits for what is this rank's own.
+
+    Such a handle says so by its `local`. Others are watched as they are.
+    """
+    if not hasattr(waiting, "local"):
+        return watch
+    own = 0.0
+
+    def watch_others(waited: float) -> None:
+        nonlocal own
+        if waiting.local:
+            own = waited
+        watch(waited - own)
+
+    return watch_others

@@ -170,9 +170,7 @@ def torch_refusal(x: Any) -> str | None:
         return "quantized; pass dequantize(), or int_repr() and the scales"
     if x.layout is not torch.strided:
         return f"a tensor of layout {x.layout}; pass to_dense()"
-    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and (
-        type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-    ):
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"a {type_name(x)}, which has no memory of its own; pass a plain local tensor"
     if x.is_meta:
         return "on the meta device and has no elements; move it to a real device first"
