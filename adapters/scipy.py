@@ -45,7 +45,7 @@ _SHAPES: Final[dict[_Kind, Callable[[int], tuple[int, ...]]]] = {
 def minimize(
     fun: Callable[..., Any],
     x0: Any,
-    args: tuple[Any, ...] = (),
+    args: Any = (),
     method: Any = None,
     jac: Any = None,
     hess: Any = None,
@@ -66,7 +66,7 @@ def minimize(
         This rank's part of the sum, usually over its share of the data.
     x0 : array, shape (n,)
         Where to start. Rank 0's counts.
-    args : tuple
+    args : tuple, or a single argument
         Passed to this rank's `fun`, `jac`, `hess` and `hessp`. What is no tuple is one argument.
     method : str or callable, optional
         As for SciPy.
@@ -119,7 +119,7 @@ def minimize(
     comm = comm or ac.world()
     functions = {_Kind.FUN: fun, _Kind.JAC: jac, _Kind.HESS: hess, _Kind.HESSP: hessp}
     # As SciPy takes them: what is no tuple is one argument.
-    given = args if type(args) is tuple else (args,)
+    given = args if isinstance(args, tuple) else (args,)
     bound = {kind: _bind(f, given, {}) for kind, f in functions.items() if callable(f)}
     team = _Team(comm, bound, _packed if jac is True else np.asarray, callback, method)
 

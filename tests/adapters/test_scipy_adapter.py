@@ -275,6 +275,7 @@ def _scalar_method(fun: Any, x0: Any, args: Any = (), **options: Any) -> Any:
 X0 = np.array([1.0, 2.0])
 ARGS: dict[str, Any] = {
     "tuple": (1.0, 2.0),
+    "named tuple": NamedTuple("Pair", [("a", float), ("b", float)])(1.0, 2.0),
     "empty": (),
     "array": np.array([3.0, 4.0]),
     "number": 5.0,
