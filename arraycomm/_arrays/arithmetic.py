@@ -49,5 +49,5 @@ def refuse(x: Any, name: str) -> NoReturn:
     raise TypeError(
         f"{name} is {type_name(x)}, a class with arithmetic of its own: its memory does not say all "
         f"that its elements mean (a unit, a mask); pass the plain array (such as {name}.value, "
-        f"{name}.magnitude or {name}.as_subclass(torch.Tensor)), and convert it to the same unit on all ranks before"
+        f"{name}.magnitude), and convert it to the same unit on all ranks before"
     )

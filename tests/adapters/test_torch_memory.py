@@ -281,10 +281,10 @@ def test_memory_of_numpy_is_not_written_to() -> None:
     run(2, train)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world() -> Iterator[ac.Communicator]:
-    with ac.init().dup() as comm:
-        yield comm
+    yield ac.init()
+    ac.finalize()
 
 
 class TestProcesses:

@@ -358,13 +358,14 @@ def test_device_that_does_not_come_to_the_end_is_given_up(
         comm.allreduce(x)
         link: Any = internals.device_link(comm)
         together, held = comm.dup(), []
-        usual = link.allgather
 
-        def allgather(*arguments: Any) -> Any:
-            held.append(_hold(cuda))
-            return usual(*arguments)
+        class Held(type(link)):  # type: ignore[misc]
+            def allgather(self, *arguments: Any) -> Any:
+                held.append(_hold(cuda))
+                return super().allgather(*arguments)
 
-        link.allgather = allgather
+        # Each call has a copy of the link, in its own stream.
+        link.__class__ = Held
         aborted = _note_aborts(comm)
         internals.set_timeout(comm, 0.3)
         got = comm.allreduce(x)

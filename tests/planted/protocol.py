@@ -59,7 +59,7 @@ HEADERS: Final = (
         "open after a mismatch",
         "a rank may go on calling after the ranks have called different things",
         "arraycomm/_protocol/group.py",
-        "            if not (isinstance(error, PeerError) and error.in_step):",
+        "            if deferred or not (isinstance(error, PeerError) and error.in_step):",
         "            if not (isinstance(error, MismatchError) or getattr(error, 'in_step', False)):",
         _DISAGREEMENT,
     ),

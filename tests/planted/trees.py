@@ -148,8 +148,8 @@ TREES: Final = (
         "containers changed",
         "a list comes back as a tuple",
         _SYNCHRONIZE,
-        "        return self._flat.rebuild([results[number] for number in self._index])",
-        "        rebuilt = self._flat.rebuild([results[number] for number in self._index])\n"
+        "        return self._flat.rebuild(tied(leaves, results[: len(leaves)]))",
+        "        rebuilt = self._flat.rebuild(tied(leaves, results[: len(leaves)]))\n"
         "        return tuple(rebuilt) if type(rebuilt) is list else rebuilt",
         ("synchronize_gives_all_the_values_of_root",),
     ),

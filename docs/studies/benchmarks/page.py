@@ -48,7 +48,7 @@ other's. Ratios above 1 are in bold.
 
 {goals}
 
-The figures come from one machine with two cores ({processor}). {caution}No GPU and no network has been measured. The goals are meant for two ranks on two
+The figures come from one machine with two cores ({processor}). {caution}No network has been measured, and GPUs in a few [figures of one card](devices.md#figures). The goals are meant for two ranks on two
 cores. Four ranks on two cores show the effect of contention. [Benchmark tables](benchmark-tables.md) has all times.
 
 What is gained by moving fewer bytes depends on the machine, above all for large arrays and trees. The same on another one with two cores ({other}), by an earlier version:

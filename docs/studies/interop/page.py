@@ -91,6 +91,9 @@ TAIL = """\
 - **Other frameworks.** Their arrays are read by `__dlpack__`, `__cuda_array_interface__`, `__array_interface__` or
   the buffer protocol, whichever works first, and in place if the memory is on the host. If an array
   has an array API namespace, the result is made by the `from_dlpack` of that namespace.
+- **Classes with arithmetic of their own.** Quantities with a unit (astropy, unyt, pint), masked arrays and other classes
+  that define `__array_ufunc__`, `__array_function__` or `__torch_function__` mean more than their memory. `exchange`
+  and all collectives refuse them with a `TypeError` that names the class. Pass the plain array, in the same unit on all ranks.
 """
 
 

@@ -20,6 +20,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
+    libraries["libnccl.so.2"].close()
     ctypes.CDLL = _usual  # type: ignore[misc]
     libraries.clear()
     forget()

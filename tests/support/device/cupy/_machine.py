@@ -238,11 +238,12 @@ class Machine:
 
     def __init__(self) -> None:
         self._streams: dict[int, Stream] = {}
+        self._defaults: dict[int, Stream] = {}
         self.restart()
 
     def restart(self, devices: int | None = None) -> None:
         """Begin anew, with as many devices as CUDA_VISIBLE_DEVICES lists if no number is given, or one."""
-        for stream in list(self._streams.values()):
+        for stream in (*self._streams.values(), *self._defaults.values()):
             stream.close()
         # How many devices there are, or an error that is reported instead.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
@@ -260,7 +261,7 @@ class Machine:
         self.marks: dict[int, tuple[int, Mark | None]] = {}
         self.here = _Thread()
         self._streams = {}
-        self._defaults: dict[int, Stream] = {}
+        self._defaults = {}
         self._making = threading.Lock()
 
     # Devices

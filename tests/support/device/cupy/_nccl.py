@@ -107,7 +107,10 @@ class Mailbox:
     def leave(self) -> None:
         """Note that one has ended, whose waits end as well."""
         self._users -= 1
-        self._closed = not self._users
+        self.close(not self._users)
+
+    def close(self, last: bool = True) -> None:
+        self._closed |= last
         with self._change:
             self._change.notify_all()
 
@@ -220,6 +223,12 @@ class Nccl(Library):
         self.asked: list[tuple[Any, ...]] = []
         self.streams: set[int] = set()
         self._here = threading.local()
+
+    def close(self) -> None:
+        """End all waits, and the connections."""
+        for comm in self.comms.values():
+            comm.aborted.set()
+            comm.mailbox.close()
 
     @property
     def only(self) -> Comm:
