@@ -311,6 +311,8 @@ def _memory_of(grad: torch.Tensor) -> int:
 
 def is_alone(tensor: torch.Tensor) -> bool:
     """Tell whether no other tensor and no other library has the memory of a tensor."""
+    if tensor.layout is not torch.strided:
+        return False
     storage = tensor.untyped_storage()
     # Otherwise NumPy or another library has it, or had.
     return (storage.resizable() or storage.is_cuda) and not _is_shared(tensor)
