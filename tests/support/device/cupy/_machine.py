@@ -5,6 +5,7 @@ What is read too early is what was there before, or poison, with which the pools
 
 from __future__ import annotations
 
+import _thread
 import bisect
 import ctypes
 import itertools
@@ -85,7 +86,7 @@ class Stream:
         # Reentrant: memory is given back whenever Python deletes its owner, also in here.
         self._lock = threading.RLock()
         self._begun = self._finished = 0
-        self._thread: threading.Thread | None = None
+        self._runs = False
         self._closed = False
 
     def put(self, what: str, work: Work, after: int | None = None) -> None:
@@ -98,10 +99,10 @@ class Stream:
             self._queue.put(work)
             if self._closed:
                 self._queue.put(None)
-            if self._thread is None:
-                name = f"stream {self.handle:#x} of device {self.device}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
+            if not self._runs:
+                self._runs = True
+                # None of the `threading` module's: it makes no calls, for which another rank might wait.
+                _thread.start_new_thread(self._run, ())
 
     def close(self) -> None:
         """Have the thread end after what is on the stream."""
@@ -127,7 +128,7 @@ class Stream:
             if work is None:
                 with self._lock:
                     if self._queue.empty():
-                        self._thread = None
+                        self._runs = False
                         return
                 continue
             if _noise.random() < 0.5:

@@ -6,6 +6,7 @@ it waits for the other ranks, also for those whose operations do not match, unti
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import itertools
 import os
@@ -58,8 +59,8 @@ class Mailbox:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(self._address(rank))
             listener.listen(size)
-            receive = threading.Thread(target=self._receive, args=(listener,), daemon=True)
-            receive.start()
+            # None of the `threading` module's: it makes no calls, for which another rank might wait.
+            _thread.start_new_thread(self._receive, (listener,))
 
     def _address(self, rank: int) -> str:
         return f"\0arraycomm-{self._name}-{rank}"
