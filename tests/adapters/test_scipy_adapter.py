@@ -326,8 +326,13 @@ LEAST_SQUARES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("args", ARGS)
-@pytest.mark.parametrize("case", MINIMIZE)
+def _pairs(cases: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """Every case with a tuple and with what is none, and every kind of `args` in the first case."""
+    first, *others = cases
+    return [(first, args) for args in ARGS] + [(c, a) for c in others for a in ("tuple", "array")]
+
+
+@pytest.mark.parametrize(("case", "args"), _pairs(MINIMIZE))
 def test_minimize_takes_every_argument_as_scipy_does(
     on_ranks, few: int, case: str, args: str
 ) -> None:
@@ -344,8 +349,7 @@ def test_minimize_takes_every_argument_as_scipy_does(
     on_ranks(few, check)
 
 
-@pytest.mark.parametrize("args", ARGS)
-@pytest.mark.parametrize("case", LEAST_SQUARES)
+@pytest.mark.parametrize(("case", "args"), _pairs(LEAST_SQUARES))
 def test_least_squares_takes_every_argument_as_scipy_does(
     on_ranks, few: int, case: str, args: str
 ) -> None:
