@@ -84,6 +84,8 @@ def test_late_ranks_take_one_poll_and_longer_naps(
 ) -> None:
     """If data may move instead, some MPI need more of both."""
     monkeypatch.setattr(progress, "compiled", None)
+    # However late this thread gets a core.
+    monkeypatch.setattr(progress, "PATIENCE", LIMIT)
     polls, naps, memory = list[int](), list[float](), np.zeros(SharedControl.nbytes(2), np.uint8)
     threads = set[threading.Thread]()
     program: Any = Program(progress.clock.now() - 0.01)

@@ -170,10 +170,9 @@ class TestFailing:
         )
         assert done.returncode != 0
         whole = done.stderr.count("MismatchError: ranks of one communicator called")
-        assert whole, done.stderr
-        # By one that knows that the other has printed it.
+        # By one that knows that the other has printed it, unless it is ended with the job before.
         short = done.stderr.count("MismatchError, as printed by rank")
-        assert whole + short == 2, done.stderr
+        assert whole >= 1 >= short, done.stderr
         assert done.stdout.count("raised by the next call") == 2, done.stdout
 
     def test_exit_status_of_the_program_is_kept(self) -> None:
