@@ -15,7 +15,6 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.views import view
-from arraycomm._cuda.arrays import on_cuda
 from arraycomm._dtypes import BY_NAME, DType, check_movable, check_reducible, name_of
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings
@@ -132,9 +131,9 @@ def tied(leaves: Sequence[Any], results: list[Any]) -> list[Any]:
 def _are_same(result: Any, other: Any) -> bool:
     """Tell whether two results are arrays of the same bits; what is no array is the same as itself alone.
 
-    Nor are arrays on a device looked at: the host would wait for it.
+    Those of a device are copied to the host for that, but only where a tree has one array twice.
     """
-    if result is other or type(result) is not type(other) or on_cuda(result):
+    if result is other or type(result) is not type(other):
         return result is other
     try:
         mine, others = view(result).array, view(other).array
