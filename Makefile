@@ -157,9 +157,11 @@ test-alone: $(call tested,.venv)
 # What needs a device, over one in software: with CuPy's arrays, on one rank and on two.
 software := $(few) PYTHONPATH=tests/support/device NCCL_MULTI_RANK_GPU_ENABLE=1
 test-software-device: $(call tested,.venv)
-	@echo '== tests of devices, over devices in software'
-	$(software) .venv/bin/python -m pytest -p no:cacheprovider --numprocesses $(WORKERS) $(PYTEST_ARGS) tests/cuda/on_device
-	$(software) $(mpich) 2 .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) tests/cuda/on_device
+	@echo '== tests of devices, over devices in software: on two ranks, and meanwhile those of one, printed at the end'
+	@said="$$(mktemp)"; $(software) .venv/bin/python -m pytest -p no:cacheprovider --numprocesses $(WORKERS) $(PYTEST_ARGS) \
+	tests/cuda/on_device > "$$said" 2>&1 & one=$$!; trap 'rm "$$said"; kill "$$one" 2> /dev/null || true' EXIT; failed=0; \
+	$(software) $(mpich) 2 .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) tests/cuda/on_device || failed=1; \
+	wait "$$one" || failed=1; cat "$$said"; exit "$$failed"
 
 test-mpich: $(call tested,.venv)
 	@echo '== tests of communication, $(even) ranks under MPICH'
