@@ -22,7 +22,7 @@ _NATIVE: Final = "arraycomm_reduce"
 
 
 class Callback(DelaysErrors):
-    """Gets a token and buffers: arguments, a token, results.
+    """Gets buffers: a token, arguments, results, a token.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Callback(DelaysErrors):
         if not self._token.has_failed():
             split = 1 + self._count
             arrays = [np.asarray(buffer) for buffer in buffers[1:split]]
-            outs = [np.asarray(buffer) for buffer in buffers[split + 1 :]]
+            outs = [np.asarray(buffer) for buffer in buffers[split:-1]]
             self._attempt(lambda: self._make(self._place, arrays, outs))
         return ()
 

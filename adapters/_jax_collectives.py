@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 
 import arraycomm as ac
+
+# How calls inside loops and branches are batched.
+import arraycomm.adapters._jax_rows
 from arraycomm._training.programs import calls_of
 from arraycomm.adapters._jax_linear import (
     Allgather,

@@ -24,6 +24,7 @@ from arraycomm._training.programs import NativeReduction
 from arraycomm.adapters._jax_callbacks import Callback, Make, NativeCallback, is_native
 from arraycomm.adapters._jax_errors import unwrap
 from arraycomm.adapters._jax_tokens import keep
+from arraycomm.adapters._jax_tracing import refuse_repetition
 
 
 class Call(abc.ABC):
@@ -76,13 +77,15 @@ class Call(abc.ABC):
 class _InProgramOrder(effects.Effect):
     """The effect of a call."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "a collective of arraycomm"
 
 
 _effect: Final = _InProgramOrder()
 for _kinds in (
     effects.ordered_effects,
+    # So that it is refused by name.
+    effects.shardable_ordered_effects,
     effects.lowerable_effects,
     effects.control_flow_allowed_effects,
     effects.custom_derivatives_allowed_effects,
@@ -104,6 +107,7 @@ def bind(call: Call, arrays: Sequence[Any], comm: ac.Communicator) -> list[Any]:
 
 def _make_eagerly(*arrays: Any, call: Call, comm: ac.Communicator) -> list[Any]:
     """Make a call once the programs that were dispatched before it have made theirs."""
+    refuse_repetition(call.name)
     jax.effects_barrier()
     return list(call.open(comm)(0, arrays, [None] * len(arrays)))
 
@@ -136,6 +140,7 @@ def _lower(
 ) -> Sequence[Any]:
     module = ctx.module_context
     check_compiled(call.name, comm, module.platforms)
+    _check_lowering(call.name, module)
     place = 1 + sum(
         isinstance(other, Callback) and other.takes_place(comm) for other in module.host_callbacks
     )
@@ -154,13 +159,16 @@ def _lower(
     )
     made = lowered(
         ctx.replace(
-            avals_in=[abstract_token, *ctx.avals_in], avals_out=[abstract_token, *ctx.avals_out]
+            # Not in the same order: where the results of a call are all that a loop carries, XLA takes what
+            # stands at the same place of both for something that no turn changes.
+            avals_in=[abstract_token, *ctx.avals_in],
+            avals_out=[*ctx.avals_out, abstract_token],
         ),
         ctx.tokens_in.get(_effect),
         *arrays,
         **attributes,
     )
-    token, *results = made.results
+    *results, token = made.results
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_effect: token})))
     return results
 
@@ -174,8 +182,8 @@ def _callback(call: Call, comm: ac.Communicator, place: int, avals: Sequence[Any
 
 
 def _aliases(arrays: Sequence[Any]) -> dict[int, int]:
-    """Return which result takes the place of which argument; the first of each is a token."""
-    return {number: number for number, x in enumerate(arrays, 1) if not _stays_the_callers(x)}
+    """Return which result takes the place of which argument; before the arguments stands a token."""
+    return {1 + number: number for number, x in enumerate(arrays) if not _stays_the_callers(x)}
 
 
 def _stays_the_callers(x: Any) -> bool:
@@ -199,6 +207,21 @@ def check_compiled(name: str, comm: ac.Communicator, platforms: Sequence[str]) -
         raise ac.BackendUnavailableError(
             f"{name}: jitted JAX collectives work on the CPU backend; got {', '.join(platforms)}. Call "
             "it outside jax.jit, or set JAX_PLATFORMS=cpu"
+        )
+
+
+def _check_lowering(name: str, module: mlir.ModuleContext) -> None:
+    if module.lowering_parameters.for_export:
+        raise TypeError(
+            f"{name}: a program with a collective of arraycomm cannot be exported, since it belongs to the ranks of this "
+            "job; export what stands between the calls"
+        )
+    placed: Any = module.axis_context
+    devices = placed.mesh.size if hasattr(placed, "mesh") else placed.num_devices
+    if devices > 1:
+        raise TypeError(
+            f"{name}: a program with a collective of arraycomm runs on one device of each rank; this one is for "
+            f"{devices}. Put the arrays on one device, or call it outside of the program for one part after the other"
         )
 
 
@@ -231,7 +254,10 @@ def _batch(
         for array, axis in zip(arrays, axes, strict=True)
     ]
     results = bind(call, moved, comm)
-    batched = [None if axis is None else call.result_axis for axis in axes]
+    # Some have no results.
+    batched = [
+        None if axis is None else call.result_axis for axis, _ in zip(axes, results, strict=False)
+    ]
     return results, batched
 
 

@@ -21,8 +21,10 @@ import numpy as np
 from jax._src import pjit
 from jax._src.core import Token
 from jax._src.dispatch import RuntimeTokenSet, runtime_tokens
-from jax._src.interpreters import pxla
+from jax._src.interpreters import mlir, pxla
 from jax._src.tree_util import dispatch_registry
+
+from arraycomm.adapters._jax_tracing import refuse_repetition
 
 # What JAX keeps to dispatch a program without Python. One that keeps something else dispatches as it likes.
 _FIELDS: Final = (
@@ -142,6 +144,7 @@ def keep(effect: Any) -> ProgramToken:
     """Have JAX keep the token of an effect here, and dispatch programs with it as those without."""
     token = ProgramToken(effect)
     _keep_between_dispatches(token, effect)
+    _refuse_without_token(effect)
     if getattr(pxla.MeshExecutableFastpathData, "_fields", None) == _FIELDS:
         _dispatch_without_python(token)
     return token
@@ -151,6 +154,8 @@ def _keep_between_dispatches(kept: ProgramToken, effect: Any) -> None:
     take, put = RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result
 
     def get_token_input(self: Any, eff: Any, devices: list[Any]) -> Any:
+        if eff is effect:
+            refuse_repetition("another compiled program that makes calls")
         if eff is effect and eff in self.current_tokens:
             if kept.is_on(devices):
                 # JAX would copy it also to the device where it is.
@@ -167,6 +172,30 @@ def _keep_between_dispatches(kept: ProgramToken, effect: Any) -> None:
 
     RuntimeTokenSet.get_token_input = get_token_input  # type: ignore[method-assign]
     RuntimeTokenSet.set_token_result = set_token_result  # type: ignore[method-assign]
+
+
+def _refuse_without_token(effect: Any) -> None:
+    """Say what is wrong with a program in which calls have no token, since something has forgotten their effect."""
+    tokens: Any = mlir.TokenSet
+    get, subset = tokens.get, tokens.subset
+
+    def check(found: Any, wanted: Sequence[Any]) -> None:
+        if effect in wanted and effect not in found.effects():
+            raise TypeError(
+                "a collective of arraycomm cannot be called inside a function whose effects are forgotten, as by the "
+                "primitives of equinox and lineax: its order among the program's other calls would be open. "
+                "Call it outside, or use what JAX has itself, such as jax.scipy.sparse.linalg.cg"
+            )
+
+    def get_checked(self: Any, eff: Any) -> Any:
+        check(self, [eff])
+        return get(self, eff)
+
+    def subset_checked(self: Any, effects: Sequence[Any]) -> Any:
+        check(self, effects)
+        return subset(self, effects)
+
+    tokens.get, tokens.subset = get_checked, subset_checked
 
 
 class _WithToken:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
 from jax._src import core
+from jax._src.api_util import InternalFloatingPointError
 
 
 def is_eager() -> bool:
@@ -21,3 +23,16 @@ def holds_tracers(tree: Any) -> bool:
 def is_traced(tree: Any) -> bool:
     """Tell whether an update of a tree is being traced: a branch may have arrays that are not."""
     return not is_eager() or holds_tracers(tree)
+
+
+def refuse_repetition(what: str) -> None:
+    """Raise if JAX repeats a program to find out which operation has made a NaN: see `jax_debug_nans`."""
+    error = sys.exception()
+    while error is not None:
+        if isinstance(error, InternalFloatingPointError):
+            raise FloatingPointError(
+                f"invalid value ({error.ty}) in the results of a compiled program: JAX has repeated its operations "
+                f"one by one as far as {what}, which is not repeated, since other ranks take part; those "
+                "before it have made no such value"
+            )
+        error = error.__context__

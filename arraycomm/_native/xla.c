@@ -1,6 +1,6 @@
 /* See xla.h.
  *
- * XLA calls the handler with a token and x, and gets a token and the result. One attribute is the address of a
+ * XLA calls the handler with a token and x, and gets the result and a token. One attribute is the address of a
  * ProgramCall, which the program keeps alive. What follows of XLA's foreign function interface, version 0, is what a
  * handler with buffers and one number needs: https://github.com/openxla/xla/tree/main/xla/ffi/api. */
 
@@ -266,7 +266,7 @@ static XlaError *handle(CallFrame *frame)
         given->scalars[0]->dtype != UINT64)
         return error_of(frame, "arraycomm: the program passes something else than a token and an array");
     ProgramCall *const self = (ProgramCall *)(uintptr_t)*given->scalars[0]->value;
-    void *const x = frame->arguments.buffers[1]->data, *const out = frame->results.buffers[1]->data;
+    void *const x = frame->arguments.buffers[1]->data, *const out = frame->results.buffers[0]->data;
     hold(self);
     Exchange *const exchange = self->exchange;
     if (exchange) enter_exchange(exchange);

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,6 +23,7 @@ import pytest
 from jax import lax
 from jax._src import dispatch
 from jax._src.interpreters import pxla
+from jax.interpreters import mlir
 
 import arraycomm as ac
 from arraycomm._training.programs import calls_of
@@ -34,6 +36,7 @@ from arraycomm.adapters.jax import (
     make_token,
     sendrecv,
 )
+from tests.adapters import jax_transformations as transformations
 from tests.adapters.jax_cases import CASES, Case, derivatives_of, draw
 from tests.support import internals
 from tests.support.launched import Check, perform
@@ -103,6 +106,67 @@ def control_flow_makes_the_calls_of_each_turn() -> None:
     assert (grown == comm.size**3).all()
     limited = jax.jit(lambda x: lax.while_loop(lambda c: allreduce(c)[0] < 50, lambda c: 2 * c, x))
     assert float(limited(jnp.ones(1))[0]) * comm.size >= 50
+
+
+def pairs_of_transformations_are_those_of_one_process() -> None:
+    comm, count = ac.world(), {True: 0, False: 0}
+    with jax.enable_x64(False):
+        for number, row in enumerate(transformations.rows()):
+            count[transformations.check(row, comm, judge=number % comm.size)] += 1
+    if comm.rank == 0:
+        print(f"{count[True]} programs compared, {count[False]} refused by JAX")
+    assert count[True] > 50
+
+
+def loops_that_carry_a_result_alone_end() -> None:
+    """XLA takes what stands at the same place before and after a turn for something that no turn changes."""
+    comm = ac.world()
+    for call, end in (
+        (allreduce, 5),
+        (lambda x: bcast(x, 0) * 2, 5),
+        (lambda x: allreduce(x, "max") + 1, 3),
+    ):
+        grown = jax.jit(lambda c=call, e=end: lax.while_loop(lambda x: x < e, c, 1.0))()
+        assert end <= float(grown) < end * comm.size
+    pair = jax.jit(
+        lambda: lax.while_loop(
+            lambda c: c[0] < 9,
+            lambda c: tuple(all_reduce("sum").update(c[::-1], None)[0]),
+            (1.0, 2.0),
+        )
+    )()
+    steps = [(1.0, 2.0)]
+    while steps[-1][0] < 9:
+        steps.append(tuple(comm.size * x for x in steps[-1][::-1]))
+    assert tuple(map(float, pair)) == steps[-1]
+
+
+def rows_choose_alike_on_all_ranks_or_all_raise() -> None:
+    comm = ac.world()
+    x = jnp.asarray([1.0, 3.0, 10.0]) + comm.rank
+
+    def grow(x: Any) -> Any:
+        return lax.while_loop(lambda s: allreduce(s, "max") < 50, lambda s: 2 * s, x)
+
+    assert_same(jax.vmap(grow)(x), jnp.stack([grow(row) for row in x]))
+    assert_same(jax.jit(jax.vmap(grow))(x), jax.vmap(grow)(x))
+    x = jnp.asarray([1.0, 3.0, 10.0]) + 2 * comm.rank
+
+    def branch(x: Any, other: ac.Communicator) -> Any:
+        return lax.cond(x > 2.5, lambda x: allreduce(x, comm=other), jnp.negative, x)
+
+    def loop(x: Any, other: ac.Communicator) -> Any:
+        return lax.while_loop(lambda s: s < 11, lambda s: allreduce(s, comm=other), x)
+
+    def condition(x: Any, other: ac.Communicator) -> Any:
+        return lax.while_loop(lambda s: s + 0 * allreduce(s, comm=other) < 11, lambda s: s + 1, x)
+
+    for what, program in (("a branch", branch), ("a loop", loop), ("a loop", condition)):
+        for wrap in (jax.vmap, lambda f: jax.jit(jax.vmap(f))):
+            other = comm.dup()
+            error = raised(lambda w=wrap, p=program, c=other: w(lambda x: p(x, c))(x))
+            assert isinstance(error, ac.MismatchError), error
+            assert f"vmap: the condition of {what} with a collective inside" in str(error)
 
 
 def rank_and_size_are_ints_inside() -> None:
@@ -525,9 +589,23 @@ def errors_end_the_rest_of_a_program() -> None:
 def what_cannot_be_compiled_is_refused_by_name() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
     part = jax.sharding.PartitionSpec("i")
-    x = jnp.ones(ac.world().size)
+    x = jnp.ones(2 * ac.world().size)
     sharded = jax.shard_map(allreduce, mesh=mesh, in_specs=part, out_specs=part)
     own = ac.op(lambda one, other: one + other)
+
+    def on_both(x: Any) -> Any:
+        parts = jax.NamedSharding(mesh, part)
+        return allreduce(lax.with_sharding_constraint(jnp.repeat(x, 2), parts))
+
+    def forgetful(x: Any) -> Any:
+        """As the primitives of lineax are."""
+        solve_p = jax.extend.core.Primitive("solve")
+        solve_p.def_abstract_eval(lambda x: x)
+        solve_p.def_impl(jax.jit(solve_p.bind))
+        turns = lambda x: lax.fori_loop(0, 2, lambda _, x: allreduce(x), x)  # noqa: E731
+        mlir.register_lowering(solve_p, mlir.lower_fun(turns, multiple_results=False))
+        return solve_p.bind(x)
+
     for call, said in (
         (sharded, "allreduce: a collective of arraycomm cannot be called inside jax.shard_map"),
         (jax.jit(sharded), "allreduce: a collective of arraycomm cannot be called inside"),
@@ -538,6 +616,16 @@ def what_cannot_be_compiled_is_refused_by_name() -> None:
         (lambda x: allreduce(x, token=3), r"allreduce: token must be one of make_token\(\)"),
         (lambda x: allreduce(np.asarray(x)), "allreduce: x must be a jax.Array; got ndarray"),
         (lambda x: allreduce(jax.random.key(1)), "allreduce: x is a typed key of JAX"),
+        (forgetful, "cannot be called inside a function whose effects are forgotten"),
+        (jax.jit(forgetful), "cannot be called inside a function whose effects are forgotten"),
+        (
+            jax.jit(on_both),
+            "allreduce: a program with a collective of arraycomm runs on one device",
+        ),
+        (
+            jax.export.export(jax.jit(allreduce)),
+            "allreduce: a program .* cannot be exp",
+        ),
     ):
         with pytest.raises(TypeError, match=said):
             call(x)
@@ -739,8 +827,9 @@ def further_arguments_are_reduced_or_refused() -> None:
 
 # Compiled as the programs of users are.
 OPTIMIZED: list[Check] = [
-    compiled_derivatives_are_the_eager_ones,
     control_flow_makes_the_calls_of_each_turn,
+    loops_that_carry_a_result_alone_end,
+    rows_choose_alike_on_all_ranks_or_all_raise,
     rank_and_size_are_ints_inside,
     compiled_results_have_the_bits_of_eager_ones,
     donated_argument_is_reduced_in_place,
@@ -761,8 +850,10 @@ OPTIMIZED: list[Check] = [
     what_cannot_be_compiled_is_refused_by_name,
     sendrecv_says_what_is_wrong_with_ranks_tags_and_shapes,
 ]
-# What optax adds to calls is not the library's, and optimized it takes twice as long to compile.
+# What optax and derivatives add to calls is not the library's, and optimized it takes twice as long to compile.
 AS_WRITTEN: list[Check] = [
+    pairs_of_transformations_are_those_of_one_process,
+    compiled_derivatives_are_the_eager_ones,
     updates_are_those_of_one_process_with_all_data,
     skipping_alone_is_a_mismatch,
     branches_may_live_longer_than_programs,

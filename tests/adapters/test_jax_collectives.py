@@ -22,13 +22,15 @@ tokens = pytest.importorskip("arraycomm.adapters._jax_tokens")
 
 LIMIT = 300
 # Most of the time goes into compiling, on every rank anew.
-RANKS = 2
+RANKS = 3 if is_open_mpi() else 2
 # What an MPI may do otherwise: in which order calls come out of programs, and how a program ends.
 ON_EACH_MPI = {
     "independent_calls_keep_their_order",
     "one_rank_may_compile_again",
     "another_place_in_the_program_is_a_mismatch",
     "errors_of_programs_are_of_their_own_classes",
+    "loops_that_carry_a_result_alone_end",
+    "rows_choose_alike_on_all_ranks_or_all_raise",
 }
 RINGS = ("sendrecv", "reduce_scatter-mean")
 # Flax need not be there.
@@ -179,3 +181,42 @@ def test_compiled_program_raises_if_another_rank_fails() -> None:
     assert job.returncode
     assert "caught by its class" in job.stdout
     assert "PeerError: rank 1 failed and takes part no more" in job.stderr
+
+
+NAN_OF_ONE_RANK = """
+import jax, jax.numpy as jnp, arraycomm as ac
+from arraycomm.adapters.jax import allreduce
+jax.config.update("jax_debug_nans", True)
+comm = ac.init(timeout=60)
+
+@jax.jit
+def loss(x):
+    return jnp.sqrt(x).sum() + {within}
+
+@jax.jit
+def step(w, x):
+    return w + allreduce(x, "mean"), {derived}
+
+w = jnp.ones(3)
+for turn in range(4):
+    w, seen = step(w, jnp.full(3, -1.0 if (comm.rank == 1 and turn == 2) else 1.0))
+    comm.allreduce(w, "max")
+print("went on")
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize(
+    ("within", "derived"), [("0", "loss(x)"), ("allreduce(x).sum()", "jax.grad(loss)(x)")]
+)
+def test_nan_of_one_rank_is_named_without_repeating_calls(within: str, derived: str) -> None:
+    """JAX repeats a program operation by operation to find which one has made it."""
+    program = NAN_OF_ONE_RANK.format(within=within, derived=derived)
+    job = run_python("-c", program, ranks=RANKS, timeout=60)
+    assert job.returncode
+    assert "went on" not in job.stdout
+    assert "FloatingPointError: invalid value (nan)" in job.stderr
+    assert "PeerError: rank 1 failed and takes part no more" in job.stderr
+    assert "MismatchError" not in job.stderr
+    assert "DeadlockError" not in job.stderr
