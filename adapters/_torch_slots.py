@@ -285,7 +285,8 @@ def writes_to(grad: torch.Tensor) -> int:
     """
     if grad.is_inference():
         return 0
-    left_out = _left_out.get(_memory_of(grad), 0) if _left_out else 0
+    dense = grad.layout is torch.strided
+    left_out = _left_out.get(_memory_of(grad), 0) if _left_out and dense else 0
     return _written(grad) - left_out
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device
 from arraycomm._arrays.frameworks import BY_NAME
-from arraycomm._arrays.results import allocate, to_framework
+from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import NOTHING, result_prototype, view
 from arraycomm._entries import entry
 from arraycomm._errors import naming
@@ -59,6 +60,8 @@ def exchange(x: Any, to: Any, *, copy: bool | None = None) -> Any:
     Memory is shared, with these exceptions. PyTorch has no read-only tensors and no negative
     strides, so such memory is copied. JAX shares only memory that is C-contiguous and aligned to 64
     bytes. MLX always copies. Host and device never share.
+
+    A PyTorch tensor whose memory is shared cannot be resized any more.
 
     A NumPy array over a JAX array is read-only. In the other direction, JAX relies on shared memory
     not to change: do not write to `x` after it became a JAX array without a copy.
@@ -125,6 +128,8 @@ def _through_host(source: BufferView, like: BufferView, copy: bool | None) -> An
     taken = BY_NAME[like.framework].takes_over(array.dtype)
     if taken and (unfit or (copy is True and not private)):
         array = _duplicate(array)
+    if array is source.array and not source.copied:
+        BY_NAME[source.framework].pin(source.source)
     result = to_framework(array, like)
     if copy is False and array.size:
         _refuse_copy(framework.reason_copied(result, array))

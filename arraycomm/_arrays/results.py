@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
-from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
-
-from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.buffer import CPU, Array, BufferView
 from arraycomm._arrays.frameworks import BY_NAME
+from arraycomm._arrays.memory import allocate
 from arraycomm._dtypes import DType
-
-_ALIGNMENT: Final = 64  # JAX takes over memory of this alignment and copies any other
-_BYTE: Final = np.dtype(np.uint8)
-_from_buffer: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
 
 # Every small call passes here, so these are found by one look-up.
 _TO_FRAMEWORK: Final = {name: row.to_framework for name, row in BY_NAME.items()}
 _COMMIT_OUT: Final = {name: row.commit_out for name, row in BY_NAME.items()}
+_ALLOCATE: Final = {name: row.allocate for name, row in BY_NAME.items() if row.allocate is not None}
 
 
-def allocate(shape: tuple[int, ...], dtype: DType) -> Array:
-    """Return new uninitialised memory, C-contiguous and aligned to 64 bytes."""
-    memory = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, _BYTE)
-    return np.ndarray(shape, dtype, memory, -ctypes.addressof(_from_buffer(memory)) % _ALIGNMENT)
+def allocate_like(shape: tuple[int, ...], dtype: DType, like: BufferView) -> Array:
+    """Return new memory as `allocate` does, which `to_framework` takes over as the framework's own if it has its own."""
+    own = _ALLOCATE.get(like.framework) if like.device == CPU else None
+    return allocate(shape, dtype) if own is None else own(shape, dtype)
 
 
 def to_framework(array: Array, like: BufferView) -> Any:

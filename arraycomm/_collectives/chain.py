@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._arrays.results import allocate
+from arraycomm._arrays.memory import allocate
 from arraycomm._collectives import grid
 from arraycomm._collectives.segment import (
     FOLDED,

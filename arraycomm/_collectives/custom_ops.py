@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._arrays.results import allocate, to_framework
+from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._collectives.attempts import attempt_together
 from arraycomm._entries import entry

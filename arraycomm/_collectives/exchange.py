@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from arraycomm._arrays.results import allocate
+from arraycomm._arrays.memory import allocate
 from arraycomm._collectives.segment import (
     CACHED_BYTES,
     NANOSECONDS,

@@ -16,8 +16,9 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.frameworks import BY_NAME
+from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.out import view_out
-from arraycomm._arrays.results import allocate, commit_out, to_framework
+from arraycomm._arrays.results import allocate_like, commit_out, to_framework
 from arraycomm._arrays.views import NOTHING, view
 from arraycomm._collectives import chunks
 from arraycomm._collectives.algorithms import allreduce
@@ -226,7 +227,7 @@ class FastAllreduce(FastPath):
     def _reduce_plain(self, own: Array, into: Array | None, out: Any) -> Any:
         """Reduce plain memory into that of `out`, or into that of a new array."""
         if into is None:
-            made = allocate(self._shape, self._dtype)
+            made = allocate_like(self._shape, self._dtype, self._like)
             return to_framework(made, self._like) if self._reduce(own, made) else None
         if not self._reduce(own, into):
             return None
@@ -245,7 +246,7 @@ class FastAllreduce(FastPath):
             return None
         if into is not None and into.array.flags.carray:
             return commit_out(into) if self._reduce(source.array, into.array) else None
-        target = allocate(self._shape, self._dtype)
+        target = allocate_like(self._shape, self._dtype, source)
         if not self._reduce(source.array, target):
             return None
         if into is None:
@@ -310,7 +311,7 @@ class LargeAllreduce(FastPath):
                 return None
             into = None if out is None else view_out(out, self._shape, self._dtype)
             own = source.array
-            target = allocate(self._shape, self._dtype) if into is None else into.array
+            target = allocate_like(self._shape, self._dtype, source) if into is None else into.array
             if not (own.flags.c_contiguous and own.flags.aligned and target.flags.carray):
                 return None
             if not Destination(source, out, own).takes(target):

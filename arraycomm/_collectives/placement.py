@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.out import view_out
-from arraycomm._arrays.results import allocate, commit_out, to_framework
+from arraycomm._arrays.results import allocate_like, commit_out, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._collectives.blocks import overlap
 from arraycomm._dtypes import DType
@@ -68,7 +69,7 @@ class HostPlacement:
 
     def empty(self, like: BufferView, shape: tuple[int, ...], dtype: DType) -> tuple[Any, Flat]:
         """Return memory that can become an array like `like`, and its elements."""
-        array = allocate(shape, dtype)
+        array = allocate_like(shape, dtype, like)
         return array, array.reshape(-1)
 
     def finish(self, made: Any, like: BufferView) -> Any:

@@ -14,7 +14,8 @@ import numpy as np
 
 from arraycomm._arrays.buffer import CPU, BufferView
 from arraycomm._arrays.frameworks import BY_NAME
-from arraycomm._arrays.results import allocate, to_framework
+from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import result_prototype, view
 from arraycomm._dtypes import BY_DTYPE, DType, name_of
 from arraycomm._errors import PeerError

@@ -21,7 +21,8 @@ import numpy as np
 
 from arraycomm._arrays.buffer import CPU, Array, BufferView
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
-from arraycomm._arrays.results import allocate, to_framework
+from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import result_prototype
 from arraycomm._collectives.operation import Context, Operation
 from arraycomm._collectives.runner import Runner

@@ -30,8 +30,9 @@ from arraycomm._arrays.frameworks.torch import (
     torch_refusal,
     without_history,
 )
+from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.protocols import read_foreign
-from arraycomm._arrays.results import allocate, to_framework
+from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import reader_of
 from arraycomm._cuda.layouts import (
     DEVICE,

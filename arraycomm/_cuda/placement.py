@@ -10,8 +10,9 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
+from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.out import view_out
-from arraycomm._arrays.results import allocate, commit_out, to_framework
+from arraycomm._arrays.results import commit_out, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._collectives.placement import HostPlacement, StagedTreePlacement
 from arraycomm._cuda import arrays

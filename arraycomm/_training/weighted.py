@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._arrays.results import allocate, to_framework
+from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._collectives.attempts import take_together
 from arraycomm._collectives.operation import Context, Operation

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from arraycomm._arrays.results import allocate
+from arraycomm._arrays.memory import allocate
 from arraycomm._dtypes import DType
 from arraycomm._folds import fold, prefixes
 from arraycomm._transports.blocks import Blocks as Blocks  # noqa: PLC0414 - others import it here

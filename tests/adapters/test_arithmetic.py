@@ -107,7 +107,7 @@ def reads(framework: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(kind, method, counting)
 
     example = MAKERS[framework](np.zeros(1, np.float32))
-    methods = {"torch": ("numpy", "__dlpack__", "__array__", "tolist", "cpu")}
+    methods = {"torch": ("data_ptr", "numpy", "__dlpack__", "__array__", "tolist", "cpu")}
     for method in methods.get(framework, ("__dlpack__", "__array__")):
         count(type(example), method)
     return read

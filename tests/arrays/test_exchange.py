@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from arraycomm._arrays.exchange import exchange
-from arraycomm._arrays.results import allocate
+from arraycomm._arrays.memory import allocate
 from arraycomm._dtypes import BY_NAME
 from tests.arrays.test_dlpack import Producer
 from tests.arrays.test_views import LAYOUTS, Described, Named

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
-from arraycomm._arrays.results import allocate, to_framework
+from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME
 from tests.arrays.test_views import Named

@@ -477,7 +477,8 @@ class TestJax:
         script = """
             import jax, numpy as np
             from jax.sharding import NamedSharding, PartitionSpec as P
-            from arraycomm._arrays.results import allocate, to_framework
+            from arraycomm._arrays.memory import allocate
+            from arraycomm._arrays.results import to_framework
             from arraycomm._arrays.views import view
             mesh = jax.make_mesh((2,), ("d",))
             x = jax.numpy.arange(6.0).reshape(2, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import numpy as np
 from arraycomm._arrays.arithmetic import refuse, torch_subclass_has_own
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, type_name
 from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
+from arraycomm._arrays.memory import allocate, use_large_pages
 from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType
 from arraycomm._errors import with_alternatives
 
@@ -24,6 +26,9 @@ def find_reader(kind: type) -> Reader | None:
     return refuse if torch_subclass_has_own(kind) else read_torch
 
 
+# From this size on, NumPy asks for large pages.
+_LARGE: Final = 1 << 22
+
 # Reading ----------------------------------------------------------------------------------------
 
 
@@ -33,12 +38,11 @@ def read_torch(x: Any, name: str) -> BufferView:
     _check_tangent(x, name)
     array: Array | None
     try:
-        array = None if _wrapped(x) else _memory_of(plain)
+        array = None if _wrapped(x) else _memory_of(plain, name)
     except (RuntimeError, TypeError):
         array = None
     if array is None:
         return _read_by_copy(x, name)
-    check_storage(x, name)
     return BufferView(array, "torch", x, False)
 
 
@@ -47,10 +51,28 @@ def _plain_memory(x: Any) -> Array | None:
     if x.requires_grad or _wrapped(x) or _has_tangent(x):
         return None
     try:
-        array = _memory_of(x)
-    except (RuntimeError, TypeError):
+        return _memory_of(x, "x")
+    except (BufferError, RuntimeError, TypeError):
         return None
-    return array if _has_storage(x) else None
+
+
+class _Memory:
+    """The memory of a tensor, as NumPy takes it. `Tensor.numpy()` would forbid the tensor to be resized from then on."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Any, kind: str) -> None:
+        self.tensor = tensor
+        strides = None
+        if not tensor.is_contiguous():
+            strides = tuple(step * tensor.itemsize for step in tensor.stride())
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": strides,
+            "typestr": kind,
+            "version": 3,
+        }
 
 
 @cache
@@ -64,14 +86,30 @@ def torch_carriers() -> dict[Any, tuple[Any, DType]]:
     }
 
 
-def _memory_of(x: Any) -> Array:
-    carrier = torch_carriers().get(x.dtype)
-    array: Array
-    if carrier is None:
-        array = x.numpy()
-    else:
-        array = x.view(carrier[0]).numpy().view(carrier[1])
-    return array
+@cache
+def _kind_of(dtype: Any) -> tuple[str, DType | None]:
+    """Return what NumPy reads for a torch dtype, and as which dtype of ml_dtypes; raise for one that it cannot."""
+    torch = sys.modules["torch"]
+    integers, carried = torch_carriers().get(dtype, (dtype, None))
+    return torch.empty(0, dtype=integers, device="cpu").numpy().dtype.str, carried
+
+
+def _memory_of(x: Any, name: str) -> Array:
+    """Return the memory of a tensor, which must not be resized while the array is used; raise if it may be another."""
+    torch = sys.modules["torch"]
+    if not x.is_cpu or x.layout is not torch.strided or x.is_conj() or x.is_neg():
+        raise TypeError("not plain memory")
+    check_storage(x, name)
+    own = type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not own or (not x.data_ptr() and x.numel()):
+        raise TypeError("no memory of its own")
+    return _shared(x)
+
+
+def _shared(x: Any) -> Array:
+    read_as, carried = _kind_of(x.dtype)
+    array: Array = np.asarray(_Memory(x, read_as))
+    return array if carried is None else array.view(carried)
 
 
 def without_history(x: Any, name: str) -> Any:
@@ -125,19 +163,15 @@ def _has_tangent(x: Any) -> bool:
 
 def check_storage(x: Any, name: str) -> None:
     """Raise if a tensor's elements have no memory, as those of a sharded parameter have none."""
-    if not _has_storage(x):
+    count: int = x.numel()
+    if not x.is_contiguous():
+        count = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    needed = (x.storage_offset() + count) * x.itemsize if count else 0
+    if needed > x.untyped_storage().nbytes():
         raise BufferError(
             f"{name} has no memory behind its elements (its storage was resized); "
             "gather the parameter before it is used"
         )
-
-
-def _has_storage(x: Any) -> bool:
-    count: int = x.numel()
-    if count and not x.is_contiguous():
-        count = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    needed = (x.storage_offset() + count) * x.itemsize if count else 0
-    return bool(needed <= x.untyped_storage().nbytes())
 
 
 def _read_by_copy(x: Any, name: str) -> BufferView:
@@ -145,7 +179,7 @@ def _read_by_copy(x: Any, name: str) -> BufferView:
     if reason is not None:
         raise TypeError(f"{name} is {reason}")
     try:
-        array = _memory_of(x.detach().resolve_conj().resolve_neg().cpu())
+        array = _memory_of(x.detach().resolve_conj().resolve_neg().cpu(), name)
     except (RuntimeError, TypeError) as error:
         raise TypeError(
             f"{name} is a {type_name(x)} whose memory cannot be read ({error}); "
@@ -195,7 +229,34 @@ def _to_torch(array: Array, like: BufferView) -> Any:
     return tensor.to(sys.modules["torch"].device(*like.device))
 
 
+def _allocate(shape: tuple[int, ...], dtype: DType) -> Array:
+    """Return the memory of a new tensor, which may be resized later."""
+    like = _empty_tensors().get(dtype)
+    if like is None:
+        return allocate(shape, dtype)
+    tensor = like.new_empty(shape)
+    if tensor.nbytes >= _LARGE:
+        # As NumPy does: pages of 4 KiB would take longer than the reduction.
+        use_large_pages(tensor.data_ptr(), tensor.nbytes)
+    return _shared(tensor)
+
+
+@cache
+def _empty_tensors() -> dict[DType, Any]:
+    """Map the dtypes that torch has to empty tensors."""
+    torch = sys.modules["torch"]
+    found = {}
+    for name, row in BY_NAME.items():
+        with suppress(AttributeError, TypeError):
+            _kind_of(getattr(torch, name))
+            found[row.dtype] = torch.empty(0, dtype=getattr(torch, name), device="cpu")
+    return found
+
+
 def _to_tensor(array: Array) -> Any:
+    owner: Any = array.base.base if isinstance(array.base, np.ndarray) else array.base
+    if type(owner) is _Memory and owner.tensor.shape == array.shape:
+        return owner.tensor
     torch = sys.modules["torch"]
     carried = _carried().get(array.dtype)
     if carried is not None:
@@ -244,6 +305,12 @@ def _reason_to_copy(array: Array) -> str | None:
     return None
 
 
+def _pin(x: Any) -> None:
+    """Forbid a tensor to be resized from now on."""
+    integers, _ = torch_carriers().get(x.dtype, (x.dtype, None))
+    x.detach().view(integers).numpy()
+
+
 def _own(x: Any, name: str) -> Any:
     if x.requires_grad:
         without_history(x, name)
@@ -256,6 +323,8 @@ TORCH: Final = Framework(
     module="torch",
     read=read_torch,
     plain_memory=_plain_memory,
+    allocate=_allocate,
+    pin=_pin,
     note_write=_note_write,
     device_of=torch_device,
     to_framework=_to_torch,
