@@ -6,6 +6,7 @@ that a rank that skips it alone shows another number in the next one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +58,21 @@ def mark_outside_branches(updates: Numbering, comm: ac.Communicator) -> None:
             outside = above
         trace = above
     if outside is not None:
+        _refuse_what_passes_gradients_on()
         with core.set_current_trace(outside):
             bind(_Mark(updates), [], comm)
+
+
+def _refuse_what_passes_gradients_on() -> None:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_qualname == "conditionally_transform.<locals>.update_fn":
+            raise TypeError(
+                "DistributedOptimizer: optax.conditionally_transform around a distributed transformation would apply "
+                "this rank's own gradients in the steps that it leaves out; put it inside, "
+                "DistributedOptimizer(optax.conditionally_transform(...)), or use optax.conditionally_mask"
+            )
+        frame = frame.f_back
 
 
 def _kind_of(trace: Any) -> str:

@@ -130,6 +130,7 @@ class _ReducedUpdates:
             return jax.tree.map(jnp.zeros_like, gradient), state
         pooled = self._pooled(further, reduced[split:])
         updated: tuple[Any, Any] = self._inner.update(gradient, state, params, **pooled)
+        _check_shapes(gradient, updated[0])
         return updated
 
     def update_compressed(
@@ -166,6 +167,20 @@ class _ReducedUpdates:
     def _pooled(self, further: Extra, reduced: list[Any]) -> dict[str, Any]:
         pooled: dict[str, Any] = further.pooled(reduced, self._gradients.op, self._gradients.comm)
         return pooled
+
+
+def _check_shapes(gradient: Any, update: Any) -> None:
+    """Raise if a transformation has taken the gradients of single examples, which are this rank's."""
+    pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(update), strict=False)
+    for given, made in pairs:
+        if jnp.shape(given) != jnp.shape(made):
+            raise TypeError(
+                "DistributedOptimizer: this transformation makes an update of shape "
+                f"{jnp.shape(made)} of a gradient of shape {jnp.shape(given)}, as "
+                "optax.contrib.differentially_private_aggregate does of those of single examples: reduced before, they "
+                "would be means of examples of several ranks. Put it before the reduction: "
+                "optax.chain(differentially_private_aggregate(...), DistributedOptimizer(...))"
+            )
 
 
 class AccumulatedState(NamedTuple):

@@ -58,6 +58,12 @@ def check(optimizer: Any) -> None:
         )
     if optimizer in _distributed:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
+    if hasattr(optimizer, "clip_and_accumulate"):
+        raise TypeError(
+            f"DistributedOptimizer: {type(optimizer).__name__} clips the gradients of single examples in its step, "
+            "and so makes of this rank's examples what it applies; use opacus.optimizers.DistributedDPOptimizer "
+            'over torch.distributed.init_process_group("arraycomm")'
+        )
 
 
 def check_shard(optimizer: torch.optim.Optimizer) -> None:

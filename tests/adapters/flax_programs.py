@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ import arraycomm as ac
 from tests.support.launched import Check, perform
 
 STEPS = 3
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 def regression() -> tuple[Any, Any]:
@@ -174,7 +176,26 @@ def what_orbax_restores_on_rank_0_is_everywhere() -> None:
         np.testing.assert_array_equal(one, expected, strict=True)
 
 
+def an_overflow_on_one_rank_counts_on_all() -> None:
+    """The recipe for DynamicScale."""
+    comm, source = ac.world(), RECIPES.read_text(encoding="utf-8")
+    (recipe,) = re.findall(
+        r"```python\n(from flax.training.dynamic_scale.*?)```", source, re.DOTALL
+    )
+    names = {"ac": ac, "jax": jax, "jnp": jnp, "optax": optax}
+    exec(recipe, names)
+    params, state, scale = (names[name] for name in ("params", "state", "scale"))
+    large = jnp.full(3, np.inf if comm.rank == comm.size - 1 else 1.0)
+    after, _, halved = names["scaled_step"](params, state, scale, large)
+    np.testing.assert_array_equal(after, params)
+    assert (float(halved.scale), int(halved.fin_steps)) == (32768, 0)
+    after, _, same = names["scaled_step"](after, state, halved, jnp.ones(3))
+    assert (after != params).all()
+    assert (float(same.scale), int(same.fin_steps)) == (32768, 1)
+
+
 CHECKS: list[Check] = [
+    an_overflow_on_one_rank_counts_on_all,
     nnx_trains_as_one_process,
     linen_trains_as_one_process,
     equinox_trains_as_one_process,

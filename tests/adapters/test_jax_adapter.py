@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,60 @@ def test_a_schedule_chained_after_wrapping_works() -> None:
     expected = train(plain, lambda step: reduced(2, step, "mean"))
     for params in run(2, on_rank):
         assert_same(params, expected)
+
+
+def test_what_looks_at_single_examples_is_refused_inside_and_right_before() -> None:
+    private = partial(
+        optax.contrib.differentially_private_aggregate,
+        l2_norm_clip=1.0,
+        noise_multiplier=0.0,
+        key=0,
+    )
+    examples = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+    params = jnp.zeros(3)
+
+    def step(optimizer: Any, given: Any) -> Any:
+        return optimizer.update(jnp.asarray(given), optimizer.init(params), params)[0]
+
+    expected = step(optax.chain(private(), optax.sgd(1.0)), examples)
+
+    def on_rank(comm: ac.Communicator) -> None:
+        own = examples[comm.rank :: comm.size]
+        for inside in (private(), optax.chain(private(), optax.adam(0.1))):
+            with pytest.raises(TypeError, match=r"as optax\.contrib\.differentially_private_agg"):
+                step(ac.DistributedOptimizer(inside, comm=comm), own)
+        right = optax.chain(private(), ac.DistributedOptimizer(optax.sgd(1.0), comm=comm))
+        np.testing.assert_allclose(step(right, own), expected, rtol=1e-5)
+
+    run(2, on_rank)
+
+
+def test_what_would_apply_gradients_of_one_rank_is_refused() -> None:
+    params = jnp.zeros(3)
+
+    def on_rank(comm: ac.Communicator) -> None:
+        for wrap, refused in (
+            (optax.transforms.conditionally_transform, True),
+            (optax.transforms.conditionally_mask, False),
+        ):
+            plain = ac.DistributedOptimizer(optax.sgd(1.0), comm=comm)
+            optimizer = wrap(plain, lambda step: step % 2 == 1)
+            state = optimizer.init(params)
+            if refused:
+                with pytest.raises(TypeError, match="conditionally_transform around a distributed"):
+                    optimizer.update(params + comm.rank, state, params)
+            else:
+                with pytest.raises(ac.BackendUnavailableError):
+                    optimizer.update(params + comm.rank, state, params)
+            inside = ac.DistributedOptimizer(
+                wrap(optax.sgd(1.0), lambda step: step % 2 == 1), comm=comm
+            )
+            state = inside.init(params)
+            for step in range(2):
+                update, state = inside.update(params + comm.rank, state, params)
+                assert (update == (-0.5 if step else (0.5 if refused else 0.0))).all()
+
+    run(2, on_rank)
 
 
 def test_a_compiled_update_on_threads_is_refused() -> None:

@@ -35,6 +35,7 @@ ON_EACH_MPI = {
 RINGS = ("sendrecv", "reduce_scatter-mean")
 # Flax need not be there.
 FLAX_CHECKS = [
+    "an_overflow_on_one_rank_counts_on_all",
     "nnx_trains_as_one_process",
     "linen_trains_as_one_process",
     "equinox_trains_as_one_process",

@@ -754,6 +754,18 @@ def test_gradients_that_cannot_be_reduced_are_refused_by_name() -> None:
     run(2, train)
 
 
+def test_an_optimizer_that_clips_single_examples_is_refused() -> None:
+    class Private(torch.optim.SGD):
+        """As DPOptimizer of opacus."""
+
+        def clip_and_accumulate(self) -> None:
+            raise NotImplementedError
+
+    optimizer = Private([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    with pytest.raises(TypeError, match="Private clips the gradients of single examples in its"):
+        run(1, lambda comm: ac.DistributedOptimizer(optimizer, comm=comm))
+
+
 def test_a_step_inside_backward_is_refused_on_all_ranks() -> None:
     def train(comm: ac.Communicator) -> None:
         weight, optimizer = weight_and_optimizer(comm)
