@@ -25,8 +25,11 @@ from contextlib import contextmanager
 from arraycomm._callsite import raised_by_us
 
 
-class ArrayCommError(Exception):
-    """Root of every error that concerns more than the caller's own arguments."""
+class ArrayCommError(RuntimeError):
+    """Root of every error that concerns more than the caller's own arguments.
+
+    A `RuntimeError`, as the errors of mpi4py, torch.distributed and JAX are.
+    """
 
 
 class NotInitializedError(ArrayCommError):

@@ -89,6 +89,8 @@ def mpi_transport() -> Callable[[Any], Transport]:
     try:
         refuse_foreign_launcher(detect(os.environ))
         from arraycomm._transports.mpi import MPITransport
+    except BackendUnavailableError:
+        raise
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
             f"init: no MPI could be loaded ({error}); install one beside mpi4py, for example with: "

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._entries import entry, opaque
 from arraycomm._errors import CommTimeoutError
+from arraycomm._protocol.engine import NotFinishedError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._transports.base import Steps
@@ -71,7 +72,7 @@ class Request(ProcessBound):
                 for follow in self._after:
                     follow()
                 return result
-        except TimeoutError:
+        except NotFinishedError:
             raise CommTimeoutError(
                 f"the request made at {self._site} is not finished after {timeout} seconds"
             ) from None

@@ -29,7 +29,7 @@ _SIGNALLED = 128
 _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG = 1
 # Progress bars begin their lines by a carriage return.
-_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
+_END_OF_LINE = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 
 class Output:
@@ -39,7 +39,8 @@ class Output:
         self.source, self.entrance = os.pipe()
         os.set_blocking(self.source, False)
         self._target, self._prefix, self._log = target, prefix, log
-        self._rest = b""
+        # The parts of a line that has not ended.
+        self._rest: list[bytes] = []
         self.open = True
 
     def relay(self) -> None:
@@ -55,8 +56,9 @@ class Output:
     def finish(self) -> None:
         """Pass on what is left, also a line without an end."""
         self.relay()
-        if self._rest:
-            self._write(self._prefix + self._rest.rstrip(b"\r") + b"\n")
+        rest = b"".join(self._rest)
+        if rest:
+            self._write(self._prefix + rest.rstrip(b"\r") + b"\n")
 
     def _pass_on(self, chunk: bytes) -> None:
         if self._log is not None:
@@ -64,11 +66,17 @@ class Output:
         if not self._prefix:
             self._write(chunk)
             return
-        text, self._rest = self._rest + chunk, b""
-        lines = _LINE.findall(text)
-        self._rest = text[sum(map(len, lines)) :]
-        whole = [line.rstrip(b"\r\n") for line in lines if line != b"\r"]
-        self._write(b"".join(self._prefix + line + b"\n" for line in whole))
+        before = self._rest[-1][-1:] if self._rest else b""
+        if not _END_OF_LINE.search(before + chunk):
+            self._rest.append(chunk)
+            return
+        text, start, lines = b"".join([*self._rest, chunk]), 0, list[bytes]()
+        for end in _END_OF_LINE.finditer(text):
+            line, start = text[start : end.start()], end.end()
+            if line or end[0] != b"\r":
+                lines.append(self._prefix + line + b"\n")
+        self._rest = [text[start:]]
+        self._write(b"".join(lines))
 
     def _write(self, data: bytes) -> None:
         while data:
@@ -168,6 +176,9 @@ def _signal_at_end_of_parent(number: int) -> None:
 def main(mark: str, prefix: str, logs: str, hold: str, *command: str) -> NoReturn:
     """Run the program, and end as it has ended."""
     rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
+    if rank != "0":
+        # Launchers pass the standard input on to rank 0; what the others have may never end.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     program_outputs = _outputs(rank, prefix, logs)
     program = Program(list(command), program_outputs)
     status = program.wait(program_outputs)

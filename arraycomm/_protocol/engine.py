@@ -24,6 +24,10 @@ from arraycomm._transports.base import Handle, Steps
 from arraycomm._transports.control import ControlChannel
 
 
+class NotFinishedError(Exception):
+    """The time of a wait is over. Not a `TimeoutError`, which a program's own function may raise in a task."""
+
+
 class Engine:
     """The queue of one communicator, and its messages, which wait for nobody in the queue.
 
@@ -222,7 +226,7 @@ class Engine:
 
         def watch(waited: float) -> None:
             if deadline is not None and clock.now() > deadline:
-                raise TimeoutError
+                raise NotFinishedError
 
         self.blocked = threading.get_ident() if timeout is None else None
         self.progress.aside = True

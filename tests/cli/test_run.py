@@ -56,6 +56,18 @@ class TestRanks:
             assert log.replace(b"\r50%\r100%", b"") == b"begun: --logs -n\n2"
         assert len(err.splitlines()) == 6
 
+    def test_a_long_line_gets_its_rank_at_once(self, capfd: pytest.CaptureFixture[str]) -> None:
+        assert main(["run", "-n", "2", "--prefix", "-c", "print('x' * 300_000)"]) == 0
+        out, _ = capfd.readouterr()
+        assert sorted(line[:5] for line in out.splitlines()) == ["[0] x", "[1] x"]
+        assert {len(line) for line in out.splitlines()} == {300_004}
+
+    @pytest.mark.skipif(is_open_mpi(), reason="Open MPI does not tell rank 0 that it has ended")
+    def test_the_standard_input_ends_on_every_rank(self, capfd: pytest.CaptureFixture[str]) -> None:
+        program = "import sys; print(repr(sys.stdin.read()))"
+        assert main(["run", "-n", "3", "-c", program]) == 0
+        assert capfd.readouterr().out.split() == ["''"] * 3
+
     @pytest.mark.parametrize(
         ("failure", "status", "said"),
         [

@@ -219,6 +219,26 @@ def test_wait_with_a_timeout_can_be_repeated(on_ranks, several) -> None:
     on_ranks(several, check)
 
 
+def test_timeout_error_of_the_program_is_its_own(on_ranks, size) -> None:
+    def slow(one: Any, other: Any) -> Any:
+        raise TimeoutError("the database did not answer")
+
+    def check(comm: Communicator) -> None:
+        for call in (
+            lambda: comm.iallreduce(np.ones(3), ac.op(slow)).wait(),
+            lambda: ac.waitall([comm.iallreduce(np.ones(3), ac.op(slow))]),
+        ):
+            if comm.size == 1:
+                call()
+                continue
+            with pytest.raises((TimeoutError, ac.PeerError)) as raised:
+                call()
+            assert not isinstance(raised.value, ac.CommTimeoutError)
+            assert "the database did not answer" in str(raised.value)
+
+    on_ranks(size, check)
+
+
 def test_request_says_where_it_was_made(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
         request = comm.ibarrier()

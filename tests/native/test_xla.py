@@ -103,7 +103,7 @@ class _Xla:
         scalar = _Scalar(dtype, ctypes.pointer(number))
         arguments, results, attributes = (
             _pointers(token, buffers[0]),
-            _pointers(token, buffers[1]),
+            _pointers(buffers[1], token),
             _pointers(scalar),
         )
         frame = _Frame(

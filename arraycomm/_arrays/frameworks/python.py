@@ -39,7 +39,8 @@ def _read_number(x: Any, name: str) -> BufferView:
 def _refuse_object(x: Any, name: str) -> BufferView:
     raise TypeError(
         f"{name} must be an array or a number; got {type_name(x)}; "
-        "use bcast_object for any object, allreduce_tree or synchronize for a tree of arrays"
+        "any object goes by bcast_object, allgather_object or gather_object, a tree of arrays by allreduce_tree or "
+        "synchronize, and an object to one rank as its bytes: np.frombuffer(pickle.dumps(x), np.uint8)"
     )
 
 

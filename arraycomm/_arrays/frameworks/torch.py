@@ -60,19 +60,8 @@ class _Memory:
     """The memory of a tensor, as NumPy takes it. `Tensor.numpy()` would forbid the tensor to be resized from then on."""
 
     __slots__ = ("__array_interface__", "tensor")
-
-    def __init__(self, tensor: Any, kind: str) -> None:
-        self.tensor = tensor
-        strides = None
-        if not tensor.is_contiguous():
-            strides = tuple(step * tensor.itemsize for step in tensor.stride())
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "strides": strides,
-            "typestr": kind,
-            "version": 3,
-        }
+    __array_interface__: dict[str, Any]
+    tensor: Any
 
 
 @cache
@@ -107,8 +96,20 @@ def _memory_of(x: Any, name: str) -> Array:
 
 
 def _shared(x: Any) -> Array:
+    # Every small call passes here twice.
     read_as, carried = _kind_of(x.dtype)
-    array: Array = np.asarray(_Memory(x, read_as))
+    memory = _Memory()
+    memory.tensor = x
+    described = {
+        "data": (x.data_ptr(), False),
+        "shape": tuple(x.shape),
+        "typestr": read_as,
+        "version": 3,
+    }
+    if not x.is_contiguous():
+        described["strides"] = tuple(step * x.itemsize for step in x.stride())
+    memory.__array_interface__ = described
+    array: Array = np.asarray(memory)
     return array if carried is None else array.view(carried)
 
 
