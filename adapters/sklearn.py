@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 from sklearn.base import BaseEstimator
+from sklearn.exceptions import NotFittedError
 from sklearn.pipeline import Pipeline
 
 import arraycomm as ac
@@ -201,7 +202,7 @@ def _learner_and_batch(estimator: Any, x: Any, y: Any) -> tuple[Any, Batch]:
     known = getattr(learner, "n_features_in_", None)
     if isinstance(estimator, Pipeline) and len(estimator) > 1:
         if batch.samples:
-            batch = Batch.of(estimator[:-1].transform(x), y)
+            batch = Batch.of(_transformed(estimator[:-1], x), y)
         else:
             batch = replace(batch, features=None)
     if batch.features is not None and known not in (None, batch.features):
@@ -210,6 +211,18 @@ def _learner_and_batch(estimator: Any, x: Any, y: Any) -> tuple[Any, Batch]:
             f"{batch.features}"
         )
     return learner, batch
+
+
+def _transformed(before: Pipeline, x: Any) -> Any:
+    try:
+        return before.transform(x)
+    except NotFittedError:
+        names = ", ".join(name for name, _ in before.steps)
+        raise NotFittedError(
+            "the steps of a pipeline before the last must be fitted, alike on all ranks: call partial_fit of "
+            f"arraycomm.adapters.sklearn with each of them first ({names}), or pass them fitted by one rank "
+            "through bcast_object"
+        ) from None
 
 
 def _last_step(estimator: Any) -> Any:

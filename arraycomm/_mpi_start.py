@@ -136,6 +136,7 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
     """
     refuse_forked_child("init")
     make = mpi_transport()
+    _check_kind(mpi_comm)
     watch_exit()
     _compare_versions(mpi_comm)
     transport = make(mpi_comm.Dup())
@@ -153,6 +154,17 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
         devices.require()
         group.backend = "nccl"
     return Opened(runner, names)
+
+
+def _check_kind(mpi_comm: Any) -> None:
+    from mpi4py import MPI
+
+    if not isinstance(mpi_comm, MPI.Intracomm) or mpi_comm == MPI.COMM_NULL:
+        kind = "COMM_NULL" if mpi_comm == MPI.COMM_NULL else type(mpi_comm).__name__
+        raise TypeError(
+            "from_mpi: mpi4py_comm must be an intracommunicator of mpi4py to which this rank belongs; got "
+            f"{kind}" + ("; pass Merge() of it" if isinstance(mpi_comm, MPI.Intercomm) else "")
+        )
 
 
 def _compare_versions(mpi_comm: Any) -> None:

@@ -20,7 +20,7 @@ from arraycomm.cli.numbers import positive
 _USAGE_ERROR: Final = 2
 _MPIS: Final = ("mpich", "openmpi")
 # Options that are followed by a value.
-_VALUED: Final = ("-n", "--threads", "--logs", "--mpi", "--trace")
+_VALUED: Final = ("-n", "-np", "--threads", "--logs", "--mpi", "--trace")
 _INTERPRETED: Final = ("-m", "-c")
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `arraycomm run`."""
     parser.usage = "arraycomm run -n N [options] program [argument …]"
     add = parser.add_argument
-    add("-n", dest="ranks", type=positive, required=True, metavar="N", help="how many ranks")
+    add("-n", "-np", dest="ranks", type=positive, required=True, metavar="N", help="how many ranks")
     add("--prefix", action="store_true", help="begin each line with the rank that prints it")
     add("--logs", type=Path, metavar="DIR", help="also write what rank N prints to DIR/rank-N.log")
     add(

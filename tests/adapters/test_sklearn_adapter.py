@@ -24,6 +24,7 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.decomposition import IncrementalPCA
 from sklearn.ensemble import RandomForestClassifier
+from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import Perceptron, SGDClassifier, SGDRegressor
 from sklearn.naive_bayes import GaussianNB, MultinomialNB
 from sklearn.neural_network import MLPClassifier, MLPRegressor
@@ -433,6 +434,18 @@ def test_classes_are_those_of_all_ranks() -> None:
     # The rank that gives classes gives all that it has.
     for found in run(3, fit):
         assert found == [sorted(["nine", *names[:3]])] * 3
+
+
+def test_a_pipeline_whose_first_steps_have_learnt_nothing_says_what_to_do() -> None:
+    def check(comm: ac.Communicator) -> None:
+        pipeline = make_pipeline(StandardScaler(), SGDClassifier(random_state=0))
+        kind: Any = NotFittedError if comm.rank == 0 else (NotFittedError, ac.PeerError)
+        with pytest.raises(kind, match=r"partial_fit of arraycomm\.adapters.* \(standardscaler\)"):
+            partial_fit(pipeline, X[comm.rank :: 2], Y[comm.rank :: 2], comm=comm)
+        partial_fit(pipeline[0], X[comm.rank :: 2], comm=comm)
+        partial_fit(pipeline, X[comm.rank :: 2], Y[comm.rank :: 2], comm=comm)
+
+    run(2, check)
 
 
 def test_the_last_step_of_a_pipeline_learns() -> None:

@@ -57,7 +57,7 @@ class TestRanks:
         assert len(err.splitlines()) == 6
 
     def test_a_long_line_gets_its_rank_at_once(self, capfd: pytest.CaptureFixture[str]) -> None:
-        assert main(["run", "-n", "2", "--prefix", "-c", "print('x' * 300_000)"]) == 0
+        assert main(["run", "-np", "2", "--prefix", "-c", "print('x' * 300_000)"]) == 0
         out, _ = capfd.readouterr()
         assert sorted(line[:5] for line in out.splitlines()) == ["[0] x", "[1] x"]
         assert {len(line) for line in out.splitlines()} == {300_004}

@@ -86,6 +86,26 @@ def wrong_argument_to_from_mpi_on_one_rank_raises_on_all() -> None:
             assert comm.allreduce(1) == RANKS
 
 
+def what_is_no_intracommunicator_is_refused_by_from_mpi() -> None:
+    from mpi4py import MPI
+
+    part = MPI.COMM_WORLD.Split(min(MPI.COMM_WORLD.rank, 1))
+    other = part.Create_intercomm(0, MPI.COMM_WORLD, 1 - min(MPI.COMM_WORLD.rank, 1))
+    for wrong, said in (
+        (other, r"got Intercomm; pass Merge\(\) of it"),
+        (MPI.COMM_NULL, "got COMM_NULL"),
+        (None, "got NoneType"),
+        ("world", "got str"),
+    ):
+        with pytest.raises(TypeError, match=f"from_mpi: mpi4py_comm must be .*{said}"):
+            ac.Communicator.from_mpi(wrong, timeout=30)
+    merged = other.Merge()
+    with ac.Communicator.from_mpi(merged, timeout=30) as comm:
+        assert comm.allreduce(1) == RANKS
+    for made in (merged, other, part):
+        made.Free()
+
+
 def from_mpi_has_the_backends_of_init() -> None:
     from mpi4py import MPI
 
@@ -227,6 +247,7 @@ CHECKS: tuple[Check, ...] = (
     finalize_ends_what_it_cannot_free,
     from_mpi_leaves_the_world_and_the_given_communicator_alone,
     wrong_argument_to_from_mpi_on_one_rank_raises_on_all,
+    what_is_no_intracommunicator_is_refused_by_from_mpi,
     from_mpi_has_the_backends_of_init,
     short_list_of_devices_raises_on_all_ranks,
     wrong_argument_to_init_on_one_rank_raises_on_all,
