@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -35,7 +36,9 @@ class _Made:
         every = comm.allgather_object(list(self.destroyed))
         for number in sorted(set.intersection(*map(set, every))):
             for left in self.destroyed.pop(number):
-                left.free()
+                # An error may have ended it on some ranks: the others hear of it here.
+                with suppress(ac.ArrayCommError):
+                    left.free()
 
 
 _made: Final[dict[tuple[int, ...], _Made]] = {}

@@ -21,7 +21,7 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.leaving import all_left_well, leave_in_step, some_left
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.mpi_files import remove_mpi_files
-from arraycomm._transports.notes import ENDED, FAILED, FINALIZED, GONE
+from arraycomm._transports.notes import ENDED, FAILED, FINALIZED, GAVE_UP, GONE
 
 # Seconds that a rank which failed waits for the others to have seen it.
 _GRACE: Final = 3.0
@@ -367,7 +367,9 @@ def _everyone_left(root: Group, clean: bool) -> bool:
         left = root.control.notes.exit_notices()
         dead = root.transport.failed() if root.transport.outlives else []
         waiting = [
-            p for p in waiting if p not in dead and (p not in left or left[p].state == FAILED)
+            p
+            for p in waiting
+            if p not in dead and (p not in left or left[p].state in (FAILED, GAVE_UP))
         ]
         if deadline is None and any(notice.state == GONE for notice in left.values()):
             clean, deadline = False, clock.now() + _GRACE

@@ -22,7 +22,7 @@ from arraycomm._protocol.tracer import Tracer
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog
 from arraycomm._transports.base import Steps, Transport
-from arraycomm._transports.notes import FAILED
+from arraycomm._transports.notes import FAILED, GAVE_UP
 
 
 class Group:
@@ -157,9 +157,10 @@ class Group:
         on_control = waiting is self.control and self.control.shared
         self.unfinished = waiting is not None and not on_control
         self.end(error)
-        if isinstance(error, DeadlockError) or not isinstance(error, CommTimeoutError):
-            # After a timeout nothing is announced: the others that wait are to time out themselves.
-            self.control.notes.announce_exit(FAILED, self.control.completed, self._exit_text(error))
+        in_vain = isinstance(error, CommTimeoutError) and not isinstance(error, DeadlockError)
+        # After a timeout, others that wait in the same step are to time out themselves; who comes later is told.
+        state, step = (GAVE_UP, self.control.step) if in_vain else (FAILED, self.control.completed)
+        self.control.notes.announce_exit(state, step, self._exit_text(error))
 
     def _exit_text(self, error: BaseException) -> str:
         """Return this rank's traceback, unless it only followed another rank."""

@@ -18,7 +18,7 @@ from arraycomm._protocol.header import Headers
 from arraycomm._protocol.mismatch import how_left
 from arraycomm._protocol.still_waiting import StillWaiting
 from arraycomm._transports.base import Transport
-from arraycomm._transports.notes import WELL, ExitNotice
+from arraycomm._transports.notes import GAVE_UP, WELL, ExitNotice
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,6 +32,8 @@ LAST_MESSAGE: Final = 0.5
 # The longest timeout, in seconds, with which a wait counts as one that ends by itself: other ranks learn
 # late that it has ended, and would take it for part of a deadlock.
 _SOON: Final = 5.0
+# Seconds in which a rank that waits beside one that has given up is likely to time out itself.
+_OWN_TIMEOUT: Final = 2.0
 
 
 def checked_timeout(timeout: Any) -> float | None:
@@ -76,6 +78,8 @@ class Watchdog:
         self._asked = 0
         # When a rank was first seen to have left because another had.
         self._alone_since = 0.0
+        # When a rank was first seen to have given up the step in which this one waits.
+        self._given_up_since = 0.0
 
     def limited(self, timeout: Any, prepare: Callable[P, T]) -> Callable[P, T]:
         """Return `prepare` of a call that may wait so long, instead of as long as the group's.
@@ -98,6 +102,7 @@ class Watchdog:
         control, timeout = self._control, self._timeout
         left = control.notes.exit_notices()
         gone = [rank for rank, notice in left.items() if notice.step < control.step]
+        gone = gone or self._given_up(left)
         if gone:
             # A rank that found a deadlock has told so before it left.
             self.deadlocks.look(waited, control.missing, self._needed(), now=True)
@@ -119,6 +124,15 @@ class Watchdog:
     @property
     def _ends_soon(self) -> bool:
         return self._timeout is not None and self._timeout <= _SOON
+
+    def _given_up(self, left: dict[int, ExitNotice]) -> list[int]:
+        """Return the ranks that have given up this step for a while, if those that come late need them in it."""
+        here = self._control.step
+        found = [r for r, notice in left.items() if (notice.state, notice.step) == (GAVE_UP, here)]
+        if not found or self._control.shared:
+            return []
+        self._given_up_since = self._given_up_since or clock.now()
+        return found if clock.now() > self._given_up_since + _OWN_TIMEOUT else []
 
     def _check_left(self, gone: list[int], left: dict[int, ExitNotice]) -> None:
         # Those that have left may have followed one that has died.

@@ -22,8 +22,9 @@ NOTES_BYTES: Final = _STATUS + 2 * _STATUS_TEXT
 
 # How a rank left a group; 0 if it has not. FAILED: it will make no further call here. GONE: its
 # error has been printed, and its process ends. Without an error: what it ran came to its end
-# (FINISHED), its process ends (ENDED), or its program has finalized MPI (FINALIZED).
-FAILED, FINISHED, GONE, ENDED, FINALIZED = range(1, 6)
+# (FINISHED), its process ends (ENDED), or its program has finalized MPI (FINALIZED). GAVE_UP: it has
+# waited too long, in the step of its notice, and makes no further call here either.
+FAILED, FINISHED, GONE, ENDED, FINALIZED, GAVE_UP = range(1, 7)
 WELL: Final = (FINISHED, ENDED, FINALIZED)
 
 

@@ -576,6 +576,18 @@ def timeouts() -> None:
         dist.all_reduce(torch.ones(1), group=other)
 
 
+def groups_can_be_made_again_after_a_timeout_on_some_ranks() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if _rank() != 1:
+        # As an unchanged program handles it.
+        _raised(RuntimeError, lambda: dist.barrier(group))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    again = dist.new_group(timeout=timedelta(seconds=60))
+    dist.all_reduce(x := torch.ones(1), group=again)
+    assert x.item() == _size()
+
+
 def wrong_arguments_of_one_rank() -> None:
     """The others hear of them, and the group goes on."""
     group = dist.new_group()
@@ -631,6 +643,7 @@ CHECKS: Final = [
     wrong_arguments_of_one_rank,
     error_in_a_backward_pass,
     timeouts,
+    groups_can_be_made_again_after_a_timeout_on_some_ranks,
     what_is_not_there,
 ]
 FORKED_CHECKS: Final = [

@@ -89,3 +89,35 @@ def test_what_a_rank_waited_in_is_forgotten_when_it_returns(on_ranks) -> None:
         comm.barrier()
 
     on_ranks(2, check)
+
+
+LATE = {
+    "free": lambda part: part.free(),
+    "dup": lambda part: part.dup(),
+    "allreduce": lambda part: part.allreduce(np.ones(3)),
+    "a large allreduce": lambda part: part.allreduce(np.ones(300_000)),
+    "bcast": lambda part: part.bcast(1.0, 1),
+    "a request": lambda part: part.iallreduce(1.0).wait(),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_rank_that_comes_once_others_have_given_up_is_told(on_ranks, late: str) -> None:
+    """It need not wait as long as they did, and what it left half done ends nothing else."""
+
+    def check(comm: Communicator) -> None:
+        part = comm.dup(timeout=100)
+        if comm.rank != 1:
+            with pytest.raises(ac.CommTimeoutError, match="rank 1 is missing"):
+                part.barrier(timeout=0.5)
+        comm.barrier()
+        if comm.rank == 1:
+            begun = time.monotonic()
+            with pytest.raises((ac.PeerError, ac.MismatchError)) as caught:
+                LATE[late](part)
+            assert time.monotonic() - begun < 30
+            assert "timeout 0.5 s" in str(caught.value) or "barrier" in str(caught.value)
+        part.free()
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(3, check)

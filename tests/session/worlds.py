@@ -92,7 +92,7 @@ def what_is_no_intracommunicator_is_refused_by_from_mpi() -> None:
     part = MPI.COMM_WORLD.Split(min(MPI.COMM_WORLD.rank, 1))
     other = part.Create_intercomm(0, MPI.COMM_WORLD, 1 - min(MPI.COMM_WORLD.rank, 1))
     for wrong, said in (
-        (other, r"got Intercomm; pass Merge\(\) of it"),
+        (other, r"got Intercomm; pass what its Merge returns"),
         (MPI.COMM_NULL, "got COMM_NULL"),
         (None, "got NoneType"),
         ("world", "got str"),

@@ -40,7 +40,7 @@ def _refuse_object(x: Any, name: str) -> BufferView:
     raise TypeError(
         f"{name} must be an array or a number; got {type_name(x)}; "
         "any object goes by bcast_object, allgather_object or gather_object, a tree of arrays by allreduce_tree or "
-        "synchronize, and an object to one rank as its bytes: np.frombuffer(pickle.dumps(x), np.uint8)"
+        "synchronize, and an object to one rank as an array of the bytes of its pickle"
     )
 
 
