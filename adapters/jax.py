@@ -179,7 +179,7 @@ def _check_shapes(gradient: Any, update: Any) -> None:
                 f"{jnp.shape(made)} of a gradient of shape {jnp.shape(given)}, as "
                 "optax.contrib.differentially_private_aggregate does of those of single examples: reduced before, they "
                 "would be means of examples of several ranks. Put it before the reduction: "
-                "optax.chain(differentially_private_aggregate(...), DistributedOptimizer(...))"
+                "optax.chain(it, DistributedOptimizer(...))"
             )
 
 

@@ -163,7 +163,8 @@ def _check_kind(mpi_comm: Any) -> None:
         kind = "COMM_NULL" if mpi_comm == MPI.COMM_NULL else type(mpi_comm).__name__
         raise TypeError(
             "from_mpi: mpi4py_comm must be an intracommunicator of mpi4py to which this rank belongs; got "
-            f"{kind}" + ("; pass what its Merge returns" if isinstance(mpi_comm, MPI.Intercomm) else "")
+            f"{kind}"
+            + ("; pass what its Merge returns" if isinstance(mpi_comm, MPI.Intercomm) else "")
         )
 
 

@@ -88,20 +88,22 @@ def _memory_of(x: Any, name: str) -> Array:
     torch = sys.modules["torch"]
     if not x.is_cpu or x.layout is not torch.strided or x.is_conj() or x.is_neg():
         raise TypeError("not plain memory")
-    check_storage(x, name)
-    own = type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    if not own or (not x.data_ptr() and x.numel()):
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError("no memory of its own")
+    check_storage(x, name)
     return _shared(x)
 
 
 def _shared(x: Any) -> Array:
     # Every small call passes here twice.
     read_as, carried = _kind_of(x.dtype)
+    address = x.data_ptr()
+    if not address and x.numel():
+        raise TypeError("no memory of its own")
     memory = _Memory()
     memory.tensor = x
     described = {
-        "data": (x.data_ptr(), False),
+        "data": (address, False),
         "shape": tuple(x.shape),
         "typestr": read_as,
         "version": 3,
