@@ -32,8 +32,10 @@ LAST_MESSAGE: Final = 0.5
 # The longest timeout, in seconds, with which a wait counts as one that ends by itself: other ranks learn
 # late that it has ended, and would take it for part of a deadlock.
 _SOON: Final = 5.0
-# Seconds in which a rank that waits beside one that has given up is likely to time out itself.
+# Seconds in which a rank that waits beside one that has given up is likely to time out itself, and those for which
+# one has waited that comes later.
 _OWN_TIMEOUT: Final = 2.0
+_LATE: Final = 0.25
 
 
 def checked_timeout(timeout: Any) -> float | None:
@@ -78,7 +80,7 @@ class Watchdog:
         self._asked = 0
         # When a rank was first seen to have left because another had.
         self._alone_since = 0.0
-        # When a rank was first seen to have given up the step in which this one waits.
+        # When a rank was first seen to have given up.
         self._given_up_since = 0.0
 
     def limited(self, timeout: Any, prepare: Callable[P, T]) -> Callable[P, T]:
@@ -101,8 +103,8 @@ class Watchdog:
         """Raise if a rank has left or died, or if time is up; called during every wait."""
         control, timeout = self._control, self._timeout
         left = control.notes.exit_notices()
-        gone = [rank for rank, notice in left.items() if notice.step < control.step]
-        gone = gone or self._given_up(left)
+        gone = [r for r, n in left.items() if n.step < control.step and n.state != GAVE_UP]
+        gone = gone or self._given_up(left, waited)
         if gone:
             # A rank that found a deadlock has told so before it left.
             self.deadlocks.look(waited, control.missing, self._needed(), now=True)
@@ -125,14 +127,15 @@ class Watchdog:
     def _ends_soon(self) -> bool:
         return self._timeout is not None and self._timeout <= _SOON
 
-    def _given_up(self, left: dict[int, ExitNotice]) -> list[int]:
-        """Return the ranks that have given up this step for a while, if those that come late need them in it."""
-        here = self._control.step
-        found = [r for r, notice in left.items() if (notice.state, notice.step) == (GAVE_UP, here)]
-        if not found or self._control.shared:
-            return []
-        self._given_up_since = self._given_up_since or clock.now()
-        return found if clock.now() > self._given_up_since + _OWN_TIMEOUT else []
+    def _given_up(self, left: dict[int, ExitNotice], waited: float) -> list[int]:
+        """Return the ranks that have given up, if this one need not or cannot time out beside them."""
+        here, shared = self._control.step, self._control.shared
+        # In a step of messages, others may need what they have not passed on.
+        found = [r for r, n in left.items() if n.state == GAVE_UP and n.step < here + (not shared)]
+        if found and not self._given_up_since:
+            comes_late = waited < _LATE and any(left[rank].step < here for rank in found)
+            self._given_up_since = clock.now() - comes_late * _OWN_TIMEOUT
+        return found if found and clock.now() >= self._given_up_since + _OWN_TIMEOUT else []
 
     def _check_left(self, gone: list[int], left: dict[int, ExitNotice]) -> None:
         # Those that have left may have followed one that has died.
