@@ -301,7 +301,7 @@ def test_init_refuses_the_launcher_of_another_mpi_each_time() -> None:
     [
         (["x.py"], "arraycomm run: the following arguments are required: -n"),
         (["-n", "2"], "arraycomm run: the following arguments are required: program"),
-        (["-n", "0", "x.py"], "argument -n: must be a positive integer; got '0'"),
+        (["-n", "0", "x.py"], "argument -n/-np: must be a positive integer; got '0'"),
         (["-n", "2", "--fast", "x.py"], "arraycomm: unrecognized arguments: --fast"),
         (["-n", "2", "no_such.py"], "run: there is no file no_such.py in "),
         (["-n", "2", "no_such_command"], "run: there is no file and no command no_such_command"),
