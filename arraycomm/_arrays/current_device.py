@@ -15,6 +15,12 @@ from typing import Any, Final
 _RELAXED: Final = 2
 
 
+def imported(name: str) -> Any:
+    """Return a module that is imported, or None; also None while another thread imports it."""
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
+
+
 class working_on:  # noqa: N801
     """A context in which a device is the thread's current one.
 
@@ -30,7 +36,7 @@ class working_on:  # noqa: N801
         self._before = -1
 
     def __enter__(self) -> None:
-        cupy = sys.modules.get("cupy")
+        cupy = imported("cupy")
         if cupy is not None and (before := cupy.cuda.runtime.getDevice()) != self._device:
             cupy.cuda.Device(self._device).use()
             self._before = before

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
-from arraycomm._arrays.current_device import working_on
+from arraycomm._arrays.current_device import imported, working_on
 from arraycomm._arrays.device_memory import DeviceMemory, Event
 from arraycomm._cuda.streams import is_same
 
@@ -28,7 +28,7 @@ class State(NamedTuple):
 
 
 def _torch_on_cuda() -> Any:
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
@@ -42,7 +42,7 @@ def _in_torch_stream(stream: Any) -> Any:
 
 
 def _cupy_stream(device: int | None) -> Any:
-    cupy = sys.modules.get("cupy")
+    cupy = imported("cupy")
     if cupy is None:
         return None
     return cupy.cuda.get_current_stream(-1 if device is None else device)
@@ -53,7 +53,7 @@ def _in_cupy_stream(stream: Any) -> Any:
 
 
 def _grad_mode(_device: int | None) -> Any:
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return None if torch is None else torch.is_grad_enabled()
 
 

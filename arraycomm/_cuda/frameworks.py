@@ -13,7 +13,7 @@ import numpy as np
 
 from arraycomm._arrays import dlpack
 from arraycomm._arrays.buffer import BufferView
-from arraycomm._arrays.current_device import working_on
+from arraycomm._arrays.current_device import imported, working_on
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.frameworks.base import no_such_dtype
 from arraycomm._arrays.frameworks.cupy import read_cupy
@@ -227,7 +227,7 @@ def _has_dlpack(x: Any) -> bool:
 
 def _device_at(address: int) -> int | None:
     """Return the device of an address; None for the host's, or if CuPy is not loaded."""
-    cupy = sys.modules.get("cupy")
+    cupy = imported("cupy")
     if cupy is None or not address:
         return None
     runtime = cupy.cuda.runtime

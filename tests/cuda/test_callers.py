@@ -6,7 +6,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,5 +85,17 @@ def test_another_thread_has_the_callers_grad_mode(monkeypatch: pytest.MonkeyPatc
 def test_a_process_without_cuda_has_nothing_to_take_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    with Caller(0).here():
+        pass
+
+
+@pytest.mark.parametrize("framework", ["torch", "cupy"])
+def test_a_framework_that_another_thread_imports_is_not_there_yet(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = ModuleType(framework)
+    spec: Any = ModuleSpec(framework, None)
+    begun.__spec__, spec._initializing = spec, True
+    monkeypatch.setitem(sys.modules, framework, begun)
     with Caller(0).here():
         pass
