@@ -234,7 +234,7 @@ def check(row: Row, comm: ac.Communicator, judge: int) -> bool:
     expected = comm.bcast_object(expected, judge)
     program = jax.jit(row.program(calls_of_ranks(comm)))
     if isinstance(expected, Exception):
-        refused = _tried(lambda: program.trace(x[comm.rank], STEPS))
+        refused = _tried(lambda: program.lower(x[comm.rank], STEPS))
         assert type(refused) is type(expected), f"{row}: {expected}"
         return False
     found, wanted = np.asarray(program(x[comm.rank], STEPS)), expected[comm.rank]
