@@ -142,6 +142,7 @@ class _ReducedUpdates:
         updated: tuple[Any, Any] = compressed(
             updates, state, params, **self._pooled(further, reduced)
         )
+        _check_shapes(updates, updated[0])
         return updated
 
     def reduce(self, leaves: list[Any]) -> list[Any]:

@@ -108,7 +108,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         Raises
         ------
         TypeError, ValueError, BackendUnavailableError
-            An argument is wrong, or not possible here; the other ranks raise `PeerError`.
+            An argument is wrong, or not possible here; the other ranks raise `PeerError`. A rank without an
+            intracommunicator cannot tell the others, and raises alone: they wait for it.
         """
         arguments = Arguments(backend, device, check, reproducible, timeout)
         return cls(open_over_mpi(mpi4py_comm, arguments).runner)

@@ -128,11 +128,12 @@ def _through_host(source: BufferView, like: BufferView, copy: bool | None) -> An
     taken = BY_NAME[like.framework].takes_over(array.dtype)
     if taken and (unfit or (copy is True and not private)):
         array = _duplicate(array)
-    if array is source.array and not source.copied:
-        BY_NAME[source.framework].pin(source.source)
     result = to_framework(array, like)
+    why_copied = framework.reason_copied(result, array)
     if copy is False and array.size:
-        _refuse_copy(framework.reason_copied(result, array))
+        _refuse_copy(why_copied)
+    if why_copied is None and array is source.array and not source.copied:
+        BY_NAME[source.framework].pin(source.source)
     return result
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from arraycomm._errors import MismatchError, PeerError, TransportError
 from arraycomm._protocol.details import CallDetail, Detail, Failure
-from arraycomm._transports.notes import ENDED, FINALIZED, FINISHED
+from arraycomm._transports.notes import ENDED, FINALIZED, FINISHED, GAVE_UP
 
 # The setting that names the containers of a tree: a line for each, of its path and its type.
 STRUCTURE: Final = "structure"
@@ -119,6 +119,8 @@ def how_left(state: int) -> str:
         return "has finalized MPI"
     if state == ENDED:
         return "has reached the end of its program, or called sys.exit,"
+    if state == GAVE_UP:
+        return "has given up waiting"
     return "has reached the end of its program" if state == FINISHED else "failed"
 
 

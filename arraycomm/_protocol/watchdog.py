@@ -32,9 +32,9 @@ LAST_MESSAGE: Final = 0.5
 # The longest timeout, in seconds, with which a wait counts as one that ends by itself: other ranks learn
 # late that it has ended, and would take it for part of a deadlock.
 _SOON: Final = 5.0
-# Seconds in which a rank that waits beside one that has given up is likely to time out itself, and those for which
-# one has waited that comes later.
+# Seconds in which a rank that waits beside one that has given up is likely to time out itself.
 _OWN_TIMEOUT: Final = 2.0
+# A rank that has waited for less, in seconds, when it sees that another has given up, has come after that.
 _LATE: Final = 0.25
 
 

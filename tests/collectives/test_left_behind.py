@@ -168,3 +168,14 @@ def test_tensor_whose_memory_numpy_shares_stays_where_it_is() -> None:
         with pytest.raises(RuntimeError, match="not resizable"):
             _resize(x)
         assert (shared == 1).all()
+
+
+@pytest.mark.parametrize("to", ["numpy", "jax"])
+def test_tensor_that_exchange_has_copied_is_its_owners(to: str) -> None:
+    need("torch"), need(to)
+    x = _every_second(3)
+    ac.exchange(x, to, copy=True)
+    if to == "jax":
+        # JAX takes no strides.
+        ac.exchange(x, to)
+    _resize(x)

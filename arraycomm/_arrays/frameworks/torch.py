@@ -64,6 +64,12 @@ class _Memory:
     tensor: Any
 
 
+class _NewMemory(_Memory):
+    """That of a tensor which was made for a result, and which the result is in the end."""
+
+    __slots__ = ()
+
+
 @cache
 def torch_carriers() -> dict[Any, tuple[Any, DType]]:
     """Map the torch dtypes that NumPy lacks to an integer of their size and ml_dtypes' dtype."""
@@ -91,16 +97,15 @@ def _memory_of(x: Any, name: str) -> Array:
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError("no memory of its own")
     check_storage(x, name)
-    return _shared(x)
+    return _shared(x, _Memory())
 
 
-def _shared(x: Any) -> Array:
+def _shared(x: Any, memory: _Memory) -> Array:
     # Every small call passes here twice.
     read_as, carried = _kind_of(x.dtype)
     address = x.data_ptr()
     if not address and x.numel():
         raise TypeError("no memory of its own")
-    memory = _Memory()
     memory.tensor = x
     described = {
         "data": (address, False),
@@ -241,7 +246,7 @@ def _allocate(shape: tuple[int, ...], dtype: DType) -> Array:
     if tensor.nbytes >= _LARGE:
         # As NumPy does: pages of 4 KiB would take longer than the reduction.
         use_large_pages(tensor.data_ptr(), tensor.nbytes)
-    return _shared(tensor)
+    return _shared(tensor, _NewMemory())
 
 
 @cache
@@ -258,7 +263,7 @@ def _empty_tensors() -> dict[DType, Any]:
 
 def _to_tensor(array: Array) -> Any:
     owner: Any = array.base.base if isinstance(array.base, np.ndarray) else array.base
-    if type(owner) is _Memory and owner.tensor.shape == array.shape:
+    if type(owner) is _NewMemory and array.flags.c_contiguous and owner.tensor.shape == array.shape:
         return owner.tensor
     torch = sys.modules["torch"]
     carried = _carried().get(array.dtype)
