@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from arraycomm._errors import TransportError
 from arraycomm._transports.mpi_failures import translated
-from arraycomm._transports.notes import WELL, ExitNotice, Notes
+from arraycomm._transports.notes import FAILED, GAVE_UP, WELL, ExitNotice, Notes
 from arraycomm._transports.wait_replies import ASKING, COLLECTING, WaitReplies
 
 # Larger than the tags of users' messages and of their further pieces.
@@ -54,6 +54,8 @@ class MpiNotes(Notes):
         return self._replies.step(rank)
 
     def announce_exit(self, state: int, completed: int, text: str) -> None:
+        if self._own and state in (FAILED, GAVE_UP):
+            return
         first = self._own or ExitNotice(state, completed, text)
         self._own = first._replace(state=state)
         if state not in WELL:

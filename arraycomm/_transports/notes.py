@@ -42,7 +42,8 @@ class Notes:
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         """Tell the other ranks that this one joins no call after that of step `completed`.
 
-        If it is called again, only the state changes.
+        If it is called again, only the state changes; FAILED and GAVE_UP, which come from a thread that may be
+        late, change nothing then.
         """
 
     def exit_notices(self) -> dict[int, ExitNotice]:
@@ -72,6 +73,8 @@ class SharedNotes(Notes):
 
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         words = self._words[self._rank]
+        if words[0] and state in (FAILED, GAVE_UP):
+            return
         if not words[0]:
             data = text.encode(errors="replace")[-_EXIT_TEXT:]
             self._write(_TEXT, data)

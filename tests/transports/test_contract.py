@@ -21,7 +21,7 @@ from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle, Transport
 from arraycomm._transports.control import PAYLOAD
 from arraycomm._transports.lives import Lives
-from arraycomm._transports.notes import FAILED
+from arraycomm._transports.notes import FAILED, GAVE_UP, GONE
 from arraycomm._transports.processes import ProcessesTransport, memory_bytes
 from tests.support import internals
 from tests.support.on_ranks import (
@@ -356,8 +356,11 @@ class TransportContract:
             assert not control.notes.exit_notices()
             comm.barrier()
             control.notes.announce_exit(FAILED, 7, f"bye from {comm.rank}")
+            # The last is that of a thread which is late: the rank has left already.
+            for state in (GONE, GAVE_UP):
+                control.notes.announce_exit(state, 9, "late")
             comm.barrier()
-            said = {peer: (FAILED, 7, f"bye from {peer}") for peer in control.peers}
+            said = {peer: (GONE, 7, f"bye from {peer}") for peer in control.peers}
             deadline = time.monotonic() + 10
             while control.notes.exit_notices() != said and time.monotonic() < deadline:
                 internals.transport(comm).progress()
