@@ -18,6 +18,7 @@ import arraycomm as ac
 from arraycomm.testing import run
 
 torch = pytest.importorskip("torch")
+slots = pytest.importorskip("arraycomm.adapters._torch_slots")
 
 from arraycomm.adapters import _torch_hooks  # noqa: E402
 from arraycomm.adapters.torch import no_sync  # noqa: E402
@@ -734,7 +735,12 @@ def test_gradients_that_are_changed_must_be_the_same_on_all_ranks(how: str) -> N
     raises_on_all(2, train, r"parameter 0, of shape \(2,\), on rank 1 is not that on rank 0")
 
 
-def test_gradients_that_cannot_be_reduced_are_refused_by_name() -> None:
+def test_gradients_that_cannot_be_reduced_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As if other gradients shared their memory.
+    monkeypatch.setitem(slots._left_out, 1, 1)
+
     def train(comm: ac.Communicator) -> None:
         table = torch.nn.Embedding(3, 2, sparse=True)
         weight = torch.nn.Parameter(torch.zeros(2))

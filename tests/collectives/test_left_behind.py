@@ -170,12 +170,13 @@ def test_tensor_whose_memory_numpy_shares_stays_where_it_is() -> None:
         assert (shared == 1).all()
 
 
-@pytest.mark.parametrize("to", ["numpy", "jax"])
-def test_tensor_that_exchange_has_copied_is_its_owners(to: str) -> None:
-    need("torch"), need(to)
+def test_tensor_that_exchange_has_copied_is_its_owners() -> None:
+    need("torch")
     x = _every_second(3)
-    ac.exchange(x, to, copy=True)
-    if to == "jax":
-        # JAX takes no strides.
-        ac.exchange(x, to)
+    ac.exchange(x, "numpy", copy=True)
+    _resize(x)
+    need("jax")
+    # JAX copies memory that is not aligned to 64 bytes.
+    x = _tensor(300)[1:]
+    ac.exchange(x, "jax")
     _resize(x)

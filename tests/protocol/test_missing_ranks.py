@@ -121,3 +121,17 @@ def test_rank_that_comes_once_others_have_given_up_is_told(on_ranks, late: str) 
         assert comm.allreduce(1) == comm.size
 
     on_ranks(3, check)
+
+
+def test_rank_that_waits_beside_one_that_gives_up_times_out_itself(on_ranks) -> None:
+    def check(comm: Communicator) -> None:
+        part = comm.dup(timeout=100)
+        if comm.rank == 1:
+            with pytest.raises(ac.CommTimeoutError, match=r"timeout 1\.5 s"):
+                part.barrier(timeout=1.5)
+        elif comm.rank == 2:
+            with pytest.raises(ac.CommTimeoutError, match=r"timeout 0\.5 s"):
+                part.recv(0, 5, timeout=0.5)
+        comm.barrier()
+
+    on_ranks(3, check)
