@@ -42,6 +42,7 @@ class Part:
     name: str
     arguments: list[str]
     ranks: int = 1
+    beside_others: bool = True
     outcome: str = "not run: the time was up"
     failed: list[str] = field(default_factory=list)
     passed: bool = False
@@ -67,7 +68,8 @@ def parts(workers: int) -> list[Part]:
         *on_ranks[:two],
         Part("programs", [str(FOLDER / PROGRAMS)]),
         *on_ranks[two:],
-        Part("leaks", ["-n", str(min(workers, 4)), str(FOLDER / LEAKS)]),
+        # By itself: it measures what everyone has in use on the device.
+        Part("leaks", [str(FOLDER / LEAKS)], beside_others=False),
     ]
 
 
@@ -156,10 +158,12 @@ def main() -> int:
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(names)}")
     chosen = [part for part in every if part.name in (given.part or names)]
     given.out.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for running in [pool.submit(run, part, given.out, ends) for part in chosen]:
-            running.result()
-            (given.out / "summary.txt").write_text("\n".join(summary(chosen)) + "\n")
+    for jobs, beside_others in ((given.jobs, True), (1, False)):
+        together = [part for part in chosen if part.beside_others == beside_others]
+        with ThreadPoolExecutor(jobs) as pool:
+            for running in [pool.submit(run, part, given.out, ends) for part in together]:
+                running.result()
+                (given.out / "summary.txt").write_text("\n".join(summary(chosen)) + "\n")
     print(*summary(chosen), sep="\n")
     return 0 if all(part.passed for part in chosen) else 1
 

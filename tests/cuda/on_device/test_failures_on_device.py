@@ -19,7 +19,8 @@ import cupy
 import arraycomm as ac
 
 try:
-    comm = ac.init({backend!r}, timeout={timeout})
+    # Without the program's timeout: on a busy machine NCCL may need longer than that to begin.
+    world = ac.init({backend!r}, timeout=60)
 except ac.BackendUnavailableError as error:
     print("unavailable:", error, flush=True)
     sys.exit(0)
@@ -50,6 +51,8 @@ def spin(stream):
 
 
 x = cupy.ones(100_000, "float32")
+assert (world.allreduce(x) == world.size).all()
+comm = world.dup(timeout={timeout})
 assert (comm.allreduce(x) == comm.size).all()
 """
 
@@ -174,7 +177,7 @@ def test_result_of_a_call_that_was_given_up_is_no_number() -> None:
     done = launch(
         """
         mine, whole = cupy.ones(100_000, "float32"), cupy.ones(1000, "int32")
-        part, tree = comm.dup(), comm.dup()
+        part, tree = world.dup(timeout=4), world.dup(timeout=4)
         for one in (part, tree):
             one.allreduce(mine)
         if comm.rank == 1:
