@@ -21,7 +21,7 @@ from arraycomm._launch.library import refuse_foreign_launcher
 from arraycomm._launch.probe import in_short
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
+from arraycomm._protocol.exit import add_root, refuse_forked_child, take_over_the_end, watch_exit
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.mismatch import by_ranks, peer_error
 from arraycomm._protocol.options import Options
@@ -84,9 +84,10 @@ class Init(SmallExchange):
 
 def mpi_transport() -> Callable[[Any], Transport]:
     """Return the class of transports over MPI, or raise if MPI cannot be used."""
-    if "mpi4py.MPI" not in sys.modules:
-        check_room(os.environ)
     try:
+        if "mpi4py.MPI" not in sys.modules:
+            check_room(os.environ)
+            take_over_the_end()
         refuse_foreign_launcher(detect(os.environ))
         from arraycomm._transports.mpi import MPITransport
     except BackendUnavailableError:

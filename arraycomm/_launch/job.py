@@ -78,11 +78,13 @@ Handler = Callable[[int, FrameType | None], object]
 class Ended(NamedTuple):
     """How a job ended: its status, and the statuses of ranks that failed, the first one first.
 
-    A status below zero is that of a rank that a signal has ended.
+    A status below zero is that of a rank that a signal has ended. Of the ranks that are `cut_off` nothing was
+    heard, though the launcher reports success: it ended them once another one had left without MPI's end.
     """
 
     status: int
     failed: dict[int, int]
+    cut_off: Sequence[int] = ()
 
 
 class _Report(NamedTuple):
@@ -174,7 +176,7 @@ class _Job:
             _ReportingRelay(process.stderr, 2, mark, self._events),
         ]
         self._failed: dict[int, int] = {}
-        self._ended = 0
+        self._ended: set[int] = set()
 
     def run(self) -> Ended:
         threading.Thread(target=self._wait_for_launcher, daemon=True).start()
@@ -185,7 +187,9 @@ class _Job:
             self._end_ranks()
             raise
         if not self._failed:
-            return Ended(status, {})
+            silent = [rank for rank in range(self._ranks) if rank not in self._ended]
+            cut_off = silent if self._ends_together and not status else []
+            return Ended(1 if cut_off else status, {}, cut_off)
         failed = dict(sorted(self._failed.items(), key=_is_follower))
         return Ended(_shell_status(next(iter(failed.values()))), failed)
 
@@ -242,7 +246,7 @@ class _Job:
             if self._failed and self._ends_together:
                 now = time.monotonic()
                 deadline = deadline or now + _GRACE
-                if self._ended == self._ranks:
+                if len(self._ended) == self._ranks:
                     deadline = now + _FORWARDING
 
     def _count_reports(self) -> None:
@@ -252,7 +256,7 @@ class _Job:
                 self._count(event)
 
     def _count(self, report: _Report) -> None:
-        self._ended += 1
+        self._ended.add(report.rank)
         if report.status and self._ends_together:
             self._failed[report.rank] = report.status
 

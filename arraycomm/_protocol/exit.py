@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import gc
+import io
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -14,17 +18,18 @@ from types import TracebackType
 from typing import Any, Final, NoReturn
 
 from arraycomm import _launch
-from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError, TransportError
+from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
 from arraycomm._protocol import clock, process_watch
+from arraycomm._protocol.ending import wait_for_ends
 from arraycomm._protocol.forked import refuse
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.leaving import all_left_well, leave_in_step, some_left
-from arraycomm._protocol.waiting import wait_for
+from arraycomm._protocol.leaving import leave_in_step
 from arraycomm._transports.mpi_files import remove_mpi_files
-from arraycomm._transports.notes import ENDED, FAILED, FINALIZED, GAVE_UP, GONE
+from arraycomm._transports.notes import ENDED, FINALIZED, GONE
 
-# Seconds that a rank which failed waits for the others to have seen it.
+# Seconds in which the thread of a group's requests ends, and those in which MPI does.
 _GRACE: Final = 3.0
+_STUCK: Final = 10.0
 _NAP: Final = 1e-4
 # Seconds in which a launcher has forwarded what ranks have printed, and in which ranks that raise at
 # the same time, but cannot see one another, have printed it. The launcher ends all once one is gone.
@@ -54,6 +59,9 @@ class _Process:
         self.watching = False
         # Whether this process is a forked child of one that communicates over MPI.
         self.forked = False
+        # Whether mpi4py leaves the end of MPI to this module; the beginning of that end, and whether MPI has
+        # something under way then.
+        self.ends_mpi = self.leaves = self.pending = False
         # What was passed to `sys.exit` last.
         self.status: object = None
         # Called in a forked child.
@@ -119,6 +127,17 @@ def refuse_forked_child(operation: str) -> None:
     """Raise in a forked child of a process that communicates over MPI."""
     if _process.forked:
         raise CommunicatorClosedError(f"{operation}: {_FORKED}")
+
+
+def take_over_the_end() -> None:
+    """Have mpi4py, which is about to be imported, leave the end of MPI to this module.
+
+    Then the process may also end without it, as a rank does that others no longer wait for, and a forked child.
+    """
+    import mpi4py
+
+    if mpi4py.rc.finalize is None and not _process.ends_mpi:
+        mpi4py.rc.finalize, _process.ends_mpi = False, True
 
 
 def watch_exit() -> None:
@@ -208,6 +227,8 @@ def _watch_mpi() -> None:
 
 def _mpi_ends() -> None:
     """Complete what is outstanding, as `finalize` does, and close every group over MPI."""
+    if _process.leaves:
+        return
     for group in _process.groups():
         complete(group)
     _announce_exit(FINALIZED)
@@ -255,14 +276,6 @@ def _announce_exit(state: int, text: str = "") -> None:
         group.control.notes.announce_exit(state, group.control.completed, text)
 
 
-def _leave_as_child() -> None:
-    """End a forked child without MPI, which would wait for other ranks there, or end their job."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    os._exit(_status_of_program())
-
-
 def _status_of_program() -> int:
     """Return the status with which Python would end."""
     status = 1 if _process.failure else _process.status
@@ -270,70 +283,127 @@ def _status_of_program() -> int:
 
 
 def _at_exit() -> None:
-    """Let MPI finalize if every rank ended well; leave without it if one did not."""
+    """Let MPI end if every rank has ended well; leave without it if one has not."""
+    _process.leaves = True
     if _process.forked:
-        _leave_as_child()
-    watched = [group for root in _process.roots for group in _representatives(root)]
-    status = _status_of_program() or 1
+        if not _process.ends_mpi:
+            # MPI's own end would wait for other ranks here, or end their job.
+            _do_the_rest()
+            os._exit(_status_of_program())
+        return
+    ended_well = died = False
     try:
-        if _all_left(watched):
-            for hook in _process.on_left:
-                hook()
-            if not _process.peer_died:
-                return
-            status = 0
+        ended_well, died = _all_ended_well()
     except KeyboardInterrupt:
         _process.interrupted = True
     except Exception:
-        # With MPI in this state, its own end might wait for ever.
         with suppress(Exception):
             traceback.print_exc()
-    _ignore_interrupts()
-    _leave_without_mpi(watched, _INTERRUPTED if _process.interrupted else status)
+    if ended_well and not _process.peer_died:
+        for hook in _process.on_left:
+            hook()
+        _end_mpi()
+    elif _mpi_is_active() or died or _process.interrupted:
+        # Otherwise nothing keeps Python from ending as it does.
+        _leave_without_mpi(0 if ended_well else 1)
 
 
-def _leave_without_mpi(watched: list[Group], status: int) -> None:
+def _mpi_is_active() -> bool:
+    module = sys.modules.get("mpi4py.MPI")
+    return bool(module and module.Is_initialized() and not module.Is_finalized())
+
+
+def _end_mpi() -> None:
+    """End MPI, as it is left to arraycomm or has something pending that nobody waits for any more."""
+    if not _mpi_is_active() or not (_process.ends_mpi or _process.pending):
+        return
+    over = threading.Event()
+    with suppress(RuntimeError):
+        # If Python starts no thread any more, MPI's end is trusted.
+        _thread.start_new_thread(_end_if_stuck, (over,))
+    sys.modules["mpi4py.MPI"].Finalize()
+    over.set()
+
+
+def _end_if_stuck(over: threading.Event) -> None:
+    if not over.wait(_STUCK):
+        _flush()
+        os._exit(_status_of_program())
+
+
+def _leave_without_mpi(least: int) -> None:
     """End the process at once, as soon as others have what this rank has to say."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
+    _ignore_interrupts()
+    _do_the_rest()
     if _process.interrupted:
         with suppress(Exception):
             _announce_exit(GONE, _process.failure or "KeyboardInterrupt at the end of the program")
+    watched = _watched()
     _linger(watched)
     if not any(group.transport.outlives for group in watched):
         remove_mpi_files()
-    os._exit(status)
+    os._exit(_INTERRUPTED if _process.interrupted else _status_of_program() or least)
 
 
-def _all_left(watched: list[Group]) -> bool:
-    """Tell the other ranks how this one ends, wait for theirs, and tell whether all ended well."""
-    clean = not _process.failure and _all_completed()
-    if clean:
+def _do_the_rest() -> None:
+    """Do what Python does at its end, for a process that leaves before: atexit's calls, open files."""
+    atexit.unregister(_at_exit)
+    with suppress(BaseException):
+        # Those that were registered before this module's.
+        atexit._run_exitfuncs()
+    _flush()
+
+
+def _flush() -> None:
+    """Write what is still in Python's memory of the files that it has open."""
+    # What was frozen is not found otherwise.
+    gc.unfreeze()
+    files = [found for found in gc.get_objects() if issubclass(type(found), io.IOBase)]
+    # Text first: it goes on to the memory of bytes below it.
+    for file in sorted(files, key=lambda found: not issubclass(type(found), io.TextIOBase)):
+        with suppress(Exception):
+            if not file.closed and file.writable():
+                file.flush()
+
+
+def _watched() -> list[Group]:
+    """Return the groups whose ranks make up the families: the first of each, or all if that was freed."""
+    return [
+        group
+        for root in _process.roots
+        for group in ([root] if root in root.related else root.related)
+    ]
+
+
+def _all_ended_well() -> tuple[bool, bool]:
+    """Tell the other ranks how this one ends, and return what `wait_for_ends` does."""
+    if not _completed():
+        _process.failure = _process.failure or "a request failed"
+    if not _process.failure:
         _announce_exit(ENDED)
-    unshared = [group for group in _process.groups() if not group.control.shared]
-    everyone = [_everyone_left(group, clean) for group in watched if group not in unshared]
-    everyone.append(_left_in_step(unshared, watched, clean))
-    return clean and all(everyone)
+    else:
+        _announce_exit(GONE, _process.failure)
+        _do_the_rest()
+    return wait_for_ends(_process.groups(), _watched(), _process.failure, _do_the_rest)
 
 
-def _all_completed() -> bool:
-    """Complete what is outstanding on this rank, and tell whether that was possible."""
-    clean = True
+def _completed() -> bool:
+    """Complete what is outstanding on this rank; tell whether there is no error that nobody has seen."""
+    seen = True
     for group in _process.groups():
         with suppress(RuntimeWarning):
-            clean &= complete(group)
+            seen &= complete(group)
         for hook in group.on_exit:
             hook()
         # MPI may take the memory away in which the thread looks for ranks.
         group.engine.progress.join(_GRACE)
-    clean &= not any(group.unfinished for group in _process.groups())
     for group in _process.groups():
+        _process.pending |= group.unfinished or not group.control.done()
         if group.deferred_error is not None:
             # Of a call on a device that no call followed.
             _print_whole("".join(traceback.format_exception(group.deferred_error)))
-            clean = False
-    return clean
+            seen = False
+    return seen
 
 
 def _linger(watched: list[Group]) -> None:
@@ -348,62 +418,3 @@ def _linger(watched: list[Group]) -> None:
             with suppress(Exception):
                 group.transport.progress()
         time.sleep(_NAP)
-
-
-def _representatives(root: Group) -> list[Group]:
-    """Return the groups whose ranks make up a family: its first, or all if that was freed."""
-    return [root] if root in root.related else root.related
-
-
-def _everyone_left(root: Group, clean: bool) -> bool:
-    """Wait for the other ranks to leave as well, and tell whether all had finished.
-
-    A rank that failed waits for the others only so long: they are to see its error, and to print
-    theirs, before the launcher ends them.
-    """
-    deadline = None if clean else clock.now() + _GRACE
-    waiting = list(root.control.peers)
-    while waiting and (deadline is None or clock.now() < deadline):
-        left = root.control.notes.exit_notices()
-        dead = root.transport.failed() if root.transport.outlives else []
-        waiting = [
-            p
-            for p in waiting
-            if p not in dead and (p not in left or left[p].state in (FAILED, GAVE_UP))
-        ]
-        if deadline is None and any(notice.state == GONE for notice in left.values()):
-            clean, deadline = False, clock.now() + _GRACE
-        with suppress(Exception):
-            root.transport.progress()
-        time.sleep(_NAP)
-    return clean and not waiting
-
-
-def _left_in_step(groups: list[Group], watched: list[Group], clean: bool) -> bool:
-    """Leave groups whose control channel is not shared memory: a last step of each says how.
-
-    Every rank takes part in a last step of all of them: MPI may not end with one under way.
-    """
-    text = "" if clean else (_process.failure.strip().splitlines() or ["it failed"])[-1]
-    deadline = clock.now() + (float("inf") if clean else _GRACE)
-    stepping = [group for group in groups if group.at_rest() and not group.control.ended]
-
-    def watch(waited: float) -> None:
-        for group in groups:
-            group.control.notes.answer_requests()
-        if clock.now() > deadline:
-            raise TimeoutError
-
-    def done() -> bool:
-        # Each is looked at, since ranks pass on what others tell in one group while they wait for another.
-        return not [group for group in groups if not group.control.done()]
-
-    try:
-        for group in stepping:
-            next(leave_in_step(group.control, text))
-        wait_for(done, 0, watch)
-    except (TimeoutError, TransportError):
-        return False
-    # A rank that left while another one was in a call ends without MPI, and so must that one.
-    left = [group for group in groups if group in stepping or some_left(group.control)]
-    return clean and all(all_left_well(group.control) for group in left if group in watched)

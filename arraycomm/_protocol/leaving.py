@@ -31,11 +31,6 @@ def all_left_well(control: ControlChannel) -> bool:
     )
 
 
-def some_left(control: ControlChannel) -> bool:
-    """Tell whether the group has ended in a step in which a rank left."""
-    return control.ended and Status.LEAVING in Headers(control).statuses()
-
-
 def leaving_error(control: ControlChannel, headers: Headers) -> PeerError:
     """Return the error of a rank in whose step another one leaves."""
     rank = headers.statuses().index(Status.LEAVING)

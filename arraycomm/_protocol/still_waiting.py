@@ -82,7 +82,8 @@ class StillWaiting:
                 self._print(ranks)
 
     def _print(self, missing: Sequence[int]) -> None:
-        text = f"arraycomm: still waiting in {self._operation} at {self._site} {self._cause(missing)}\n"
+        where = f"in {self._operation} at {self._site}" if self._site else self._operation
+        text = f"arraycomm: still waiting {where} {self._cause(missing)}\n"
         with suppress(Exception):
             sys.stderr.write(text)
             sys.stderr.flush()

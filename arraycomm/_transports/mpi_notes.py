@@ -56,9 +56,11 @@ class MpiNotes(Notes):
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         if self._own and state in (FAILED, GAVE_UP):
             return
-        first = self._own or ExitNotice(state, completed, text)
+        before = self._own
+        first = before or ExitNotice(state, completed, text)
         self._own = first._replace(state=state)
-        if state not in WELL:
+        # A last step of the group says it of a rank that ends well in step.
+        if state not in WELL or before is not None:
             for peer in self._peers:
                 # A rank that has died needs no notice.
                 with suppress(TransportError):

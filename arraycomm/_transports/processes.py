@@ -18,6 +18,7 @@ from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.lives import DELAY, Lives
+from arraycomm._transports.notes import FAILED, GAVE_UP
 from arraycomm._transports.parts import Parts, PartsTransport
 from arraycomm._transports.ring_messages import Messages
 from arraycomm._transports.rings import Ring, Transfer
@@ -152,7 +153,7 @@ class ProcessesTransport(SharesFiles, PartsTransport):
         left = self.control.notes.exit_notices()
         # Those that have left may have followed one that has died.
         dead = self._lives.dead(at_once=bool(left))
-        return [rank for rank in dead if rank not in left]
+        return [rank for rank in dead if rank not in left or left[rank].state in (FAILED, GAVE_UP)]
 
     def abort(self, code: int) -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -90,6 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
     ended = run_job(launcher, arguments.ranks, environment, program)
     if ended.failed:
         print(f"run: {describe(ended)}", file=sys.stderr)
+    if ended.cut_off:
+        print(
+            f"run: {_named(ended.cut_off)} had not ended when another rank left without MPI's end, as by "
+            "os._exit; the launcher has ended all",
+            file=sys.stderr,
+        )
     return ended.status
 
 

@@ -89,14 +89,17 @@ def run(part: Part, out: Path, ends: float) -> None:
             env=os.environ | {"TESTS_HANG_AFTER": str(HANGING)},
             start_new_session=True,
         )
+        cut_off = False
         try:
             status = process.wait(left - GRACE)
         except subprocess.TimeoutExpired:
-            status = end(process)
+            status, cut_off = end(process), True
     seconds = time.monotonic() - began
     if not junit.exists():
         junit.write_text(in_place_of_a_report(part.name, status, log))
     counts, part.failed = read(junit)
+    if cut_off:
+        part.failed.append("cut off by the time: its last test had not ended")
     part.passed = status in (0, 5) and not part.failed
     part.outcome = f"{counts}, status {status}, {seconds:.0f} s"
 
