@@ -111,7 +111,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
             An argument is wrong, or not possible here; the other ranks raise `PeerError`. A rank without an
             intracommunicator cannot tell the others, and raises alone: they wait for it.
         """
-        arguments = Arguments(backend, device, check, reproducible, timeout)
+        arguments = Arguments(backend, device, check, reproducible, timeout, over_world=False)
         return cls(open_over_mpi(mpi4py_comm, arguments).runner)
 
     @property

@@ -16,13 +16,14 @@ from arraycomm._collectives.operation import Context
 from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
-from arraycomm._launch import ADDRESS, Launch, detect
-from arraycomm._launch.library import refuse_foreign_launcher
+from arraycomm._launch import ADDRESS, SRUN, Launch, detect
+from arraycomm._launch.library import MPICH, family_of
 from arraycomm._launch.probe import in_short
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.exit import add_root, refuse_forked_child, take_over_the_end, watch_exit
+from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.meeting import begin_mpi, finish, meet, ranks_here, seconds_of
 from arraycomm._protocol.mismatch import by_ranks, peer_error
 from arraycomm._protocol.options import Options
 from arraycomm._protocol.tuning import UNTUNED, tuning_of
@@ -43,9 +44,15 @@ class Arguments:
     check: Any
     reproducible: Any
     timeout: Any
+    # Another argument or a variable of the environment is wrong: `checked` raises it, and so tells the others.
+    wrong: Exception | None = None
+    # Whether they are those of `init`.
+    over_world: bool = True
 
     def checked(self, local_rank: int, local_size: int) -> tuple[Options, DeviceRequest]:
         """Return the options and the request of this rank, or raise what is wrong with them."""
+        if self.wrong is not None:
+            raise self.wrong
         options = Options(self.check, self.reproducible, self.timeout)
         return options, DeviceRequest.checked(
             self.backend, self._own_device(local_rank, local_size)
@@ -82,20 +89,21 @@ class Init(SmallExchange):
         return [name.decode().rstrip() for name in super().result(agreement)]
 
 
-def mpi_transport() -> Callable[[Any], Transport]:
-    """Return the class of transports over MPI, or raise if MPI cannot be used."""
+def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
+    """Return the class of transports over MPI, or raise if MPI cannot be used or does not begin in time."""
     try:
-        if "mpi4py.MPI" not in sys.modules:
+        module = sys.modules.get("mpi4py.MPI")
+        if module is None:
             check_room(os.environ)
-            take_over_the_end()
-        refuse_foreign_launcher(detect(os.environ))
+        if module is None or not module.Is_initialized():
+            begin_mpi(timeout)
         from arraycomm._transports.mpi import MPITransport
     except BackendUnavailableError:
         raise
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
-            f"init: no MPI could be loaded ({error}); install one beside mpi4py, for example with: "
-            "pip install mpich"
+            f"init: no MPI could be loaded ({in_short(str(error))}); install one beside mpi4py, for example with: "
+            f"pip install mpich{_under_srun(detect(os.environ), MPICH)}"
         ) from error
     from mpi4py import MPI
 
@@ -115,19 +123,24 @@ def refuse_other_launcher(launch: Launch | None) -> None:
     """Raise if the launcher has started another number of ranks than the MPI that was loaded sees."""
     from mpi4py import MPI
 
+    if launch is not None and not launch.size:
+        launch = launch._replace(size=max(len(ranks_here()), MPI.COMM_WORLD.size))
     if launch is not None and launch.size != MPI.COMM_WORLD.size:
-        library = in_short(MPI.Get_library_version())
+        library, family = in_short(MPI.Get_library_version()), family_of(MPI.get_vendor()[0])
         raise BackendUnavailableError(
             f"init: {launch.launcher} started {launch.size} processes, but the MPI that was loaded "
             f"({library}) sees {MPI.COMM_WORLD.size}; start the program with: arraycomm run -n "
             f"{launch.size} …, which finds the mpiexec of that MPI, or install the MPI that belongs to "
-            "this launcher"
-            + (f". On one node {ADDRESS} connects them without MPI" if _is_srun(launch) else "")
+            f"this launcher{_under_srun(launch, family)}"
         )
 
 
-def _is_srun(launch: Launch) -> bool:
-    return launch.launcher == "srun"
+def _under_srun(launch: Launch | None, family: str) -> str:
+    """Return what else connects the tasks of srun, as the end of a sentence."""
+    if launch is None or launch.launcher != SRUN:
+        return ""
+    kind = "pmi2" if family == MPICH else "pmix"
+    return f". srun --mpi={kind} connects its tasks by {family}, and on one node {ADDRESS} does without MPI"
 
 
 def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
@@ -136,13 +149,18 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
     If the arguments of a rank are wrong, it raises, and all others raise `PeerError`.
     """
     refuse_forked_child("init")
-    make = mpi_transport()
+    timeout = seconds_of(arguments.timeout)
+    make = mpi_transport(timeout)
     _check_kind(mpi_comm)
     watch_exit()
-    _compare_versions(mpi_comm)
-    transport = make(mpi_comm.Dup())
+    what = "init" if arguments.over_world else "from_mpi"
+    meet(mpi_comm, what, timeout)
+    own, request = mpi_comm.Idup()
+    finish(request, what, timeout)
+    _compare_versions(own)
+    transport = make(own)
     try:
-        options, request = _checked_by_all(mpi_comm, arguments, transport)
+        options, request = _checked_by_all(own, arguments, transport)
     except Exception:
         transport.free()
         raise

@@ -35,6 +35,7 @@ from arraycomm._protocol.exit import (
     watch_exit,
 )
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.meeting import seconds_of
 from arraycomm._start import Start, choose_start
 from arraycomm._trace import environment
 from arraycomm._transports.threads import SelfTransport
@@ -124,7 +125,7 @@ def init(
     timeout : float or None, default 1800.0
         Seconds that a call may wait for other ranks, without those in which the job was stopped;
         None means for ever. Default from `ARRAYCOMM_TIMEOUT`.
-    verbose : bool
+    verbose : bool, default False
         Whether rank 0 prints how the ranks communicate, a line for each fact: backend, ranks and
         nodes, the MPI library, devices, the options, and whether the part in C is used. Only rank
         0 has to pass it.
@@ -160,8 +161,6 @@ def init(
         a value that does not exist or names a wrong file, or a list of devices is shorter than the number of ranks on a
         node.
     """
-    if backend not in _BACKENDS:
-        raise ValueError(f"init: backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
     named: dict[str, Any] = {
         "device": device,
         "check": check,
@@ -169,22 +168,31 @@ def init(
         "timeout": timeout,
     }
     passed = {name: value for name, value in named.items() if not isinstance(value, _Default)}
-    if not isinstance(verbose, bool):
-        raise TypeError(f"init: verbose must be True or False; got {verbose!r}")
-    _choose_report(report_after)
     if _session.world is not None:
+        _check(backend, verbose, report_after)
         _compare_with_first(_session.world, backend, passed)
         _session.show(verbose)
         return world()
     if backend != "self":
         _refuse_children_of_ranks()
-    arguments = {**_defaults(), **passed}
-    given = Arguments(backend=backend, **arguments)
+    wrong = None
+    try:
+        _check(backend, verbose, report_after)
+        arguments = {**_defaults(), **passed}
+    except (TypeError, ValueError) as error:
+        # Raised once the other ranks are told of it, if there are others.
+        wrong, backend, arguments = error, "auto", {**_CONSTANTS, **passed}
+    given = Arguments(backend=backend, **arguments, wrong=wrong)
     start = choose_start(backend)
     if start.backend in ("mpi", "nccl") and start.launched:
         # From now on an uncaught error of this rank ends the job: other ranks may wait for it.
-        mpi_transport()
-        watch_exit()
+        try:
+            mpi_transport(seconds_of(given.timeout))
+            watch_exit()
+        except BackendUnavailableError:
+            if not start.alone:
+                raise
+            start = Start("self")
     elif start.numbering is None:
         # Raises what is wrong with them before MPI is loaded, since no other rank has to be told.
         given.checked(local_rank=0, local_size=1)
@@ -351,6 +359,15 @@ def _is_nothing_left(runner: Runner) -> bool:
     return left == 0
 
 
+def _check(backend: Any, verbose: Any, report_after: Any) -> None:
+    """Raise if one of these is wrong; take over the last one."""
+    if backend not in _BACKENDS:
+        raise ValueError(f"init: backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
+    if not isinstance(verbose, bool):
+        raise TypeError(f"init: verbose must be True or False; got {verbose!r}")
+    _choose_report(report_after)
+
+
 def _choose_report(report_after: Any) -> None:
     """Set when this process says for whom it waits; a first `init` may leave it to the environment."""
     if not isinstance(report_after, _Default):
@@ -382,13 +399,12 @@ def _seconds(variable: str, otherwise: float) -> float | None:
         ) from None
 
 
+_CONSTANTS: Final = {"device": None, "check": True, "reproducible": True, "timeout": 1800.0}
+
+
 def _defaults() -> dict[str, Any]:
-    return {
-        "device": None,
-        "check": _default_check(),
-        "reproducible": True,
-        "timeout": _seconds("ARRAYCOMM_TIMEOUT", 1800.0),
-    }
+    timeout = _seconds("ARRAYCOMM_TIMEOUT", 1800.0)
+    return {**_CONSTANTS, "check": _default_check(), "timeout": timeout}
 
 
 def _default_check() -> bool:
@@ -429,7 +445,7 @@ def _open_alone(arguments: Arguments) -> Opened:
 
 
 def _open_mpi_world(arguments: Arguments) -> Opened:
-    mpi_transport()
+    mpi_transport(seconds_of(arguments.timeout))
     from mpi4py import MPI
 
     refuse_other_launcher(_launch.detect(os.environ))

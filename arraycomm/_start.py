@@ -9,14 +9,20 @@ from arraycomm import _launch
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._launch.numbering import EXAMPLE, Numbering, numbering
 from arraycomm._protocol.exit import mpi_has_peers
+from arraycomm._protocol.launcher import children_of, find_launcher
 
 
 class Start(NamedTuple):
-    """The backend, whether an MPI launcher or the program has started MPI, and the numbers of processes without."""
+    """How to start.
+
+    The backend, whether an MPI launcher or the program has started MPI, the numbers of processes without, and
+    whether this process is the only one, so that it may do without MPI.
+    """
 
     backend: str
     launched: bool = False
     numbering: Numbering | None = None
+    alone: bool = False
 
 
 def choose_start(backend: str) -> Start:
@@ -31,12 +37,19 @@ def choose_start(backend: str) -> Start:
     connected = mpi_has_peers() or _connects(launch)
     if connected and backend != "processes":
         _refuse_contradiction(launch)
-        return Start("mpi" if backend == "auto" else backend, launched)
+        alone = (
+            backend == "auto" and launch is not None and launch.size == 1 and not mpi_has_peers()
+        )
+        return Start("mpi" if backend == "auto" else backend, launched, alone=alone)
     found = numbering(os.environ)
     if backend == "processes":
         return Start(backend, numbering=_needed(found))
+    if found is None and not launched:
+        _refuse_hidden_launcher()
     if found is None or found.size == 1:
-        return Start(("mpi" if launched else "self") if backend == "auto" else backend, launched)
+        alone = backend == "auto" and launch is not None and launch.size == 1
+        chosen = ("mpi" if launched else "self") if backend == "auto" else backend
+        return Start(chosen, launched, alone=alone)
     if backend == "auto":
         return Start("processes", numbering=found)
     raise BackendUnavailableError(
@@ -46,11 +59,25 @@ def choose_start(backend: str) -> Start:
     )
 
 
+def _refuse_hidden_launcher() -> None:
+    """Raise if a launcher has started this process and others, of which the environment says nothing."""
+    launcher = find_launcher(os.getppid())
+    started = 0 if launcher is None else len(children_of(launcher.pid))
+    if started > 1:
+        raise BackendUnavailableError(
+            f"init: a launcher ({launcher}) has started {started} processes, of which this is one or a child "
+            "of one, but the environment says nothing of it, as after env -i or sudo, so that they cannot be "
+            "connected; pass the environment on to the program, or call init(backend='self') for a world of "
+            "this process alone"
+        )
+
+
 def _connects(launch: _launch.Launch | None) -> bool:
     """Tell whether a launcher connects its processes by MPI, as far as the environment says."""
-    return launch is not None and (
-        launch.launcher != "srun" or _launch.has_process_manager(os.environ)
-    )
+    if launch is None or launch.launcher != _launch.SRUN:
+        return launch is not None
+    # srun starts any program. Who says where the processes are to meet wants no MPI.
+    return _launch.has_process_manager(os.environ) and not os.environ.get(_launch.ADDRESS)
 
 
 def _needed(found: Numbering | None) -> Numbering:
@@ -69,7 +96,7 @@ def _refuse_contradiction(launch: _launch.Launch | None) -> None:
         variables.append(_launch.TORCHRUN[0])
     for variable in variables:
         said = os.environ.get(variable, "")
-        if launch is not None and said and said != str(launch.size):
+        if launch is not None and launch.size and said and said != str(launch.size):
             raise BackendUnavailableError(
                 f"init: {launch.launcher} started {launch.size} process"
                 f"{'es' if launch.size > 1 else ''}, but {variable} is {said}; start the program by one "

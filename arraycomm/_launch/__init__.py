@@ -16,8 +16,13 @@ _SIZES: Final = (
 )
 
 
+SRUN: Final = "srun"
+# The variable with the rank.
+RANKS: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+
+
 class Launch(NamedTuple):
-    """How many ranks the launcher started, and its name."""
+    """How many ranks the launcher started, 0 if it does not say so, and its name."""
 
     size: int
     launcher: str
@@ -25,11 +30,15 @@ class Launch(NamedTuple):
 
 def detect(environment: Mapping[str, str]) -> Launch | None:
     """Return what an MPI launcher has set in the environment, or None if there was none."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "") if "SLURM_PROCID" in environment else ""
     for variable, launcher in _SIZES:
-        if environment.get(variable, "").isdigit():
-            return Launch(int(environment[variable]), launcher)
-    if "SLURM_PROCID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "").isdigit():
-        return Launch(int(environment["SLURM_STEP_NUM_TASKS"]), "srun")
+        if (said := environment.get(variable, "")).isdigit():
+            by_srun = said == tasks and environment.get("PMI_RANK") == environment["SLURM_PROCID"]
+            return Launch(int(said), SRUN if by_srun else launcher)
+    if tasks.isdigit():
+        return Launch(int(tasks), SRUN)
+    if "PMIX_NAMESPACE" in environment and environment.get("PMIX_RANK", "").isdigit():
+        return Launch(0, "a launcher of PMIx, such as prterun,")
     return None
 
 

@@ -143,10 +143,11 @@ class Coordinator(threading.Thread):
     """Serves the processes until all have left, or have heard what is wrong."""
 
     def __init__(
-        self, listener: socket.socket, place: Place, size: int, secret: str, limit: float
+        self, listener: socket.socket, place: Place, size: int, secret: str, limit: float, job: str
     ) -> None:
         super().__init__(name="arraycomm-coordinator", daemon=True)
         self._listener, self._place, self._size, self._secret = listener, place, size, secret
+        self._job = job
         self._limit = limit
         self._deadline = time.monotonic() + limit
         self._state = _State.GATHERING
@@ -191,7 +192,7 @@ class Coordinator(threading.Thread):
             # Those who were told close their connection.
             heard = len(self._told) >= self._size and all(g.rank < 0 for g in self._guests)
             return heard or time.monotonic() > self._deadline
-        return self._state is _State.MET and not self._guests
+        return self._state is _State.MET and all(guest.rank < 0 for guest in self._guests)
 
     def _who_is_missing(self) -> str:
         missing = [str(rank) for rank in range(self._size) if rank not in self._ranks]
@@ -271,6 +272,13 @@ class Coordinator(threading.Thread):
                 }
             )
             return False
+        other = str(said.get("job", ""))
+        if other and self._job and other != self._job:
+            # It leaves, and comes again: this job may soon have its processes, and free the address.
+            guest.send({"taken": self._job})
+            return True
+        if self._state is _State.MET:
+            return False
         guest.rank, guest.about = int(said["rank"]), f"process {pid} on {said['name']}"
         guest.answer_nonce = str(said["nonce"])
         self._welcome(guest, said)
@@ -314,8 +322,6 @@ class Coordinator(threading.Thread):
         self._state = _State.MET
         self._selector.unregister(self._listener)
         self._listener.close()
-        for guest in [other for other in self._guests if other.rank < 0]:
-            self._drop(guest)
         for guest in self._ranks.values():
             guest.send(
                 {"met": True, "proof": proof(self._secret, guest.answer_nonce, "coordinator")}

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import IO, Final, NamedTuple
 
 from arraycomm._launch.launchers import Launcher, threads_for
+from arraycomm._launch.library import MPICH
 
 _RANK, _TIED = (Path(__file__).with_name(name) for name in ("rank.py", "tied.py"))
 # Without the site's packages it starts in a hundredth of a second.
@@ -124,7 +125,8 @@ def run_job(
         env=launcher.environment(environment, threads),
         process_group=0,
     ) as process:
-        return _Job(process, ranks, mark, program).run()
+        hides_ends = launcher.family == MPICH and not program.fault_tolerant
+        return _Job(process, ranks, mark, program, hides_ends).run()
 
 
 def ranks_here(mark: str) -> list[int]:
@@ -166,9 +168,16 @@ def _is_terminal() -> bool:
 
 class _Job:
     def __init__(
-        self, process: subprocess.Popen[bytes], ranks: int, mark: str, program: Program
+        self,
+        process: subprocess.Popen[bytes],
+        ranks: int,
+        mark: str,
+        program: Program,
+        hides_ends: bool,
     ) -> None:
         self._process, self._ranks, self._mark = process, ranks, mark
+        # Whether the launcher may end ranks, and report success.
+        self._hides_ends = hides_ends
         self._ends_together = not program.fault_tolerant
         self._events: _Events = SimpleQueue()
         self._relays = [
@@ -188,7 +197,7 @@ class _Job:
             raise
         if not self._failed:
             silent = [rank for rank in range(self._ranks) if rank not in self._ended]
-            cut_off = silent if self._ends_together and not status else []
+            cut_off = silent if self._hides_ends and not status else []
             return Ended(1 if cut_off else status, {}, cut_off)
         failed = dict(sorted(self._failed.items(), key=_is_follower))
         return Ended(_shell_status(next(iter(failed.values()))), failed)

@@ -31,6 +31,8 @@ from arraycomm._launch.numbering import Numbering, Place
 SECRET: Final = "ARRAYCOMM_COORDINATOR_SECRET"
 LIMIT: Final = "ARRAYCOMM_START_TIMEOUT"
 DEFAULT_LIMIT: Final = 60.0
+# Where batch systems say which job this is.
+_JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID")
 _NAP: Final = 0.05
 # Seconds that the coordinator has to say what is wrong after time was up for a process.
 _LATER: Final = 2.0
@@ -47,6 +49,16 @@ def seconds_to_start(environment: Mapping[str, str]) -> float:
     if not 0 < limit < float("inf"):
         raise ValueError(f"init: {LIMIT} must be a number of seconds; got {said!r}")
     return limit
+
+
+def job_of(environment: Mapping[str, str]) -> str:
+    """Return what a batch system calls this job, as in `SLURM_JOB_ID 17`; empty without one."""
+    found = next((name for name in _JOBS if environment.get(name)), "")
+    return found and f"{found} {environment[found]}"
+
+
+class _TakenError(Exception):
+    """Another job has the address at present."""
 
 
 class Meeting:
@@ -113,7 +125,7 @@ class Meeting:
             raise error_of(message)
         return message
 
-    def introduce(self, found: Numbering, secret: str, deadline: float) -> None:
+    def introduce(self, found: Numbering, secret: str, job: str, deadline: float) -> None:
         """Say who this process is, and wait until all others have done so."""
         challenge = self.receive(deadline)
         if challenge.get("arraycomm") != PROTOCOL:
@@ -126,10 +138,14 @@ class Meeting:
             "host": _host(),
             "name": socket.gethostname(),
             "nonce": nonce,
+            "job": job,
             "proof": proof(secret, str(challenge.get("nonce")), "process"),
         }
         self.send(answer)
-        if self.receive(deadline).get("proof") != proof(secret, nonce, "coordinator"):
+        reply = self.receive(deadline)
+        if "taken" in reply:
+            raise _TakenError(str(reply["taken"]))
+        if reply.get("proof") != proof(secret, nonce, "coordinator"):
             raise BackendUnavailableError(
                 f"init: the coordinator at {self._place} does not know the secret of this process; set "
                 f"{SECRET} to the same on every process, or on none"
@@ -160,16 +176,34 @@ def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
     TransportError
         One has ended.
     """
-    limit, secret = seconds_to_start(environment), environment.get(SECRET, "")
+    limit = seconds_to_start(environment)
     deadline = time.monotonic() + limit
-    served = _serve(found, secret, limit) if found.rank == 0 else None
+    while True:
+        try:
+            return _join(found, environment, limit, deadline)
+        except _TakenError as other:
+            if time.monotonic() > deadline:
+                raise BackendUnavailableError(
+                    f"init: two jobs use the coordinator address {found.place} at the same time, this one "
+                    f"({job_of(environment)}) and another one ({other}); give each job an address of its own"
+                ) from None
+            time.sleep(_NAP)
+
+
+def _join(
+    found: Numbering, environment: Mapping[str, str], limit: float, deadline: float
+) -> Meeting:
+    secret, job = environment.get(SECRET, ""), job_of(environment)
+    served = _serve(found, secret, limit, job) if found.rank == 0 else None
     try:
         meeting = Meeting(_connect(found.place, deadline, limit), found.place, limit, served)
         try:
-            meeting.introduce(found, secret, deadline + _LATER)
+            meeting.introduce(found, secret, job, deadline + _LATER)
         except BaseException:
             meeting.close()
             raise
+    except _TakenError:
+        raise
     except Exception:
         if served is not None:
             # Those who come later hear of it.
@@ -178,7 +212,7 @@ def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
     return meeting
 
 
-def _serve(found: Numbering, secret: str, limit: float) -> Coordinator | None:
+def _serve(found: Numbering, secret: str, limit: float, job: str) -> Coordinator | None:
     """Start the coordinator; None if its address is in use, where somebody will say why."""
     try:
         listener = listen(found.place)
@@ -189,7 +223,7 @@ def _serve(found: Numbering, secret: str, limit: float) -> Coordinator | None:
             f"init: process 0 cannot listen at {found.place}: {error.strerror or error}; the coordinator "
             "address has to be one of the host of process 0"
         ) from error
-    made = Coordinator(listener, found.place, found.size, secret, limit)
+    made = Coordinator(listener, found.place, found.size, secret, limit, job)
     made.start()
     return made
 

@@ -50,6 +50,12 @@ class Launcher(NamedTuple):
         needed = {"OMP_NUM_THREADS": str(threads)}
         if self.family == OPEN_MPI and os.geteuid() == 0:
             needed |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if self.family == MPICH and base.get("SLURM_JOB_NUM_NODES") == "1":
+            # It would start its ranks by srun, which waits for this step to leave its cores.
+            needed["HYDRA_BOOTSTRAP"] = "fork"
+        if self.family == MPICH:
+            # In what PMIx has started, as a shell of srun, it would take its own variables and these for two.
+            base = {name: said for name, said in base.items() if not name.startswith("PMIX_")}
         return needed | dict(base)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._launch import Launch
+from arraycomm._launch import SRUN, detect
 from arraycomm._launch.probe import in_short
 
 OPEN_MPI: Final = "Open MPI"
@@ -63,47 +62,22 @@ def family_of(vendor: str) -> str:
     return _FAMILIES.get(vendor, vendor)
 
 
-def refuse_foreign_launcher(launch: Launch | None) -> None:
-    """Raise if Open MPI's launcher has started this process, but mpi4py loads another MPI.
+def refuse_foreign_launcher(module: Any, environment: Mapping[str, str]) -> None:
+    """Raise if a launcher of PMIx has started this process, but mpi4py's MPI cannot begin under it.
 
-    An MPI of the MPICH family ends the process if it starts under Open MPI's launcher. So mpi4py is
-    imported without starting it, and then started as its import would have.
+    `module` is mpi4py's, of which MPI has not begun: one of the MPICH family would end the process.
     """
-    if launch is None or launch.launcher != "Open MPI's mpiexec":
-        return
-    module = _imported_unstarted()
-    if module is None or module.Is_initialized() or module.Is_finalized():
-        return
+    launch = detect(environment)
     version = module.Get_library_version()
-    if family_of(module.get_vendor()[0]) == MPICH and "pmix" not in version.lower():
-        raise BackendUnavailableError(
-            f"init: {launch.launcher} started {launch.size} processes, but the MPI that was loaded "
-            f"({in_short(version)}) cannot start under it; start the program with: "
-            f"arraycomm run -n {launch.size} …, which finds the mpiexec of the MPI that is loaded"
-        )
-    _start(module)
-
-
-def _imported_unstarted() -> Any:
-    """Return the module of mpi4py, of which MPI has not started; None if the program decides that."""
-    import mpi4py
-
-    rc = mpi4py.rc
-    if rc.initialize not in (True, "yes") or "MPI4PY_RC_INITIALIZE" in os.environ:
-        return None
-    initialize, finalize = rc.initialize, rc.finalize
-    rc.initialize, rc.finalize = False, True if finalize is None else finalize
-    try:
-        from mpi4py import MPI
-    finally:
-        rc.initialize, rc.finalize = initialize, finalize
-    return MPI
-
-
-def _start(module: Any) -> None:
-    import mpi4py
-
-    if mpi4py.rc.threads in (True, "yes"):
-        module.Init_thread(getattr(module, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
-    else:
-        module.Init()
+    under_pmix = "PMIX_NAMESPACE" in environment or "OMPI_COMM_WORLD_SIZE" in environment
+    foreign = family_of(module.get_vendor()[0]) == MPICH and "pmix" not in version.lower()
+    if launch is None or not under_pmix or not foreign:
+        return
+    number = f"{launch.size} process{'es' * (launch.size > 1)}" if launch.size else "this process"
+    ways = f"arraycomm run -n {launch.size or '…'} …, which finds the mpiexec of the MPI that is loaded"
+    if launch.launcher == SRUN:
+        ways = f"srun --mpi=pmi2 …, or {ways}"
+    raise BackendUnavailableError(
+        f"init: {launch.launcher} started {number}, but the MPI that was loaded "
+        f"({in_short(version)}) cannot start under it; start the program with: {ways}"
+    )

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from arraycomm._errors import TransportError
@@ -66,7 +67,7 @@ def wait_for_ends(
             return not failed_at, _say_who_died(seen)
         for end, line in zip(ends, lines, strict=True):
             if end.group in watched and end.waiting:
-                line.look(clock.now() - began, lambda end=end: sorted(end.waiting))
+                line.look(clock.now() - began, partial(sorted, end.waiting))
         time.sleep(_NAP)
 
 
@@ -106,10 +107,15 @@ class _Ends:
         with suppress(TransportError):
             group.transport.progress()
             states = {rank: said.state for rank, said in control.notes.exit_notices().items()}
-            complete = not control.shared and control.ended and control.done()
-            if complete:
+            # Also of a group that takes no last step: ranks pass on there what others wait for.
+            complete = not control.shared and control.done()
+            if complete and control.ended:
                 states |= _states_in_step(control)
-            if not self._insists and (not self._stepping or states) and len(states) < len(self.waiting):
+            if (
+                not self._insists
+                and (not self._stepping or states)
+                and len(states) < len(self.waiting)
+            ):
                 # Some rank does not come to that step: what this one has announced is said by messages too.
                 self._insists = True
                 control.notes.announce_exit(ENDED, control.completed, "")

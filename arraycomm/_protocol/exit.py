@@ -35,6 +35,8 @@ _NAP: Final = 1e-4
 # the same time, but cannot see one another, have printed it. The launcher ends all once one is gone.
 _FORWARDING: Final = 0.2
 _PRINTING: Final = 2.0
+# Seconds in which other ranks that have ended well leave Python.
+_LAST: Final = 1.0
 # Seconds for which a rank waits for each lower one to print the error of them all.
 _TURN: Final = 0.25
 # What a shell reports of a program that Ctrl-C has ended.
@@ -136,7 +138,8 @@ def take_over_the_end() -> None:
     """
     import mpi4py
 
-    if mpi4py.rc.finalize is None and not _process.ends_mpi:
+    said = mpi4py.rc.finalize is not None or "MPI4PY_RC_FINALIZE" in os.environ
+    if not said and not _process.ends_mpi:
         mpi4py.rc.finalize, _process.ends_mpi = False, True
 
 
@@ -303,6 +306,9 @@ def _at_exit() -> None:
         for hook in _process.on_left:
             hook()
         _end_mpi()
+        if _mpi_has_ended() and _status_of_program():
+            # A launcher that sees it ends the other ranks, which may still write their files.
+            time.sleep(_LAST)
     elif _mpi_is_active() or died or _process.interrupted:
         # Otherwise nothing keeps Python from ending as it does.
         _leave_without_mpi(0 if ended_well else 1)
@@ -311,6 +317,11 @@ def _at_exit() -> None:
 def _mpi_is_active() -> bool:
     module = sys.modules.get("mpi4py.MPI")
     return bool(module and module.Is_initialized() and not module.Is_finalized())
+
+
+def _mpi_has_ended() -> bool:
+    module = sys.modules.get("mpi4py.MPI")
+    return bool(module and module.Is_finalized() and any(root.size > 1 for root in _process.roots))
 
 
 def _end_mpi() -> None:

@@ -64,7 +64,8 @@ class TestRanks:
 
     @pytest.mark.skipif(is_open_mpi(), reason="Open MPI does not tell rank 0 that it has ended")
     def test_the_standard_input_ends_on_every_rank(self, capfd: pytest.CaptureFixture[str]) -> None:
-        program = "import sys; print(repr(sys.stdin.read()))"
+        # Each line in one piece.
+        program = "import sys; sys.stdout.write(repr(sys.stdin.read()) + '\\n')"
         assert main(["run", "-n", "3", "-c", program]) == 0
         assert capfd.readouterr().out.split() == ["''"] * 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -108,6 +109,29 @@ def test_every_process_is_told_what_is_wrong(
     for found in outcomes(*(process(rank, size, place, 0.5) for rank, size in numbers)):
         with pytest.raises(error, match=f"^init: {said}"):
             raise found  # type: ignore[misc]
+
+
+def test_jobs_with_one_address_start_one_after_the_other(place: Place) -> None:
+    jobs = [(0, "A"), (1, "B"), (0, "B"), (1, "A")]
+    met = outcomes(*(process(rank, 2, place, SLURM_JOB_ID=job) for rank, job in jobs))
+    for meeting, (rank, job) in zip(met, jobs, strict=True):
+        assert isinstance(meeting, Meeting), meeting
+        meeting.set(f"job/{rank}", job)
+    meetings = [meeting for meeting in met if isinstance(meeting, Meeting)]
+    said = [(meeting.get("job/0"), meeting.get("job/1")) for meeting in meetings]
+    for meeting in meetings:
+        meeting.leave(well=True)
+    assert said == [(job.encode(), job.encode()) for _, job in jobs]
+
+
+def test_processes_of_two_jobs_are_not_one_world(place: Place) -> None:
+    first, other = outcomes(
+        process(0, 2, place, 0.7, PBS_JOBID="7"), process(1, 2, place, 0.5, PBS_JOBID="8")
+    )
+    assert isinstance(first, CommTimeoutError)
+    assert isinstance(other, BackendUnavailableError)
+    jobs = r"two jobs use the coordinator address .*, this one \(PBS_JOBID 8\) and another one \(PBS_JOBID 7\)"
+    assert re.search(jobs, str(other)), other
 
 
 @pytest.mark.usefixtures("several_hosts")

@@ -118,11 +118,13 @@ def starts(monkeypatch: pytest.MonkeyPatch):
         (OWN | MPIEXEC, "auto", "mpi"),
         (OWN | MPIEXEC, "processes", "processes"),
         ({"ARRAYCOMM_COORDINATOR_ADDRESS": "x:1"} | MPIEXEC, "auto", "mpi"),
-        # Slurm may have connected them.
+        # Slurm may have connected them; who says where they meet wants no MPI.
         (SRUN, "auto", "mpi"),
         (SRUN | OWN, "auto", "processes"),
         (SRUN | {"ARRAYCOMM_COORDINATOR_ADDRESS": "x:1"}, "auto", "processes"),
-        (SRUN | OWN | {"PMIX_RANK": "2"}, "auto", "mpi"),
+        (SRUN | OWN | {"PMIX_RANK": "2"}, "auto", "processes"),
+        (SRUN | {"PMIX_RANK": "2"}, "auto", "mpi"),
+        ({"PMIX_NAMESPACE": "one", "PMIX_RANK": "2"}, "auto", "mpi"),
         # torchrun, started once on a node.
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"} | TORCHRUN, "auto", "processes"),
     ],

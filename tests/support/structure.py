@@ -34,7 +34,11 @@ CORE = [
 CORE_LIMIT = 3_500
 
 # Documented, in spite of their names: those of named tuples, of `sys`, and of `os`.
-PUBLIC = {"_asdict", "_replace", "_current_frames", "_getframe", "_exit"}
+PUBLIC = {
+    *("_asdict", "_replace", "_current_frames", "_getframe", "_exit"),
+    # Documented by mpi4py.
+    *("_addressof", "_sizeof"),
+}
 
 Trees = dict[str, ast.Module]
 
@@ -118,7 +122,7 @@ def numbers() -> dict[str, tuple[int, int]]:
     core = sum(lines(ROOT / "arraycomm" / f"{name}.py") for name in CORE)
     return {
         "modules in import circles": (len(circles(trees)), 0),
-        "uses of private attributes from outside": (len(foreign_private(trees)), 15),
+        "uses of private attributes from outside": (len(foreign_private(trees)), 13),
         "lines of the longest module": (max(map(lines, paths.values())), 800),
         "modules flat in arraycomm/": (len(flat), 16),
         "lines of the core": (core, CORE_LIMIT),

@@ -16,6 +16,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._errors import PeerError
 from arraycomm._launch import Launch
 from arraycomm._mpi_start import mpi_transport, refuse_other_launcher
+from arraycomm._protocol.meeting import seconds_of
 from arraycomm._transports.base import Transport
 from arraycomm.testing._internals import (
     LastStep,
@@ -51,7 +52,7 @@ class Job:
     """This process's part in the ranks that run pytest in step."""
 
     def __init__(self, launch: Launch) -> None:
-        mpi_transport()
+        mpi_transport(seconds_of(None))
         refuse_other_launcher(launch)
         from mpi4py import MPI
 
