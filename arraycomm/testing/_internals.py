@@ -101,6 +101,11 @@ def completed_step(comm: Communicator) -> int:
     return group_of(comm).control.completed
 
 
+def missing_ranks(comm: Communicator) -> list[int]:
+    """Return the ranks that have not come to the call that this one is in."""
+    return group_of(comm).control.missing()
+
+
 def unmatched_messages(comm: Communicator) -> int:
     """Return how many more messages this rank has sent than received, groups included."""
     return sum(group.unmatched for group in group_of(comm).related)

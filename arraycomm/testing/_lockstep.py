@@ -18,6 +18,7 @@ from typing import Final
 from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError, MismatchError
+from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._transports.base import Transport
 from arraycomm.testing._example import Draw, Example, Part, Test, play
 from arraycomm.testing._failures import FOUND_BY_RANK_0, pack, unpack
@@ -26,10 +27,12 @@ from arraycomm.testing._internals import (
     communicator_over,
     completed_step,
     end_in_step,
+    missing_ranks,
     unmatched_messages,
 )
 from arraycomm.testing._interrupt import Interruptible, Interruption
 from arraycomm.testing._rank_links import Left, RankLinks
+from arraycomm.testing._stacks import Address, OwnStack, stacks_of
 from arraycomm.testing._threads import HOPELESS, RETRY, SLACK
 
 # Seconds in which the ranks come to the last step of an example once one of them has ended it.
@@ -38,6 +41,10 @@ _ENDING: Final = 5.0
 _TOGETHER: Final = 1.0
 # Seconds in which a launcher forwards what was printed.
 _FORWARDING: Final = 0.2
+# Seconds for which a rank waits longer than any other one needs that ends its example by itself; and for which higher
+# ranks leave it to the lowest one that waits to say so.
+_LATER: Final = 5.0
+_TURN: Final = 1.0
 
 
 @dataclass
@@ -68,6 +75,8 @@ class Lockstep:
         self._control = comm.dup(timeout=None, check=True)
         self._links = RankLinks(self._control)
         self._met: set[str] = set()
+        self._own_stack = OwnStack()
+        self._stacks: list[Address] = self._control.allgather_object(self._own_stack.address)
 
     def meet(self, test: str) -> None:
         """Raise `MismatchError` on every rank unless all of them run the same test.
@@ -133,7 +142,7 @@ class Lockstep:
     ) -> tuple[Part | None, list[Ended]]:
         link = self._link(example.size)
         if link is None:
-            ended = self._control.allgather_object(Ended())
+            ended = self._exchange(Ended(), example)
             self._let_go(None, example.size, ended)
             return None, ended
         comm = communicator_over(link, example.timeout)
@@ -146,10 +155,40 @@ class Lockstep:
         error = None if part.error is None else pack(part.error)
         left = Left(in_step, clean, unmatched_messages(comm))
         local = Ended(part.record, error, part.step, left)
-        ended = self._control.allgather_object(local)
+        ended = self._exchange(local, example)
         self._ended()
         self._let_go(comm, example.size, ended)
         return part, ended
+
+    def _exchange(self, ended: Ended, example: Example) -> list[Ended]:
+        """Return how every rank has ended the example; if one does not, end the job.
+
+        Such a rank would interrupt itself, or end the job, unless it holds Python's lock outside Python.
+        """
+        limit = 2 * example.timeout + SLACK + HOPELESS + _LATER
+        watch = threading.Timer(limit, self._end_job, (ended, example, uncaptured()))
+        watch.daemon = True
+        watch.start()
+        try:
+            return self._control.allgather_object(ended)
+        finally:
+            watch.cancel()
+
+    def _end_job(self, ended: Ended, example: Example, show: Callable[[str], None]) -> None:
+        missing = missing_ranks(self._control)
+        time.sleep(_TURN * min(len([rank for rank in range(self.rank) if rank not in missing]), 5))
+        lines = [
+            f"{name_ranks(missing)} did not end the example in time, and cannot be interrupted"
+        ]
+        stacks = stacks_of([self._stacks[rank] for rank in missing])
+        for rank, stack in zip(missing, stacks, strict=True):
+            if stack:
+                lines.append(f"rank {rank} is here:\n{stack}")
+        if ended.error is not None:
+            lines.append(f"rank {self.rank} raised:\n{describe_exception(unpack(ended.error))}")
+        show("\n".join([*lines, f"The job ends. The example was: {example.call}\n"]))
+        time.sleep(_FORWARDING)
+        self._control.abort()
 
     def _ended(self) -> None:
         """Take note that all ranks have ended the example."""

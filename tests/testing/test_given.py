@@ -195,6 +195,51 @@ def test_rank_stuck_outside_python_ends_the_job() -> None:
     assert "The example was: test_stuck_outside_python(ranks=2)" in said
 
 
+HOLDS = """
+import ctypes
+from arraycomm.testing import given
+
+def world():
+    from mpi4py import MPI
+    return MPI.COMM_WORLD
+
+{given}
+def test_holds_the_lock(comm):
+    if comm.rank == 1:
+        ctypes.PyDLL(None).sleep(1000)
+    if {raises}:
+        raise ValueError("no samples")
+    comm.allreduce(1)
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize(
+    ("given", "raises"),
+    [
+        ("@given(ranks=3, timeout=1.0)", "comm.rank == 2"),
+        ("@given(ranks=3, timeout=1.0, world=world)", "comm.rank != 1"),
+    ],
+    ids=["arraycomm", "mpi4py"],
+)
+def test_rank_that_holds_the_lock_of_python_ends_the_job(
+    given: str, raises: str, tmp_path: Path
+) -> None:
+    """It can neither be interrupted nor say where it is: the others do that for it."""
+    file = tmp_path / "test_holds.py"
+    file.write_text(HOLDS.format(given=given, raises=raises))
+    done = run_pytest(str(file), ranks=3, timeout=100)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "rank 1 did not end the example in time, and cannot be interrupted" in said
+    assert re.search(
+        r'rank 1 is here:\n  File ".*test_holds.py", line \d+ in test_holds_the_lock', said
+    )
+    assert "ValueError: no samples" in said
+    assert "The job ends. The example was: test_holds_the_lock(ranks=3)" in said
+
+
 def test_thread_stuck_outside_python_is_left_behind_and_said() -> None:
     said = _section(None, "test_stuck_outside_python")
     assert "rank 1 did not end in time, and cannot be interrupted outside Python" in said

@@ -324,11 +324,17 @@ import os
 def test_fine(comm):
     pass
 
+def test_fails(comm):
+    assert comm.size == 3, "an ordinary failure"
+
 def test_crashes(comm):
     comm.barrier()
     if comm.rank == 1:
         os._exit(3)
     comm.barrier()
+
+def test_never(comm):
+    pass
 """
 
 
@@ -337,8 +343,22 @@ def test_crashes(comm):
 def test_rank_that_dies_is_reported_with_its_test(tmp_path) -> None:
     file = tmp_path / "test_crash.py"
     file.write_text(CRASH, encoding="utf-8")
-    job = run_pytest(*PLUGIN, "--mpiexec=2", str(file))
+    junit = tmp_path / "reports" / "junit.xml"
+    job = run_pytest(*PLUGIN, "--mpiexec=2", f"--junitxml={junit}", str(file))
     assert job.returncode not in (0, None)
+    # What was found before is shown and written, also under a launcher that forwards nothing more.
+    assert "AssertionError: an ordinary failure" in job.stderr
+    assert "1 passed or skipped, 1 failed, 2 not run or not ended" in job.stderr
+    assert re.search(r"  \S*test_crash.py::test_never\n", job.stderr)
+    cases = {
+        case.get("name"): [found.tag for found in case] for case in ET.parse(junit).iter("testcase")
+    }
+    assert cases == {
+        "test_fine": [],
+        "test_fails": ["failure"],
+        "test_crashes": ["error"],
+        "test_never": ["skipped"],
+    }
     assert re.search(
         r"rank 1 \(process \d+\) died in \S*test_crash.py::test_crashes \(call\)", job.stderr
     )

@@ -1,8 +1,8 @@
-"""A process beside the ranks of one node, which says what a rank was doing if it dies.
+"""A process beside the ranks of one node, which says what a rank was doing if it dies, and what was found before.
 
 Most launchers end all ranks at once if one dies, so that none of them can say it. Rank 0 starts this
-process, which imports only the standard library, and writes "end" into its standard input when the run is
-over.
+process, which imports only the standard library, writes down the tests that it is to run and each report, and
+writes "end" into the standard input when the run is over.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ import select
 import shutil
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from xml.sax.saxutils import escape, quoteattr
 
+# Rank 0 writes here which tests there are, and where the JUnit file is to be; and then each report.
+PLAN, REPORTS = "plan.json", "reports.jsonl"
+# How many tests that were not run are named.
+_NAMED: Final = 20
 # Bytes of the note of one rank.
 SLOT: Final = 1024
 
@@ -40,6 +45,70 @@ def notes_of(directory: Path, ranks: list[int]) -> list[str]:
     return [notes[rank * SLOT : (rank + 1) * SLOT].rstrip(b" \0").decode() for rank in ranks]
 
 
+def what_was_found(directory: Path, why: str) -> list[str]:
+    """Return the failures that rank 0 has reported, and what was not run; write the JUnit file."""
+    try:
+        plan = json.loads((directory / PLAN).read_text("utf-8"))
+        lines = (directory / REPORTS).read_text("utf-8").splitlines()
+    except OSError:
+        return []
+    reports = [report for report in map(_parsed, lines) if report]
+    tests = {report["nodeid"]: report for report in reports if report["when"] == "call"}
+    # What has failed before or after it counts for the test.
+    tests |= {report["nodeid"]: report for report in reports if report["outcome"] != "passed"}
+    failed = [test for test in tests.values() if test["outcome"] == "failed"]
+    rest = [name for name in plan["tests"] if name not in tests]
+    if plan["junit"]:
+        _write_junit(Path(plan["junit"]), list(tests.values()), rest, why)
+    found = [f"\n____ {test['nodeid']} ____\n{test['text']}\n" for test in failed]
+    counts = f"{len(tests) - len(failed)} passed or skipped, {len(failed)} failed, {len(rest)} not run or not ended"
+    names = [f"  {name}\n" for name in rest[:_NAMED]]
+    more = [f"  and {len(rest) - _NAMED} more\n"] if len(rest) > _NAMED else []
+    return [*found, f"\narraycomm: the job ended before the run: {counts}:\n", *names, *more]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(line)
+        return found
+    except ValueError:
+        # It was being written.
+        return {}
+
+
+def _write_junit(path: Path, tests: list[dict[str, Any]], rest: list[str], why: str) -> None:
+    """Write a case for each test; the first of the `rest` is the one in which the job ended."""
+    kinds = {"failed": "failure", "skipped": "skipped"}
+    cases = [
+        _case(
+            test["nodeid"],
+            kinds.get(test["outcome"], ""),
+            test["crash"],
+            test["text"],
+            test["seconds"],
+        )
+        for test in tests
+    ]
+    cases += [_case(name, "error", why, why) for name in rest[:1]]
+    cases += [_case(name, "skipped", "not run", "") for name in rest[1:]]
+    numbers = (
+        len(cases),
+        *(sum(f"<{kind} " in case for case in cases) for kind in ("failure", "error", "skipped")),
+    )
+    counts = 'tests="{}" failures="{}" errors="{}" skipped="{}"'.format(*numbers)
+    head = f'<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest" {counts}>'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{head}{''.join(cases)}</testsuite></testsuites>", "utf-8")
+
+
+def _case(nodeid: str, kind: str, message: str, text: str, seconds: float = 0.0) -> str:
+    place, _, name = nodeid.rpartition("::")
+    where = place.replace(".py", "").replace("/", ".").replace("::", ".")
+    plain = "".join(c for c in text if c.isprintable() or c in "\n\t")
+    inner = f"<{kind} message={quoteattr(message)}>{escape(plain)}</{kind}>" if kind else ""
+    return f'<testcase classname={quoteattr(where)} name={quoteattr(name)} time="{seconds:.3f}">{inner}</testcase>'
+
+
 def main(directory: Path, near: dict[int, tuple[int, int]]) -> None:
     """Wait for the end of the run or of a rank, and say which it was; `near` has pids and handles."""
     dead = wait_for_death({handle: rank for rank, (_, handle) in near.items()})
@@ -49,7 +118,7 @@ def main(directory: Path, near: dict[int, tuple[int, int]]) -> None:
         f"\narraycomm: rank {rank} (process {near[rank][0]}) died in {note}\n"
         for rank, note in zip(dead, notes_of(directory, dead), strict=True)
     ]
-    sys.stderr.write("".join(lines))
+    sys.stderr.write("".join([*lines, *what_was_found(directory, "".join(lines).strip())]))
     sys.stderr.flush()
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -6,6 +6,7 @@ goes on to the same next test, or ends with the same status. Rank 0 writes the r
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -189,6 +190,11 @@ class InStep:
             common = set.intersection(*map(set, everyones))
         assert replies[0].chosen is not None
         items[:] = [before[name] for name in replies[0].chosen if name in common]
+        if self._progress is not None:
+            junit = getattr(self._config.option, "xmlpath", None)
+            self._progress.plan(
+                [item.nodeid for item in items], os.path.abspath(junit) if junit else ""
+            )
 
     def _end_if_one_ends(self, replies: list[Collected]) -> None:
         for rank, reply in enumerate(replies):
@@ -344,6 +350,7 @@ class InStep:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the failure of a subtest, which pytest reports while the test still runs."""
+        self._progress.report(report)
         if self._test is not None and self._limit.is_inside and report.failed:
             data = self._config.hook.pytest_report_to_serializable(
                 config=self._config, report=report

@@ -14,9 +14,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TextIO
 
-from arraycomm.testing.pytest_plugin.crash_reporter import SLOT
+from arraycomm.testing.pytest_plugin.crash_reporter import PLAN, REPORTS, SLOT
 from arraycomm.testing.pytest_plugin.job import Job
 
 _REPORTER: Final = str(Path(__file__).with_name("crash_reporter.py"))
@@ -32,6 +32,7 @@ class Progress:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._reporter: subprocess.Popen[bytes] | None = None
+        self._reports: TextIO | None = None
         made = tempfile.mkdtemp(prefix="arraycomm-pytest-") if job.rank == 0 else ""
         self._directory = Path(job.exchange("the start", made)[0])
         self._notes = -1
@@ -56,6 +57,28 @@ class Progress:
         )
         for handle in [*handles, *([] if stderr is None else [stderr])]:
             os.close(handle)
+
+    def plan(self, tests: list[str], junit: str) -> None:
+        """Write down which tests are to be run, and where the JUnit file is to be; on rank 0."""
+        if self._reporter is not None:
+            path = self._directory / PLAN
+            path.write_text(json.dumps({"tests": tests, "junit": junit}), encoding="utf-8")
+            self._reports = (self._directory / REPORTS).open("w", encoding="utf-8", buffering=1)
+
+    def report(self, report: Any) -> None:
+        """Write down a report, for the case that this rank does not come to show it."""
+        if self._reports is not None:
+            text = str(report.longreprtext) if report.outcome == "failed" else ""
+            crash = getattr(report.longrepr, "reprcrash", None)
+            found = {
+                "nodeid": report.nodeid,
+                "when": report.when,
+                "outcome": report.outcome,
+                "seconds": report.duration,
+                "crash": "" if crash is None else str(crash.message),
+                "text": text,
+            }
+            self._reports.write(f"{json.dumps(found)}\n")
 
     def note(self, text: str) -> None:
         """Note what this rank does from now on."""
@@ -99,6 +122,9 @@ class Progress:
         if self._notes >= 0:
             os.close(self._notes)
             self._notes = -1
+        if self._reports is not None:
+            self._reports.close()
+            self._reports = None
         if self._reporter is not None and self._reporter.stdin is not None:
             self._reporter.stdin.write(b"end")
             self._reporter.stdin.close()

@@ -1,0 +1,61 @@
+"""Stacks of other processes of this node, also of one that holds Python's lock outside Python."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+_SIGNAL: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 4) - 4
+# Below these a test runs.
+_CALLERS: Final = ("_example.py", "_plain_worlds.py")
+_RUNS: Final = tuple(os.path.join(os.path.dirname(__file__), name) for name in _CALLERS)
+# Seconds in which a process that has been asked writes its stack.
+_WRITING: Final = 0.3
+
+
+class Address(NamedTuple):
+    """Where a process writes its stack if it is asked."""
+
+    host: str
+    pid: int
+    descriptor: int
+
+
+class OwnStack:
+    """Has this process write its stack once it is asked by a signal, which needs no lock of Python's."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as it may be asked
+        faulthandler.register(_SIGNAL, self._file, all_threads=True)
+        self.address = Address(socket.gethostname(), os.getpid(), self._file.fileno())
+
+
+def stacks_of(addresses: Sequence[Address]) -> list[str]:
+    """Return the stacks of processes, an empty text for each that cannot be asked from here."""
+    here = [address for address in addresses if address.host == socket.gethostname()]
+    for address in here:
+        with suppress(OSError):
+            os.kill(address.pid, _SIGNAL)
+    time.sleep(_WRITING)
+    return [_read(address) if address in here else "" for address in addresses]
+
+
+def _read(address: Address) -> str:
+    """Return the stack of the thread that runs the test, from the test's frames on, the innermost first."""
+    try:
+        with open(f"/proc/{address.pid}/fd/{address.descriptor}", encoding="utf-8") as file:
+            threads = file.read().split("\n\n")
+    except OSError:
+        return ""
+    for lines in map(str.splitlines, threads):
+        inside = [n for n, line in enumerate(lines) if any(path in line for path in _RUNS)]
+        if inside:
+            return "\n".join(lines[1 : inside[0]])
+    return threads[-1].strip()
