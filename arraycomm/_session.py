@@ -310,10 +310,14 @@ def renew() -> None:
     """Make the world anew, as `init` was called first, whatever has become of it; collective."""
     if _session.world is None:
         return
-    backend = _session.world.backend
+    old = latest(_session.world)
+    backend = old.backend
     arguments = {**_session.arguments, "report_after": still_waiting.report_after()}
     _session.end()
-    init(backend if backend in _BACKENDS else "auto", **arguments)
+    made = init(backend if backend in _BACKENDS else "auto", **arguments)
+    # Whoever holds the old one, as a module of tests may, holds the new one.
+    Communicator.__init__(old, runner_of(made))
+    _session.world = old
 
 
 @entry

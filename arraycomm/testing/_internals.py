@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from arraycomm import _session
 from arraycomm._collectives.header_only import Barrier
@@ -17,7 +17,7 @@ from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import CommunicatorClosedError
 from arraycomm._protocol.exit import remove_root
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.leaving import all_left_well, leave_in_step
+from arraycomm._protocol.leaving import all_left, all_left_well, leave_in_step
 from arraycomm._protocol.options import Options
 from arraycomm._protocol.waiting import give_up_core
 from arraycomm._transports.base import Steps, Transport
@@ -88,12 +88,18 @@ def renew_world(*, free: bool) -> None:
     """
     if not _session.is_initialized():
         return
-    old = _session.world()
+    old = group_of(_session.world())
     _session.renew()
     if free:
-        free_transports(old, keep_own=False)
-        group_of(old).related.clear()
-        remove_root(group_of(old))
+        _free(old.related)
+        old.related.clear()
+        remove_root(old)
+
+
+def revive_world() -> None:
+    """Go on with a world that all ranks have left in the same step, with nothing outstanding; collective."""
+    for group in group_of(_session.world()).related:
+        group.control.ended, group.engine.threaded = False, group.transport.threaded
 
 
 def completed_step(comm: Communicator) -> int:
@@ -178,20 +184,43 @@ class LastStep:
             if time.monotonic() > deadline:
                 break
             give_up_core()
-        in_step = len(self._tasks) == len(self._related)
-        in_step = in_step and all(task.result is True for task in self._tasks)
+        for task in self._tasks:
+            # The group may go on.
+            task.outcome.claim()
+        in_step = self._all_left and all(task.result.well for task in self._tasks)
         clean = all(group.at_rest() for group in self._related)
         return in_step and clean, clean
+
+    def together(self, seconds: float) -> bool:
+        """Tell whether all ranks have come to the last step from the same one, if by errors of their own."""
+        return self.complete(seconds)[1] and self._all_left
+
+    @property
+    def _all_left(self) -> bool:
+        return len(self._tasks) == len(self._related) and all(
+            isinstance(task.result, _Left) and task.result.all for task in self._tasks
+        )
+
+
+class _Left(NamedTuple):
+    """Whether all ranks have come to the last step of a group, and whether all did well before."""
+
+    all: bool
+    well: bool
 
 
 def _last_step(group: Group, text: str) -> Steps:
     yield from leave_in_step(group.control, text)
-    return all_left_well(group.control)
+    return _Left(all_left(group.control), all_left_well(group.control))
 
 
 def free_transports(comm: Communicator, *, keep_own: bool) -> None:
     """Free the transports of the communicator's groups, and its own unless it is to be kept."""
     related = group_of(comm).related
-    for group in related[1:] if keep_own else related:
+    _free(related[1:] if keep_own else related)
+
+
+def _free(groups: Sequence[Group]) -> None:
+    for group in groups:
         group.end(CommunicatorClosedError("the test is over"))
         group.transport.free()

@@ -318,6 +318,40 @@ def test_profile_and_database_are_those_of_rank_0() -> None:
     assert "Stopped because settings.max_examples=7\n" in second.split("test_counts:")[1]
 
 
+MODULE = """
+import arraycomm as ac
+world = ac.init()
+part = world.dup()
+split = world.split(0)
+
+def works(*comms):
+    for comm in comms:
+        assert comm.allreduce(1) == comm.size == ac.world().size
+
+def test_first(): works(world, part, split)
+def test_wrong_on_every_rank():
+    works(part)
+    assert world.size == 17
+def test_after(): works(world, part, split)
+def test_wrong_on_one(): assert world.rank != 1
+def test_world_after(): works(world, world.dup())
+def test_mismatch(): world.allreduce([1.0] * (2 + world.rank))
+def test_world_after_mismatch(): works(world, ac.world())
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_communicators_of_a_module_go_on_after_a_failure(tmp_path) -> None:
+    """Those made from the world do if all ranks have failed in one place; the world always does."""
+    file = tmp_path / "test_module.py"
+    file.write_text(MODULE, encoding="utf-8")
+    job = run_pytest(*PLUGIN, "--mpiexec=2", "-rfE", str(file))
+    failed = re.findall(r"^FAILED \S*::(\w+)", job.stdout, re.MULTILINE)
+    assert failed == ["test_wrong_on_every_rank", "test_wrong_on_one", "test_mismatch"], job.stdout
+    assert "was never waited for" not in job.stdout + job.stderr
+
+
 CRASH = """
 import os
 

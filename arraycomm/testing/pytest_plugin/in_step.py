@@ -28,6 +28,7 @@ from arraycomm.testing._internals import (
     is_open,
     leave_world,
     renew_world,
+    revive_world,
     world_is_closed,
 )
 from arraycomm.testing._interrupt import Interruption
@@ -391,8 +392,14 @@ class InStep:
             self._job.let_go(test.comm, test.size, [ended.left for ended in everyone])
         if any(ended.world_closed for ended in everyone):
             world = test.world or leave_world("")
+            together = world is not None and world.together(_ENDING)
             clean = world is None or world.complete(_ENDING)[1]
-            renew_world(free=all(self._exchange("the end of the world", clean)))
+            replies = self._exchange("the end of the world", (together, clean))
+            if all(together for together, _ in replies):
+                # All have failed in one place: what a module has made of the world lives on.
+                revive_world()
+            else:
+                renew_world(free=all(clean for _, clean in replies))
 
     def _give_up(self, test: _Test) -> list[pytest.TestReport]:
         """Report a test that does not end on some rank, and end the run."""
