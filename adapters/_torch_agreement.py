@@ -15,6 +15,8 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 import arraycomm as ac
+from arraycomm._callsite import call_site
+from arraycomm._protocol.mismatch import by_ranks
 
 
 class CallState(NamedTuple):
@@ -85,7 +87,7 @@ def agree(comm: ac.Communicator, operation: str, own: CallState) -> list[CallSta
     """Return the states of all ranks; raise the same error on every rank if they do not fit."""
     rows = comm.allgather(np.array(own, np.int64))
     states = [CallState(*row) for row in rows.tolist()]
-    _check_same_call(operation, states)
+    _check_same_call(comm, operation, states)
     _check_differentiable(operation, states)
     _check_same_transforms(operation, states)
     return states
@@ -98,23 +100,30 @@ def raise_on_all(comm: ac.Communicator, error: Exception) -> NoReturn:
     raise error
 
 
-def _check_same_call(operation: str, states: list[CallState]) -> None:
-    calls = {state.differentiates for state in states}
-    if len(calls) > 1:
-        shown = ", ".join(
-            f"{_backward_of(state)} on rank {rank}" for rank, state in enumerate(states)
+def _check_same_call(comm: ac.Communicator, operation: str, states: list[CallState]) -> None:
+    calls = [state.differentiates for state in states]
+    if len(set(calls)) == 1:
+        return
+    # Every rank knows by now that the calls differ, and takes part in this.
+    lines = comm.allgather_object(call_site())
+    places = zip(calls, lines, strict=True)
+    shown = by_ranks([f"{_backward_of(number)} at {line}" for number, line in places])
+    if min(calls) < 0:
+        cause = (
+            "Some ranks make a forward call more than others: model.eval() may be missing where only some "
+            "ranks evaluate a model. Or the loss of some ranks does not depend on the result y of a call: "
+            "add 0 * y.sum() to it"
         )
-        raise ac.MismatchError(
-            f"{operation}: ranks must differentiate the same calls, in the same order; got {shown}. "
-            "The loss of every rank must depend on the result of every call (add 0 * y.sum() to the "
-            "loss of a rank that does not use the result y)"
-        )
+    else:
+        cause = "The loss of every rank must depend on the result of every call, in the same order"
+    raise ac.MismatchError(
+        f"{operation}: ranks must make the same calls, and differentiate the same calls, in the same "
+        f"order; got {shown}. {cause}"
+    )
 
 
-def _backward_of(state: CallState) -> str:
-    if state.differentiates < 0:
-        return "a forward call"
-    return f"the backward pass of differentiable call {state.differentiates}"
+def _backward_of(number: int) -> str:
+    return "a forward call" if number < 0 else f"the backward pass of differentiable call {number}"
 
 
 def _check_differentiable(operation: str, states: list[CallState]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import arraycomm as ac
+from arraycomm._entries import entry
 from arraycomm.adapters._torch_agreement import CallState, agree, raise_on_all
 from arraycomm.adapters._torch_collectives import Allgather, outside_graphs, record
 
@@ -73,6 +74,7 @@ class SyncBatchNorm(_BatchNorm):
         return normalized.to(input.dtype)
 
     @outside_graphs
+    @entry
     def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and variance of each channel, and update the running ones."""
         comm = self.comm or ac.world()

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, ParamSpec, TypeVar
 import torch
 
 import arraycomm as ac
+from arraycomm._entries import entry
 from arraycomm.adapters._torch_agreement import CallState, agree, raise_on_all
 
 P = ParamSpec("P")
@@ -178,11 +179,13 @@ class _Recorded(torch.autograd.Function):
         ctx.has_tensor = x is not None
 
     @staticmethod
+    @entry
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         gradient = call(ctx.collective.transpose(), gradients[0], ctx.comm, ctx.number)
         return gradient if ctx.has_tensor else None, None, None, None, None
 
     @staticmethod
+    @entry
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
         return call(ctx.collective, tangents[0], ctx.comm)
 

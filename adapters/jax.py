@@ -11,7 +11,7 @@ import optax
 
 import arraycomm as ac
 from arraycomm._training.numbered import Numbering
-from arraycomm._training.programs import GradientCalls
+from arraycomm._training.programs import GradientCalls, hidden_dup
 from arraycomm.adapters._jax_batch import Extra, check_extra
 from arraycomm.adapters._jax_collectives import (
     allgather,
@@ -274,7 +274,7 @@ def all_reduce(
     op, comm, bucket_bytes, compression
         As for `arraycomm.DistributedOptimizer`.
     """
-    group = (comm or ac.world()).dup()
+    group = hidden_dup(comm or ac.world())
     calls = GradientCalls(group, op, {"bucket_bytes": bucket_bytes, "compression": compression})
     made = Numbering()
 

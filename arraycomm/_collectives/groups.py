@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import mmap
 import operator
 import struct
 import warnings
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -22,6 +26,8 @@ from arraycomm._protocol.options import Options
 _COLOR_AND_KEY: Final = struct.Struct("<?qq")
 # Bytes that MPI and what ranks share may take for a communicator.
 _NEEDED: Final = 8 << 20
+# How many hidden duplicates one call can free.
+_MOST: Final = 64
 # Said in place of a number of messages: one of the groups was closed by an error.
 ENDED_BY_ERROR: Final = -1 << 63
 
@@ -35,7 +41,29 @@ class Split(SmallExchange):
         super().__init__(context, data=_pack(color, key))
 
 
-class Dup(SmallExchange):
+class _AllOf(SmallExchange):
+    """Tells all ranks which of the hidden duplicates each can let go; the result is which all can."""
+
+    def __init__(self, context: Context, op: str | None, mask: int) -> None:
+        super().__init__(context, op, mask.to_bytes(_MOST // 8, "little"))
+
+    def result(self, agreement: Any) -> Any:
+        masks = [int.from_bytes(reply, "little") for reply in super().result(agreement)]
+        return functools.reduce(operator.and_, masks)
+
+
+def _mask(bits: Iterable[bool]) -> int:
+    return sum(1 << place for place, bit in enumerate(itertools.islice(bits, _MOST)) if bit)
+
+
+def _at_rest(group: Group) -> int:
+    """Return which hidden duplicates have nothing under way on this rank."""
+    return _mask(
+        made.closed is None and made.at_rest() and not made.unmatched for made, _ in group.hidden
+    )
+
+
+class Dup(_AllOf):
     """See `Communicator.dup`; what the ranks compare are the new options, and `settings`."""
 
     name, code = "dup", 11
@@ -44,7 +72,8 @@ class Dup(SmallExchange):
         self, context: Context, options: dict[str, Any], chosen: list[Options], settings: str = ""
     ) -> None:
         chosen.append(replace(context.group.options, **options))
-        super().__init__(context, f"{chosen[-1]!r}{settings}")
+        unused = _mask(user() is None for _, user in context.group.hidden)
+        super().__init__(context, f"{chosen[-1]!r}{settings}", unused & _at_rest(context.group))
 
 
 class Confirm(SmallExchange):
@@ -74,6 +103,15 @@ class CountMessages(SmallExchange):
     def result(self, agreement: Any) -> Any:
         replies = super().result(agreement)
         return [int.from_bytes(reply, "little", signed=True) for reply in replies]
+
+
+class Hidden(_AllOf):
+    """See `Communicator.free`: what it takes along."""
+
+    name = "free"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, None, _at_rest(context.group))
 
 
 class Free(CountMessages):
@@ -113,12 +151,39 @@ def dup(
     `operation` is how the ranks agree on that; it gets further `arguments`.
     """
     chosen: list[Options] = []
-    runner.call(operation, options, chosen, *arguments)
+    _let_go(runner.group, runner.call(operation, options, chosen, *arguments))
     made = _open(runner, "dup", [(True, 0, 0)] * runner.group.size, chosen[0])
     assert made is not None
     runner.statistics.include(made.statistics)
     made.original = runner
     return made
+
+
+def hide(shared: Runner, made: Runner, used: object) -> None:
+    """Let a duplicate be freed with the group that it was made of, or once no rank has what it is used by."""
+    shared.group.hidden.append((made.group, weakref.ref(used)))
+
+
+def _let_go(group: Group, mask: int) -> None:
+    """Free hidden duplicates of which every rank has said that it can; collective."""
+    chosen = [pair for place, pair in enumerate(group.hidden) if mask >> place & 1]
+    for pair in chosen:
+        group.hidden.remove(pair)
+        _release(pair[0])
+
+
+def _release(group: Group) -> None:
+    """Free the transport of a group on which no rank has anything under way; collective."""
+    for hook in group.on_free:
+        hook()
+    _end(group)
+    group.transport.free()
+
+
+def _end(group: Group) -> None:
+    if group in group.related:
+        group.end(CommunicatorClosedError("it was freed"))
+        group.related.remove(group)
 
 
 def free(runner: Runner) -> None:
@@ -128,17 +193,22 @@ def free(runner: Runner) -> None:
         # It was freed before, or an error ended it: then the end of the program takes care of it.
         return
     lost = sum(runner.call(Free, group.unmatched))
+    while group.hidden:
+        _let_go(group, runner.call(Hidden))
+        for made, _ in group.hidden[:_MOST]:
+            # An error has put its ranks out of step: then the end of the program takes care of it.
+            _end(made)
+        del group.hidden[:_MOST]
     # Every rank has started its messages by now, and the group is needed until they are there.
     group.engine.drain()
     group.engine.outcomes.free()
-    for hook in group.on_free:
-        hook()
-    group.end(CommunicatorClosedError("it was freed"))
-    group.related.remove(group)
     if lost > 0:
+        for hook in group.on_free:
+            hook()
+        _end(group)
         warn_of_messages("free", lost)
     else:
-        group.transport.free()
+        _release(group)
     if runner.original is not None:
         runner.original.statistics.take_over(runner.statistics)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from arraycomm._collectives.operation import Context, Operation
@@ -21,7 +23,7 @@ class SmallExchange(Operation):
     def pack(self, room: int) -> Bytes:
         return self._data
 
-    def result(self, agreement: Agreement) -> list[bytes]:
+    def result(self, agreement: Agreement) -> Any:
         count = len(self._data)
         return [agreement.payload(rank, count).tobytes() for rank in range(self.group.size)]
 

@@ -294,9 +294,9 @@ def _at_exit() -> None:
             _do_the_rest()
             os._exit(_status_of_program())
         return
-    ended_well = died = False
+    ended_well = missed = False
     try:
-        ended_well, died = _all_ended_well()
+        ended_well, missed = _all_ended_well()
     except KeyboardInterrupt:
         _process.interrupted = True
     except Exception:
@@ -309,7 +309,7 @@ def _at_exit() -> None:
         if _mpi_has_ended() and _status_of_program():
             # A launcher that sees it ends the other ranks, which may still write their files.
             time.sleep(_LAST)
-    elif _mpi_is_active() or died or _process.interrupted:
+    elif _mpi_is_active() or missed or _process.interrupted:
         # Otherwise nothing keeps Python from ending as it does.
         _leave_without_mpi(0 if ended_well else 1)
 
@@ -387,15 +387,17 @@ def _watched() -> list[Group]:
 
 
 def _all_ended_well() -> tuple[bool, bool]:
-    """Tell the other ranks how this one ends, and return what `wait_for_ends` does."""
-    if not _completed():
+    """Tell the other ranks how this one ends; tell whether all are well, and whether the program missed an error."""
+    completed = _completed()
+    if not completed:
         _process.failure = _process.failure or "a request failed"
     if not _process.failure:
         _announce_exit(ENDED)
     else:
         _announce_exit(GONE, _process.failure)
         _do_the_rest()
-    return wait_for_ends(_process.groups(), _watched(), _process.failure, _do_the_rest)
+    well, died = wait_for_ends(_process.groups(), _watched(), _process.failure, _do_the_rest)
+    return well, died or not completed
 
 
 def _completed() -> bool:

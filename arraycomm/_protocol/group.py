@@ -77,6 +77,8 @@ class Group:
         # outside the transport.
         self.on_exit: list[Callable[[], None]] = []
         self.on_free: list[Callable[[], None]] = []
+        # The duplicates that no user sees, on all ranks alike, and what uses each.
+        self.hidden: list[tuple[Group, Callable[[], Any]]] = []
         # How many groups were made from this one, for their names.
         self.made = 0
 

@@ -6,7 +6,7 @@ import importlib
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-from arraycomm._collectives.groups import Dup, dup
+from arraycomm._collectives.groups import Dup, dup, hide
 from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
@@ -125,6 +125,7 @@ def DistributedOptimizer(  # noqa: N802
     private = dup(runner_of(shared), {}, MakeOptimizer, arguments)
     private.set_guard(PrivateGuard(shared))
     own = Communicator(private)
+    hide(runner_of(shared), private, own)
     gradients = Gradients(
         own,
         op,
@@ -197,7 +198,7 @@ class MakeOptimizer(Dup):
         self._overlapping = arguments.overlapping
         self.length = int(hasattr(_adapter_of(arguments.optimizer), "REDUCES_IN_BACKWARD"))
 
-    def result(self, agreement: Agreement) -> list[bytes]:
+    def result(self, agreement: Agreement) -> Any:
         self._overlapping[:] = map(bool, agreement.free_words())
         return super().result(agreement)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from arraycomm._collectives.groups import hide
 from arraycomm._collectives.matching import Status
 from arraycomm._collectives.messages import TAGS, Messenger
 from arraycomm._collectives.native_path import NativeAllreduce, fast_paths_of
@@ -88,7 +89,7 @@ class ProgramCalls:
     tags: Final = range(TAGS)
 
     def __init__(self, shared: Communicator) -> None:
-        self.comm = shared.dup()
+        self.comm = hidden_dup(shared)
         self._guard = _PlaceGuard(shared)
         runner_of(self.comm).set_guard(self._guard)
         self._fast = fast_paths_of(runner_of(self.comm))
@@ -176,6 +177,13 @@ def calls_of(comm: Communicator) -> ProgramCalls:
     if group not in _calls:
         _calls[group] = ProgramCalls(comm)
     return _calls[group]
+
+
+def hidden_dup(shared: Communicator) -> Communicator:
+    """Return a duplicate that no user sees, which is freed once nobody has it; collective."""
+    made = shared.dup()
+    hide(runner_of(shared), runner_of(made), made)
+    return made
 
 
 class GradientCalls:

@@ -41,8 +41,8 @@ _ENDING: Final = 5.0
 _TOGETHER: Final = 1.0
 # Seconds in which a launcher forwards what was printed.
 _FORWARDING: Final = 0.2
-# Seconds for which a rank waits longer than any other one needs that ends its example by itself; and for which higher
-# ranks leave it to the lowest one that waits to say so.
+# Seconds for which a rank waits longer than any other one needs that ends its example by itself; and those in which
+# all show what they have raised.
 _LATER: Final = 5.0
 _TURN: Final = 1.0
 
@@ -176,18 +176,20 @@ class Lockstep:
 
     def _end_job(self, ended: Ended, example: Example, show: Callable[[str], None]) -> None:
         missing = missing_ranks(self._control)
-        time.sleep(_TURN * min(len([rank for rank in range(self.rank) if rank not in missing]), 5))
-        lines = [
-            f"{name_ranks(missing)} did not end the example in time, and cannot be interrupted"
-        ]
-        stacks = stacks_of([self._stacks[rank] for rank in missing])
-        for rank, stack in zip(missing, stacks, strict=True):
-            if stack:
-                lines.append(f"rank {rank} is here:\n{stack}")
+        lowest = all(rank in missing for rank in range(self.rank))
+        lines = []
+        if lowest:
+            who = name_ranks(missing)
+            lines.append(f"{who} did not end the example in time, and cannot be interrupted")
+            stacks = stacks_of([self._stacks[rank] for rank in missing])
+            lines += [f"rank {r} is here:\n{s}" for r, s in zip(missing, stacks, strict=True) if s]
         if ended.error is not None:
             lines.append(f"rank {self.rank} raised:\n{describe_exception(unpack(ended.error))}")
-        show("\n".join([*lines, f"The job ends. The example was: {example.call}\n"]))
-        time.sleep(_FORWARDING)
+        if lowest:
+            lines.append(f"The job ends. The example was: {example.call}\n")
+        show("\n".join(lines))
+        # The others show what they have raised, and the lowest ends the job.
+        time.sleep(_TURN if lowest else 2 * _TURN)
         self._control.abort()
 
     def _ended(self) -> None:

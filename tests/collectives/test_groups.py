@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import signal
 
 import numpy as np
@@ -114,3 +115,57 @@ def test_interrupt_while_mpi_makes_a_communicator_comes_once_it_is_there(
     assert done == ([True] if times == 1 else [])
     assert len(internals.related(comm)) == 3 - times
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+class _Step:
+    """The smallest optimizer."""
+
+    def update(self, parameters, gradients):
+        return [p - g for p, g in zip(parameters, gradients, strict=True)]
+
+
+def _trained(comm: ac.Communicator) -> object:
+    optimizer = ac.DistributedOptimizer(_Step(), comm=comm)
+    (got,) = optimizer.update([np.zeros(3)], [np.full(3, comm.rank + 1.0)])
+    assert (got == -(comm.size + 1) / 2).all()
+    return optimizer
+
+
+def test_duplicates_that_nobody_sees_are_freed_once_no_rank_uses_them(on_ranks) -> None:
+    def check(comm: ac.Communicator) -> None:
+        part = comm.dup()
+        before = len(internals.group(part).related)
+        kept = _trained(part)
+        for turn in range(70):
+            made = _trained(part)
+            # One rank lets go of it later than the others.
+            late = made if comm.rank == turn % comm.size else None
+            del made
+            gc.collect() if turn % 10 == 0 else None
+            del late
+        gc.collect()
+        del kept
+        gc.collect()
+        last = _trained(part)
+        assert len(internals.group(part).related) - before < 8
+        part.free()
+        assert len(internals.group(comm).related) == before - 1
+        with pytest.raises(ac.CommunicatorClosedError, match="it was freed"):
+            last.update([np.zeros(3)], [np.zeros(3)])  # type: ignore[attr-defined]
+
+    on_ranks(3, check)
+
+
+def test_hidden_duplicate_that_an_error_has_closed_does_not_hold_up_free(on_ranks) -> None:
+    def check(comm: ac.Communicator) -> None:
+        part = comm.dup()
+        wrong, right = ac.DistributedOptimizer(_Step(), comm=part), _trained(part)
+        with pytest.raises(ac.MismatchError):
+            wrong.update([np.zeros(3 + comm.rank)], [np.zeros(3 + comm.rank)])
+        part.free()
+        for optimizer in (wrong, right):
+            with pytest.raises(ac.CommunicatorClosedError):
+                optimizer.update([np.zeros(3)], [np.zeros(3)])  # type: ignore[attr-defined]
+        assert comm.allreduce(1) == comm.size
+
+    on_ranks(2, check)

@@ -135,6 +135,15 @@ GOES = {
 }
 
 
+def test_request_that_fails_unseen_is_a_status_without_mpi_too() -> None:
+    program = "import numpy as np, arraycomm as ac; c = ac.init(timeout=10)\n"
+    job, statuses = start_numbered(
+        2, "-c", f"{program}r = c.iallreduce(np.ones(10**6)) if c.rank == 0 else None"
+    )
+    assert statuses == [1, 0], job.stdout
+    assert "failed, and nobody waited for it" in job.stdout
+
+
 @pytest.mark.parametrize(("goes", "after_error", "own", "other"), GOES.values(), ids=GOES)
 def test_process_that_is_gone_is_not_waited_for(
     goes: str, after_error: bool, own: int, other: int
