@@ -84,8 +84,8 @@ class TestOverMpi:
         assert late in said
         assert said.count("2 late, rank 2: TypeError: from_mpi: mpi4py_comm must be an intra") == 2
 
-    @pytest.mark.parametrize("late", [0, 1])
-    def test_mpi_that_does_not_begin_ends_the_job_in_time(self, late: int) -> None:
+    def test_mpi_that_does_not_begin_ends_the_job_in_time(self) -> None:
+        late = 1
         begun = time.monotonic()
         done = launch(f"""
             import os
