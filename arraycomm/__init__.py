@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from arraycomm._arrays.exchange import exchange
@@ -97,6 +98,15 @@ __all__ = [
 
 for _name in set(__all__) - set(_ON_FIRST_USE):
     publish(globals()[_name])
+
+
+_clone = os.path.dirname(__path__[0])
+if not os.path.isdir(os.path.join(__path__[0], "adapters")) and all(
+    os.path.isfile(os.path.join(_clone, *name))
+    for name in (("setup.py",), ("adapters", "__init__.py"))
+):
+    # Imported from the sources, as by a program that is saved beside them: there the adapters are no part of the package.
+    __path__.append(_clone)
 
 
 @opaque

@@ -182,3 +182,29 @@ def test_the_public_names_of_the_testing_tools_are_these() -> None:
         "run",
         "strategies",
     ]
+
+
+def test_program_that_is_saved_beside_the_sources_has_the_adapters(tmp_path: Path) -> None:
+    """Such a program imports the sources, where the adapters have a directory of their own."""
+    if not (ROOT / "arraycomm").is_dir():
+        pytest.skip("needs the sources")
+    for name in ("arraycomm", "adapters", "setup.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "hello.py").write_text(
+        "import arraycomm as ac, arraycomm.adapters\n"
+        "ac.init()\n"
+        "print(arraycomm.adapters.__file__, ac.DistributedOptimizer(lambda params, grads: params))\n"
+    )
+    hello = [
+        sys.executable,
+        "-c",
+        "import runpy, sys; sys.path[:] = sys.argv[1:]; runpy.run_path('hello.py')",
+    ]
+    # Without the finder of an editable installation.
+    paths = [path for path in sys.path if "arraycomm" not in path]
+    off = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
+    hello[2] = off + hello[2]
+    done = subprocess.run(
+        [*hello, str(tmp_path), *paths], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.stdout.startswith(str(tmp_path / "adapters" / "__init__.py")), done.stderr

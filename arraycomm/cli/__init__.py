@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         the help is printed.
     """
     argv = sys.argv[1:] if argv is None else argv
+    _prepare_streams()
     try:
         return _run(argv)
     except KeyboardInterrupt:
@@ -95,6 +97,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Nobody reads on, as behind `| head`; Python would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _UNREAD
+
+
+def _prepare_streams() -> None:
+    """Let every character be printed in some way, and let a stream that was closed take what nobody reads."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+        elif number and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -77,3 +77,19 @@ def test_a_wrong_word_is_named_in_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
+
+
+def test_every_stream_will_do() -> None:
+    """One that can print only ASCII, and one that is closed."""
+    command = [sys.executable, "-m", "arraycomm", "run", "--help"]
+    said = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "program [argument \\u2026]" in said.stdout
+    for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
+        line = f'exec "$@" {closed}'
+        subprocess.run(["sh", "-c", line, "sh", *command], capture_output=True, check=True)
