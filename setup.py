@@ -1,6 +1,6 @@
 """What stands in no field of pyproject.toml: the native part, and the README as package indexes show it.
 
-The native part is optional: without a C compiler, or with ARRAYCOMM_NATIVE=0, arraycomm is built in Python alone.
+The native part is optional: without a C compiler, which is said, or with ARRAYCOMM_NATIVE=0, arraycomm is built in Python alone.
 Package indexes get the README with whole addresses for its links and pictures.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -35,11 +37,31 @@ def read_by_itself(text: str, urls: dict[str, str]) -> str:
     return LINK.sub(whole, text)
 
 
+def compiles() -> bool:
+    """Tell whether there is a C compiler, with Python's headers; if not, say so. The wheel is then for any platform."""
+    # Those of setuptools, which takes the place of the module that Python no longer has.
+    from distutils.ccompiler import new_compiler
+    from distutils.sysconfig import customize_compiler, get_python_inc
+
+    with tempfile.TemporaryDirectory() as place:
+        source = Path(place, "probe.c")
+        source.write_text("#include <Python.h>\nint probe;\n", encoding="utf-8")
+        compiler = new_compiler()
+        customize_compiler(compiler)
+        try:
+            compiler.compile([str(source)], output_dir=place, include_dirs=[get_python_inc()])
+        except Exception as error:
+            why = f"since C cannot be compiled here: {error}"
+            sys.stderr.write(f"arraycomm: built without its native part, {why}\n")
+            return False
+    return True
+
+
 def native_part() -> dict[str, Any]:
     """Return what has setuptools build the native part, unless it is not wanted."""
     from setuptools import Extension
 
-    if os.environ.get("ARRAYCOMM_NATIVE") == "0":
+    if os.environ.get("ARRAYCOMM_NATIVE") == "0" or not compiles():
         return {}
     extension = Extension(
         "arraycomm._native.compiled",

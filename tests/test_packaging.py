@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -208,3 +209,20 @@ def test_program_that_is_saved_beside_the_sources_has_the_adapters(tmp_path: Pat
         [*hello, str(tmp_path), *paths], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.stdout.startswith(str(tmp_path / "adapters" / "__init__.py")), done.stderr
+
+
+def test_wheel_without_a_compiler_is_for_any_platform() -> None:
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "-c", "import setup; print(setup.native_part())"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "CC": "/no/compiler"},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert done.stdout == "{}\n"
+    assert (
+        "arraycomm: built without its native part, since C cannot be compiled here" in done.stderr
+    )

@@ -66,7 +66,10 @@ def test_picture_without_matplotlib_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["trace", trace, "-o", "run.png"]) == 2
-    assert "install it with: pip install 'arraycomm[plot]'" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "install it with: pip install 'arraycomm[plot]'" in said.err
+    # What needs no picture is printed.
+    assert "Bytes, waiting and transfer" in said.out
 
 
 @pytest.mark.parametrize(

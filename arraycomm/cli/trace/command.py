@@ -47,8 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print where the time went and who waited for whom, and draw the timeline if asked to."""
-    if arguments.output is not None and (reason := without_matplotlib("--output")):
-        return _refuse(reason)
     try:
         trace = read(arguments.path)
     except (OSError, ValueError) as error:
@@ -61,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     spans = [span for span in every if span.end > ends[0] and span.start < ends[1]]
     print("\n".join([*_about(arguments.path, trace, spans, seconds), "", *report(spans, ranks)]))
     if arguments.output is not None:
+        if reason := without_matplotlib("--output"):
+            return _refuse(reason)
         title = f"{_many(len(ranks), 'rank')}: who waited, and when data moved"
         try:
             draw(spans, ranks, title, arguments.output, ends)
