@@ -22,7 +22,14 @@ def check_room(environment: Mapping[str, str]) -> None:
     ranks of the node may have begun.
     """
     ranks = environment.get("MPI_LOCALNRANKS", "")
-    if not ranks.isdigit() or not os.path.isdir(_SHARED):
+    if not ranks.isdigit():
+        return
+    if not os.path.isdir(_SHARED):
+        if int(ranks) > 1:
+            raise BackendUnavailableError(
+                f"init: MPI needs shared memory for {ranks} ranks on one node, but there is no {_SHARED}; make it, "
+                f"for example with: mkdir {_SHARED} && mount -t tmpfs tmpfs {_SHARED}"
+            )
         return
     # Measured with 2 to 8 ranks. Docker's own limit, 64 MiB, is never too little.
     needed = min(24 + 2 * int(ranks), 64)

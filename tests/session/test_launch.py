@@ -8,6 +8,7 @@ from arraycomm import BackendUnavailableError
 from arraycomm._launch import Launch, detect, launched
 from arraycomm._launch.numbering import Numbering, Place, numbering
 from arraycomm._start import choose_start
+from arraycomm._transports import mpi_files
 
 OWN = {
     "ARRAYCOMM_COORDINATOR_ADDRESS": "127.0.0.1:4321",
@@ -146,3 +147,12 @@ def test_backend_follows_from_the_environment(starts, environment, backend, expe
 def test_contradictions_are_refused(starts, environment, backend, said) -> None:
     with pytest.raises(BackendUnavailableError, match=f"^init: .*{said}"):
         starts(environment, backend)
+
+
+def test_mpi_of_the_mpich_family_needs_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the process, with an error that names none."""
+    monkeypatch.setattr(mpi_files, "_SHARED", "/dev/no-shared-memory")
+    with pytest.raises(BackendUnavailableError, match=r"there is no /dev/no-shared-memory; make it"):
+        mpi_files.check_room({"MPI_LOCALNRANKS": "2"})
+    for alone in ({}, {"MPI_LOCALNRANKS": "1"}):
+        mpi_files.check_room(alone)
