@@ -305,6 +305,9 @@ def _at_exit() -> None:
     if ended_well and not _process.peer_died:
         for hook in _process.on_left:
             hook()
+        if any(group.closed is not None for group in _process.groups()):
+            # What an error was raised in may be held by a thread, and with it files of the program.
+            _flush()
         _end_mpi()
         if _mpi_has_ended() and _status_of_program():
             # A launcher that sees it ends the other ranks, which may still write their files.

@@ -31,6 +31,8 @@ ALONE: Final = (
     *("lost error", "memory", "files", "sigint", "fork", "suspend", "launcher"),
 )
 ALONE_SHARE: Final = 0.5
+# Of programs alone in their job, one of so many handles its errors.
+HANDLED_SHARE: Final = 4
 BATCH: Final = 50
 # Seconds in which a job must have ended: without Python's help at most so long after the death,
 # and else so long after it has started or printed what came of a program.
@@ -52,8 +54,11 @@ def run_programs(
     cut = 0 if not together else round(len(seeds) * (1 - ALONE_SHARE * bool(alone)))
     for start in range(0, cut, BATCH):
         yield from play_together(seeds[start : min(start + BATCH, cut)], together, python, control)
-    for seed in seeds[cut:] if alone else ():
-        yield play_alone(seed, alone, python, control)
+    for number, seed in enumerate(seeds[cut:] if alone else ()):
+        if not kinds and number % HANDLED_SHARE == 0:
+            yield play_handled(seed, DISAGREEING, python, control)
+        else:
+            yield play_alone(seed, alone, python, control)
 
 
 def play_together(
@@ -78,7 +83,7 @@ def play_together(
     )
     if len(verdicts) < len(seeds):
         last.wrong.append(f"the job ended in it, with status {job.status}: {job.err[-6000:]}")
-    elif (job.status == 0) == lines[-1].get("unfinished", True):
+    elif (job.status == 0) == lines[-1].get("unseen", True):
         last.wrong.append(f"the job ended with status {job.status}: {job.err[-2000:]}")
     _count(job, last)
     yield last
@@ -99,6 +104,31 @@ def play_alone(seed: int, kinds: tuple[str, ...], python: Path, control: str = "
     verdict.seconds = job.ended - max((trace.began for trace in traces), default=began)
     _count(job, verdict)
     _judge_job(program, job, verdict, traces, _hides_status(python.with_name("mpiexec")))
+    return verdict
+
+
+def play_handled(
+    seed: int, kinds: tuple[str, ...], python: Path, control: str = "shared"
+) -> Verdict:
+    """Run a program in a job of its own, in which all errors are handled and one rank works on after that."""
+    program = draw(seed, kinds)
+    with tempfile.TemporaryDirectory() as name:
+        folder, began = Path(name), time.monotonic()
+        arguments = [*_arguments([seed], kinds, control), "--alone", name, "--handles"]
+        job = launch(python, program.size, JOB_LIMIT, arguments)
+        traces = [_trace(_told(folder / str(rank))) for rank in range(program.size)]
+        done = [
+            path.read_text() for way in ("left", "registered") for path in folder.glob(f"{way}-*")
+        ]
+    verdict = judge(program, traces, stuck(program), tells_return=True)
+    verdict.part = "handled"
+    verdict.seconds = job.ended - max((trace.began for trace in traces), default=began)
+    _count(job, verdict)
+    # A request that has failed, and that nobody has waited for, was not handled.
+    if (job.status == 0) == ("nobody waited for it" in job.err):
+        verdict.wrong.append(f"the job's status is {job.status}: {job.err[-1500:]}")
+    if done != ["done"] * 2 * program.size:
+        verdict.wrong.append(f"at their ends the ranks have written {done}")
     return verdict
 
 

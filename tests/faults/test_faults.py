@@ -56,6 +56,18 @@ def test_job_ends_as_promised_and_leaves_no_process(kind: str) -> None:
     _assert_as_promised(on_mpi.play_alone(2, (kind,), Path(sys.executable)))
 
 
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("control", ["shared", "messages"])
+def test_job_that_handles_its_errors_ends_well_and_does_everything(control: str) -> None:
+    from tests.faults import on_mpi
+
+    seed = 3 if control == "shared" else 4
+    _assert_as_promised(
+        on_mpi.play_handled(seed, on_mpi.DISAGREEING, Path(sys.executable), control)
+    )
+
+
 def test_every_deviation_is_drawn_from_a_number_alone() -> None:
     assert set(MAY_END) == set(DEVIATIONS)
     for seed in range(50):

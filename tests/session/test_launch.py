@@ -152,7 +152,9 @@ def test_contradictions_are_refused(starts, environment, backend, said) -> None:
 def test_mpi_of_the_mpich_family_needs_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end the process, with an error that names none."""
     monkeypatch.setattr(mpi_files, "_SHARED", "/dev/no-shared-memory")
-    with pytest.raises(BackendUnavailableError, match=r"there is no /dev/no-shared-memory; make it"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"there is no /dev/no-shared-memory; make it"
+    ):
         mpi_files.check_room({"MPI_LOCALNRANKS": "2"})
     for alone in ({}, {"MPI_LOCALNRANKS": "1"}):
         mpi_files.check_room(alone)
