@@ -96,6 +96,7 @@ class _Ends:
         control = group.control
         self._stepping = not control.shared and group.at_rest() and not control.ended
         self._insists = control.shared
+        self._own = GONE if failure else ENDED
         if self._stepping:
             text = (failure.strip().splitlines() or [""])[-1]
             with suppress(TransportError):
@@ -103,30 +104,38 @@ class _Ends:
 
     def look(self) -> None:
         """See what has become of the other ranks."""
-        group, control = self.group, self.group.control
-        with suppress(TransportError):
-            group.transport.progress()
-            states = {rank: said.state for rank, said in control.notes.exit_notices().items()}
-            # Also of a group that takes no last step: ranks pass on there what others wait for.
-            complete = not control.shared and control.done()
-            if complete and control.ended:
-                states |= _states_in_step(control)
-            if (
-                not self._insists
-                and (not self._stepping or states)
-                and len(states) < len(self.waiting)
-            ):
-                # Some rank does not come to that step: what this one has announced is said by messages too.
-                self._insists = True
-                control.notes.announce_exit(ENDED, control.completed, "")
-            self.died = group.transport.failed() if group.transport.outlives else []
-            # A program that goes on after an error knows of the death.
-            self.failed |= GONE in states.values() or (bool(self.died) and group.closed is None)
-            self.waiting = {
-                rank: rank in states
-                for rank in control.peers
-                if rank not in self.died and states.get(rank, FAILED) in (FAILED, GAVE_UP)
-            }
+        with suppress(Exception):
+            self.group.transport.progress()
+        try:
+            states = self._states()
+        except TransportError:
+            # Nobody can be heard any more.
+            self.failed, self.waiting = True, {}
+            return
+        group = self.group
+        self.died = group.transport.failed() if group.transport.outlives else []
+        # A program that goes on after an error knows of the death.
+        self.failed |= GONE in states.values() or (bool(self.died) and group.closed is None)
+        self.waiting = {
+            rank: rank in states
+            for rank in group.control.peers
+            if rank not in self.died and states.get(rank, FAILED) in (FAILED, GAVE_UP)
+        }
+
+    def _states(self) -> dict[int, int]:
+        """Return the state of each rank that has said how it leaves."""
+        control = self.group.control
+        states = {rank: said.state for rank, said in control.notes.exit_notices().items()}
+        # Also of a group that takes no last step: ranks pass on there what others wait for.
+        complete = not control.shared and control.done()
+        in_step = _states_in_step(control) if complete and control.ended else {}
+        out_of_step = not self._stepping or bool(states) or complete
+        if not self._insists and out_of_step and len(in_step) < len(control.peers):
+            # Some rank does not come to that step: what this one has announced is said by messages too,
+            # also if it has heard of all others.
+            self._insists = True
+            control.notes.announce_exit(self._own, control.completed, "")
+        return states | in_step
 
 
 def _states_in_step(control: ControlChannel) -> dict[int, int]:

@@ -305,9 +305,6 @@ def _at_exit() -> None:
     if ended_well and not _process.peer_died:
         for hook in _process.on_left:
             hook()
-        if any(group.closed is not None for group in _process.groups()):
-            # What an error was raised in may be held by a thread, and with it files of the program.
-            _flush()
         _end_mpi()
         if _mpi_has_ended() and _status_of_program():
             # A launcher that sees it ends the other ranks, which may still write their files.
@@ -394,13 +391,20 @@ def _all_ended_well() -> tuple[bool, bool]:
     completed = _completed()
     if not completed:
         _process.failure = _process.failure or "a request failed"
-    if not _process.failure:
-        _announce_exit(ENDED)
-    else:
-        _announce_exit(GONE, _process.failure)
+    # Before it is said that this rank has ended: a launcher may end it once the others have left.
+    if _process.failure or _knows_of_failure():
         _do_the_rest()
+    elif any(group.closed is not None for group in _process.groups()):
+        # What an error was raised in may be held by a thread, and with it files of the program.
+        _flush()
+    _announce_exit(GONE if _process.failure else ENDED, _process.failure)
     well, died = wait_for_ends(_process.groups(), _watched(), _process.failure, _do_the_rest)
     return well, died or not completed
+
+
+def _knows_of_failure() -> bool:
+    notices = [group.control.notes.exit_notices() for group in _process.groups()]
+    return any(said.state == GONE for found in notices for said in found.values())
 
 
 def _completed() -> bool:
