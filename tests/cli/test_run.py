@@ -84,6 +84,22 @@ class TestRanks:
         assert main(["run", "-n", "2", "-c", program]) == status
         assert capfd.readouterr() == ("there\nthere\n", said)
 
+    def test_job_that_a_rank_has_left_behind_fails(self, capfd: pytest.CaptureFixture[str]) -> None:
+        """MPICH's launcher ends the others then, and may report success."""
+        program = (
+            "import os, time, arraycomm as ac; comm = ac.init(); comm.barrier()\n"
+            "if comm.rank == 1: os._exit(0)\n"
+            "time.sleep(30)"
+        )
+        for _ in range(3):
+            assert main(["run", "-n", "2", "-c", program]) != 0
+        said = capfd.readouterr().err
+        assert (
+            is_open_mpi()
+            or "Killed" in said
+            or "rank 0 had not ended when another rank left" in said
+        )
+
     def test_the_rank_that_failed_comes_before_those_that_waited_for_it(
         self, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -249,6 +265,10 @@ def test_each_launcher_gets_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> No
     assert other.command(3, threads=4) == ["m", "-n", "3"]
     assert other.environment({}, 2) == {"OMP_NUM_THREADS": "2"}
     assert other.environment({"OMP_NUM_THREADS": "7"}, 2) == {"OMP_NUM_THREADS": "7"}
+    # In a shell of srun, of which Slurm leaves variables there.
+    shell = {"SLURM_JOB_NUM_NODES": "1", "PMIX_RANK": "0", "OMP_NUM_THREADS": "1"}
+    needed = {"SLURM_JOB_NUM_NODES": "1", "OMP_NUM_THREADS": "1", "HYDRA_BOOTSTRAP": "fork"}
+    assert launchers.Launcher("mpiexec", MPICH).environment(shell) == needed
     assert set(ours.environment({})) > {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
 
 

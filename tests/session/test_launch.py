@@ -134,6 +134,22 @@ def test_backend_follows_from_the_environment(starts, environment, backend, expe
     assert starts(environment, backend) == expected
 
 
+def test_only_one_process_alone_may_do_without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arraycomm._start.mpi_has_peers", lambda: False)
+    one = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    for environment, alone in ((one, True), (one | {"PMIX_RANK": "0"}, True), (SRUN, False)):
+        monkeypatch.setattr("os.environ", environment)
+        assert choose_start("auto").alone == alone
+        assert not choose_start("mpi").alone
+
+
+def test_srun_is_named_also_where_it_speaks_as_a_process_manager() -> None:
+    pmi = {"PMI_SIZE": "4", "PMI_RANK": "2"}
+    assert detect(SRUN | pmi) == Launch(4, "srun")
+    # An mpiexec in a step of srun.
+    assert detect(SRUN | pmi | {"PMI_RANK": "1"}) == Launch(4, "an mpiexec of the MPICH family")
+
+
 @pytest.mark.parametrize(
     ("environment", "backend", "said"),
     [
