@@ -141,7 +141,13 @@ def test_duplicates_that_nobody_sees_are_freed_once_no_rank_uses_them(on_ranks) 
             # One rank lets go of it later than the others.
             late = made if comm.rank == turn % comm.size else None
             del made
-            gc.collect() if turn % 10 == 0 else None
+            if turn % 10 == 0:
+                gc.collect()
+                there = len(internals.group(part).hidden)
+                again = _trained(part)
+                # What one rank still has is not freed.
+                assert len(internals.group(part).hidden) > (there if turn == 0 else 1)
+                del again
             del late
         gc.collect()
         del kept
@@ -162,7 +168,10 @@ def test_hidden_duplicate_that_an_error_has_closed_does_not_hold_up_free(on_rank
         wrong, right = ac.DistributedOptimizer(_Step(), comm=part), _trained(part)
         with pytest.raises(ac.MismatchError):
             wrong.update([np.zeros(3 + comm.rank)], [np.zeros(3 + comm.rank)])
+        before = len(internals.group(comm).related)
         part.free()
+        # The part, and the two.
+        assert len(internals.group(comm).related) == before - 3
         for optimizer in (wrong, right):
             with pytest.raises(ac.CommunicatorClosedError):
                 optimizer.update([np.zeros(3)], [np.zeros(3)])  # type: ignore[attr-defined]

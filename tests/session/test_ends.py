@@ -35,6 +35,11 @@ for wait in waits:
     except ac.ArrayCommError:
         sys.stdout.write(f"handled {wait.__name__}\\n")
     assert comm.allreduce(1) == comm.size
+# Closes the world on one rank alone: it takes no last step, and the others hear of it.
+try:
+    if comm.rank == 0: comm.recv(1, timeout=1)
+except (ac.CommTimeoutError, ac.PeerError):
+    sys.stdout.write("handled at last\\n")
 """
 # Rank 1 fails, or waits in vain; rank 0 handles that, and goes on for longer than others wait that know nothing.
 SAVES = """

@@ -319,6 +319,7 @@ def test_profile_and_database_are_those_of_rank_0() -> None:
 
 
 MODULE = """
+import numpy as np
 import arraycomm as ac
 world = ac.init()
 part = world.dup()
@@ -335,7 +336,7 @@ def test_wrong_on_every_rank():
 def test_after(): works(world, part, split)
 def test_wrong_on_one(): assert world.rank != 1
 def test_world_after(): works(world, world.dup())
-def test_mismatch(): world.allreduce([1.0] * (2 + world.rank))
+def test_mismatch(): world.allreduce(np.ones(2 + world.rank))
 def test_world_after_mismatch(): works(world, ac.world())
 """
 
