@@ -212,10 +212,16 @@ def test_alpha(comm):
 def test_gamma(comm):
     raise AssertionError
 """
+# The warning is that of pytest if two of its processes remove the same directory.
 PROFILES = """
+import warnings
+import pytest
 from hypothesis import settings
 
 settings.register_profile("seven", max_examples=7)
+
+def pytest_sessionfinish():
+    warnings.warn(pytest.PytestWarning("(rm_rf) error removing /tmp/pytest-of-me"), stacklevel=1)
 """
 LAWS = """
 from hypothesis import Phase, settings
@@ -278,9 +284,10 @@ def _several_runs() -> list[str]:
         # Here the cache is part of what is tested.
         options = ["-c", "/dev/null", f"--rootdir={folder}", "-o", "cache_dir=cache"]
         command = ["--color=no", "-p", "no:xdist", *PLUGIN[:-1], *options]
+        remover = "-Werror:(rm_rf)"
         words = ["test_order.py", "-k", "alpha or beta", "--sw"]
         alone = run_python("-m", "pytest", *command, *words, cwd=Path(folder))
-        job = run_python("-c", RUNS, *command, ranks=2, cwd=Path(folder))
+        job = run_python("-c", RUNS, *command, remover, ranks=2, cwd=Path(folder))
     assert job.stderr.count("ERROR: file or directory not found: no_such_file.py") == 1
     return [alone.stdout, *job.stdout.split("test session starts")[1:]]
 

@@ -47,7 +47,7 @@ from arraycomm.testing.pytest_plugin.outcomes import (
     show_rank,
 )
 from arraycomm.testing.pytest_plugin.progress import Progress
-from arraycomm.testing.pytest_plugin.quiet import be_quiet, leave_terminal
+from arraycomm.testing.pytest_plugin.quiet import be_quiet, leave_terminal, share_directories
 from arraycomm.testing.pytest_plugin.selection import Collected, difference, digest_of, names_of
 from arraycomm.testing.pytest_plugin.warned import Warned
 from arraycomm_pytest import fixtures_of, takes_comm
@@ -120,6 +120,7 @@ class InStep:
                 f"--ranks {self._usual}: mpiexec has started {job.size} ranks; start as many, or leave "
                 "--ranks out"
             )
+        share_directories(config)
         if job.rank:
             be_quiet(config, job.rank)
         self._progress: Any = None

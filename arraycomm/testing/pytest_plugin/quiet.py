@@ -1,4 +1,4 @@
-"""What ranks other than 0 do not write: the terminal, debuggers, reports, the cache, and files of one name."""
+"""What ranks other than 0 do not write (the terminal, debuggers, reports, the cache), and files of one name."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def be_quiet(config: pytest.Config, rank: int) -> None:
     if config.option.basetemp is not None:
         # Each rank empties its own.
         config.option.basetemp = f"{config.option.basetemp}-rank{rank}"
+
+
+def share_directories(config: pytest.Config) -> None:
+    """Let the ranks remove old temporary directories of pytest at the same time, also where warnings are errors."""
+    # The rank that comes second leaves its lock in a directory that the first one is removing.
+    given = config.known_args_namespace.pythonwarnings or []
+    config.known_args_namespace.pythonwarnings = [*given, "ignore:(rm_rf) error removing"]
 
 
 def leave_terminal(config: pytest.Config) -> None:
