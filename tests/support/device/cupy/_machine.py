@@ -82,6 +82,8 @@ class Stream:
         self.device, self.handle = device, handle
         self.capturing = False
         self._machine = machine
+        # Its memory stays until the work is done, also behind a restart.
+        self._pool = machine.pool
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         # Reentrant: memory is given back whenever Python deletes its owner, also in here.
         self._lock = threading.RLock()
