@@ -80,6 +80,8 @@ def _hooked(
             f"DistributedOptimizer: compression={gradients.compressor.described} makes collectives that JAX "
             'cannot compile; call the transformation outside jax.jit, or pass ErrorFeedback("bfloat16")'
         )
+    # What the ranks' steps depend on is compared with a reduction.
+    reduce([])
     reduced, new = gradients.compressor.reduce_with(leaves, states)
     return reduced, new
 

@@ -40,6 +40,8 @@ class Call(abc.ABC):
         Whether each result may be written over its argument.
     communicates : bool
         Whether other ranks take part, so that it has a place in the program.
+    beside : int
+        How many of the arguments, the last ones, are read beside those that have results.
     """
 
     name: ClassVar[str]
@@ -47,6 +49,11 @@ class Call(abc.ABC):
     result_axis: ClassVar[int] = 0
     in_place: ClassVar[bool] = False
     communicates: ClassVar[bool] = True
+    beside: int = 0
+
+    def alone(self) -> Call:
+        """Return the call without the arguments beside the others: that of tangents."""
+        return self
 
     @abc.abstractmethod
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
@@ -155,7 +162,7 @@ def _lower(
     lowered = jax.ffi.build_ffi_lowering_function(
         target,
         has_side_effect=True,
-        operand_output_aliases=_aliases(arrays) if call.in_place else {},
+        operand_output_aliases=_aliases(arrays[: len(ctx.avals_out)]) if call.in_place else {},
     )
     made = lowered(
         ctx.replace(
@@ -236,10 +243,12 @@ def _push_forward(
     primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, comm: ac.Communicator
 ) -> tuple[list[Any], list[Any]]:
     results = bind(call, primals, comm)
+    tangents = tangents[: len(tangents) - call.beside]
     if all(isinstance(tangent, ad.Zero) for tangent in tangents):
         return results, [ad.Zero.from_primal_value(y) for y in results]  # type: ignore[attr-defined]
     call.check_differentiable()
-    return results, bind(call, [ad.instantiate_zeros(tangent) for tangent in tangents], comm)
+    made = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    return results, bind(call.alone(), made, comm)
 
 
 def _pull_back(cotangents: Sequence[Any], *_: Any, call: Call, comm: ac.Communicator) -> list[Any]:

@@ -7,20 +7,26 @@ that a rank that skips it alone shows another number in the next one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import core
 
 import arraycomm as ac
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls
+from arraycomm._training.verification import Inputs
 from arraycomm.adapters._jax_callbacks import Make
 from arraycomm.adapters._jax_primitive import Call, bind
+from arraycomm.adapters._jax_tracing import is_traced
 
+# What the names of parameters begin with; JAX sorts the names of a dict.
+_PARAMETERS = "params"
 _BRANCHES = ("cond", "switch")
 _LOOPS = ("scan", "while_loop", "fori_loop", "map")
 
@@ -81,6 +87,54 @@ def _kind_of(trace: Any) -> str:
     return str(getattr(info, "traced_for", ""))
 
 
+class Watched(NamedTuple):
+    """What an update depends on besides gradients: see `arraycomm._training.verification`.
+
+    Attributes
+    ----------
+    look : callable
+        Returns what this rank shows of inputs.
+    constants : tuple of (name, value)
+        The hyperparameters that do not change.
+    names : tuple of str
+        Of the arrays: first the parameters, then the leaves of the state.
+    parameters : set of str
+        Which of them are parameters.
+    """
+
+    look: Callable[..., Any] | None = None
+    constants: tuple[tuple[str, Any], ...] = ()
+    names: tuple[str, ...] = ()
+    parameters: frozenset[str] = frozenset()
+
+    def inputs(self, arrays: Sequence[Any]) -> Callable[[], Inputs] | None:
+        """Return what returns the inputs of an update whose arrays are these; None without any."""
+        if self.look is None:
+            return None
+        pairs = [pair for pair in zip(self.names, arrays, strict=True) if not _is_unknown(pair[1])]
+        numbers = [pair for pair in pairs if is_number(pair[1])]
+        count = sum(name in self.parameters for name, _ in pairs)
+        return lambda: Inputs(
+            [(name, x.item()) for name, x in numbers],
+            lambda: pairs[:count],
+            lambda: pairs[count:],
+            self.constants,
+        )
+
+    def looking(self, arrays: Sequence[Any]) -> Callable[[], Any]:
+        """Return what returns this rank's part in a call with these arrays."""
+        return lambda: self.look and self.look(inputs=self.inputs(arrays))
+
+
+def _is_unknown(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def is_number(x: Any) -> bool:
+    """Return whether an array is one number, such as the count of the steps."""
+    return x.shape == () and x.dtype.kind in "biuf"
+
+
 @dataclass(frozen=True)
 class _Reduce(Call):
     """The reduction of an update's gradients, of which some may be None."""
@@ -88,23 +142,32 @@ class _Reduce(Call):
     calls: GradientCalls
     updates: Numbering
     present: tuple[bool, ...]
+    watched: Watched
     name = "DistributedOptimizer"
     # All gradients are read before the first result is written.
     in_place = True
 
+    @property
+    def beside(self) -> int:  # type: ignore[override]
+        return len(self.watched.names)
+
+    def alone(self) -> Call:
+        return replace(self, watched=Watched())
+
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[: sum(self.present)]]
 
     def open(self, comm: ac.Communicator) -> Make:
         return self._make
 
     def _make(self, place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-        given = iter(arrays)
+        given, count = iter(arrays), sum(self.present)
         leaves = [next(given) if there else None for there in self.present]
+        look = self.watched.looking(arrays[count:])
         # The program has no buffer for a gradient that only other ranks have.
-        reduced = self.calls.reduce(leaves, self.updates, place, missing="error")
+        reduced = self.calls.reduce(leaves, self.updates, place, missing="error", look=look)
         made = [leaf for leaf in reduced if leaf is not None]
-        for out, leaf in zip(outs, made, strict=True):
+        for out, leaf in zip(outs[:count], made, strict=True):
             if out is not None:
                 out[...] = leaf
         return made
@@ -113,10 +176,96 @@ class _Reduce(Call):
         return bind(self, cotangents, comm)
 
 
-def reduce_traced(calls: GradientCalls, updates: Numbering, leaves: Sequence[Any]) -> list[Any]:
-    """Reduce gradients, in one call of the compiled program and on the program's own buffers."""
+def reduce_traced(
+    calls: GradientCalls,
+    updates: Numbering,
+    leaves: Sequence[Any],
+    watched: Watched = Watched(),  # noqa: B008
+    beside: Sequence[Any] = (),
+) -> list[Any]:
+    """Reduce gradients, in one call of the compiled program and on the program's own buffers.
+
+    `beside` are the arrays that are watched.
+    """
     mark_outside_branches(updates, calls.comm)
     present = tuple(leaf is not None for leaf in leaves)
     arrays = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
-    reduced = iter(bind(_Reduce(calls, updates, present), arrays, calls.comm))
+    arrays += [jax.lax.stop_gradient(array) for array in beside]
+    reduced = iter(bind(_Reduce(calls, updates, present, watched), arrays, calls.comm))
     return [next(reduced) if there else None for there in present]
+
+
+class Updates:
+    """The updates of one optimizer: their gradients reduced, eagerly or in programs.
+
+    Parameters
+    ----------
+    gradients : object
+        How they are reduced; see `arraycomm._training.gradients`.
+    constants : tuple of (name, value)
+        The hyperparameters that do not change.
+
+    Attributes
+    ----------
+    made : Numbering
+        Their numbers.
+    """
+
+    def __init__(self, gradients: Any, constants: tuple[tuple[str, Any], ...]) -> None:
+        self._gradients, self._constants = gradients, constants
+        self._calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
+        self._inputs: Any = None
+        self.made = Numbering()
+
+    def reduce_step(self, leaves: list[Any], inputs: Any) -> tuple[bool, list[Any]]:
+        """Reduce gradients, or add them to those of the steps before; tell whether they are reduced.
+
+        `inputs` is a tree of what the update depends on besides.
+        """
+        with self.depending_on(inputs):
+            if is_traced(leaves) or self._gradients.accumulate > 1:
+                return True, self.reduce(leaves)
+            jax.effects_barrier()
+            watched, beside = self._watched()
+            counts, reduced = self._gradients.add(leaves, self.made, watched.inputs(beside))
+            return counts, reduced
+
+    @contextmanager
+    def depending_on(self, inputs: Any) -> Iterator[None]:
+        """Compare a tree of inputs between ranks with what is reduced inside."""
+        self._inputs = inputs
+        try:
+            yield
+        finally:
+            self._inputs = None
+
+    def reduce(self, leaves: list[Any]) -> list[Any]:
+        """Reduce what belongs to one update."""
+        watched, beside = self._watched()
+        if is_traced(leaves):
+            return reduce_traced(self._calls, self.made, leaves, watched, beside)
+        jax.effects_barrier()
+        look = watched.looking(beside)
+        reduced: list[Any] = self._calls.reduce(leaves, self.made, look=look)
+        return reduced
+
+    def _watched(self) -> tuple[Watched, list[Any]]:
+        """Return what the next reduction compares, and its arrays."""
+        if not self._gradients.verification.every or self._inputs is None:
+            return Watched(), []
+        pairs = jax.tree_util.tree_leaves_with_path(self._inputs)
+        kinds = jax.Array | np.ndarray | np.generic
+        named = {_name(path): leaf for path, leaf in pairs if isinstance(leaf, kinds)}
+        arrays = [_words(leaf) for leaf in named.values()]
+        parameters = frozenset(name for name in named if name.startswith(_PARAMETERS))
+        return Watched(self._gradients.look, self._constants, tuple(named), parameters), arrays
+
+
+def _name(path: Any) -> str:
+    root, *rest = path
+    return f"{root.key}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def _words(leaf: Any) -> Any:
+    """Return the words of random keys, and any other array as it is."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf

@@ -45,6 +45,7 @@ class Reducer:
         """Reduce the gradients of all parameters of these groups from now on."""
         if self._parameters.adopt(groups, self.in_backward):
             self._buckets.adopt(self._parameters.tensors)
+            self._gradients.verification.restart()
 
     def reduce_for_step(self) -> bool:
         """Reduce what no backward pass has reduced; tell whether the step can be taken.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import arraycomm as ac
+from arraycomm._training.constants import constants_of
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls, hidden_dup
 from arraycomm.adapters._jax_batch import Extra, check_extra
@@ -26,7 +27,7 @@ from arraycomm.adapters._jax_compression import compressing
 from arraycomm.adapters._jax_shard import sharded
 from arraycomm.adapters._jax_sharded_state import gather_state, shard_state
 from arraycomm.adapters._jax_tracing import is_traced
-from arraycomm.adapters._jax_updates import reduce_traced
+from arraycomm.adapters._jax_updates import Updates, reduce_traced
 
 __all__ = [
     "DistributedOptimizer",
@@ -93,7 +94,10 @@ def distribute(
     if gradients.shards is not None:
         inner = sharded(inner, gradients.shards)
     takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-    steps = _ReducedUpdates(inner, gradients, takes_extra=takes_extra)
+    constants = tuple(constants_of(optimizer.update, "update"))
+    steps = _ReducedUpdates(
+        inner, Updates(gradients, constants), gradients, takes_extra=takes_extra
+    )
     init, update = inner.init, steps.update
     if gradients.compressor.states is not None:
         init, compressed = compressing(inner, gradients, steps.reduce)
@@ -113,17 +117,18 @@ class _ReducedUpdates:
         Their numbers.
     """
 
-    def __init__(self, inner: Any, gradients: Any, *, takes_extra: bool) -> None:
-        self._inner, self._gradients, self._takes_extra = inner, gradients, takes_extra
-        self._calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
-        self.made = Numbering()
+    def __init__(self, inner: Any, updates: Updates, gradients: Any, *, takes_extra: bool) -> None:
+        self._inner, self._updates, self._gradients = inner, updates, gradients
+        self._takes_extra = takes_extra
+        self.made = updates.made
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """Update with reduced gradients; with none yet if those of a step are accumulated."""
         further = self._further(extra)
         # A list, as under jit and in torch, so that ranks of these may reduce together.
         leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
-        counts, reduced = self._reduce_step([*leaves, *further.leaves])
+        inputs = {"params": params, "state": None if self._gradients.shards else state}
+        counts, reduced = self._updates.reduce_step([*leaves, *further.leaves], inputs)
         split = len(leaves)
         gradient = jax.tree.unflatten(structure, reduced[:split])
         if not counts:
@@ -138,28 +143,18 @@ class _ReducedUpdates:
     ) -> tuple[Any, Any]:
         """Update by a function that compresses and reduces the gradients itself."""
         further = self._further(extra)
+        inputs = {"params": params, "state": None if self._gradients.shards else state.inner}
         reduced = self.reduce(further.leaves) if further.leaves else []
-        updated: tuple[Any, Any] = compressed(
-            updates, state, params, **self._pooled(further, reduced)
-        )
+        with self._updates.depending_on(inputs):
+            updated: tuple[Any, Any] = compressed(
+                updates, state, params, **self._pooled(further, reduced)
+            )
         _check_shapes(updates, updated[0])
         return updated
 
     def reduce(self, leaves: list[Any]) -> list[Any]:
         """Reduce what belongs to one update."""
-        if is_traced(leaves):
-            return reduce_traced(self._calls, self.made, leaves)
-        jax.effects_barrier()
-        reduced: list[Any] = self._calls.reduce(leaves, self.made)
-        return reduced
-
-    def _reduce_step(self, leaves: list[Any]) -> tuple[bool, list[Any]]:
-        """Reduce gradients, or add them to those of the steps before; tell whether they are reduced."""
-        if is_traced(leaves) or self._gradients.accumulate > 1:
-            return True, self.reduce(leaves)
-        jax.effects_barrier()
-        counts, reduced = self._gradients.add(leaves, self.made)
-        return counts, reduced
+        return self._updates.reduce(leaves)
 
     def _further(self, extra: dict[str, Any]) -> Extra:
         gradients = self._gradients

@@ -5,13 +5,14 @@ Works in `fit` and in loops of one's own, with JAX, PyTorch and NumPy as Keras's
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, Final
 
 import keras
 
 import arraycomm as ac
+from arraycomm._training.verification import Inputs, plain
 
 __all__ = ["DistributedOptimizer", "synchronize"]
 
@@ -21,8 +22,8 @@ synchronize = ac.synchronize
 _BACKENDS: Final = ("jax", "torch", "numpy")
 _REDUCE: Final = "_arraycomm_reduce"
 
-# Reduces the gradients of an optimizer's step; tells whether they are to be applied.
-_Reduce = Callable[[Any, list[Any]], tuple[bool, list[Any]]]
+# Reduces the gradients of an optimizer's step, given its variables as well; tells whether they are to be applied.
+_Reduce = Callable[[Any, list[Any], Any], tuple[bool, list[Any]]]
 
 
 def check(optimizer: Any) -> None:
@@ -56,40 +57,71 @@ def distribute(optimizer: Any, gradients: Any) -> Any:
             "whose optimizers keep no state of a compression; got an object"
         )
     # Not a variable that Keras should find and save.
-    object.__setattr__(optimizer, _REDUCE, _reduction(gradients))
+    object.__setattr__(optimizer, _REDUCE, _reduction(optimizer, gradients))
     kind: Any = type(optimizer)
     optimizer.__class__ = _reducing(kind)
     return optimizer
 
 
-def _reduction(gradients: Any) -> _Reduce:
+def _reduction(optimizer: Any, gradients: Any) -> _Reduce:
+    constants = _constants(optimizer)
     if keras.backend.backend() == "jax":
-        return _reduction_in_jax(gradients)
+        return _reduction_in_jax(gradients, constants)
 
-    def reduce(optimizer: Any, grads: list[Any]) -> tuple[bool, list[Any]]:
+    def reduce(optimizer: Any, grads: list[Any], variables: Any) -> tuple[bool, list[Any]]:
         gradients.place = _place(optimizer)
-        reduced: tuple[bool, list[Any]] = gradients.add(grads)
+        numbers = [
+            (v.path, keras.ops.convert_to_numpy(v).item())
+            for v in optimizer.variables
+            if not v.shape
+        ]
+        parameters, state = partial(_values, variables), partial(_values, optimizer.variables)
+        inputs = Inputs(numbers, parameters, state, constants)
+        reduced: tuple[bool, list[Any]] = gradients.add(grads, None, lambda: inputs)
         return reduced
 
     return reduce
 
 
-def _reduction_in_jax(gradients: Any) -> _Reduce:
+def _reduction_in_jax(gradients: Any, constants: Any) -> _Reduce:
     """Return what reduces gradients also inside compiled programs, such as those of `fit`."""
-    import optax
-
-    from arraycomm.adapters import jax
     from arraycomm.adapters._jax_tracing import is_traced
+    from arraycomm.adapters._jax_updates import Updates
 
-    reducing = jax.distribute(optax.identity(), gradients)
+    updates = Updates(gradients, constants)
 
-    def reduce(optimizer: Any, grads: list[Any]) -> tuple[bool, list[Any]]:
+    def reduce(optimizer: Any, grads: list[Any], variables: Any) -> tuple[bool, list[Any]]:
         # A program is the same for all steps; there the reductions themselves are numbered.
         gradients.place = () if is_traced(grads) else _place(optimizer)
-        reduced, _ = reducing.update(grads, optax.EmptyState())
+        inputs = {
+            "params": {v.path: v.value for v in variables},
+            "state": {v.path: v.value for v in optimizer.variables},
+        }
+        _, reduced = updates.reduce_step(grads, inputs)
         return True, reduced
 
     return reduce
+
+
+def _constants(optimizer: Any) -> tuple[tuple[str, Any], ...]:
+    """Return what does not change: the class, and numbers that are no variables."""
+    kind = type(optimizer)
+    settings = _plain(optimizer.get_config(), "")
+    return ("the class of the optimizer", f"{kind.__module__}.{kind.__qualname__}"), *settings
+
+
+def _plain(config: Any, name: str) -> Iterator[tuple[str, Any]]:
+    for key in sorted(config):
+        value = config[key]
+        if isinstance(value, dict):
+            yield from _plain(value, f"{name}{key}.")
+        elif plain(value) and key != "name":
+            yield f"{name}{key}", value
+
+
+def _values(variables: Any) -> list[tuple[str, Any]]:
+    """Return the values of variables with their names."""
+    return [(v.path, keras.ops.convert_to_numpy(v)) for v in variables]
 
 
 def _place(optimizer: Any) -> tuple[tuple[str, int], ...]:
@@ -107,7 +139,8 @@ def _reducing(kind: Any) -> Any:
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         """Reduce the gradients over all ranks, and apply the result; collective."""
-        applies, reduced = vars(self)[_REDUCE](self, list(grads))
+        variables = trainable_variables or []
+        applies, reduced = vars(self)[_REDUCE](self, list(grads), variables)
         if applies:
             kind.apply(self, reduced, trainable_variables)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from mlx.nn import Module
 from mlx.optimizers import Optimizer
 
 import arraycomm as ac
 from arraycomm.adapters import numpy as plain
+from arraycomm.adapters._numpy_inputs import StepInputs
 
 __all__ = ["DistributedOptimizer", "synchronize"]
 
@@ -33,8 +35,16 @@ class Distributed(plain.Distributed):
     def __init__(self, optimizer: Any, gradients: Any) -> None:
         # Not looked for as on other objects: a MultiOptimizer raises if it is asked for `step`.
         vars(self).update(
-            _optimizer=optimizer, _gradients=gradients, _refusals={"update": None}, _sharding=None
+            _optimizer=optimizer,
+            _gradients=gradients,
+            _methods={"update": plain.Method(None, takes_state=False)},
+            _sharding=None,
+            _inputs=StepInputs(optimizer, is_sharded=False),
         )
+
+    def _inputs_of(self, params: Any, state: Any) -> Any:
+        trained = params.trainable_parameters() if isinstance(params, Module) else params
+        return self._inputs.of(trained, self._optimizer.state)
 
     def update(self, model: Any, gradients: Any) -> None:
         """Reduce the gradients, and update the model's parameters with the result; collective.
@@ -61,7 +71,8 @@ class Distributed(plain.Distributed):
         pytree of mlx.core.array
             The new parameters; those passed, if the gradients were only accumulated.
         """
-        complete, reduced = self._gradients.add(gradients)
+        inputs = self._inputs_of(parameters, None)
+        complete, reduced = self._gradients.add(gradients, None, inputs)
         if not complete:
             return parameters
         with self._gradients.taking_step():

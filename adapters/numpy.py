@@ -6,10 +6,12 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import arraycomm as ac
+from arraycomm._training.verification import Inputs
 from arraycomm.adapters._array_optimizers import SGD, Adam, Momentum
+from arraycomm.adapters._numpy_inputs import StepInputs
 from arraycomm.adapters._numpy_shards import Sharding, check_per_parameter, set_state, state_of
 
 __all__ = [
@@ -107,6 +109,13 @@ def _takes_state(method: Any) -> bool:
     return len(names) > 2 and "state" in names[2]
 
 
+class Method(NamedTuple):
+    """A method of the protocol: why it cannot be called, if so, and whether the state is an argument."""
+
+    refusal: str | None
+    takes_state: bool
+
+
 class Distributed:
     """An optimizer whose gradients are reduced over all ranks before each step.
 
@@ -119,29 +128,39 @@ class Distributed:
     """
 
     def __init__(self, optimizer: Any, gradients: Any) -> None:
-        refusals = {name: _refusal(optimizer, name) for name in _methods_of(optimizer)}
+        methods = {
+            name: Method(
+                _refusal(optimizer, name), takes_state=_takes_state(_method(optimizer, name))
+            )
+            for name in _methods_of(optimizer)
+        }
         sharding = None if gradients.shards is None else Sharding(gradients.shards)
         vars(self).update(
-            _optimizer=optimizer, _gradients=gradients, _refusals=refusals, _sharding=sharding
+            _optimizer=optimizer,
+            _gradients=gradients,
+            _methods=methods,
+            _sharding=sharding,
+            _inputs=StepInputs(optimizer, is_sharded=sharding is not None),
         )
 
     def __call__(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step, if the wrapped optimizer is called itself."""
-        if "__call__" not in self._refusals:
+        if "__call__" not in self._methods:
             raise TypeError(f"{type(self._optimizer).__name__} cannot be called; use its methods")
         return self._step("__call__", params, grads, *args, **kwargs)
 
     def _step(self, name: str, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         method = _method(self._optimizer, name)
-        refusal = self._refusals.get(name)
-        if self._sharding is not None and _takes_state(method):
+        refusal, takes_state = self._methods[name]
+        if self._sharding is not None and takes_state:
             refusal = (
                 f"{type(self._optimizer).__name__}.{name} takes the state as an argument, of which a sharded "
                 "optimizer keeps a part; let the object keep it, or pass shard=False"
             )
         if refusal is not None:
             self._gradients.fail(TypeError(f"DistributedOptimizer: {refusal}"))
-        complete, reduced = self._gradients.add(grads)
+        state = (args[0] if args else kwargs.get("state")) if takes_state else None
+        complete, reduced = self._gradients.add(grads, None, self._inputs_of(params, state))
         if complete:
             with self._gradients.taking_step():
                 if self._sharding is None:
@@ -149,9 +168,12 @@ class Distributed:
                 return self._sharding.update(
                     lambda own, grads: method(own, grads, *args, **kwargs), params, reduced
                 )
-        if _takes_state(method) and (args or "state" in kwargs):
-            return params, args[0] if args else kwargs["state"]
-        return params
+        return (params, state) if takes_state and (args or "state" in kwargs) else params
+
+    def _inputs_of(self, params: Any, state: Any) -> Callable[[], Inputs]:
+        """Return what returns what a step depends on, given its arguments."""
+        made: Callable[[], Inputs] = self._inputs.of(params, state)
+        return made
 
     def compression_state(self) -> dict[int, Any]:
         """Return what a compression remembers on this rank, to be saved; local.
@@ -210,10 +232,10 @@ class Distributed:
         return [self._optimizer], rebuild
 
     def __getattr__(self, name: str) -> Any:
-        if name in {"_optimizer", "_refusals", "_sharding"}:
+        if name in {"_optimizer", "_methods", "_sharding", "_inputs"}:
             raise AttributeError(name)
         found = getattr(self._optimizer, name)
-        return functools.partial(self._step, name) if name in self._refusals else found
+        return functools.partial(self._step, name) if name in self._methods else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._optimizer, name, value)

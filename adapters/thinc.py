@@ -10,6 +10,7 @@ import numpy as np
 from thinc.api import Model, Optimizer
 
 import arraycomm as ac
+from arraycomm._training.verification import Inputs
 from arraycomm.adapters import numpy as plain
 
 __all__ = ["DistributedOptimizer", "synchronize"]
@@ -18,6 +19,7 @@ DistributedOptimizer = ac.DistributedOptimizer
 synchronize = ac.synchronize
 
 _finish_update: Final = Model.finish_update
+_CLASS: Final = (("the class of the optimizer", "thinc.api.Optimizer"),)
 
 
 def check(optimizer: Any) -> None:
@@ -46,7 +48,9 @@ class Distributed(plain.Distributed):
         """
         # A rank that leaves out an update, but not `step_schedules`, is behind by its own count.
         self._gradients.place = (("step of the optimizer", self._optimizer.step),)
-        complete, reduced = self._gradients.add(_GradientsOf(model))
+        complete, reduced = self._gradients.add(
+            _GradientsOf(model), None, lambda: self._inputs_of_model(_parameters(model))
+        )
         named = _parameters(model)
         if not complete:
             for node, name in named.values():
@@ -58,6 +62,26 @@ class Distributed(plain.Distributed):
                 if reduced[key] is not None:
                     _put_gradient(node, name, reduced[key])
             _finish_update(model, self._optimizer)
+
+    def _inputs_of_model(self, named: dict[str, tuple[Any, str]]) -> Inputs:
+        optimizer = self._optimizer
+        rates = [
+            (name, float(getattr(optimizer, name)(optimizer.step)))
+            for name in ("learn_rate", "b1", "b2", "eps", "L2", "grad_clip")
+        ]
+        flags = [(name, getattr(optimizer, name)) for name in ("use_radam", "L2_is_weight_decay")]
+
+        def parameters() -> Iterator[tuple[str, Any]]:
+            return ((key, node.get_param(name)) for key, (node, name) in named.items())
+
+        def state() -> Iterator[tuple[str, Any]]:
+            for of in ("mom1", "mom2", "averages"):
+                known = getattr(optimizer, of) or {}
+                for key, (node, name) in named.items():
+                    if (node.id, name) in known:
+                        yield f"{of} of {key}", known[node.id, name]
+
+        return Inputs([*rates, *flags], parameters, state, _CLASS)
 
     def __call__(
         self, key: tuple[int, str], weights: Any, gradient: Any, *, lr_scale: float = 1.0

@@ -24,6 +24,7 @@ from arraycomm.adapters._torch_collectives import (
 from arraycomm.adapters._torch_compression import save_with_state_dict
 from arraycomm.adapters._torch_data import DataLoader
 from arraycomm.adapters._torch_hooks import without_owner
+from arraycomm.adapters._torch_inputs import Settings, StepInputs, align
 from arraycomm.adapters._torch_reducer import Reducer
 from arraycomm.adapters._torch_shards import Sharding, check_per_parameter
 
@@ -71,13 +72,17 @@ def check_shard(optimizer: torch.optim.Optimizer) -> None:
     check_per_parameter(optimizer)
 
 
-def distribute(
+def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
+    """Reduce gradients by hooks on the parameters, and what is left before each step; collective."""
+    if gradients.rounds is not None:
+        align(optimizer, gradients.comm)
+    return _hooked(optimizer, gradients)
+
+
+def _hooked(
     optimizer: torch.optim.Optimizer, gradients: Any, owners: Sequence[int] = ()
 ) -> torch.optim.Optimizer:
-    """Reduce gradients by hooks on the parameters, and what is left before each step.
-
-    `owners` are those of the parameters, if the optimizer is a copy of one that is sharded.
-    """
+    """Return an optimizer with its hooks; `owners` are those of the parameters of a copy that is sharded."""
     steps = _Steps(optimizer, gradients, owners)
     # The optimizer alone keeps these alive, without a circle: when it is gone, so are the reductions.
     itself = weakref.ref(optimizer)
@@ -210,6 +215,9 @@ class _Steps:
         self.reducer = Reducer(gradients)
         self.sharding = None if gradients.shards is None else Sharding(gradients.shards)
         self.adopt(optimizer, owners)
+        sharded = self.sharding is not None
+        self._inputs = StepInputs(optimizer, self.reducer, is_sharded=sharded)
+        gradients.inputs, gradients.adopt = self._inputs, self._inputs.adopt
         # A rank without data applies gradients through this.
         gradients.follow = without_owner(self.follow)
         self._following = self._evaluating = False
@@ -277,11 +285,12 @@ class _Steps:
             self._evaluating = False
             self.reducer.end_evaluations()
 
-    def follow(self, reduced: Any) -> None:
-        """Take the step of ranks that have data, with their reduced gradients."""
+    def follow(self, reduced: Any, settings: Settings) -> None:
+        """Take the step of ranks that have data, with their reduced gradients and hyperparameters."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        self._inputs.adopt(settings)
         self.reducer.take_over(reduced)
         self._following = True
         try:
@@ -355,4 +364,4 @@ def _copied(
     """Return a copy of a distributed optimizer, which is distributed as well."""
     optimizer = make(*arguments)
     optimizer.__setstate__(state)
-    return distribute(optimizer, gradients.copy(), owners)
+    return _hooked(optimizer, gradients.copy(), owners)

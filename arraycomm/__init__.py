@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from arraycomm._training.metrics import mean_metrics
     from arraycomm._training.nans import raise_on_nan
     from arraycomm._training.optimizer import DistributedOptimizer
+    from arraycomm._training.sameness import raise_on_difference
 
     __version__: str
 
@@ -52,6 +53,7 @@ _ON_FIRST_USE = {
     "Join": "arraycomm._training.join",
     "join": "arraycomm._training.join",
     "mean_metrics": "arraycomm._training.metrics",
+    "raise_on_difference": "arraycomm._training.sameness",
     "raise_on_nan": "arraycomm._training.nans",
 }
 
@@ -89,6 +91,7 @@ __all__ = [
     "mean_metrics",
     "op",
     "println",
+    "raise_on_difference",
     "raise_on_nan",
     "raise_together",
     "synchronize",

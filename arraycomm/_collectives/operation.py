@@ -78,8 +78,9 @@ class Operation:
     payload: Bytes | None = None
     # Where the result goes, on a rank that gets an array.
     target: ResultBuffer | None = None
-    # What the header announces, if the ranks may differ in it.
+    # What the header announces, if the ranks may differ in it; of a tree, `MAX_DIMS` words more.
     length: int = 0
+    further: Sequence[int] = ()
     # Bytes of the arrays passed, and copies made of them outside the transport.
     nbytes: int = 0
     copies: int = 0

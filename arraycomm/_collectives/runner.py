@@ -21,7 +21,7 @@ from arraycomm._collectives.statistics import Statistics
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, agree, fail_in_step
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import Status, encode, show
+from arraycomm._protocol.header import Status, encode, show, with_words
 from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Handle, Steps
 
@@ -249,7 +249,9 @@ def _prefix(operation: Operation) -> bytes:
     """Return the header of a call."""
     payload = -1 if operation.payload is None else len(operation.payload)
     flag = operation.placement.device_flag
-    return _encoded(operation.signature, payload, operation.length, Status.CALLING, flag)
+    prefix = _encoded(operation.signature, payload, operation.length, Status.CALLING, flag)
+    further = operation.further
+    return with_words(prefix, operation.length, further) if further else prefix
 
 
 def _finished(operation: Operation, agreement: Agreement) -> Steps:

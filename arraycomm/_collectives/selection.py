@@ -69,11 +69,7 @@ def without_segment(link: Link, nbytes: int) -> Algorithm:
 
 
 def choose(
-    nbytes: int,
-    size: int,
-    payload: int,
-    shared: bool,
-    measured: Crossovers = NOT_MEASURED,
+    nbytes: int, size: int, payload: int, shared: bool, measured: Crossovers = NOT_MEASURED
 ) -> Algorithm:
     """Return the algorithm for `nbytes` on `size` ranks.
 

@@ -47,10 +47,14 @@ class Agreement(Headers):
         self.mixed = False
 
     def free_words(self) -> list[int]:
-        """Return each rank's free word, also if the details have taken the place of the headers."""
+        """Return each rank's free word."""
+        return [words[0] for words in self.all_words()]
+
+    def all_words(self) -> list[tuple[int, ...]]:
+        """Return each rank's free and further words, also if the details have taken the place of the headers."""
         if self.calls is not None:
-            return [call.length for call in self.calls]
-        return [self.raw_length(rank) for rank in range(self.size)]
+            return [(call.length, *call.further) for call in self.calls]
+        return [self.raw_words(rank) for rank in range(self.size)]
 
 
 def agree(
@@ -76,15 +80,8 @@ def agree(
     if verdict is _Verdict.LEAVING:
         control.ended = True
         raise leaving_error(control, agreement)
-    local = CallDetail(
-        signature.head,
-        str(signature),
-        site or call_site(),
-        signature.leaves,
-        signature.settings,
-        agreement.raw_length(control.rank),
-        negotiable,
-    )
+    words = agreement.raw_words(control.rank)
+    local = CallDetail.of(signature, site or call_site(), words, negotiable=negotiable)
     details = yield from exchange_details(control, local, CallDetail, Failure)
     calls = [detail for detail in details if isinstance(detail, CallDetail)]
     if verdict is _Verdict.RAISING or (len(calls) < len(details) and _may_differ(calls)):

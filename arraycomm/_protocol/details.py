@@ -79,6 +79,16 @@ class CallDetail(Detail):
     settings: Settings = ()
     length: int = 0
     negotiable: bool = False
+    further: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, made: Signature, site: str, words: tuple[int, ...], *, negotiable: bool) -> Self:
+        """Return what a rank calls, with the free words of its header."""
+        length, *further = words
+        return cls(
+            *(made.head, str(made), site, made.leaves, made.settings),
+            *(length, negotiable, tuple(further)),
+        )
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Self:
@@ -91,7 +101,8 @@ class CallDetail(Detail):
     def shortened(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("head", "call", "site")}
         texts = {name: text[-_LONG:] for name, text in kept.items()}
-        return {**texts, "length": self.length, "negotiable": self.negotiable}
+        words = {"length": self.length, "further": self.further}
+        return {**texts, **words, "negotiable": self.negotiable}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, NamedTuple
@@ -170,9 +171,10 @@ class Headers:
         rows: Bytes = self.rows[:, PAYLOAD : PAYLOAD + nbytes]
         return rows
 
-    def raw_length(self, rank: int) -> int:
-        """Return the free word of a rank's header."""
-        return self._word(rank, _LENGTH)
+    def raw_words(self, rank: int) -> tuple[int, ...]:
+        """Return the free word of a rank's header, and the further ones of a tree's; see `with_words`."""
+        first = rank * self.stride + _SHAPE
+        return self._word(rank, _LENGTH), *self.words[first : first + MAX_DIMS]
 
     def lengths(self, itemsize: int | None = None) -> list[int]:
         """Return what each rank announces as its length, if the ranks may differ in it.
@@ -238,10 +240,11 @@ def encode(
     )
 
 
-def with_length(prefix: bytes, length: int) -> bytes:
-    """Return an encoded header with another length, which the ranks do not compare."""
+def with_words(prefix: bytes, length: int, further: Sequence[int] = ()) -> bytes:
+    """Return the encoded header of a tree with other words that the digest leaves out: its length, and `MAX_DIMS` more."""
     words = list(_WORDS.unpack(prefix))
     words[_LENGTH - 1] = length
+    words[_SHAPE - 1 : _SHAPE - 1 + len(further)] = further
     return _WORDS.pack(*words)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NoReturn, Protocol, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,6 +22,7 @@ from arraycomm._training.compressor import Compressor
 from arraycomm._training.numbered import NumberedGradients, Numbering, Where
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
 from arraycomm._training.shards import Shards
+from arraycomm._training.verification import Inputs, Look, Verification
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.leaves import check_leaf
@@ -75,6 +78,10 @@ class Gradients:
         Exchanges what the ranks have updated, if each updates a part of the parameters.
     compressor : Compressor
         How they are compressed.
+    verification : Verification
+        Compares what the ranks' steps depend on.
+    inputs : callable or None
+        Returns that, if the adapter knows it before a step.
     """
 
     # For the functions of an adapter that its framework calls.
@@ -88,11 +95,13 @@ class Gradients:
         accumulate: int,
         compression: str | Compression | None,
         shared: Communicator,
+        verification: Verification,
         overlapping: bool = False,
         shards: Shards | None = None,
     ) -> None:
         self.comm, self.op, self.accumulate, self.shards = comm, op, accumulate, shards
-        self._shared = shared
+        self._shared, self.verification = shared, verification
+        self.inputs: Callable[[], Inputs] | None = None
         # The same number on every rank, since making an optimizer is collective.
         registry = registry_of(shared)
         self.number: int | None = registry.made
@@ -104,11 +113,13 @@ class Gradients:
             "compression": self.compressor.dtype,
         }
         # For adapters whose gradients can be reduced as they are computed, if all ranks' can.
-        self.rounds = Rounds(comm, op, self.options) if overlapping else None
+        self.rounds = Rounds(comm, op, self.options, self.look) if overlapping else None
         # The parameters of each bucket, by their numbers, once the ranks have agreed on them.
         self.division: list[list[int]] | None = None
         # Applies a step's gradients on a rank without data, if the adapter can; see `join`.
-        self.follow: Callable[[Any], None] = lambda gradients: None
+        self.follow: Callable[[Any, Any], None] = lambda gradients, settings: None
+        # Sets hyperparameters to those of another rank, if the adapter can.
+        self.adopt: Callable[[Any], None] = lambda settings: None
         self._steps = 0
         # How many steps this rank has not taken, although their gradients were reduced.
         self.failed_steps = 0
@@ -119,7 +130,12 @@ class Gradients:
         self._has_reduced = False
 
     @entry
-    def add(self, tree: Any, numbering: Numbering | None = None) -> tuple[bool, Any]:
+    def add(
+        self,
+        tree: Any,
+        numbering: Numbering | None = None,
+        inputs: Callable[[], Inputs] | None = None,
+    ) -> tuple[bool, Any]:
         """Add the gradients of a step; return whether they were reduced, and the reduced ones.
 
         Collective in the last of the accumulated steps; local in the others. An adapter whose steps
@@ -128,24 +144,44 @@ class Gradients:
         join = registry_of(self._shared).join
         if join is not None:
             memory = trees_of(self._shared)
-            reduced = runner_of(self._shared).call(JoinedStep, join.block, memory, self, tree)
+            look = partial(self.look, inputs=inputs)
+            reduced = runner_of(self._shared).call(JoinedStep, join.block, memory, self, tree, look)
             return bool(join.total), reduced
         if self.keeps:
             self.keep(tree)
             return False, None
-        reduced = self._reduce(tree, numbering)
+        reduced = self._reduce(tree, numbering, partial(self.look, inputs=inputs))
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
 
-    def _reduce(self, tree: Any, numbering: Numbering | None) -> Any:
+    def look(
+        self, *, stepping: bool = True, arrays: bool = True, inputs: Any = None
+    ) -> Look | None:
+        """Return what this rank shows of its inputs in a call; see `Verification.look`."""
+        return self.verification.look(inputs or self.inputs, stepping=stepping, arrays=arrays)
+
+    def _reduce(
+        self, tree: Any, numbering: Numbering | None, look: Callable[[], Look | None]
+    ) -> Any:
         if self.compressor.hook is not None:
+            # What the ranks' steps depend on is compared with a reduction.
+            runner_of(self.comm).call(
+                NumberedGradients,
+                trees_of(self.comm),
+                [],
+                self.op,
+                Where(),
+                None,
+                look,
+                **self.options,
+            )
             return self.compressor.reduce_tree(lambda: flatten(self.mean_of_steps(tree)))
         where = Where() if numbering is None else numbering.take()
         # Inside the call, so that it reports an error in this rank's gradients to the others.
         try:
             reduced = runner_of(self.comm).call(
-                OptimizerStep, trees_of(self.comm), self, tree, where, numbering
+                OptimizerStep, trees_of(self.comm), self, tree, where, numbering, look
             )
         except Exception:
             if numbering is not None:
@@ -209,7 +245,7 @@ class Gradients:
         `replaced` is a digest of gradients that were replaced after they had been reduced.
         """
         block, memory = self._join.block, trees_of(self._shared)
-        runner_of(self._shared).call(HandedStep, block, memory, self, tree, replaced)
+        runner_of(self._shared).call(HandedStep, block, memory, self, tree, replaced, self.look)
         return bool(self._join.total)
 
     @property
@@ -255,10 +291,12 @@ class Gradients:
         """
         made = object.__new__(type(self))
         # Copies need not be made on all ranks, so that they have no number that these agree on.
-        vars(made).update(vars(self), number=None, follow=lambda gradients: None)
+        vars(made).update(vars(self), number=None, follow=lambda gradients, settings: None)
+        made.verification, made.inputs = self.verification.copy(), None
+        made.adopt = lambda settings: None
         made._sums = list(self._sums)
         made.compressor = self.compressor.copy()
-        made.rounds = None if self.rounds is None else self.rounds.copy()
+        made.rounds = None if self.rounds is None else self.rounds.copy(made.look)
         return made
 
     def __copy__(self) -> Self:
@@ -314,9 +352,12 @@ class OptimizerStep(NumberedGradients):
         tree: Any,
         where: Where,
         numbering: Numbering | None,
+        look: Callable[[], Look | None],
     ) -> None:
         sent = gradients.compressor.fed_back_tree(gradients.mean_of_steps(tree))
-        super().__init__(context, memory, sent, gradients.op, where, numbering, **gradients.options)
+        super().__init__(
+            context, memory, sent, gradients.op, where, numbering, look, **gradients.options
+        )
         made = self.signature
         self.signature = replace(made, settings=(*made.settings, *_place(gradients)))
 
@@ -325,9 +366,16 @@ class JoinedStep(WeightedGradients):
     """The reduction of an optimizer's gradients inside `join`, with which its step is taken."""
 
     def __init__(
-        self, context: Context, block: Block, memory: TreeMemory, gradients: Gradients, tree: Any
+        self,
+        context: Context,
+        block: Block,
+        memory: TreeMemory,
+        gradients: Gradients,
+        tree: Any,
+        look: Callable[[], Look | None],
     ) -> None:
-        number, further = _number_in_join(gradients), _place(gradients)
+        number = _number_in_join(gradients)
+        further = (*_place(gradients), *_taken(gradients))
         super().__init__(
             context,
             block,
@@ -337,6 +385,7 @@ class JoinedStep(WeightedGradients):
             **gradients.options,
             optimizer=number,
             further=further,
+            look=look(),
         )
 
 
@@ -362,11 +411,23 @@ class HandedStep(HandOver):
         gradients: Gradients,
         tree: Any,
         replaced: int | None,
+        look: Callable[[], Look | None],
     ) -> None:
-        number, further = _number_in_join(gradients), (("replaced", replaced),)
+        number = _number_in_join(gradients)
+        further = (("replaced", replaced), *_taken(gradients))
         bucket_bytes = gradients.options["bucket_bytes"]
         super().__init__(
-            context, block, memory, tree, "sum", bucket_bytes, None, "zeros", number, further
+            context,
+            block,
+            memory,
+            tree,
+            "sum",
+            bucket_bytes,
+            None,
+            "zeros",
+            number,
+            further,
+            look(),
         )
 
 
@@ -375,6 +436,13 @@ def _place(gradients: Gradients) -> Settings:
     count = gradients.failed_steps
     failed = (("steps in which the optimizer raised", count),) if count else ()
     return *gradients.place, *failed
+
+
+def _taken(gradients: Gradients) -> Settings:
+    """Return the hyperparameters of a step, for the ranks without data that take it as well."""
+    if gradients.inputs is None:
+        return ()
+    return (("hyperparameters", json.dumps(gradients.inputs().settings, default=str)),)
 
 
 def _number_in_join(gradients: Gradients) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import struct
+import json
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from arraycomm._collectives.header_only import SmallExchange
 from arraycomm._collectives.operation import Context, Operation
@@ -23,8 +23,6 @@ from arraycomm._training.weighted import Block, WeightedGradients, bits_of, shad
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.synchronize import Synchronize
-
-_WORD: Final = struct.Struct("<q")
 
 
 @entry
@@ -65,10 +63,12 @@ def join(comm: Communicator | None = None) -> Join:
     if Σ w is 0. Products and sums are taken in the gradients' dtype, or in float32 for floats of 16
     and 8 bits, and rounded once at the end.
 
-    A rank that waits applies the same steps to its own torch optimizers, so that parameters and
-    state stay the same on all ranks. Parameters that a program holds itself, as with optax and
-    objects with `update`, cannot be changed from outside: `joined.synchronize(tree)` after the
-    block gives every rank the values of one that took part in the last step.
+    A rank that waits applies the same steps to its own torch optimizers, with the hyperparameters of the ranks
+    that have data, so that parameters and state stay the same on all ranks. At the end of the block its
+    hyperparameters, and the `GradScaler` with which it took steps, are those of a rank that took part in the
+    last step. What a program holds itself cannot be changed from outside: parameters of optax and of objects
+    with `update`, and learning-rate schedules. `joined.synchronize(tree)` after the block gives every rank the
+    values of a rank that took part in the last step; a schedule that is not the same raises in the next step.
 
     Examples
     --------
@@ -139,7 +139,7 @@ class Join(ProcessBound):
             self._runner.set_guard(None)
             registry_of(self._comm).join = None
         if error is None:
-            self._last = self._find_last()
+            self._take_over()
 
     @entry
     def synchronize(self, tree: Any) -> Any:
@@ -185,12 +185,20 @@ class Join(ProcessBound):
         while (step := self._runner.call(Shadow, self._memory)) is not None:
             optimizer = None if step.optimizer is None else optimizers.get(step.optimizer)
             if optimizer is not None and step.total:
-                optimizer.follow(step.gradients)
+                optimizer.follow(step.gradients, json.loads(step.settings or "[]"))
 
-    def _find_last(self) -> int:
-        replies = self._runner.call(LeaveJoin, "left", _WORD.pack(self._steps))
-        steps = [int(_WORD.unpack(reply)[0]) for reply in replies]
-        return steps.index(max(steps))
+    def _take_over(self) -> None:
+        """Find a rank that took part in the last step, and go on with its hyperparameters."""
+        optimizers = registry_of(self._comm).optimizers
+        settings = {
+            number: each.inputs().settings for number, each in optimizers.items() if each.inputs
+        }
+        shown = self._comm.allgather_object((self._steps, settings))
+        steps = [steps for steps, _ in shown]
+        self._last = steps.index(max(steps))
+        for number, taken in shown[self._last][1].items():
+            if number in settings:
+                optimizers[number].adopt(taken)
 
     def _is_reported(self, error: BaseException | None) -> bool:
         while error is not None:
@@ -244,12 +252,6 @@ class EnterJoin(SmallExchange):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context, "enter")
-
-
-class LeaveJoin(SmallExchange):
-    """The end of a block, in which ranks say how many steps they have taken."""
-
-    name = "join"
 
 
 class Shadow(Operation):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
 from arraycomm._protocol.mismatch import by_ranks
+from arraycomm._training.verification import Look, compare
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.reduce import AllreduceGradients
@@ -94,6 +96,7 @@ class NumberedGradients(AllreduceGradients):
         op: str,
         where: Where,
         numbering: Numbering | None,
+        look: Callable[[], Look | None],
         bucket_bytes: int,
         compression: str | None,
         missing: str = "zeros",
@@ -103,6 +106,8 @@ class NumberedGradients(AllreduceGradients):
         # Another thread may make the steps of what waits behind other calls.
         self._site = call_site() if self.group.engine.queue else None
         self.length |= where.word()
+        self._look = look()
+        self.further = () if self._look is None else self._look.words
 
     def steps(self, agreement: Agreement) -> Steps:
         ranks = [Where.read(word) for word in agreement.free_words()]
@@ -114,6 +119,7 @@ class NumberedGradients(AllreduceGradients):
             yield from self._refuse()
         if not alike and self._numbering is not None:
             self._numbering.settle(max(steps))
+        yield from compare(self.group, agreement, self._look)
         yield from super().steps(agreement)
 
     def _refuse(self) -> Steps:

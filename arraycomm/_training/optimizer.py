@@ -11,12 +11,14 @@ from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
 from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.header import digest
 from arraycomm._protocol.options import Options
 from arraycomm._session import world
 from arraycomm._training.compression import Compression, check_argument, described
 from arraycomm._training.gradients import Gradients
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.shards import Shards
+from arraycomm._training.verification import DEFAULT_STEPS, Verification
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
 
 _ADAPTERS: Final = {
@@ -40,6 +42,7 @@ def DistributedOptimizer(  # noqa: N802
     accumulate: int = 1,
     compression: str | Compression | None = None,
     shard: bool = False,
+    verify_every: int = DEFAULT_STEPS,
 ) -> Any:
     """Make an optimizer reduce the gradients over all ranks before it uses them.
 
@@ -74,6 +77,9 @@ def DistributedOptimizer(  # noqa: N802
         1/size of their bytes (ZeRO stage 1). Gradients are reduced as without it. After each update
         the ranks exchange what they have updated, so that parameters are the same bits as without
         it. Not every optimizer can be sharded; see Notes.
+    verify_every : int
+        Steps after which the ranks compare digests of their parameters and of the optimizer's state
+        again; 0 compares nothing. See Notes.
 
     Returns
     -------
@@ -89,7 +95,8 @@ def DistributedOptimizer(  # noqa: N802
         The optimizer is distributed already, or an argument is out of range. In a step: a closure
         was passed although gradients are accumulated.
     MismatchError
-        The arguments differ between ranks. With torch, in a backward pass or a step: some ranks have
+        The arguments differ between ranks. In a step, before it changes anything: what it depends on is
+        not the same on all ranks, see Notes. With torch, in a backward pass or a step: some ranks have
         skipped a step that others took, or made another number of backward passes. With optax, in an
         update: some ranks have skipped one that others made. With a wrapped object, in a step: on some
         ranks alone it has raised in a step before.
@@ -108,6 +115,15 @@ def DistributedOptimizer(  # noqa: N802
     that are accumulated but not yet reduced are not in a torch optimizer's state dict; with optax
     they are in the state.
 
+    A reduction makes gradients the same, and nothing else. So the ranks compare what else a step depends on,
+    by digests in the header of the reduction: with every step the class of the optimizer, its
+    hyperparameters and its step count; with the first step and every `verify_every` steps each parameter, and
+    each array of the state unless that is sharded. The error names the first one that differs, with its values and
+    the line of the program on each rank. If the ranks' optimizers are of several frameworks, only the
+    parameters are compared. Parameters that are meant to differ, such as an adapter of each rank's own, belong
+    to another optimizer, which is not distributed. With torch, parameters that a rank lists in
+    another order are put in that of rank 0, if their names or their values prove which is which.
+
     With `shard=True` an optimizer must treat each parameter by itself: its update may depend on its own
     gradient and state, and on values that are the same for all, such as a learning rate. Those of
     torch.optim do, apart from LBFGS and SparseAdam. Any other torch optimizer, and an object with
@@ -121,11 +137,14 @@ def DistributedOptimizer(  # noqa: N802
     original and its copies in the same order. It cannot be pickled: save its state instead.
     """
     shared = comm or world()
-    arguments = _Arguments(optimizer, op, bucket_bytes, accumulate, compression, shard, [])
+    arguments = _Arguments(
+        optimizer, op, bucket_bytes, accumulate, compression, shard, verify_every, []
+    )
     private = dup(runner_of(shared), {}, MakeOptimizer, arguments)
     private.set_guard(PrivateGuard(shared))
     own = Communicator(private)
     hide(runner_of(shared), private, own)
+    adapter = _adapter_of(optimizer)
     gradients = Gradients(
         own,
         op,
@@ -133,14 +152,15 @@ def DistributedOptimizer(  # noqa: N802
         accumulate,
         compression,
         shared,
-        overlapping=all(arguments.overlapping),
+        verification=Verification(verify_every, alike=arguments.are_alike),
+        overlapping=arguments.are_alike and hasattr(adapter, "REDUCES_IN_BACKWARD"),
         shards=Shards(own, bucket_bytes) if shard else None,
     )
-    return _adapter_of(optimizer).distribute(optimizer, gradients)
+    return adapter.distribute(optimizer, gradients)
 
 
 class _Arguments(NamedTuple):
-    """The arguments of an optimizer, and which ranks' adapters can reduce during backward passes."""
+    """The arguments of an optimizer, and the adapters of all ranks, each as a number."""
 
     optimizer: Any
     op: Any
@@ -148,7 +168,13 @@ class _Arguments(NamedTuple):
     accumulate: Any
     compression: Any
     shard: Any
-    overlapping: list[bool]
+    verify_every: Any
+    adapters: list[int]
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all ranks' optimizers are of one framework."""
+        return len(set(self.adapters)) == 1
 
     def check(self) -> str:
         """Raise if an argument is wrong; return what the ranks compare."""
@@ -163,11 +189,15 @@ class _Arguments(NamedTuple):
         check_argument(self.compression)
         if type(self.shard) is not bool:
             raise TypeError(f"shard must be True or False; got {self.shard!r}")
+        if type(self.verify_every) is not int or self.verify_every < 0:
+            raise ValueError(
+                f"verify_every must be a number of steps, or 0; got {self.verify_every!r}"
+            )
         adapter = _adapter_of(self.optimizer)
         adapter.check(self.optimizer)
         return (
             f", {self.op} {self.bucket_bytes} {self.accumulate} {described(self.compression)}"
-            f"{self._check_sharding(adapter)}"
+            f" {self.verify_every}{self._check_sharding(adapter)}"
         )
 
     def _check_sharding(self, adapter: ModuleType) -> str:
@@ -195,11 +225,11 @@ class MakeOptimizer(Dup):
         arguments: _Arguments,
     ) -> None:
         super().__init__(context, options, chosen, arguments.check())
-        self._overlapping = arguments.overlapping
-        self.length = int(hasattr(_adapter_of(arguments.optimizer), "REDUCES_IN_BACKWARD"))
+        self._adapters = arguments.adapters
+        self.length = digest(_adapter_of(arguments.optimizer).__name__)
 
     def result(self, agreement: Agreement) -> Any:
-        self._overlapping[:] = map(bool, agreement.free_words())
+        self._adapters[:] = agreement.free_words()
         return super().result(agreement)
 
 

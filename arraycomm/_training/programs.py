@@ -7,6 +7,7 @@ that are made outside. Ranks compare the places, so that calls in another order 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.numbered import NumberedGradients, Numbering
+from arraycomm._training.verification import Look
 
 
 class _PlaceGuard(PrivateGuard):
@@ -203,14 +205,19 @@ class GradientCalls:
         self.comm, self.op, self.options = comm, op, options
 
     def reduce(
-        self, leaves: list[Any], numbering: Numbering, place: int = 0, missing: str = "zeros"
+        self,
+        leaves: list[Any],
+        numbering: Numbering,
+        place: int = 0,
+        missing: str = "zeros",
+        look: Callable[[], Look | None] = lambda: None,
     ) -> Any:
         """Reduce the gradients of an update at this place of a program; 0 is outside of programs."""
         runner, memory, where = runner_of(self.comm), trees_of(self.comm), numbering.take(place)
         options = {**self.options, "missing": missing}
         try:
             return runner.call(
-                NumberedGradients, memory, leaves, self.op, where, numbering, **options
+                NumberedGradients, memory, leaves, self.op, where, numbering, look, **options
             )
         except Exception:
             numbering.give_back(where)

@@ -19,8 +19,9 @@ from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
-from arraycomm._protocol.header import Signature, encode, with_length
+from arraycomm._protocol.header import Signature, encode, with_words
 from arraycomm._protocol.mismatch import by_ranks
+from arraycomm._training.verification import Look, compare
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, RecentFusions, TreeMemory
 from arraycomm._trees.layout import Spec
@@ -127,14 +128,21 @@ class Bucket:
         self.fusions = RecentFusions()
         self._headers: dict[bool, tuple[Any, bytes]] = {}
 
-    def header(self, signature: Signature, payload: int, device_flag: int, length: int) -> bytes:
-        """Return an encoded header; the last ones with and without gradients are kept, but for their lengths."""
+    def header(
+        self,
+        signature: Signature,
+        payload: int,
+        device_flag: int,
+        length: int,
+        further: Sequence[int],
+    ) -> bytes:
+        """Return an encoded header; the last ones with and without gradients are kept, but for free words."""
         some = payload != 0
         key, prefix = self._headers.get(some, (None, b""))
         if key != (signature, payload, device_flag):
             prefix = encode(signature, payload, device_flag=device_flag)
             self._headers[some] = (signature, payload, device_flag), prefix
-        return with_length(prefix, length)
+        return with_words(prefix, length, further)
 
 
 class Rounds:
@@ -148,15 +156,23 @@ class Rounds:
         "mean" or "sum" over ranks.
     options : dict
         The other arguments of `allreduce_gradients`.
+    look : callable
+        Returns what this rank shows of what its step depends on; see `Gradients.look`.
     """
 
-    def __init__(self, comm: Communicator, op: str, options: Mapping[str, Any]) -> None:
-        self._comm, self._op, self._options = comm, op, options
+    def __init__(
+        self,
+        comm: Communicator,
+        op: str,
+        options: Mapping[str, Any],
+        look: Callable[..., Look | None],
+    ) -> None:
+        self._comm, self._op, self._options, self._look = comm, op, options, look
         self.place = Place()
 
-    def copy(self) -> Rounds:
+    def copy(self, look: Callable[..., Look | None]) -> Rounds:
         """Return the rounds of a copy of the optimizer, which is at the same place."""
-        made = Rounds(self._comm, self._op, self._options)
+        made = Rounds(self._comm, self._op, self._options, look)
         made.place = self.place
         return made
 
@@ -201,6 +217,12 @@ class Rounds:
         place = self.place
         self.place = Place(place.step, place.evaluation + 1, skipped=place.skipped)
 
+    def look(self, bucket: Bucket, place: Place) -> Look | None:
+        """Return what this rank shows: in a step its settings, and in the first round of a step its arrays."""
+        if bucket.index:
+            return None
+        return self._look(stepping=place.stepping, arrays=not (place.number or place.evaluation))
+
     @property
     def _runner(self) -> Runner:
         return runner_of(self._comm)
@@ -230,6 +252,8 @@ class ReduceBucket(AllreduceGradients):
             self.name, op, leaves=made.leaves, settings=(*made.settings, index)
         )
         self.length = place.word()
+        self._look = rounds.look(bucket, place)
+        self.further = () if self._look is None else self._look.words
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
         return self._bucket.fusions.of(specs, self._bucket_bytes)
@@ -237,13 +261,15 @@ class ReduceBucket(AllreduceGradients):
     def pack(self, room: int) -> Bytes | None:
         payload = super().pack(room)
         nbytes, flag = -1 if payload is None else len(payload), self.placement.device_flag
-        self.prefix = self._bucket.header(self.signature, nbytes, flag, self.length)
+        self.prefix = self._bucket.header(self.signature, nbytes, flag, self.length, self.further)
         return payload
 
     def steps(self, agreement: Agreement) -> Steps:
         self._places = [Place.read(word) for word in agreement.free_words()]
         if not agree_on_place(self._places):
             yield from self._refuse()
+        if not self._bucket.index:
+            yield from compare(self.group, agreement, self._look)
         yield from super().steps(agreement)
 
     def result(self, agreement: Agreement) -> Reduced:

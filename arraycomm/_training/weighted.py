@@ -21,6 +21,7 @@ from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
 from arraycomm._training.arithmetic import multiplied, operand_of, widened
+from arraycomm._training.verification import Look, compare
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.leaves import NONE, Leaves, agreed_leaves, check_leaf, spec_of
@@ -48,11 +49,14 @@ class ShadowStep(NamedTuple):
         The sum of the weights.
     gradients : list of ndarray or None
         The reduced gradients.
+    settings : str or None
+        The hyperparameters with which ranks with data take it, as JSON.
     """
 
     optimizer: int | None
     total: float
     gradients: Any
+    settings: str | None = None
 
 
 class Block(NamedTuple):
@@ -123,6 +127,7 @@ class WeightedGradients(Operation):
         missing: str = "zeros",
         optimizer: int | None = None,
         further: Settings = (),
+        look: Look | None = None,
     ) -> None:
         super().__init__(context)
         check_op(op)
@@ -142,13 +147,15 @@ class WeightedGradients(Operation):
         )
         described = self._leaves.described()
         self.signature = Signature(self.name, op, leaves=described, settings=settings)
-        self.length = bits_of(local)
+        self.length, self._look = bits_of(local), look
+        self.further = () if look is None else look.words
 
     def factor_of(self, weight: float) -> float:
         """Return what this rank's gradients are multiplied by."""
         return weight if self._op == "mean" else float(weight > 0)
 
     def steps(self, agreement: Agreement) -> Steps:
+        yield from compare(self.group, agreement, self._look)
         agreed = list(self._leaves.described())
         if agreement.calls is not None:
             agreed = agreed_leaves(active(agreement.calls))
@@ -172,6 +179,7 @@ class HandOver(WeightedGradients):
         return 1.0
 
     def steps(self, agreement: Agreement) -> Steps:
+        yield from compare(self.group, agreement, self._look)
         weights, calls = weights_of(agreement), agreement.calls
         self._block.stepped(weights)
         if calls is None or len(live := active(calls)) == len(calls):
@@ -187,6 +195,7 @@ class HandOver(WeightedGradients):
 
 def shadow_gradients(memory: TreeMemory, agreement: Agreement, live: Sequence[CallDetail]) -> Steps:
     """Take part in other ranks' reduction without gradients of one's own; return a `ShadowStep`."""
+    yield from compare(memory.group, agreement, None)
     agreed, settings = agreed_leaves(live), dict(live[0].settings)
     op = "mean" if "mean" in live[0].head else "sum"
     weights = weights_of(agreement)
@@ -194,7 +203,8 @@ def shadow_gradients(memory: TreeMemory, agreement: Agreement, live: Sequence[Ca
     compression: Any = settings["compression"]
     reduced = yield from _reduce_weighted(memory, agreed, nothing, weights, op, compression)
     optimizer: Any = settings["optimizer"]
-    return ShadowStep(optimizer, sum(weights), reduced)
+    taken: Any = settings.get("hyperparameters")
+    return ShadowStep(optimizer, sum(weights), reduced, taken)
 
 
 def _checked_weight(weight: Any) -> float:

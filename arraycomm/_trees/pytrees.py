@@ -31,7 +31,8 @@ class Flat(NamedTuple):
     """A tree's leaves, a path for each, and how to make a tree of new leaves.
 
     `structure` names each container by its path and type, a line for each, in an order that does not
-    depend on how the tree was flattened. `extras` are beside the leaves: a reduction leaves them alone.
+    depend on how the tree was flattened. `extras` are beside the leaves: a reduction leaves them alone. `stayed`
+    are the paths and objects of what is no value: functions, classes and random generators.
     """
 
     leaves: list[Any]
@@ -39,6 +40,7 @@ class Flat(NamedTuple):
     structure: str
     rebuild: Callable[[list[Any]], Any]
     extras: Sequence[ExtraState] = ()
+    stayed: Sequence[tuple[str, Any]] = ()
 
 
 class ExtraState(NamedTuple):
@@ -55,6 +57,7 @@ class _Node(NamedTuple):
     suffixes: list[str]
     rebuild: Callable[[list[Any]], Any]
     extras: Sequence[ExtraState] = ()
+    stayed: Sequence[tuple[str, Any]] = ()
 
 
 class _Outline(NamedTuple):
@@ -146,6 +149,7 @@ def _flatten_nodes(
     all_leaves: list[Any] = []
     all_paths: list[str] = []
     extras: list[ExtraState] = []
+    stayed: list[tuple[str, Any]] = []
     lines = outline.structure.splitlines()
     parts: list[tuple[int, _Node | None, list[Flat]]] = []
     for leaf, path, node in zip(leaves, outline.paths, nodes, strict=True):
@@ -154,6 +158,7 @@ def _flatten_nodes(
         else:
             lines.append(_container(path, type(leaf)))
             extras.extend(node.extras)
+            stayed.extend(node.stayed)
             inner = [
                 flatten(child, path + suffix)
                 for child, suffix in zip(node.children, node.suffixes, strict=True)
@@ -163,6 +168,7 @@ def _flatten_nodes(
             all_paths.extend(flat.paths)
             lines.extend(flat.structure.splitlines())
             extras.extend(flat.extras)
+            stayed.extend(flat.stayed)
         parts.append((sum(len(flat.leaves) for flat in inner), node, inner))
 
     def rebuild(new: list[Any]) -> Any:
@@ -173,7 +179,7 @@ def _flatten_nodes(
             built.append(children[0] if node is None else node.rebuild(children))
         return optree.tree_unflatten(spec, built)
 
-    return Flat(all_leaves, all_paths, "\n".join(sorted(lines)), rebuild, extras)
+    return Flat(all_leaves, all_paths, "\n".join(sorted(lines)), rebuild, extras, stayed)
 
 
 def _open(leaf: Any, path: str) -> _Node | None:
@@ -191,7 +197,7 @@ def _open(leaf: Any, path: str) -> _Node | None:
     if state is not None:
         return _Node([state.arrays], [""], lambda new: state.update(new[0]))
     if stays(leaf):
-        return _Node([], [], lambda _: leaf)
+        return _Node([], [], lambda _: leaf, stayed=[(path, leaf)])
     if is_torch(leaf, "nn", "Module"):
         return _open_module(leaf, path)
     if is_torch(leaf, "optim", "Optimizer"):

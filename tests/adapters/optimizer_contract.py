@@ -28,7 +28,7 @@ INPUTS, HIDDEN, SAMPLES = 5, 4, 6
 KINDS = ["sgd", "momentum", "adamw"]
 
 # Arguments of `DistributedOptimizer` with which every law holds: each row runs all laws once more.
-OPTIONS: list[Options] = [{}]
+OPTIONS: list[Options] = [{"verify_every": 1}]
 
 
 # The problem

@@ -217,6 +217,7 @@ def test_gradients_of_usual_layers_are_not_copied(monkeypatch: pytest.MonkeyPatc
     def train(comm: ac.Communicator) -> None:
         layers = [torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten()]
         model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(32), torch.nn.LSTM(32, 4))
+        ac.synchronize(model, comm=comm)
         optimizer = ac.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), comm=comm)
         for none in (True, False, True):
             optimizer.zero_grad(set_to_none=none)

@@ -742,7 +742,7 @@ def test_gradients_that_cannot_be_reduced_are_refused_by_name(
     monkeypatch.setitem(slots._left_out, 1, 1)
 
     def train(comm: ac.Communicator) -> None:
-        table = torch.nn.Embedding(3, 2, sparse=True)
+        table = ac.synchronize(torch.nn.Embedding(3, 2, sparse=True), comm=comm)
         weight = torch.nn.Parameter(torch.zeros(2))
         optimizer = torch.optim.SGD([weight, table.weight], lr=1.0)
         ac.DistributedOptimizer(optimizer, comm=comm)

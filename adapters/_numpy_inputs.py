@@ -1,0 +1,101 @@
+"""What the step of an optimizer that is a plain object depends on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from arraycomm._training.constants import constants_of
+from arraycomm._training.verification import Inputs, plain, scalar
+from arraycomm._trees.pytrees import flatten
+
+
+class StepInputs:
+    """What the steps of one optimizer depend on.
+
+    Its hyperparameters are the attributes that its class takes as arguments, if they are numbers or text, and
+    those of a function the numbers with which it computes; its state are the arrays in its
+    attributes that have the shape of a parameter, and the numbers beside these. An object may have attributes of another kind, which may
+    differ between ranks.
+
+    Parameters
+    ----------
+    optimizer : object or function
+        The plain one.
+    is_sharded : bool
+        Whether each rank has a part of the state.
+    """
+
+    def __init__(self, optimizer: Any, *, is_sharded: bool) -> None:
+        self._optimizer, self._is_sharded = optimizer, is_sharded
+        kind = type(optimizer)
+        self._arguments = _arguments_of(kind)
+        self._constants = (
+            ("the class of the optimizer", f"{kind.__module__}.{kind.__qualname__}"),
+        )
+        if inspect.isroutine(optimizer) or not hasattr(optimizer, "__dict__"):
+            self._constants += tuple(constants_of(optimizer, "the optimizer"))
+
+    def of(self, params: Any, state: Any = None) -> Callable[[], Inputs]:
+        """Return what returns the inputs of a step with these parameters, and the state if that is passed."""
+
+        def inputs() -> Inputs:
+            numbers = [] if state is None else _numbers(state, "state")
+            return Inputs(
+                [*self._attributes(), *numbers],
+                lambda: _arrays_in(params, "params"),
+                lambda: self._state(params, state),
+                self._constants,
+            )
+
+        return inputs
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        for name in self._arguments:
+            value = scalar(getattr(self._optimizer, name, None))
+            if value is not None and plain(value):
+                yield name, value
+
+    def _state(self, params: Any, state: Any) -> Iterator[tuple[str, Any]]:
+        if self._is_sharded:
+            return
+        if state is not None:
+            yield from _arrays_in(state, "state")
+            return
+        shapes = {array.shape for _, array in _arrays_in(params, "params")} - {()}
+        for name, value in sorted(getattr(self._optimizer, "__dict__", {}).items()):
+            with suppress(TypeError, ValueError):
+                found = [
+                    (path, x) for path, x in _arrays_in(value, name) if x.shape in {(), *shapes}
+                ]
+                # Numbers belong to the state if they are beside such arrays, as counts of steps are.
+                yield from found if any(x.shape in shapes for _, x in found) else ()
+
+
+def _arguments_of(kind: type) -> list[str]:
+    """Return the names of the arguments that a class takes."""
+    try:
+        return sorted(inspect.signature(kind).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _numbers(tree: Any, name: str) -> list[tuple[str, Any]]:
+    """Return the numbers in a state, such as the count of the steps."""
+    flat = flatten(tree, name)
+    pairs = ((path, scalar(leaf)) for path, leaf in zip(flat.paths, flat.leaves, strict=True))
+    return [(path, value) for path, value in pairs if value is not None and plain(value)]
+
+
+def _arrays_in(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Return the arrays and numbers of a tree."""
+    flat = flatten(tree, name)
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if isinstance(leaf, int | float):
+            yield path, np.asarray(leaf)
+        elif hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+            yield path, leaf

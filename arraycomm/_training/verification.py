@@ -1,0 +1,216 @@
+"""Whether the ranks take the same step: what it depends on, compared before it changes anything.
+
+Gradients are reduced, and so the same. The hyperparameters, the parameters and the optimizer's state are each
+rank's own. Digests of them travel in free words of the header of a reduction, so that they cost no message:
+of the hyperparameters with every step, of the parameters and the state with the first and with every N-th.
+Only if digests differ do the ranks tell one another what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, Self, TypeAlias
+
+from arraycomm._callsite import call_site
+from arraycomm._errors import MismatchError
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.header import digest
+from arraycomm._training.differences import Difference, Item, array_item, find_difference
+from arraycomm._transports.base import Steps
+
+DEFAULT_STEPS: Final = 100
+_NAME: Final = "DistributedOptimizer"
+# The words of a header, behind its length: of the settings, of the arrays (0: not shown), and the steps since these were.
+_SETTINGS, _ARRAYS, _AGE = range(1, 4)
+
+
+Arrays: TypeAlias = Iterable[tuple[str, Any]]
+
+
+class Inputs(NamedTuple):
+    """What a step depends on, on this rank.
+
+    Attributes
+    ----------
+    settings : sequence of (name, value)
+        Hyperparameters and counts: numbers, text, None, and tuples of these.
+    parameters : callable
+        Returns the parameters: pairs of a name and an array.
+    state : callable
+        Returns the arrays of the optimizer's state, in the same way.
+    constants : tuple of (name, value)
+        Settings that never change: the same tuple in each step.
+    """
+
+    settings: Sequence[tuple[str, Any]]
+    parameters: Callable[[], Arrays]
+    state: Callable[[], Arrays] = tuple
+    constants: tuple[tuple[str, Any], ...] = ()
+
+
+class Look:
+    """What this rank shows in one call.
+
+    Attributes
+    ----------
+    words : tuple of int
+        Of its header.
+    """
+
+    def __init__(self, owner: Verification, inputs: Inputs, *, stepping: bool, due: bool) -> None:
+        self._owner, self._stepping, self._site = owner, stepping, call_site()
+        shows = stepping and owner.alike
+        self._settings = (inputs.constants, tuple(inputs.settings)) if shows else ((), ())
+        self._arrays = _arrays_of(inputs, alike=owner.alike) if due else {}
+        self._items = [array_item(name, array) for name, array in self._arrays.items()]
+        if self._items and owner.alike:
+            # First, since others may follow from these.
+            self._items[:0] = _setting_items(inputs.constants)
+        shown = digest([item[:3] for item in self._items]) if self._items else 0
+        self.words = (owner.digest(*self._settings), shown, owner.age)
+
+    def compare(self, group: Group, agreement: Agreement) -> Steps:
+        """Raise the same error on all ranks if they show different things."""
+        rows = agreement.all_words()
+        if any(_differ(rows, column) for column in (_SETTINGS, _ARRAYS)):
+            yield from self._refuse(group, rows)
+        self._owner.age = self._stepping + (
+            0 if any(row[_ARRAYS] for row in rows) else max(row[_AGE] for row in rows)
+        )
+
+    def _refuse(self, group: Group, rows: Sequence[Sequence[int]]) -> Steps:
+        if settings := _differ(rows, _SETTINGS):
+            items = [item for part in self._settings for item in _setting_items(part)]
+        else:
+            items = self._items
+        found = yield from find_difference(group.control, self._site, items, self._arrays)
+        group.control.ended = True
+        raise MismatchError(_message(found, settings=settings))
+
+
+def _setting_items(settings: Iterable[tuple[str, Any]]) -> list[Item]:
+    return [Item(name, "", digest(value), repr(value)) for name, value in settings]
+
+
+def _arrays_of(inputs: Inputs, *, alike: bool) -> dict[str, Any]:
+    """Return what is compared of a step's arrays: several frameworks have only the order of parameters in common."""
+    if alike:
+        return {**dict(inputs.parameters()), **dict(inputs.state())}
+    return {f"parameter {n}": array for n, (_, array) in enumerate(inputs.parameters())}
+
+
+def compare(group: Group, agreement: Agreement, look: Look | None) -> Steps:
+    """Raise the same error on all ranks if they show different things; a rank may show nothing."""
+    if look is not None:
+        yield from look.compare(group, agreement)
+        return
+    rows = agreement.all_words()
+    if any(_differ(rows, column) for column in (_SETTINGS, _ARRAYS)):
+        found = yield from find_difference(group.control, call_site(), [], {})
+        group.control.ended = True
+        raise MismatchError(_message(found, settings=_differ(rows, _SETTINGS)))
+
+
+def _differ(rows: Sequence[Sequence[int]], column: int) -> bool:
+    return len({row[column] for row in rows if row[1:]} - {0}) > 1
+
+
+def _message(found: Difference, *, settings: bool) -> str:
+    begin = f"{_NAME}: the ranks would not take the same step: {found.name} is not the same on all ranks: {found.said}. "
+    if settings or not found.is_array:
+        return begin + (
+            "Hyperparameters and schedules must be the same on every rank: compute what decides them from values "
+            "that are, such as mean_metrics, and load a state on every rank"
+        )
+    if not found.same_kind:
+        return (
+            begin + "Every rank must have the same parameters and the same state, in the same order"
+        )
+    if found.reordered:
+        return begin + (
+            "The ranks have the same parameters in another order; list them in one order on every rank, for "
+            "example sorted by name: Python orders a set of names differently in each process"
+        )
+    if found.differing == found.total:
+        return begin + (
+            "All that the optimizer has differs; call arraycomm.synchronize on the parameters on every rank "
+            "before the first step"
+        )
+    return begin + (
+        f"{found.differing} of {found.total} arrays differ; change parameters and state on all ranks alike, or call "
+        "arraycomm.synchronize after a change on one. Leave parameters that are meant to differ, such as an "
+        "adapter of each rank's own, to another optimizer, which is not distributed"
+    )
+
+
+class Verification:
+    """What one optimizer's ranks compare, and when.
+
+    Parameters
+    ----------
+    every : int
+        Steps after which the arrays are compared again; 0 compares nothing.
+    alike : bool
+        Whether all ranks' optimizers are of one framework: only then have they names in common.
+
+    Attributes
+    ----------
+    age : int
+        Steps since the arrays were compared.
+    """
+
+    def __init__(self, every: int, *, alike: bool) -> None:
+        self.every, self.alike, self.age = every, alike, every
+        self._constants: tuple[Any, int] = (), digest(())
+        self._last: tuple[Any, int] = (), 0
+
+    def copy(self) -> Self:
+        """Return what the ranks of a copy of the optimizer compare."""
+        made = type(self)(self.every, alike=self.alike)
+        made.age = self.age
+        return made
+
+    def restart(self) -> None:
+        """Compare the arrays in the next step: they are others."""
+        self.age = self.every
+
+    def look(
+        self, inputs: Callable[[], Inputs] | None, *, stepping: bool = True, arrays: bool = True
+    ) -> Look | None:
+        """Return what this rank shows in a call, or None for nothing.
+
+        In a call that is not yet the step, the settings may still change.
+        """
+        if not self.every or inputs is None:
+            return None
+        due = arrays and self.age >= self.every
+        return Look(self, inputs(), stepping=stepping, due=due) if stepping or due else None
+
+    def digest(self, constants: tuple[Any, ...], settings: tuple[Any, ...]) -> int:
+        """Return a digest of what a rank shows of its settings, or 0 for nothing; the last ones are kept."""
+        if not (constants or settings):
+            return 0
+        if self._constants[0] is not constants:
+            self._constants, self._last = (constants, digest(constants)), ((), 0)
+        if self._last[0] != settings or not self._last[1]:
+            self._last = settings, digest(self._constants[1], settings)
+        return self._last[1]
+
+
+def plain(value: Any) -> bool:
+    """Return whether a value is a number, text or None, or a tuple or list of these."""
+    if isinstance(value, tuple | list):
+        return all(map(plain, value))
+    return value is None or isinstance(value, bool | int | float | complex | str)
+
+
+def scalar(value: Any) -> Any:
+    """Return an array without dimensions in host memory as a number, and everything else as it is."""
+    is_number = not str(getattr(value, "dtype", "")).startswith("key<")
+    if getattr(value, "shape", None) == () and hasattr(value, "item") and is_number:
+        on_host = not (
+            getattr(value, "is_cuda", False) or type(value).__module__.startswith("cupy")
+        )
+        return value.item() if on_host else value
+    return value

@@ -1,0 +1,727 @@
+"""Ranks that train together stay together, or an error says why: ways to diverge, and a law.
+
+Each way is a training loop with one mistake of a user's, or one habit of a framework's, on the last rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm.adapters.numpy import SGD, Adam, Momentum
+from arraycomm.testing import run
+from tests.support.on_ranks import ALL_SIZES, LAUNCH, alone
+
+torch: Any = pytest.importorskip("torch")
+jax: Any = pytest.importorskip("jax")
+optax: Any = pytest.importorskip("optax")
+thinc: Any = pytest.importorskip("thinc.api")
+jnp = jax.numpy
+
+Comm = ac.Communicator
+SIZES: Final = [size for size in (2, 3) if size in ALL_SIZES]
+EVERY: Final = 3
+
+
+class Way(NamedTuple):
+    """A way to diverge: `train(comm, wrong)`, with a mistake on the ranks where `wrong` is true."""
+
+    name: str
+    train: Callable[[Comm, bool], None]
+    says: str
+
+
+WAYS: list[Way] = []
+COMPILED: list[Way] = []
+
+
+def way(says: str, ways: list[Way] = WAYS) -> Any:
+    """Add a function to the ways; its errors say this, a regular expression."""
+
+    def add(function: Any) -> Any:
+        ways.append(Way(function.__name__, function, says))
+        return function
+
+    return add
+
+
+# torch ------------------------------------------------------------------------------------------------
+
+
+def net(seed: int = 0) -> Any:
+    layers = [(4, 3), (3, 3), (3, 1)]
+    random = np.random.default_rng(seed)
+    made = torch.nn.Sequential(*(torch.nn.Linear(*shape) for shape in layers))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.from_numpy(random.normal(size=tuple(parameter.shape))))
+    return made
+
+
+def distributed(comm: Comm, plain: Any, **options: Any) -> Any:
+    return ac.DistributedOptimizer(plain, comm=comm, verify_every=EVERY, **options)
+
+
+def steps(comm: Comm, model: Any, optimizer: Any, count: int = 2 * EVERY, then: Any = None) -> None:
+    """Take steps; `then(step)` is called after each."""
+    for step in range(count):
+        optimizer.zero_grad()
+        x = torch.full((2, 4), 1.0 + comm.rank + step)
+        model(x).square().mean().backward()
+        optimizer.step()
+        if then:
+            then(step)
+
+
+@way(r"parameter 0 .*\[0, 0\].*All that the optimizer has differs; call arraycomm.synchronize")
+def torch_synchronize_forgotten(comm: Comm, wrong: bool) -> None:
+    model = net(wrong)
+    steps(comm, model, distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01)))
+
+
+def torch_with(kind: str, right: dict[str, Any], other: dict[str, Any], **options: Any) -> Any:
+    def train(comm: Comm, wrong: bool) -> None:
+        model, chosen = net(), right | other if wrong else right
+        plain = getattr(torch.optim, kind)(model.parameters(), **chosen)
+        steps(comm, model, distributed(comm, plain, **options))
+
+    return train
+
+
+for _name, _kind, _right, _other, _options, _says in (
+    ("lr", "SGD", {"lr": 0.01}, {"lr": 0.02}, {}, r"lr of group 0.*: 0.01, .*: 0.02, "),
+    ("weight_decay", "AdamW", {}, {"weight_decay": 0.5}, {}, r"weight_decay of group 0.*0.01.*0.5"),
+    ("momentum", "SGD", {"lr": 0.01}, {"momentum": 0.9}, {}, r"momentum of group 0"),
+    (
+        "nesterov",
+        "SGD",
+        {"lr": 0.01, "momentum": 0.9},
+        {"nesterov": True},
+        {},
+        "nesterov of group 0",
+    ),
+    (
+        "betas",
+        "Adam",
+        {},
+        {"betas": (0.8, 0.99)},
+        {},
+        r"betas of group 0.*\(0.9, 0.999\).*\(0.8, 0.99\)",
+    ),
+    ("accumulated_lr", "SGD", {"lr": 0.01}, {"lr": 0.1}, {"accumulate": 2}, "lr of group 0"),
+    (
+        "compressed_lr",
+        "SGD",
+        {"lr": 0.01},
+        {"lr": 0.1},
+        {"compression": "bfloat16"},
+        "lr of group 0",
+    ),
+    ("sharded_lr", "Adam", {"lr": 0.01}, {"lr": 0.1}, {"shard": True}, "lr of group 0"),
+):
+    WAYS.append(Way(f"torch_{_name}", torch_with(_kind, _right, _other, **_options), _says))
+
+
+@way(r"the class of the optimizer.*SGD.*Adagrad")
+def torch_class(comm: Comm, wrong: bool) -> None:
+    model = net()
+    kind = torch.optim.Adagrad if wrong else torch.optim.SGD
+    steps(comm, model, distributed(comm, kind(model.parameters(), lr=0.01)))
+
+
+@way(r"lr of group 0")
+def torch_plateau_of_own_losses(comm: Comm, wrong: bool) -> None:
+    model = net()
+    optimizer = distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01))
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    steps(comm, model, optimizer, then=lambda n: schedule.step(1.0 if wrong else 1 - 0.1 * n))
+
+
+@way(r"lr of group 0")
+def torch_schedule_stepped_twice(comm: Comm, wrong: bool) -> None:
+    model = net()
+    optimizer = distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    steps(comm, model, optimizer, then=lambda _: [schedule.step() for _ in range(1 + wrong)])
+
+
+@way(r"lr of group 0")
+def torch_lr_assigned(comm: Comm, wrong: bool) -> None:
+    model = net()
+    optimizer = distributed(comm, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01)))
+
+    def then(step: int) -> None:
+        optimizer.param_groups[0]["lr"].fill_(0.01 + wrong * 0.01 * step)
+
+    steps(comm, model, optimizer, then=then)
+
+
+def changed_later(
+    comm: Comm, wrong: bool, change: Callable[[Any, Any], None], **options: Any
+) -> None:
+    model = net()
+    optimizer = distributed(comm, torch.optim.Adam(model.parameters(), lr=0.01), **options)
+    steps(
+        comm,
+        model,
+        optimizer,
+        then=lambda step: change(model, optimizer) if wrong and step == 1 else None,
+    )
+
+
+@way(r"parameter 0 is not .* at \[0, 0\].*6 of 24 arrays differ")
+def torch_model_loaded_on_one_rank(comm: Comm, wrong: bool) -> None:
+    changed_later(comm, wrong, lambda model, _: model.load_state_dict(net(1).state_dict()))
+
+
+@way(r"parameter 3 is not .* at \[1\].*1 of 24 arrays differ.*adapter of each rank's own")
+def torch_weight_changed_on_one_rank(comm: Comm, wrong: bool) -> None:
+    def change(model: Any, _: Any) -> None:
+        model[1].bias.data[1] += 1e-6
+
+    changed_later(comm, wrong, change)
+
+
+@way(r"parameter 2 is not .* at \[2, 1\]")
+def torch_state_changed_on_one_rank(comm: Comm, wrong: bool) -> None:
+    def change(model: Any, optimizer: Any) -> None:
+        optimizer.state[model[1].weight]["exp_avg"][2, 1] = 0.25
+
+    changed_later(comm, wrong, change)
+
+
+@way(r"the step in the state.*: 2.0, .*: 1.0, ")
+def torch_optimizer_loaded_on_one_rank(comm: Comm, wrong: bool) -> None:
+    model = net()
+    optimizer = distributed(comm, torch.optim.Adam(model.parameters(), lr=0.01))
+    kept: list[Any] = []
+
+    def then(step: int) -> None:
+        kept.append(copy.deepcopy(optimizer.state_dict()))
+        if wrong and step == 1:
+            optimizer.load_state_dict(kept[0])
+
+    steps(comm, model, optimizer, then=then)
+
+
+@way(r"_?scale of the GradScaler.*: 4.0, .*: 8.0, ")
+def torch_scaler_of_another_scale(comm: Comm, wrong: bool) -> None:
+    model = net()
+    optimizer = distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0 if wrong else 4.0)
+    scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+    scaler.step(optimizer)
+
+
+@way(r"parameter 0 is not .*float32 \(3, 4\).*float32 \(3,\).*the same parameters")
+def torch_parameter_missing(comm: Comm, wrong: bool) -> None:
+    model = net()
+    plain = torch.optim.SGD(list(model.parameters())[wrong:], lr=0.01)
+    steps(comm, model, distributed(comm, plain))
+
+
+@way(r"2.weight is in different groups: .*group 0.*group 1")
+def torch_parameter_in_another_group(comm: Comm, wrong: bool) -> None:
+    model = net()
+    *rest, weight, bias = model.parameters()
+    groups = [[*rest, bias], [weight]] if wrong else [[*rest, weight], [bias]]
+    distributed(comm, torch.optim.SGD([{"params": each} for each in groups], lr=0.01))
+
+
+@way(r"the same parameters in another order")
+def torch_other_order_without_a_proof(comm: Comm, wrong: bool) -> None:
+    # Two of the values are the same, and there is no module that knows names.
+    free = [torch.nn.Parameter(torch.full((2,), value)) for value in (1.0, 1.0, 2.0)]
+    optimizer = distributed(comm, torch.optim.SGD(free[::-1] if wrong else free, lr=0.01))
+    sum(each.sum() for each in free).backward()
+    optimizer.step()
+
+
+@way(r"parameter 1 is not")
+def torch_frozen_parameter_of_another_value(comm: Comm, wrong: bool) -> None:
+    model = net()
+    model[0].bias.requires_grad_(False)
+    model[0].bias.data += wrong
+    steps(comm, model, distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01)))
+
+
+@way(r"parameter 6 is not")
+def torch_parameter_added_with_another_value(comm: Comm, wrong: bool) -> None:
+    model, new = net(), torch.nn.Parameter(torch.ones(3))
+    optimizer = distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01))
+    steps(comm, model, optimizer, 1)
+    new.data[0] += wrong
+    optimizer.add_param_group({"params": [new]})
+    steps(comm, model, optimizer, 1)
+
+
+@way(r"lr of group 0")
+def torch_copy_with_another_lr(comm: Comm, wrong: bool) -> None:
+    model = net()
+    both = copy.deepcopy((model, distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01))))
+    both[1].param_groups[0]["lr"] *= 1 + wrong
+    steps(comm, *both)
+
+
+@way(r"history_size of group 0")
+def torch_lbfgs(comm: Comm, wrong: bool) -> None:
+    model = net()
+    optimizer = distributed(comm, torch.optim.LBFGS(model.parameters(), history_size=5 + wrong))
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@way(r"changed after backward\(\)")
+def torch_gradient_changed_on_one_rank(comm: Comm, wrong: bool) -> None:
+    model = net()
+    optimizer = distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01))
+    model(torch.ones(2, 4)).mean().backward()
+    if wrong:
+        model[0].weight.grad.clamp_(max=0.01)
+    optimizer.step()
+
+
+# optax ------------------------------------------------------------------------------------------------
+
+
+def params(seed: int = 0) -> Any:
+    random = np.random.default_rng(seed)
+    return {"w": jnp.asarray(random.normal(size=(3, 2))), "b": jnp.asarray(random.normal(size=2))}
+
+
+def descend(
+    comm: Comm,
+    plain: Any,
+    begin: Any = None,
+    change: Any = lambda step, params, state: (params, state),
+    compiled: bool = False,
+    **options: Any,
+) -> None:
+    """Take steps of an optax transformation; `change(step, params, state)` comes after each."""
+    optimizer = distributed(comm, plain, **options)
+    now = params() if begin is None else begin
+    state = optimizer.init(now)
+
+    def update(grads: Any, state: Any, now: Any) -> Any:
+        updates, state = optimizer.update(grads, state, now)
+        return optax.apply_updates(now, updates), state
+
+    if compiled:
+        update = jax.jit(update)
+    for step in range(2 * EVERY):
+        grads = jax.tree.map(lambda leaf: leaf * (1.0 + comm.rank), now)
+        now, state = jax.block_until_ready(update(grads, state, now))
+        now, state = change(step, now, state)
+
+
+def optax_ways(compiled: bool) -> None:
+    ways, begin = (COMPILED, "compiled_") if compiled else (WAYS, "")
+    go = partial(descend, compiled=compiled)
+
+    def add(name: str, says: str, train: Callable[[Comm, bool], None]) -> None:
+        ways.append(Way(f"{begin}optax_{name}", train, says))
+
+    add(
+        "synchronize_forgotten",
+        r"params\['b'\] is not .*\[0\].*call arraycomm.synchronize",
+        lambda comm, wrong: go(comm, optax.sgd(0.1), params(wrong)),
+    )
+    add(
+        "learning_rate",
+        r"step_size of scale.update_fn.*-0.1.*-0.2",
+        lambda comm, wrong: go(comm, optax.sgd(0.1 * (1 + wrong))),
+    )
+    add(
+        "class",
+        r"scale_by_adam",
+        lambda comm, wrong: go(comm, optax.adam(0.1) if wrong else optax.sgd(0.1)),
+    )
+    add(
+        "schedule",
+        r"decay_steps of .*schedule.*10.*20",
+        lambda comm, wrong: go(
+            comm, optax.sgd(optax.cosine_decay_schedule(0.1, 20 if wrong else 10))
+        ),
+    )
+    add(
+        "weight_decay",
+        r"weight_decay of add_decayed_weights",
+        lambda comm, wrong: go(comm, optax.adamw(0.1, weight_decay=0.1 + wrong)),
+    )
+    add(
+        "order_of_a_chain",
+        r"is not the same on all ranks",
+        lambda comm, wrong: go(
+            comm,
+            optax.chain(*[optax.clip(0.5), optax.scale(-0.1)][:: -1 if wrong else 1]),
+        ),
+    )
+    add(
+        "injected_rate",
+        r"state.hyperparams\['learning_rate'\]",
+        lambda comm, wrong: go(
+            comm, optax.inject_hyperparams(optax.sgd)(0.1), change=inject(wrong)
+        ),
+    )
+    add(
+        "count",
+        r"state\[0\].count",
+        lambda comm, wrong: go(comm, optax.adam(0.1), change=counted(wrong)),
+    )
+    add(
+        "moments_changed",
+        r"params\['b'\] is not .* at \[0\]",
+        lambda comm, wrong: go(comm, optax.adam(0.1), change=at_one(wrong, moments)),
+    )
+    add(
+        "parameter_changed",
+        r"params\['w'\] is not .* at \[2, 1\].*1 of 2 arrays differ",
+        lambda comm, wrong: go(comm, optax.sgd(0.1), change=at_one(wrong, one_element)),
+    )
+    add(
+        "error_feedback",
+        r"step_size of scale",
+        lambda comm, wrong: go(
+            comm, optax.sgd(0.1 * (1 + wrong)), compression=ac.ErrorFeedback("bfloat16")
+        ),
+    )
+    add(
+        "accumulated",
+        r"step_size of scale",
+        lambda comm, wrong: go(comm, optax.sgd(0.1 * (1 + wrong)), accumulate=2),
+    )
+    add(
+        "sharded",
+        r"step_size of scale",
+        lambda comm, wrong: go(comm, optax.adam(0.1 * (1 + wrong)), shard=True),
+    )
+
+
+def inject(wrong: bool) -> Any:
+    def change(step: int, now: Any, state: Any) -> Any:
+        state.hyperparams["learning_rate"] = jnp.asarray(0.1 + wrong * (step > 1))
+        return now, state
+
+    return change
+
+
+def counted(wrong: bool) -> Any:
+    def change(step: int, now: Any, state: Any) -> Any:
+        first = state[0]
+        skips = wrong and step == 1
+        return now, (first._replace(count=first.count + 1) if skips else first, *state[1:])
+
+    return change
+
+
+def at_one(wrong: bool, change: Callable[[Any, Any], Any]) -> Any:
+    return lambda step, now, state: change(now, state) if wrong and step == 1 else (now, state)
+
+
+def moments(now: Any, state: Any) -> Any:
+    return now, (state[0]._replace(mu=jax.tree.map(jnp.ones_like, state[0].mu)), *state[1:])
+
+
+def one_element(now: Any, state: Any) -> Any:
+    return {**now, "w": now["w"].at[2, 1].add(1e-6)}, state
+
+
+optax_ways(compiled=False)
+if LAUNCH is not None:
+    optax_ways(compiled=True)
+
+
+# Objects and functions --------------------------------------------------------------------------------
+
+
+def leaves(seed: int = 0) -> list[Any]:
+    random = np.random.default_rng(seed)
+    return [random.normal(size=shape) for shape in ((3, 2), (2,))]
+
+
+def objects(comm: Comm, plain: Any, begin: Any = None, change: Any = None, **options: Any) -> None:
+    """Take steps of an object with `update`, or of a function."""
+    optimizer = distributed(comm, plain, **options)
+    now = leaves() if begin is None else begin
+    update = getattr(optimizer, "update", optimizer)
+    for step in range(2 * EVERY):
+        now = update(now, [leaf * (1.0 + comm.rank) for leaf in now])
+        if change and step == 1:
+            change(optimizer, now)
+
+
+def descent(rate: float) -> Any:
+    return lambda params, grads: [p - rate * g for p, g in zip(params, grads, strict=True)]
+
+
+class Stateful:
+    """Takes its state as an argument."""
+
+    def update(self, params: Any, grads: Any, state: Any) -> Any:
+        count = state["count"] + 1
+        return [p - 0.1 * g / count for p, g in zip(params, grads, strict=True)], {"count": count}
+
+
+@way(r"params\[0\] is not .* at \[0, 0\].*call arraycomm.synchronize")
+def numpy_synchronize_forgotten(comm: Comm, wrong: bool) -> None:
+    objects(comm, SGD(0.1), leaves(wrong))
+
+
+@way(r"learning_rate is not .*: 0.1, .*: 0.2, ")
+def numpy_learning_rate(comm: Comm, wrong: bool) -> None:
+    objects(comm, SGD(0.2 if wrong else 0.1))
+
+
+@way(r"the class of the optimizer.*Momentum.*Adam")
+def numpy_class(comm: Comm, wrong: bool) -> None:
+    objects(comm, Adam(0.1) if wrong else Momentum(0.1))
+
+
+@way(r"rate of descent.<lambda> is not .*: 0.1, .*: 0.2, ")
+def numpy_function(comm: Comm, wrong: bool) -> None:
+    objects(comm, descent(0.2 if wrong else 0.1))
+
+
+@way(r"learning_rate is not")
+def numpy_attribute_set_later(comm: Comm, wrong: bool) -> None:
+    objects(comm, SGD(0.1), change=lambda opt, _: setattr(opt, "learning_rate", 0.1 + 0.1 * wrong))
+
+
+@way(r"params\[1\] is not .* at \[1\]")
+def numpy_parameter_changed(comm: Comm, wrong: bool) -> None:
+    def change(_: Any, now: Any) -> None:
+        now[1][1] += wrong * 1e-9
+
+    objects(comm, SGD(0.1), change=change)
+
+
+@way(r"params\[0\] is not .* at \[0, 0\]")
+def numpy_state_changed(comm: Comm, wrong: bool) -> None:
+    def change(optimizer: Any, _: Any) -> None:
+        optimizer.state[0]["velocity"][0, 0] += wrong
+
+    objects(comm, Momentum(0.1), change=change)
+
+
+@way(r"state\['count'\] is not .*: 1, .*: 2, ")
+def numpy_state_that_is_passed(comm: Comm, wrong: bool) -> None:
+    optimizer, now, state = distributed(comm, Stateful()), leaves(), {"count": 1 + wrong}
+    for _ in range(2):
+        now, state = optimizer.update(now, now, state)
+
+
+@way(r"learning_rate is not")
+def numpy_sharded(comm: Comm, wrong: bool) -> None:
+    objects(comm, Adam(0.2 if wrong else 0.1), shard=True)
+
+
+@way(r"the same parameters in another order")
+def numpy_other_order(comm: Comm, wrong: bool) -> None:
+    begin = [np.full(2, value) for value in (1.0, 2.0)]
+    objects(comm, SGD(0.1), begin[::-1] if wrong else begin)
+
+
+# thinc ------------------------------------------------------------------------------------------------
+
+
+def thinc_steps(comm: Comm, plain: Any, seed: int = 0, change: Any = None) -> None:
+    model = thinc.chain(thinc.Linear(2, 3), thinc.Linear(1, 2)).initialize()
+    random = np.random.default_rng(seed)
+    for node in model.walk():
+        for name in node.param_names:
+            if node.has_param(name):
+                node.set_param(name, random.normal(size=node.get_param(name).shape).astype("f4"))
+    optimizer = distributed(comm, plain)
+    for step in range(2 * EVERY):
+        _, backprop = model.begin_update(np.full((2, 3), 1.0 + comm.rank, "f4"))
+        backprop(np.ones((2, 1), "f4"))
+        model.finish_update(optimizer)
+        if change and step == 1:
+            change(model, optimizer)
+
+
+@way(r"call arraycomm.synchronize")
+def thinc_synchronize_forgotten(comm: Comm, wrong: bool) -> None:
+    thinc_steps(comm, thinc.SGD(0.01), seed=wrong)
+
+
+@way(r"learn_rate is not .*0.0")
+def thinc_learn_rate(comm: Comm, wrong: bool) -> None:
+    thinc_steps(comm, thinc.SGD(0.02 if wrong else 0.01))
+
+
+@way(r"L2 is not")
+def thinc_l2(comm: Comm, wrong: bool) -> None:
+    thinc_steps(comm, thinc.Adam(0.01, L2=0.5 * wrong))
+
+
+@way(r"linear.W is not|linear.b is not")
+def thinc_weight_changed(comm: Comm, wrong: bool) -> None:
+    def change(model: Any, _: Any) -> None:
+        node = next(node for node in model.walk() if node.has_param("b"))
+        node.set_param("b", node.get_param("b") + wrong)
+
+    thinc_steps(comm, thinc.SGD(0.01), change=change)
+
+
+# The table --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", [*WAYS, *COMPILED], ids=lambda each: each.name)
+def test_a_way_to_diverge_is_an_error_on_every_rank(on_ranks, size: int, case: Way) -> None:
+    def train(comm: Comm) -> str:
+        with pytest.raises((ac.MismatchError, RuntimeError)) as error:
+            case.train(comm, comm.rank == size - 1)
+        return str(error.value)
+
+    said = on_ranks(size, train)
+    assert re.search(case.says, said[0], re.DOTALL), said[0]
+    assert len(set(said)) == 1
+    assert "rank 0" in said[0] or "ranks 0" in said[0]
+
+
+@pytest.mark.parametrize("case", [*WAYS, *COMPILED], ids=lambda each: each.name)
+def test_without_the_mistake_nothing_is_raised(on_ranks, case: Way) -> None:
+    on_ranks(max(SIZES), lambda comm: case.train(comm, False))
+
+
+# The law ----------------------------------------------------------------------------------------------
+
+
+class Loop(NamedTuple):
+    """A training loop: its step, and how to change a leaf, the learning rate or the count of steps by hand."""
+
+    step: Callable[[], None]
+    plant: dict[str, Callable[[int], None]]
+
+
+def torch_loop(comm: Comm, every: int) -> Loop:
+    model = net()
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = ac.DistributedOptimizer(plain, comm=comm, verify_every=every)
+    parameters = list(model.parameters())
+
+    def leaf(place: int) -> None:
+        chosen = parameters[place % len(parameters)].data.view(-1)
+        chosen[place % len(chosen)] += 0.5
+
+    def count(place: int) -> None:
+        optimizer.state[parameters[place % len(parameters)]]["step"] += 1
+
+    def rate(_: int) -> None:
+        optimizer.param_groups[0]["lr"] *= 1 + 2**-20
+
+    return Loop(
+        lambda: steps(comm, model, optimizer, 1), {"leaf": leaf, "rate": rate, "count": count}
+    )
+
+
+def optax_loop(comm: Comm, every: int) -> Loop:
+    plain = optax.inject_hyperparams(optax.adam)(0.01)
+    optimizer = ac.DistributedOptimizer(plain, comm=comm, verify_every=every)
+    now = [params()]
+    state = [optimizer.init(now[0])]
+
+    def step() -> None:
+        grads = jax.tree.map(lambda leaf: leaf * (1.0 + comm.rank), now[0])
+        updates, state[0] = optimizer.update(grads, state[0], now[0])
+        now[0] = optax.apply_updates(now[0], updates)
+
+    def leaf(place: int) -> None:
+        index = np.unravel_index(place % 6, (3, 2))
+        now[0]["w"] = now[0]["w"].at[index].add(0.5)
+
+    def rate(_: int) -> None:
+        state[0].hyperparams["learning_rate"] *= 1.01
+
+    def count(_: int) -> None:
+        first, *rest = state[0].inner_state
+        inner = (first._replace(count=first.count + 1), *rest)
+        state[0] = state[0]._replace(inner_state=inner)
+
+    return Loop(step, {"leaf": leaf, "rate": rate, "count": count})
+
+
+def numpy_loop(comm: Comm, every: int) -> Loop:
+    optimizer = ac.DistributedOptimizer(Adam(0.01), comm=comm, verify_every=every)
+    now = [leaves()]
+
+    def step() -> None:
+        now[0] = optimizer.update(now[0], [leaf * (1.0 + comm.rank) for leaf in now[0]])
+
+    def leaf(place: int) -> None:
+        chosen = now[0][place % 2].reshape(-1)
+        chosen[place % len(chosen)] += 0.5
+
+    def rate(_: int) -> None:
+        optimizer.learning_rate *= 1 + 2**-20
+
+    def count(place: int) -> None:
+        optimizer.state[place % 2]["count"] += 1
+
+    return Loop(step, {"leaf": leaf, "rate": rate, "count": count})
+
+
+class Plan(NamedTuple):
+    make: Callable[[Comm, int], Loop]
+    size: int
+    every: int
+    rank: int
+    after: int
+    what: str
+    place: int
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    size = draw(st.integers(2, 4))
+    return Plan(
+        draw(st.sampled_from([torch_loop, optax_loop, numpy_loop])),
+        size,
+        draw(st.integers(1, 4)),
+        draw(st.integers(0, size - 1)),
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from(["leaf", "rate", "count"])),
+        draw(st.integers(0, 20)),
+    )
+
+
+@alone
+@settings(deadline=None)
+@given(plan=plans())
+def test_any_change_on_one_rank_is_caught_within_so_many_steps(plan: Plan) -> None:
+    def train(comm: Comm) -> tuple[int, str]:
+        loop = plan.make(comm, plan.every)
+        for _ in range(plan.after):
+            loop.step()
+        if comm.rank == plan.rank:
+            loop.plant[plan.what](plan.place)
+        for step in range(plan.every):
+            try:
+                loop.step()
+            except ac.MismatchError as error:
+                return step, str(error)
+        raise AssertionError("nothing was raised")
+
+    caught = run(plan.size, train)
+    assert len(set(caught)) == 1
+    step, said = caught[0]
+    assert "is not the same on all ranks" in said
+    # What a step takes from the optimizer is compared with every step.
+    assert step == 0 or plan.what != "rate"
