@@ -115,10 +115,11 @@ class Watched(NamedTuple):
         numbers = [pair for pair in pairs if is_number(pair[1])]
         count = sum(name in self.parameters for name, _ in pairs)
         return lambda: Inputs(
-            [(name, x.item()) for name, x in numbers],
+            (),
             lambda: pairs[:count],
             lambda: pairs[count:],
             self.constants,
+            [(name, x.item()) for name, x in numbers],
         )
 
     def looking(self, arrays: Sequence[Any]) -> Callable[[], Any]:

@@ -46,10 +46,11 @@ class StepInputs:
         def inputs() -> Inputs:
             numbers = [] if state is None else _numbers(state, "state")
             return Inputs(
-                [*self._attributes(), *numbers],
+                list(self._attributes()),
                 lambda: _arrays_in(params, "params"),
                 lambda: self._state(params, state),
                 self._constants,
+                numbers,
             )
 
         return inputs
@@ -88,7 +89,7 @@ def _numbers(tree: Any, name: str) -> list[tuple[str, Any]]:
     """Return the numbers in a state, such as the count of the steps."""
     flat = flatten(tree, name)
     pairs = ((path, scalar(leaf)) for path, leaf in zip(flat.paths, flat.leaves, strict=True))
-    return [(path, value) for path, value in pairs if value is not None and plain(value)]
+    return [(path, value) for path, value in pairs if isinstance(value, int | float | complex)]
 
 
 def _arrays_in(tree: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from arraycomm._training.verification import Inputs, plain, scalar
 from arraycomm.adapters._torch_backward import running
 
 Settings = list[tuple[str, Any]]
+# A name, a value, and how to set it.
+Setting = tuple[str, Any, Callable[[Any], None]]
 
 
 class StepInputs:
@@ -45,6 +47,9 @@ class StepInputs:
         self._constants = (
             ("the class of the optimizer", f"{kind.__module__}.{kind.__qualname__}"),
         )
+        # What the groups held when the hyperparameters were read.
+        self._held: list[Any] = []
+        self._hyperparameters: Settings = []
         # Of the last step, if a scaler took it.
         self._scaler: Callable[[], GradScaler | None] = lambda: None
 
@@ -53,32 +58,30 @@ class StepInputs:
         scaler = running(GradScaler.step)
         if scaler is not None and scaler.is_enabled():
             self._scaler = weakref.ref(scaler)
-        return Inputs(self.settings(), self._parameters, self._state, self._constants)
-
-    def settings(self) -> Settings:
-        """Return the hyperparameters, and the state of the scaler that took the last step."""
-        return [(name, value) for name, value, _ in self._settings()]
+        optimizer = self._optimizer()
+        groups = () if optimizer is None else optimizer.param_groups
+        # Parameters are compared by themselves, and torch compares no tensors by their identity.
+        held = [[v for k, v in group.items() if k != "params"] for group in groups]
+        tensors = any(isinstance(value, torch.Tensor) for each in held for value in each)
+        if tensors or self._held != held:
+            self._held, self._hyperparameters = held, list(_values(_hyperparameters(optimizer)))
+        counts = list(_values(self._counts()))
+        return Inputs(self._hyperparameters, self._parameters, self._state, self._constants, counts)
 
     def adopt(self, settings: Settings) -> None:
         """Set the hyperparameters and the scaler to those of another rank."""
         given = dict(settings)
-        for name, value, put in self._settings():
+        for name, value, put in (*_hyperparameters(self._optimizer()), *self._counts()):
             if name in given and given[name] != value:
                 put(given[name])
 
-    def _settings(self) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+    def _counts(self) -> Iterator[Setting]:
+        """Return what changes with every step, and how to set it."""
         optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        for number, group in enumerate(optimizer.param_groups):
-            yield f"the number of parameters of group {number}", len(group["params"]), _leave
-            for key in sorted(group):
-                value = scalar(group[key])
-                if key not in ("params", "param_names") and plain(value):
-                    yield f"{key} of group {number}", value, _putter(group, key)
-        steps = (values["step"] for values in optimizer.state.values() if "step" in values)
-        if not self._is_sharded and plain(step := scalar(next(steps, None))):
-            yield "the step in the state", step, _leave
+        if optimizer is not None and not self._is_sharded:
+            steps = (values["step"] for values in optimizer.state.values() if "step" in values)
+            if isinstance(step := scalar(next(steps, None)), int | float):
+                yield "the step in the state", step, _leave
         if (scaler := self._scaler()) is not None:
             for key, value in scaler.state_dict().items():
                 yield f"{key} of the GradScaler", value, _loader(scaler, key)
@@ -96,6 +99,20 @@ class StepInputs:
             return
         for name, parameter in self._parameters():
             yield from _tensors(optimizer.state.get(parameter, {}), f"the state of {name}")
+
+
+def _values(settings: Iterable[Setting]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value, _ in settings)
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
+    """Return what the groups of parameters hold that is a number, text or None, and how to set it."""
+    for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
+        yield f"the number of parameters of group {number}", len(group["params"]), _leave
+        for key in sorted(group):
+            value = scalar(group[key])
+            if key not in ("params", "param_names") and plain(value):
+                yield f"{key} of group {number}", value, _putter(group, key)
 
 
 def _leave(_: Any) -> None:

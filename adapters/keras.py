@@ -76,7 +76,7 @@ def _reduction(optimizer: Any, gradients: Any) -> _Reduce:
             if not v.shape
         ]
         parameters, state = partial(_values, variables), partial(_values, optimizer.variables)
-        inputs = Inputs(numbers, parameters, state, constants)
+        inputs = Inputs((), parameters, state, constants, numbers)
         reduced: tuple[bool, list[Any]] = gradients.add(grads, None, lambda: inputs)
         return reduced
 

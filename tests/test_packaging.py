@@ -164,6 +164,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "mean_metrics",
         "op",
         "println",
+        "raise_on_difference",
         "raise_on_nan",
         "raise_together",
         "synchronize",

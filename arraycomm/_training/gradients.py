@@ -442,7 +442,7 @@ def _taken(gradients: Gradients) -> Settings:
     """Return the hyperparameters of a step, for the ranks without data that take it as well."""
     if gradients.inputs is None:
         return ()
-    return (("hyperparameters", json.dumps(gradients.inputs().settings, default=str)),)
+    return (("hyperparameters", json.dumps(gradients.inputs().taken(), default=str)),)
 
 
 def _number_in_join(gradients: Gradients) -> int:

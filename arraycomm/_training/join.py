@@ -191,7 +191,7 @@ class Join(ProcessBound):
         """Find a rank that took part in the last step, and go on with its hyperparameters."""
         optimizers = registry_of(self._comm).optimizers
         settings = {
-            number: each.inputs().settings for number, each in optimizers.items() if each.inputs
+            number: each.inputs().taken() for number, each in optimizers.items() if each.inputs
         }
         shown = self._comm.allgather_object((self._steps, settings))
         steps = [steps for steps, _ in shown]

@@ -8,6 +8,7 @@ Only if digests differ do the ranks tell one another what they have.
 
 from __future__ import annotations
 
+from cmath import isnan
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
@@ -23,7 +24,8 @@ DEFAULT_STEPS: Final = 100
 _NAME: Final = "DistributedOptimizer"
 # The words of a header, behind its length: of the settings, of the arrays (0: not shown), and the steps since these were.
 _SETTINGS, _ARRAYS, _AGE = range(1, 4)
-
+# In place of NaN.
+_NAN: Final = 0.12345
 
 Arrays: TypeAlias = Iterable[tuple[str, Any]]
 
@@ -34,19 +36,26 @@ class Inputs(NamedTuple):
     Attributes
     ----------
     settings : sequence of (name, value)
-        Hyperparameters and counts: numbers, text, None, and tuples of these.
+        Hyperparameters: numbers, text, None, and tuples of these.
     parameters : callable
         Returns the parameters: pairs of a name and an array.
     state : callable
         Returns the arrays of the optimizer's state, in the same way.
     constants : tuple of (name, value)
         Settings that never change: the same tuple in each step.
+    counts : sequence of (name, number)
+        What changes with every step.
     """
 
     settings: Sequence[tuple[str, Any]]
     parameters: Callable[[], Arrays]
     state: Callable[[], Arrays] = tuple
     constants: tuple[tuple[str, Any], ...] = ()
+    counts: Sequence[tuple[str, Any]] = ()
+
+    def taken(self) -> list[tuple[str, Any]]:
+        """Return what a rank without data takes over from the others."""
+        return [*self.settings, *self.counts]
 
 
 class Look:
@@ -61,14 +70,15 @@ class Look:
     def __init__(self, owner: Verification, inputs: Inputs, *, stepping: bool, due: bool) -> None:
         self._owner, self._stepping, self._site = owner, stepping, call_site()
         shows = stepping and owner.alike
-        self._settings = (inputs.constants, tuple(inputs.settings)) if shows else ((), ())
+        # In this order, since others follow from the first.
+        self._settings = (inputs.constants, inputs.settings, inputs.counts) if shows else ()
         self._arrays = _arrays_of(inputs, alike=owner.alike) if due else {}
         self._items = [array_item(name, array) for name, array in self._arrays.items()]
         if self._items and owner.alike:
             # First, since others may follow from these.
             self._items[:0] = _setting_items(inputs.constants)
         shown = digest([item[:3] for item in self._items]) if self._items else 0
-        self.words = (owner.digest(*self._settings), shown, owner.age)
+        self.words = (owner.digest(inputs) if shows else 0, shown, owner.age)
 
     def compare(self, group: Group, agreement: Agreement) -> Steps:
         """Raise the same error on all ranks if they show different things."""
@@ -162,8 +172,8 @@ class Verification:
 
     def __init__(self, every: int, *, alike: bool) -> None:
         self.every, self.alike, self.age = every, alike, every
-        self._constants: tuple[Any, int] = (), digest(())
-        self._last: tuple[Any, int] = (), 0
+        self._constants: tuple[Any, int] = None, 0
+        self._last: tuple[Any, int] = None, 0
 
     def copy(self) -> Self:
         """Return what the ranks of a copy of the optimizer compare."""
@@ -187,15 +197,15 @@ class Verification:
         due = arrays and self.age >= self.every
         return Look(self, inputs(), stepping=stepping, due=due) if stepping or due else None
 
-    def digest(self, constants: tuple[Any, ...], settings: tuple[Any, ...]) -> int:
-        """Return a digest of what a rank shows of its settings, or 0 for nothing; the last ones are kept."""
-        if not (constants or settings):
-            return 0
-        if self._constants[0] is not constants:
-            self._constants, self._last = (constants, digest(constants)), ((), 0)
-        if self._last[0] != settings or not self._last[1]:
-            self._last = settings, digest(self._constants[1], settings)
-        return self._last[1]
+    def digest(self, inputs: Inputs) -> int:
+        """Return a digest of settings, constants and counts; that of the last settings is kept."""
+        if self._constants[0] is not inputs.constants:
+            self._constants, self._last = (inputs.constants, digest(inputs.constants)), (None, 0)
+        if self._last[0] is not inputs.settings and self._last[0] != inputs.settings:
+            self._last = inputs.settings, digest(self._constants[1], *inputs.settings)
+        # A hash of numbers is the same in every process, unless one is NaN.
+        numbers = [_NAN if isnan(number) else number for _, number in inputs.counts]
+        return hash((self._last[1], *numbers)) or 1
 
 
 def plain(value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ def torch_loop(model: Any, x: Any, **options: Any) -> Callable[[], None]:
 def mlp(**options: Any) -> Callable[[], None]:
     torch.manual_seed(0)
     widths = [1024, 3072, 3072, 2560]
-    layers = [torch.nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False)]
+    layers = [torch.nn.Linear(*pair) for pair in pairwise(widths)]
     return torch_loop(torch.nn.Sequential(*layers), torch.randn(32, 1024), **options)
 
 
@@ -46,7 +47,7 @@ def cnn(**options: Any) -> Callable[[], None]:
     torch.manual_seed(0)
     widths = [3, 32, 64, 128]
     layers: list[Any] = []
-    for pair in zip(widths, widths[1:], strict=False):
+    for pair in pairwise(widths):
         layers += [torch.nn.Conv2d(*pair, 3, padding=1), torch.nn.BatchNorm2d(pair[1])]
         layers += [torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
     model = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(2048, 10))

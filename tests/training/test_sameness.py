@@ -1,0 +1,138 @@
+"""`raise_on_difference`, and the digests of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import random
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm._training.digests import block_sums, digest_of, sums_by_torch
+from tests.support.on_ranks import SIZES
+
+torch: Any = pytest.importorskip("torch")
+jax: Any = pytest.importorskip("jax")
+
+
+@dataclasses.dataclass
+class Config:
+    rate: float
+    name: str
+
+
+class Thing:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def trained(rate: float) -> Any:
+    model = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(2.0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+# Makes a tree for a number, and what an error says of numbers that are not the same.
+KINDS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "number": (lambda n: {"a": [1, n]}, r"tree\['a'\]\[1\] is not .*: 0, at .*: 1, at"),
+    "text": (lambda n: f"{n}", "'0', at .*'1', at"),
+    "array": (lambda n: np.arange(6).reshape(2, 3) * (n + 1), r"ranks? 0.*: 1 at \[0, 1\]"),
+    "dtype": (
+        lambda n: np.zeros(3, [np.float32, np.float64][n]),
+        r"float32 \(3,\).*float64 \(3,\)",
+    ),
+    "tensor": (lambda n: torch.full((3,), float(n)).bfloat16(), r"ranks? 0.*: 0.0 at \[0\]"),
+    "jax": (lambda n: jax.numpy.full(3, n), r"ranks? 0.*: 0 at \[0\]"),
+    "key": (jax.random.key, r"ranks? 0.*: 0 at \[1\]"),
+    "complex": (lambda n: np.full(2, 1j * n), r"0j at \[0\]"),
+    "strings": (lambda n: np.array(["a", "b" * n]), "array"),
+    "dataclass": (lambda n: Config(0.1, "x" * n), r"tree.name is not"),
+    "set": (lambda n: {f"{n}", "q"}, "tree"),
+    "path": (lambda n: pathlib.Path("a" * (n + 1)), r"PosixPath\('a'\).*PosixPath\('aa'\)"),
+    "object": (Thing, "a Thing with the digest"),
+    "function": (lambda n: [print, len][n], r"builtins.print.*builtins.len"),
+    "numpy generator": (np.random.default_rng, r"tree.state\['state'\]"),
+    "old generator": (np.random.RandomState, r"tree.state\[1\]"),
+    "python generator": (random.Random, r"tree.state\[1\]"),
+    "torch generator": (lambda n: torch.Generator().manual_seed(n), r"tree.state is not"),
+    "optimizer": (
+        lambda n: trained(0.1 + n),
+        r"tree\['model'\].weight is not .* at \[0, 0\]",
+    ),
+    "containers": (lambda n: [(1, 2), [1, 2]][n], "the type of tree is not .*tuple.*list"),
+    "missing": (lambda n: {"a": 1} if n else {"a": 1, "b": 2}, r"tree\['b'\].*missing"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_the_same_passes_and_a_difference_is_named_on_every_rank(on_ranks, kind) -> None:
+    make, says = KINDS[kind]
+
+    def compare(comm: ac.Communicator) -> str | None:
+        tree = make(0)
+        assert ac.raise_on_difference(tree, comm=comm) is tree
+        if comm.size == 1:
+            return None
+        with pytest.raises(ac.MismatchError) as error:
+            ac.raise_on_difference(make(int(comm.rank == comm.size - 1)), comm=comm)
+        # The communicator can still be used.
+        assert comm.allreduce(1, "sum") == comm.size
+        return str(error.value)
+
+    for size in SIZES:
+        said = on_ranks(size, compare)
+        assert len(set(said)) == 1
+        assert said[0] is None or re.search(says, said[0], re.DOTALL), said[0]
+
+
+def test_an_order_is_named_as_one(on_ranks) -> None:
+    def compare(comm: ac.Communicator) -> None:
+        arrays = [np.zeros(2), np.ones(2)]
+        with pytest.raises(ac.MismatchError, match="the same values in another order"):
+            ac.raise_on_difference(arrays[:: -1 if comm.rank else 1], comm=comm)
+
+    on_ranks(SIZES[-1], compare)
+
+
+def test_what_cannot_be_compared_is_refused_by_its_path(on_ranks) -> None:
+    def compare(comm: ac.Communicator) -> None:
+        last = comm.rank == comm.size - 1
+        kind: Any = TypeError if last else ac.PeerError
+        with pytest.raises(kind, match=r"tree\['f'\] cannot be pickled"):
+            ac.raise_on_difference({"f": threading.Lock() if last else 1}, comm=comm)
+
+    on_ranks(SIZES[-1], compare)
+
+
+DTYPES = [np.float32, np.float16, np.uint8, np.complex128, np.bool_]
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 40_000), st.integers(0, 10**9))
+def test_a_digest_is_that_of_the_bits_and_their_order(dtype: Any, count: int, place: int) -> None:
+    array = (np.random.default_rng(count).random(count) * 100).astype(dtype)
+    sums = block_sums(array)
+    by_torch = sums_by_torch(torch.from_numpy(array.copy()))
+    assert by_torch.tolist() == sums.tolist()
+    assert digest_of(array[::-1].copy()[::-1]) == digest_of(array)
+    if count < 2:
+        return
+    other = array.copy()
+    other.view(np.uint8)[place % other.nbytes] ^= 1 << place % 8 if dtype != np.bool_ else 1
+    assert digest_of(other) != digest_of(array)
+    one, two = place % count, place // count % count
+    other = array.copy()
+    other[[one, two]] = other[[two, one]]
+    assert (digest_of(other) == digest_of(array)) == (other.tobytes() == array.tobytes())
