@@ -23,7 +23,7 @@ from arraycomm._training.programs import GradientCalls
 from arraycomm._training.verification import Inputs
 from arraycomm.adapters._jax_callbacks import Make
 from arraycomm.adapters._jax_primitive import Call, bind
-from arraycomm.adapters._jax_tracing import is_traced
+from arraycomm.adapters._jax_tracing import holds_tracers, is_traced
 
 # What the names of parameters begin with; JAX sorts the names of a dict.
 _PARAMETERS = "params"
@@ -98,42 +98,34 @@ class Watched(NamedTuple):
         The hyperparameters that do not change.
     names : tuple of str
         Of the arrays: first the parameters, then the leaves of the state.
-    parameters : set of str
-        Which of them are parameters.
+    parameters : int
+        How many of them are parameters.
+    numbers : tuple of int
+        Which arrays of the state are one number, such as the count of the steps.
     """
 
     look: Callable[..., Any] | None = None
     constants: tuple[tuple[str, Any], ...] = ()
     names: tuple[str, ...] = ()
-    parameters: frozenset[str] = frozenset()
+    parameters: int = 0
+    numbers: tuple[int, ...] = ()
 
     def inputs(self, arrays: Sequence[Any]) -> Callable[[], Inputs] | None:
         """Return what returns the inputs of an update whose arrays are these; None without any."""
         if self.look is None:
             return None
-        pairs = [pair for pair in zip(self.names, arrays, strict=True) if not _is_unknown(pair[1])]
-        numbers = [pair for pair in pairs if is_number(pair[1])]
-        count = sum(name in self.parameters for name, _ in pairs)
+        names, count = self.names, self.parameters
         return lambda: Inputs(
             (),
-            lambda: pairs[:count],
-            lambda: pairs[count:],
+            lambda: zip(names[:count], arrays[:count], strict=True),
+            lambda: zip(names[count:], arrays[count:], strict=True),
             self.constants,
-            [(name, x.item()) for name, x in numbers],
+            [(names[n], arrays[n].item()) for n in self.numbers],
         )
 
     def looking(self, arrays: Sequence[Any]) -> Callable[[], Any]:
         """Return what returns this rank's part in a call with these arrays."""
         return lambda: self.look and self.look(inputs=self.inputs(arrays))
-
-
-def _is_unknown(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
-
-
-def is_number(x: Any) -> bool:
-    """Return whether an array is one number, such as the count of the steps."""
-    return x.shape == () and x.dtype.kind in "biuf"
 
 
 @dataclass(frozen=True)
@@ -227,7 +219,7 @@ class Updates:
             if is_traced(leaves) or self._gradients.accumulate > 1:
                 return True, self.reduce(leaves)
             jax.effects_barrier()
-            watched, beside = self._watched()
+            watched, beside = self._watched(traced=False)
             counts, reduced = self._gradients.add(leaves, self.made, watched.inputs(beside))
             return counts, reduced
 
@@ -242,24 +234,36 @@ class Updates:
 
     def reduce(self, leaves: list[Any]) -> list[Any]:
         """Reduce what belongs to one update."""
-        watched, beside = self._watched()
-        if is_traced(leaves):
+        traced = is_traced(leaves)
+        watched, beside = self._watched(traced=traced)
+        if traced:
             return reduce_traced(self._calls, self.made, leaves, watched, beside)
         jax.effects_barrier()
         look = watched.looking(beside)
         reduced: list[Any] = self._calls.reduce(leaves, self.made, look=look)
         return reduced
 
-    def _watched(self) -> tuple[Watched, list[Any]]:
-        """Return what the next reduction compares, and its arrays."""
+    def _watched(self, *, traced: bool) -> tuple[Watched, list[Any]]:
+        """Return what the next reduction compares, and its arrays; what is not traced knows no tracers."""
         if not self._gradients.verification.every or self._inputs is None:
             return Watched(), []
         pairs = jax.tree_util.tree_leaves_with_path(self._inputs)
-        kinds = jax.Array | np.ndarray | np.generic
-        named = {_name(path): leaf for path, leaf in pairs if isinstance(leaf, kinds)}
-        arrays = [_words(leaf) for leaf in named.values()]
-        parameters = frozenset(name for name in named if name.startswith(_PARAMETERS))
-        return Watched(self._gradients.look, self._constants, tuple(named), parameters), arrays
+        named = {
+            _name(path): _words(leaf) for path, leaf in pairs if traced or not holds_tracers(leaf)
+        }
+        named = {name: leaf for name, leaf in named.items() if leaf is not None}
+        parameters = sum(name.startswith(_PARAMETERS) for name in named)
+        numbers = (
+            n for n, leaf in enumerate(named.values()) if n >= parameters and _is_number(leaf)
+        )
+        watched = Watched(
+            self._gradients.look, self._constants, tuple(named), parameters, tuple(numbers)
+        )
+        return watched, list(named.values())
+
+
+def _is_number(x: Any) -> bool:
+    return x.shape == () and x.dtype.kind in "biuf"
 
 
 def _name(path: Any) -> str:
@@ -268,5 +272,11 @@ def _name(path: Any) -> str:
 
 
 def _words(leaf: Any) -> Any:
-    """Return the words of random keys, and any other array as it is."""
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    """Return an array or a number as an array, random keys as their words, and None for any other object."""
+    if isinstance(leaf, float | complex):
+        return np.asarray(leaf)
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return None
+    array: Any = leaf
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if is_key else array

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from arraycomm._training.constants import constants_of
+from arraycomm._training.constants import OF_A_RANK, constants_of
 from arraycomm._training.verification import Inputs, plain, scalar
 from arraycomm._trees.pytrees import flatten
 
@@ -58,7 +58,7 @@ class StepInputs:
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         for name in self._arguments:
             value = scalar(getattr(self._optimizer, name, None))
-            if value is not None and plain(value):
+            if value is not None and plain(value) and name not in OF_A_RANK:
                 yield name, value
 
     def _state(self, params: Any, state: Any) -> Iterator[tuple[str, Any]]:
@@ -71,7 +71,9 @@ class StepInputs:
         for name, value in sorted(getattr(self._optimizer, "__dict__", {}).items()):
             with suppress(TypeError, ValueError):
                 found = [
-                    (path, x) for path, x in _arrays_in(value, name) if x.shape in {(), *shapes}
+                    (path, x)
+                    for path, x in _arrays_in(value, name, int | float)
+                    if x.shape in {(), *shapes}
                 ]
                 # Numbers belong to the state if they are beside such arrays, as counts of steps are.
                 yield from found if any(x.shape in shapes for _, x in found) else ()
@@ -92,11 +94,11 @@ def _numbers(tree: Any, name: str) -> list[tuple[str, Any]]:
     return [(path, value) for path, value in pairs if isinstance(value, int | float | complex)]
 
 
-def _arrays_in(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Return the arrays and numbers of a tree."""
+def _arrays_in(tree: Any, name: str, numbers: Any = float) -> Iterator[tuple[str, Any]]:
+    """Return the arrays of a tree, and numbers of these types."""
     flat = flatten(tree, name)
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        if isinstance(leaf, int | float):
+        if isinstance(leaf, numbers):
             yield path, np.asarray(leaf)
         elif hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
             yield path, leaf

@@ -77,9 +77,11 @@ class StepInputs:
 
     def _counts(self) -> Iterator[Setting]:
         """Return what changes with every step, and how to set it."""
-        optimizer = self._optimizer()
-        if optimizer is not None and not self._is_sharded:
-            steps = (values["step"] for values in optimizer.state.values() if "step" in values)
+        optimizer, reducer = self._optimizer(), self._reducer()
+        if optimizer is not None and reducer is not None and not self._is_sharded:
+            # Of the first parameter that has a state: that is in the order in which they came.
+            states = (optimizer.state.get(parameter, {}) for parameter in reducer.parameters)
+            steps = (values["step"] for values in states if "step" in values)
             if isinstance(step := scalar(next(steps, None)), int | float):
                 yield "the step in the state", step, _leave
         if (scaler := self._scaler()) is not None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Final
 
 from arraycomm._training.verification import plain, scalar
+
+# What a function knows of its rank, to print on one of them for example.
+OF_A_RANK: Final = frozenset(
+    ("rank", "local_rank", "global_rank", "node_rank", "is_root", "is_main")
+)
 
 
 def constants_of(function: Any, name: str) -> list[tuple[str, Any]]:
@@ -53,20 +59,12 @@ def _walk_function(function: FunctionType, name: str, seen: set[int]) -> Iterato
     code, called = function.__code__, function.__qualname__.replace("<locals>.", "")
     yield name, f"{function.__module__}.{called}"
     yield f"the constants of {called}", tuple(filter(plain, code.co_consts))
-    bound = [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
-    names = [
-        n
-        for n, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-        if _is_set(cell)
-    ]
-    defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
-    yield from _walk(defaults[0], f"the defaults of {called}", seen)
-    for key, value in [*zip(names, bound, strict=True), *sorted(defaults[1].items())]:
-        yield from _walk(value, f"{key} of {called}", seen)
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None or True
-    except ValueError:
-        return False
+    bound: dict[str, Any] = {}
+    for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        # A cell may be empty.
+        with suppress(ValueError):
+            bound[key] = cell.cell_contents
+    yield from _walk(function.__defaults__ or (), f"the defaults of {called}", seen)
+    for key, value in sorted((bound | (function.__kwdefaults__ or {})).items()):
+        if key not in OF_A_RANK:
+            yield from _walk(value, f"{key} of {called}", seen)

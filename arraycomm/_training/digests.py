@@ -47,7 +47,7 @@ def block_sums(x: Any) -> Array:
 
 def bytes_of(x: Any) -> Array:
     """Return the elements of an array as bytes in C order, in host memory."""
-    array = np.asarray(exchange(x.detach() if is_torch(x, "Tensor") else x, "numpy"))
+    array = np.asarray(exchange(x.detach().cpu() if is_torch(x, "Tensor") else x, "numpy"))
     raw: Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return raw
 

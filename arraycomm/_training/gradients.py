@@ -355,9 +355,8 @@ class OptimizerStep(NumberedGradients):
         look: Callable[[], Look | None],
     ) -> None:
         sent = gradients.compressor.fed_back_tree(gradients.mean_of_steps(tree))
-        super().__init__(
-            context, memory, sent, gradients.op, where, numbering, look, **gradients.options
-        )
+        counted, options = (where, numbering, look), gradients.options
+        super().__init__(context, memory, sent, gradients.op, *counted, **options)
         made = self.signature
         self.signature = replace(made, settings=(*made.settings, *_place(gradients)))
 

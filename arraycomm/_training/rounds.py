@@ -165,7 +165,7 @@ class Rounds:
         comm: Communicator,
         op: str,
         options: Mapping[str, Any],
-        look: Callable[..., Look | None],
+        look: Callable[..., Look | None] = lambda **_: None,
     ) -> None:
         self._comm, self._op, self._options, self._look = comm, op, options, look
         self.place = Place()

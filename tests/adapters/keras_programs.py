@@ -58,6 +58,23 @@ def steps() -> None:
     assert run(2, means_of_steps) == [[-1.5, -4.0]] * 2
     run(2, mistakes)
     run(2, skip)
+    for options, value, says in (
+        ({"learning_rate": 0.1}, 0.0, "learning_rate is not the same"),
+        ({"momentum": 0.9}, 0.0, "momentum is not the same"),
+        ({}, 1.0, "call arraycomm.synchronize"),
+    ):
+        run(3, diverge, options, value, says)
+
+
+def diverge(comm: ac.Communicator, options: dict[str, float], value: float, says: str) -> None:
+    """Take a step that another rank would take otherwise, with other options or from another value."""
+    wrong = comm.rank == 2
+    plain = keras.optimizers.SGD(**({"learning_rate": 1.0} | (options if wrong else {})))
+    variable = keras.Variable(np.full(1, value * wrong, np.float32))
+    optimizer = ac.DistributedOptimizer(plain, comm=comm)
+    with pytest.raises(ac.MismatchError, match=says):
+        optimizer.apply([keras.ops.ones(1)], [variable])
+    assert keras.ops.convert_to_numpy(variable.value)[0] == value * wrong
 
 
 def means_of_steps(comm: ac.Communicator) -> list[float]:

@@ -269,7 +269,8 @@ class TestCompiled:
     def test_parameters_keep_their_shape(self, world: ac.Communicator) -> None:
         optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world, op="sum")
         grads = {"matrix": jnp.full((2, 3), world.rank + 1.0), "scalar": jnp.float32(world.rank)}
-        updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
+        params = jax.tree.map(jnp.zeros_like, grads)
+        updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
         ranks = range(world.size)
         expected = np.full((2, 3), -float(sum(rank + 1 for rank in ranks)), np.float32)
         np.testing.assert_array_equal(updates["matrix"], expected, strict=True)

@@ -107,3 +107,25 @@ def test_optimizer_that_cannot_be_distributed_is_refused(wrap, error, wrong) -> 
             wrap(optimizers.SGD(learning_rate=0.1), comm)
 
     run(2, make)
+
+
+@pytest.mark.parametrize(
+    ("rate", "weight", "says"),
+    [
+        (0.2, 0.0, "learning_rate.* is not the same"),
+        (0.1, 1.0, r"params\['weight'\] is not the same"),
+    ],
+)
+def test_a_step_that_another_rank_would_take_otherwise_is_an_error(rate, weight, says) -> None:
+    def train(comm: ac.Communicator) -> None:
+        model = Model()
+        if comm.rank:
+            model.weight += weight
+        plain = optimizers.SGD(learning_rate=rate if comm.rank else 0.1)
+        optimizer = ac.DistributedOptimizer(plain, comm=comm)
+        before = weights_of(model)
+        with pytest.raises(ac.MismatchError, match=says):
+            optimizer.update(model, gradients_of(comm.rank))
+        assert weights_of(model) == before
+
+    run(3, train)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -22,7 +23,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 def _unreduced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gradients, "add", lambda self, tree: (True, tree))
+    patch.setattr(Gradients, "add", lambda self, tree, *_: (True, tree))
 
 
 def _averaged(patch: pytest.MonkeyPatch) -> None:
@@ -35,6 +36,9 @@ def _averaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def _unsynchronized(patch: pytest.MonkeyPatch) -> None:
+    # Otherwise the first step raises.
+    unaware = partial(ac.DistributedOptimizer, verify_every=0)
+    patch.setattr(ac, "DistributedOptimizer", unaware)
     patch.setattr(ac, "synchronize", lambda tree, **_: tree)
 
 

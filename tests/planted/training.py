@@ -107,8 +107,8 @@ WEIGHTS: Final = (
         "last rank of a join",
         "after `join` everyone gets the values of the rank that ended first",
         _JOIN,
-        "        return steps.index(max(steps))",
-        "        return steps.index(min(steps))",
+        "        self._last = steps.index(max(steps))",
+        "        self._last = steps.index(min(steps))",
         ("join_is_the_mean_over_the_batches_of_each_step",),
     ),
 )
@@ -134,9 +134,9 @@ OPTIMIZERS: Final = (
         "op of an optimizer",
         "gradients that are reduced by a mean are summed",
         _GRADIENTS,
-        "        super().__init__(context, memory, sent, gradients.op, where, numbering, **gradients.options)\n"
+        "        super().__init__(context, memory, sent, gradients.op, *counted, **options)\n"
         "        made = self.signature",
-        '        super().__init__(context, memory, sent, "sum", where, numbering, **gradients.options)\n'
+        '        super().__init__(context, memory, sent, "sum", *counted, **options)\n'
         "        made = self.signature",
         _OPTIMIZERS,
     ),

@@ -157,7 +157,7 @@ TREES: Final = (
         "generator copied",
         "a random generator is replaced by a copy",
         "arraycomm/_trees/pytrees.py",
-        "        return _Node([], [], lambda _: leaf)",
+        "        return _Node([], [], lambda _: leaf, stayed=[(path, leaf)])",
         "        import copy\n\n        return _Node([], [], lambda _: copy.copy(leaf))",
         ("synchronize_leaves_functions_and_generators_alone",),
     ),
