@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -60,10 +61,11 @@ class StepInputs:
             self._scaler = weakref.ref(scaler)
         optimizer = self._optimizer()
         groups = () if optimizer is None else optimizer.param_groups
-        # Parameters are compared by themselves, and torch compares no tensors by their identity.
-        held = [[v for k, v in group.items() if k != "params"] for group in groups]
-        tensors = any(isinstance(value, torch.Tensor) for each in held for value in each)
-        if tensors or self._held != held:
+        values = [value for group in groups for key, value in group.items() if key != "params"]
+        held = [value for value in values if plain(value)]
+        # A tensor may have another value, and a list other elements, and be the same object.
+        may_change = any(isinstance(value, torch.Tensor | list) for value in values)
+        if may_change or self._held != held:
             self._held, self._hyperparameters = held, list(_values(_hyperparameters(optimizer)))
         counts = list(_values(self._counts()))
         return Inputs(self._hyperparameters, self._parameters, self._state, self._constants, counts)
@@ -92,7 +94,7 @@ class StepInputs:
         reducer = self._reducer()
         assert reducer is not None
         for number, parameter in enumerate(reducer.parameters):
-            if not torch.nn.parameter.is_lazy(parameter):
+            if _is_dense(parameter):
                 yield f"parameter {number}", parameter
 
     def _state(self) -> Iterator[tuple[str, Any]]:
@@ -135,10 +137,17 @@ def _loader(scaler: GradScaler, key: str) -> Callable[[Any], None]:
     return lambda value: scaler.load_state_dict({**scaler.state_dict(), key: value})
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements, each in a place of its own."""
+    has_shape = not torch.nn.parameter.is_lazy(tensor)
+    return has_shape and tensor.layout is torch.strided and not tensor.is_meta
+
+
 def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Return the tensors in the state of a parameter, with their names."""
     if isinstance(values, torch.Tensor):
-        yield name, values
+        if _is_dense(values):
+            yield name, values
     elif isinstance(values, dict):
         for key in sorted(values, key=str):
             yield from _tensors(values[key], f"{name}, {key}")
@@ -159,7 +168,7 @@ def align(optimizer: torch.optim.Optimizer, comm: ac.Communicator) -> None:
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     groups = [n for n, group in enumerate(optimizer.param_groups) for _ in group["params"]]
     names = _names_of(optimizer, tensors)
-    values = [None if torch.nn.parameter.is_lazy(p) else array_item("", p)[1:3] for p in tensors]
+    values = [array_item("", p)[1:3] if _is_dense(p) else None for p in tensors]
     shown = comm.allgather_object((names, values, groups))
     for column in range(2):
         lists = [row[column] for row in shown]
@@ -206,12 +215,13 @@ def _names_of(
         return carried
     kind = torch.nn.Module
     modules = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    inner = {id(child) for module in modules for child in module.children()}
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     known: dict[int, str] = {}
     for module in modules:
-        if id(module) not in inner:
-            for name, parameter in module.named_parameters():
-                # The same on all ranks, also if one of them has another module around it.
+        # One that another thread is making may not have its parameters yet.
+        with suppress(AttributeError, RuntimeError):
+            for name, parameter in () if id(module) in inner else module.named_parameters():
+                # A parameter may be in several modules.
                 known[id(parameter)] = min(
                     known.get(id(parameter), name), name, key=lambda n: (len(n), n)
                 )

@@ -74,7 +74,7 @@ def check_shard(optimizer: torch.optim.Optimizer) -> None:
 
 def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
     """Reduce gradients by hooks on the parameters, and what is left before each step; collective."""
-    if gradients.rounds is not None:
+    if gradients.rounds is not None and gradients.comm.size > 1:
         align(optimizer, gradients.comm)
     return _hooked(optimizer, gradients)
 

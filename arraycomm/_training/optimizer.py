@@ -152,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802
         accumulate,
         compression,
         shared,
-        verification=Verification(verify_every, alike=arguments.are_alike),
+        verification=Verification(verify_every if own.size > 1 else 0, alike=arguments.are_alike),
         overlapping=arguments.are_alike and hasattr(adapter, "REDUCES_IN_BACKWARD"),
         shards=Shards(own, bucket_bytes) if shard else None,
     )

@@ -605,10 +605,12 @@ def test_without_the_mistake_nothing_is_raised(on_ranks, case: Way) -> None:
 
 
 class Loop(NamedTuple):
-    """A training loop: its step, and how to change a leaf, the learning rate or the count of steps by hand."""
+    """A training loop: its step, how to change a leaf, the learning rate or the count of steps by hand, and more."""
 
     step: Callable[[], None]
     plant: dict[str, Callable[[int], None]]
+    synchronize: Callable[[], None]
+    parameters: Callable[[], Any]
 
 
 def torch_loop(comm: Comm, every: int) -> Loop:
@@ -628,7 +630,10 @@ def torch_loop(comm: Comm, every: int) -> Loop:
         optimizer.param_groups[0]["lr"] *= 1 + 2**-20
 
     return Loop(
-        lambda: steps(comm, model, optimizer, 1), {"leaf": leaf, "rate": rate, "count": count}
+        lambda: steps(comm, model, optimizer, 1),
+        {"leaf": leaf, "rate": rate, "count": count},
+        lambda: ac.synchronize((model, optimizer), comm=comm),
+        lambda: [parameter.detach().numpy() for parameter in parameters],
     )
 
 
@@ -655,7 +660,11 @@ def optax_loop(comm: Comm, every: int) -> Loop:
         inner = (first._replace(count=first.count + 1), *rest)
         state[0] = state[0]._replace(inner_state=inner)
 
-    return Loop(step, {"leaf": leaf, "rate": rate, "count": count})
+    def synchronize() -> None:
+        now[0], state[0] = ac.synchronize((now[0], state[0]), comm=comm)
+
+    plant = {"leaf": leaf, "rate": rate, "count": count}
+    return Loop(step, plant, synchronize, lambda: list(now[0].values()))
 
 
 def numpy_loop(comm: Comm, every: int) -> Loop:
@@ -675,7 +684,10 @@ def numpy_loop(comm: Comm, every: int) -> Loop:
     def count(place: int) -> None:
         optimizer.state[place % 2]["count"] += 1
 
-    return Loop(step, {"leaf": leaf, "rate": rate, "count": count})
+    def synchronize() -> None:
+        now[0], _ = ac.synchronize((now[0], optimizer), comm=comm)
+
+    return Loop(step, {"leaf": leaf, "rate": rate, "count": count}, synchronize, lambda: now[0])
 
 
 class Plan(NamedTuple):
@@ -725,6 +737,46 @@ def test_any_change_on_one_rank_is_caught_within_so_many_steps(plan: Plan) -> No
     assert "is not the same on all ranks" in said
     # What a step takes from the optimizer is compared with every step.
     assert step == 0 or plan.what != "rate"
+
+
+class Event(NamedTuple):
+    """What a program does between two steps: a change on all ranks, or on one that the others then take over."""
+
+    what: str
+    place: int
+    on_all: bool
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Any, int, int, list[Event]]:
+    kinds = st.sampled_from(["leaf", "rate", "count"])
+    events = st.builds(Event, kinds, st.integers(0, 20), st.booleans())
+    return (
+        draw(st.sampled_from([torch_loop, optax_loop, numpy_loop])),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+        draw(st.lists(events, max_size=5)),
+    )
+
+
+@alone
+@settings(deadline=None)
+@given(program=programs())
+def test_no_correct_program_raises(program: tuple[Any, int, int, list[Event]]) -> None:
+    make, size, every, events = program
+
+    def train(comm: Comm) -> bytes:
+        loop = make(comm, every)
+        loop.step()
+        for event in events:
+            if event.on_all or comm.rank == 0:
+                loop.plant[event.what](event.place)
+            if not event.on_all:
+                loop.synchronize()
+            loop.step()
+        return b"".join(np.asarray(array).tobytes() for array in loop.parameters())
+
+    assert len(set(run(size, train))) == 1
 
 
 # What is mended --------------------------------------------------------------------------------------
