@@ -59,9 +59,9 @@ export EXAMPLES EVERY
 by_file = --numprocesses $(or $(1),$(WORKERS)) --dist loadfile --no-loadscope-reorder
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports tests/protocol properties $(patsubst %,tests/%.py,trees/test_plan trees/test_reduce \
-	cuda/test_devices cuda/test_staged_link training/test_data_on_ranks training/test_join training/test_metrics)
+	cuda/test_devices cuda/test_staged_link training/test_data_on_ranks training/test_divergence training/test_join training/test_metrics)
 # Of these, what is decided before anything of the MPI comes in, and runs under one of them.
-on_one_mpi := $(patsubst %,tests/%.py,collectives/test_layouts collectives/test_custom_ops cuda/test_devices)
+on_one_mpi := $(patsubst %,tests/%.py,collectives/test_layouts collectives/test_custom_ops cuda/test_devices training/test_divergence)
 # What may differ where only the wheel and what it needs is installed: what it holds, imports that find nothing,
 # a world of one process, and, on NumPy alone, collectives of each kind, `given`, and the laws.
 in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging cli/test_run cli/test_doctor native/test_door session/test_runtime arrays/test_exchange \
