@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax._src import core
 import arraycomm as ac
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls
-from arraycomm._training.verification import Inputs
+from arraycomm._training.verification import Inputs, nothing_shown
 from arraycomm.adapters._jax_callbacks import Make
 from arraycomm.adapters._jax_primitive import Call, bind
 from arraycomm.adapters._jax_tracing import holds_tracers, is_traced
@@ -123,9 +124,11 @@ class Watched(NamedTuple):
             [(names[n], arrays[n].item()) for n in self.numbers],
         )
 
-    def looking(self, arrays: Sequence[Any]) -> Callable[[], Any]:
+    def looking(self, arrays: Sequence[Any]) -> Callable[..., Any]:
         """Return what returns this rank's part in a call with these arrays."""
-        return lambda: self.look and self.look(inputs=self.inputs(arrays))
+        return (
+            nothing_shown if self.look is None else partial(self.look, inputs=self.inputs(arrays))
+        )
 
 
 @dataclass(frozen=True)

@@ -53,13 +53,17 @@ class BucketRounds:
 
     def _start(self, bucket: Any, place: Any) -> Any:
         make, overwrite = self._with_gradients(bucket)
-        return self._gradients.rounds.start(bucket, make, place, may_overwrite=overwrite)
+        look = self._gradients.look
+        return self._gradients.rounds.start(bucket, make, place, may_overwrite=overwrite, look=look)
 
     def _reduce(self, bucket: Any, place: Any) -> Any:
         if self._gradients.compressor.hook is not None:
             return self._reduce_by_hook(bucket, place)
         make, overwrite = self._with_gradients(bucket)
-        return self._gradients.rounds.reduce(bucket, make, place, may_overwrite=overwrite)
+        look = self._gradients.look
+        return self._gradients.rounds.reduce(
+            bucket, make, place, may_overwrite=overwrite, look=look
+        )
 
     def _with_gradients(self, bucket: Any) -> tuple[Any, bool]:
         """Return what returns this rank's gradients, and whether these are `.grad` itself."""
@@ -75,7 +79,7 @@ class BucketRounds:
             means.update(self._parameters.means(bucket.numbers))
             return {0: np.array([means[n] is not None for n in bucket.numbers], np.float32)}
 
-        shown = self._gradients.rounds.reduce(bucket, show, place)
+        shown = self._gradients.rounds.reduce(bucket, show, place, look=self._gradients.look)
         present = [n for n, has in zip(bucket.numbers, shown.leaves[0], strict=True) if has]
         leaves = {n: self._parameters.zeros(n) if means[n] is None else means[n] for n in present}
         reduced = self._gradients.compressor.reduce(leaves)

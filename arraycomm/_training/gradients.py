@@ -22,7 +22,7 @@ from arraycomm._training.compressor import Compressor
 from arraycomm._training.numbered import NumberedGradients, Numbering, Where
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
 from arraycomm._training.shards import Shards
-from arraycomm._training.verification import Inputs, Look, Verification
+from arraycomm._training.verification import Inputs, Look, Shows, Verification
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.leaves import check_leaf
@@ -113,7 +113,7 @@ class Gradients:
             "compression": self.compressor.dtype,
         }
         # For adapters whose gradients can be reduced as they are computed, if all ranks' can.
-        self.rounds = Rounds(comm, op, self.options, self.look) if overlapping else None
+        self.rounds = Rounds(comm, op, self.options) if overlapping else None
         # The parameters of each bucket, by their numbers, once the ranks have agreed on them.
         self.division: list[list[int]] | None = None
         # Applies a step's gradients on a rank without data, if the adapter can; see `join`.
@@ -156,26 +156,22 @@ class Gradients:
         return True, reduced
 
     def look(
-        self, *, stepping: bool = True, arrays: bool = True, inputs: Any = None
+        self,
+        reduced: object = None,
+        *,
+        stepping: bool = True,
+        arrays: bool = True,
+        inputs: Callable[[], Inputs] | None = None,
     ) -> Look | None:
         """Return what this rank shows of its inputs in a call; see `Verification.look`."""
-        return self.verification.look(inputs or self.inputs, stepping=stepping, arrays=arrays)
+        known = inputs or self.inputs
+        return self.verification.look(known, reduced, stepping=stepping, arrays=arrays)
 
-    def _reduce(
-        self, tree: Any, numbering: Numbering | None, look: Callable[[], Look | None]
-    ) -> Any:
+    def _reduce(self, tree: Any, numbering: Numbering | None, look: Shows) -> Any:
         if self.compressor.hook is not None:
             # What the ranks' steps depend on is compared with a reduction.
-            runner_of(self.comm).call(
-                NumberedGradients,
-                trees_of(self.comm),
-                [],
-                self.op,
-                Where(),
-                None,
-                look,
-                **self.options,
-            )
+            nothing: tuple[Any, ...] = (trees_of(self.comm), [], self.op, Where(), None, look)
+            runner_of(self.comm).call(NumberedGradients, *nothing, **self.options)
             return self.compressor.reduce_tree(lambda: flatten(self.mean_of_steps(tree)))
         where = Where() if numbering is None else numbering.take()
         # Inside the call, so that it reports an error in this rank's gradients to the others.
@@ -296,7 +292,7 @@ class Gradients:
         made.adopt = lambda settings: None
         made._sums = list(self._sums)
         made.compressor = self.compressor.copy()
-        made.rounds = None if self.rounds is None else self.rounds.copy(made.look)
+        made.rounds = None if self.rounds is None else self.rounds.copy()
         return made
 
     def __copy__(self) -> Self:
@@ -352,7 +348,7 @@ class OptimizerStep(NumberedGradients):
         tree: Any,
         where: Where,
         numbering: Numbering | None,
-        look: Callable[[], Look | None],
+        look: Shows,
     ) -> None:
         sent = gradients.compressor.fed_back_tree(gradients.mean_of_steps(tree))
         counted, options = (where, numbering, look), gradients.options
@@ -371,7 +367,7 @@ class JoinedStep(WeightedGradients):
         memory: TreeMemory,
         gradients: Gradients,
         tree: Any,
-        look: Callable[[], Look | None],
+        look: Shows,
     ) -> None:
         number = _number_in_join(gradients)
         further = (*_place(gradients), *_taken(gradients))
@@ -384,7 +380,7 @@ class JoinedStep(WeightedGradients):
             **gradients.options,
             optimizer=number,
             further=further,
-            look=look(),
+            look=look,
         )
 
 
@@ -410,24 +406,12 @@ class HandedStep(HandOver):
         gradients: Gradients,
         tree: Any,
         replaced: int | None,
-        look: Callable[[], Look | None],
+        look: Shows,
     ) -> None:
         number = _number_in_join(gradients)
         further = (("replaced", replaced), *_taken(gradients))
-        bucket_bytes = gradients.options["bucket_bytes"]
-        super().__init__(
-            context,
-            block,
-            memory,
-            tree,
-            "sum",
-            bucket_bytes,
-            None,
-            "zeros",
-            number,
-            further,
-            look(),
-        )
+        options = {**gradients.options, "compression": None, "optimizer": number}
+        super().__init__(context, block, memory, tree, "sum", **options, further=further, look=look)
 
 
 def _place(gradients: Gradients) -> Settings:

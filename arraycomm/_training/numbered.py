@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
 from arraycomm._protocol.mismatch import by_ranks
-from arraycomm._training.verification import Look, compare
+from arraycomm._training.verification import Shows, compare
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.reduce import AllreduceGradients
@@ -96,7 +95,7 @@ class NumberedGradients(AllreduceGradients):
         op: str,
         where: Where,
         numbering: Numbering | None,
-        look: Callable[[], Look | None],
+        look: Shows,
         bucket_bytes: int,
         compression: str | None,
         missing: str = "zeros",
@@ -106,7 +105,7 @@ class NumberedGradients(AllreduceGradients):
         # Another thread may make the steps of what waits behind other calls.
         self._site = call_site() if self.group.engine.queue else None
         self.length |= where.word()
-        self._look = look()
+        self._look = look((self.signature.leaves, where.place))
         self.further = () if self._look is None else self._look.words
 
     def steps(self, agreement: Agreement) -> Steps:

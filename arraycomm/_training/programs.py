@@ -7,7 +7,6 @@ that are made outside. Ranks compare the places, so that calls in another order 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -23,7 +22,7 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.numbered import NumberedGradients, Numbering
-from arraycomm._training.verification import Look
+from arraycomm._training.verification import Shows, nothing_shown
 
 
 class _PlaceGuard(PrivateGuard):
@@ -210,7 +209,7 @@ class GradientCalls:
         numbering: Numbering,
         place: int = 0,
         missing: str = "zeros",
-        look: Callable[[], Look | None] = lambda: None,
+        look: Shows = nothing_shown,
     ) -> Any:
         """Reduce the gradients of an update at this place of a program; 0 is outside of programs."""
         runner, memory, where = runner_of(self.comm), trees_of(self.comm), numbering.take(place)

@@ -21,7 +21,7 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
 from arraycomm._protocol.header import Signature, encode, with_words
 from arraycomm._protocol.mismatch import by_ranks
-from arraycomm._training.verification import Look, compare
+from arraycomm._training.verification import Shows, compare, nothing_shown
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, RecentFusions, TreeMemory
 from arraycomm._trees.layout import Spec
@@ -156,23 +156,15 @@ class Rounds:
         "mean" or "sum" over ranks.
     options : dict
         The other arguments of `allreduce_gradients`.
-    look : callable
-        Returns what this rank shows of what its step depends on; see `Gradients.look`.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        op: str,
-        options: Mapping[str, Any],
-        look: Callable[..., Look | None] = lambda **_: None,
-    ) -> None:
-        self._comm, self._op, self._options, self._look = comm, op, options, look
+    def __init__(self, comm: Communicator, op: str, options: Mapping[str, Any]) -> None:
+        self._comm, self._op, self._options = comm, op, options
         self.place = Place()
 
-    def copy(self, look: Callable[..., Look | None]) -> Rounds:
+    def copy(self) -> Rounds:
         """Return the rounds of a copy of the optimizer, which is at the same place."""
-        made = Rounds(self._comm, self._op, self._options, look)
+        made = Rounds(self._comm, self._op, self._options)
         made.place = self.place
         return made
 
@@ -183,13 +175,14 @@ class Rounds:
         place: Place,
         *,
         may_overwrite: bool = False,
+        look: Shows = nothing_shown,
     ) -> Request:
         """Start to reduce a bucket; the request's result is `Reduced`.
 
-        `make` returns the gradients. It is called inside the call, so that the others hear of its
-        errors. If the gradients may be overwritten, some of the results are those very objects.
+        `make` returns the gradients, and `look` what this rank shows of what its step depends on. They are
+        called inside the call, so that the others hear of their errors. If the gradients may be overwritten, some of the results are those very objects.
         """
-        return self._runner.start(ReduceBucket, self, bucket, make, place, may_overwrite)
+        return self._runner.start(ReduceBucket, self, bucket, make, place, may_overwrite, look)
 
     def reduce(
         self,
@@ -198,9 +191,12 @@ class Rounds:
         place: Place,
         *,
         may_overwrite: bool = False,
+        look: Shows = nothing_shown,
     ) -> Reduced:
         """Reduce a bucket; see `start`."""
-        reduced: Reduced = self._runner.call(ReduceBucket, self, bucket, make, place, may_overwrite)
+        reduced: Reduced = self._runner.call(
+            ReduceBucket, self, bucket, make, place, may_overwrite, look
+        )
         return reduced
 
     def finish_round(self, place: Place) -> None:
@@ -216,12 +212,6 @@ class Rounds:
         """Go on to the next evaluation of a closure."""
         place = self.place
         self.place = Place(place.step, place.evaluation + 1, skipped=place.skipped)
-
-    def look(self, bucket: Bucket, place: Place) -> Look | None:
-        """Return what this rank shows: in a step its settings, and in the first round of a step its arrays."""
-        if bucket.index:
-            return None
-        return self._look(stepping=place.stepping, arrays=not (place.number or place.evaluation))
 
     @property
     def _runner(self) -> Runner:
@@ -242,6 +232,7 @@ class ReduceBucket(AllreduceGradients):
         make: Callable[[], Leaves],
         place: Place,
         may_overwrite: bool,
+        look: Shows,
     ) -> None:
         self._bucket, self._place, self._site = bucket, place, call_site()
         self.may_overwrite = may_overwrite
@@ -252,7 +243,9 @@ class ReduceBucket(AllreduceGradients):
             self.name, op, leaves=made.leaves, settings=(*made.settings, index)
         )
         self.length = place.word()
-        self._look = rounds.look(bucket, place)
+        # In a step its settings, and in the first round of a step its arrays; with the first bucket.
+        first = not (place.number or place.evaluation)
+        self._look = None if bucket.index else look(stepping=place.stepping, arrays=first)
         self.further = () if self._look is None else self._look.words
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:

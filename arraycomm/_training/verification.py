@@ -26,8 +26,16 @@ _NAME: Final = "DistributedOptimizer"
 _SETTINGS, _ARRAYS, _AGE = range(1, 4)
 # In place of NaN.
 _NAN: Final = 0.12345
+# Trees whose ages are kept.
+_MOST_TREES: Final = 64
 
 Arrays: TypeAlias = Iterable[tuple[str, Any]]
+# Returns what a rank shows in a call, given what is reduced; see `Verification.look`.
+Shows: TypeAlias = Callable[..., "Look | None"]
+
+
+def nothing_shown(*_: object, **__: object) -> None:
+    """Show nothing: the call depends on what is reduced alone."""
 
 
 class Inputs(NamedTuple):
@@ -67,8 +75,11 @@ class Look:
         Of its header.
     """
 
-    def __init__(self, owner: Verification, inputs: Inputs, *, stepping: bool, due: bool) -> None:
-        self._owner, self._stepping, self._site = owner, stepping, call_site()
+    def __init__(
+        self, owner: Verification, inputs: Inputs, reduced: object, *, stepping: bool, due: bool
+    ) -> None:
+        self._owner, self._reduced, self._stepping = owner, reduced, stepping
+        self._site = call_site()
         shows = stepping and owner.alike
         # In this order, since others follow from the first.
         self._settings = (inputs.constants, inputs.settings, inputs.counts) if shows else ()
@@ -78,16 +89,17 @@ class Look:
             # First, since others may follow from these.
             self._items[:0] = _setting_items(inputs.constants)
         shown = digest([item[:3] for item in self._items]) if self._items else 0
-        self.words = (owner.digest(inputs) if shows else 0, shown, owner.age)
+        self.words = (owner.digest(inputs) if shows else 0, shown, owner.age_of(reduced))
 
     def compare(self, group: Group, agreement: Agreement) -> Steps:
         """Raise the same error on all ranks if they show different things."""
         rows = agreement.all_words()
         if any(_differ(rows, column) for column in (_SETTINGS, _ARRAYS)):
             yield from self._refuse(group, rows)
-        self._owner.age = self._stepping + (
-            0 if any(row[_ARRAYS] for row in rows) else max(row[_AGE] for row in rows)
-        )
+        if any(row[_ARRAYS] for row in rows):
+            self._owner.note_compared(self._reduced)
+        elif self._stepping:
+            self._owner.note_step(self._reduced, max(row[_AGE] for row in rows))
 
     def _refuse(self, group: Group, rows: Sequence[Sequence[int]]) -> Steps:
         if settings := _differ(rows, _SETTINGS):
@@ -164,38 +176,65 @@ class Verification:
     alike : bool
         Whether all ranks' optimizers are of one framework: only then have they names in common.
 
-    Attributes
-    ----------
-    age : int
-        Steps since the arrays were compared.
     """
 
     def __init__(self, every: int, *, alike: bool) -> None:
-        self.every, self.alike, self.age = every, alike, every
+        self.every, self.alike = every, alike
+        # By what is reduced, since an optimizer may update several trees in turns: the steps since its arrays were
+        # compared, and how often they were.
+        self._trees: dict[object, tuple[int, int]] = {}
         self._constants: tuple[Any, int] = None, 0
         self._last: tuple[Any, int] = None, 0
 
     def copy(self) -> Self:
         """Return what the ranks of a copy of the optimizer compare."""
         made = type(self)(self.every, alike=self.alike)
-        made.age = self.age
+        made._trees = dict(self._trees)
         return made
 
     def restart(self) -> None:
         """Compare the arrays in the next step: they are others."""
-        self.age = self.every
+        self._trees.clear()
+
+    def age_of(self, reduced: object) -> int:
+        """Return how many steps ago the arrays were compared; as many as are due, if they never were."""
+        return self._trees.get(reduced, (self.every, 0))[0]
+
+    def note_compared(self, reduced: object) -> None:
+        """Note that the arrays are the same.
+
+        Trees of one structure that are updated in turns look alike. So the next step compares as well after the
+        first time, and every other time one step fewer lies between: each of two trees has its turn.
+        """
+        _, times = self._trees.get(reduced, (0, 0))
+        if len(self._trees) >= _MOST_TREES:
+            self.restart()
+        self._trees[reduced] = (1 + times % 2 if times else self.every), times + 1
+
+    def note_step(self, reduced: object, age: int) -> None:
+        """Note a step in which no rank has shown its arrays."""
+        _, times = self._trees.get(reduced, (0, 0))
+        self._trees[reduced] = age + 1, times
 
     def look(
-        self, inputs: Callable[[], Inputs] | None, *, stepping: bool = True, arrays: bool = True
+        self,
+        inputs: Callable[[], Inputs] | None,
+        reduced: object = None,
+        *,
+        stepping: bool = True,
+        arrays: bool = True,
     ) -> Look | None:
         """Return what this rank shows in a call, or None for nothing.
 
-        In a call that is not yet the step, the settings may still change.
+        `reduced` says what is reduced, if that is not always the same. In a call that is not yet the step, the
+        settings may still change.
         """
         if not self.every or inputs is None:
             return None
-        due = arrays and self.age >= self.every
-        return Look(self, inputs(), stepping=stepping, due=due) if stepping or due else None
+        due = arrays and self.age_of(reduced) >= self.every
+        if not (stepping or due):
+            return None
+        return Look(self, inputs(), reduced, stepping=stepping, due=due)
 
     def digest(self, inputs: Inputs) -> int:
         """Return a digest of settings, constants and counts; that of the last settings is kept."""

@@ -21,7 +21,7 @@ from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
 from arraycomm._training.arithmetic import multiplied, operand_of, widened
-from arraycomm._training.verification import Look, compare
+from arraycomm._training.verification import Shows, compare, nothing_shown
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.leaves import NONE, Leaves, agreed_leaves, check_leaf, spec_of
@@ -127,7 +127,7 @@ class WeightedGradients(Operation):
         missing: str = "zeros",
         optimizer: int | None = None,
         further: Settings = (),
-        look: Look | None = None,
+        look: Shows = nothing_shown,
     ) -> None:
         super().__init__(context)
         check_op(op)
@@ -147,8 +147,8 @@ class WeightedGradients(Operation):
         )
         described = self._leaves.described()
         self.signature = Signature(self.name, op, leaves=described, settings=settings)
-        self.length, self._look = bits_of(local), look
-        self.further = () if look is None else look.words
+        self.length, self._look = bits_of(local), look(described)
+        self.further = () if self._look is None else self._look.words
 
     def factor_of(self, weight: float) -> float:
         """Return what this rank's gradients are multiplied by."""

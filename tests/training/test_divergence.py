@@ -192,7 +192,7 @@ def torch_weight_changed_on_one_rank(comm: Comm, wrong: bool) -> None:
     changed_later(comm, wrong, change)
 
 
-@way(r"parameter 2 is not .* at \[2, 1\]")
+@way(r"the state of parameter 2, exp_avg is not .* at \[2, 1\].*1 of 24 arrays differ")
 def torch_state_changed_on_one_rank(comm: Comm, wrong: bool) -> None:
     def change(model: Any, optimizer: Any) -> None:
         optimizer.state[model[1].weight]["exp_avg"][2, 1] = 0.25
@@ -200,7 +200,7 @@ def torch_state_changed_on_one_rank(comm: Comm, wrong: bool) -> None:
     changed_later(comm, wrong, change)
 
 
-@way(r"the step in the state.*: 2.0, .*: 1.0, ")
+@way(r"the step in the state.*: 3.0, .*: 1.0, ")
 def torch_optimizer_loaded_on_one_rank(comm: Comm, wrong: bool) -> None:
     model = net()
     optimizer = distributed(comm, torch.optim.Adam(model.parameters(), lr=0.01))
@@ -208,7 +208,8 @@ def torch_optimizer_loaded_on_one_rank(comm: Comm, wrong: bool) -> None:
 
     def then(step: int) -> None:
         kept.append(copy.deepcopy(optimizer.state_dict()))
-        if wrong and step == 1:
+        # Before a step in which no arrays are compared.
+        if wrong and step == 2:
             optimizer.load_state_dict(kept[0])
 
     steps(comm, model, optimizer, then=then)
@@ -407,10 +408,37 @@ def optax_ways(compiled: bool) -> None:
         lambda comm, wrong: go(comm, optax.sgd(0.1 * (1 + wrong)), accumulate=2),
     )
     add(
+        "second_tree",
+        r"params\['w'\] is not .* at \[2, 1\]",
+        lambda comm, wrong: twins(comm, wrong, compiled=compiled),
+    )
+    add(
         "sharded",
         r"step_size of scale",
         lambda comm, wrong: go(comm, optax.adam(0.1 * (1 + wrong)), shard=True),
     )
+
+
+def twins(comm: Comm, wrong: bool, *, compiled: bool) -> None:
+    """Update two trees by one transformation, in one program if it is compiled."""
+    optimizer = distributed(comm, optax.adam(0.1))
+
+    def update(both: Any, states: Any) -> Any:
+        made = []
+        for now, state in zip(both, states, strict=True):
+            grads = jax.tree.map(lambda leaf: leaf * (1.0 + comm.rank), now)
+            updates, after = optimizer.update(grads, state, now)
+            made.append((optax.apply_updates(now, updates), after))
+        return zip(*made, strict=True)
+
+    if compiled:
+        eager = update
+        update = jax.jit(lambda both, states: tuple(eager(both, states)))
+    second = params(1)
+    both: Any = (params(), one_element(second, None)[0] if wrong else second)
+    states: Any = tuple(map(optimizer.init, both))
+    for _ in range(2):
+        both, states = jax.block_until_ready(tuple(update(both, states)))
 
 
 def inject(wrong: bool) -> Any:
@@ -534,6 +562,24 @@ def numpy_sharded(comm: Comm, wrong: bool) -> None:
 def numpy_other_order(comm: Comm, wrong: bool) -> None:
     begin = [np.full(2, value) for value in (1.0, 2.0)]
     objects(comm, SGD(0.1), begin[::-1] if wrong else begin)
+
+
+@way(r"params\[1\] is not .* at \[0\].*1 of 2 arrays differ")
+def numpy_second_of_two_trees(comm: Comm, wrong: bool) -> None:
+    optimizer, trees = distributed(comm, descent(0.1)), [leaves(), leaves(1)]
+    trees[1][1][0] += wrong
+    for _ in range(2):
+        for number, tree in enumerate(trees):
+            trees[number] = optimizer(tree, tree)
+
+
+@way(r"params\[1\] is not .* at \[0\].*1 of 2 arrays differ")
+def numpy_second_of_two_trees_later(comm: Comm, wrong: bool) -> None:
+    optimizer, trees = distributed(comm, descent(0.1)), [leaves(), leaves(1)]
+    for step in range(4 * EVERY):
+        for number, tree in enumerate(trees):
+            trees[number] = optimizer(tree, tree)
+        trees[1][1][0] += wrong and step == 2
 
 
 # thinc ------------------------------------------------------------------------------------------------
