@@ -121,7 +121,8 @@ class Watched(NamedTuple):
             lambda: zip(names[:count], arrays[:count], strict=True),
             lambda: zip(names[count:], arrays[count:], strict=True),
             self.constants,
-            [(names[n], arrays[n].item()) for n in self.numbers],
+            # Under vmap they are rows of numbers, and compared with the other arrays.
+            [(names[n], arrays[n].item()) for n in self.numbers if arrays[n].shape == ()],
         )
 
     def looking(self, arrays: Sequence[Any]) -> Callable[..., Any]:

@@ -139,8 +139,7 @@ def _loader(scaler: GradScaler, key: str) -> Callable[[Any], None]:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has elements, each in a place of its own."""
-    has_shape = not torch.nn.parameter.is_lazy(tensor)
-    return has_shape and tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -33,8 +33,6 @@ def block_sums(x: Any) -> Array:
     """Return a number for each block of an array, in C order."""
     if is_torch(x, "Tensor") and x.is_cuda:
         return sums_by_torch(x)
-    if type(x).__module__.partition(".")[0] == "cupy":
-        return _sums_by_cupy(x)
     raw = bytes_of(x)
     whole = len(raw) // BLOCK_BYTES * BLOCK_BYTES
     rest = raw[whole:].tobytes()
@@ -70,14 +68,4 @@ def sums_by_torch(x: Any) -> Array:
         for blocks in part.view(-1, _BLOCK_WORDS).split(_BLOCKS_AT_ONCE)
     ]
     found: Array = torch.cat(sums).cpu().numpy().view(np.uint64)
-    return found
-
-
-def _sums_by_cupy(x: Any) -> Array:
-    cupy = sys.modules["cupy"]
-    raw = cupy.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    words = cupy.zeros(len(raw) // BLOCK_BYTES * _BLOCK_WORDS + _BLOCK_WORDS, np.uint64)
-    words.view(np.uint8)[: len(raw)] = raw
-    sums = (words.reshape(-1, _BLOCK_WORDS) * cupy.asarray(_FACTORS)).sum(axis=1, dtype=np.uint64)
-    found: Array = cupy.asnumpy(sums)
     return found

@@ -62,7 +62,7 @@ def raise_on_difference(tree: Any, *, comm: Communicator | None = None) -> Any:
     Notes
     -----
     One small exchange of a digest; every rank reads its own arrays once, at about the speed of memory. Those on
-    a device of torch or CuPy are read there. `DistributedOptimizer` compares what its steps depend on by itself.
+    a device of torch are read there; others are copied to the host. `DistributedOptimizer` compares what its steps depend on by itself.
 
     Examples
     --------

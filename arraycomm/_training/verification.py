@@ -85,8 +85,8 @@ class Look:
         self._settings = (inputs.constants, inputs.settings, inputs.counts) if shows else ()
         self._arrays = _arrays_of(inputs, alike=owner.alike) if due else {}
         self._items = [array_item(name, array) for name, array in self._arrays.items()]
-        if self._items and owner.alike:
-            # First, since others may follow from these.
+        if due and owner.alike:
+            # First, since others may follow from these; also if there are no arrays here, but on other ranks.
             self._items[:0] = _setting_items(inputs.constants)
         shown = digest([item[:3] for item in self._items]) if self._items else 0
         self.words = (owner.digest(inputs) if shows else 0, shown, owner.age_of(reduced))
@@ -154,15 +154,11 @@ def _message(found: Difference, *, settings: bool) -> str:
             "The ranks have the same parameters in another order; list them in one order on every rank, for "
             "example sorted by name: Python orders a set of names differently in each process"
         )
-    if found.differing == found.total:
-        return begin + (
-            "All that the optimizer has differs; call arraycomm.synchronize on the parameters on every rank "
-            "before the first step"
-        )
     return begin + (
-        f"{found.differing} of {found.total} arrays differ; change parameters and state on all ranks alike, or call "
-        "arraycomm.synchronize after a change on one. Leave parameters that are meant to differ, such as an "
-        "adapter of each rank's own, to another optimizer, which is not distributed"
+        f"{found.differing} of {found.total} arrays differ. Before the first step, call arraycomm.synchronize on "
+        "the parameters on every rank; later, change parameters and state on all ranks alike, or call it "
+        "after a change on one. Leave parameters that are meant to differ, such as an adapter of each rank's own, "
+        "to another optimizer, which is not distributed"
     )
 
 

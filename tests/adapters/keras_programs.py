@@ -59,7 +59,7 @@ def steps() -> None:
     run(2, mistakes)
     run(2, skip)
     for options, value, says in (
-        ({"learning_rate": 0.1}, 0.0, "learning_rate is not the same"),
+        ({"learning_rate": 0.1}, 0.0, r"learning_rate('\])? is not the same"),
         ({"momentum": 0.9}, 0.0, "momentum is not the same"),
         ({}, 1.0, "call arraycomm.synchronize"),
     ):
@@ -112,7 +112,7 @@ def skip(comm: ac.Communicator) -> None:
     optimizer.apply([keras.ops.ones(1)], [variable])
     if comm.rank == 1:
         optimizer.iterations.assign(5)
-    with pytest.raises(ac.MismatchError, match="sgd/iteration is not the same"):
+    with pytest.raises(ac.MismatchError, match=r"sgd/iteration('\])? is not the same"):
         optimizer.apply([keras.ops.ones(1)], [variable])
 
 

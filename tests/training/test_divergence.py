@@ -83,7 +83,7 @@ def steps(comm: Comm, model: Any, optimizer: Any, count: int = 2 * EVERY, then: 
             then(step)
 
 
-@way(r"parameter 0 .*\[0, 0\].*All that the optimizer has differs; call arraycomm.synchronize")
+@way(r"parameter 0 .*\[0, 0\].*6 of 6 arrays differ.*call arraycomm.synchronize")
 def torch_synchronize_forgotten(comm: Comm, wrong: bool) -> None:
     model = net(wrong)
     steps(comm, model, distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01)))
@@ -408,6 +408,11 @@ def optax_ways(compiled: bool) -> None:
         lambda comm, wrong: go(comm, optax.sgd(0.1 * (1 + wrong)), accumulate=2),
     )
     add(
+        "vmap",
+        r"step_size of scale",
+        lambda comm, wrong: mapped(comm, wrong, compiled=compiled),
+    )
+    add(
         "second_tree",
         r"params\['w'\] is not .* at \[2, 1\]",
         lambda comm, wrong: twins(comm, wrong, compiled=compiled),
@@ -417,6 +422,20 @@ def optax_ways(compiled: bool) -> None:
         r"step_size of scale",
         lambda comm, wrong: go(comm, optax.adam(0.1 * (1 + wrong)), shard=True),
     )
+
+
+def mapped(comm: Comm, wrong: bool, *, compiled: bool) -> None:
+    """Update rows of trees, each with a state of its own."""
+    optimizer = distributed(comm, optax.adam(0.1 * (1 + wrong)))
+    update = jax.vmap(optimizer.update)
+    if compiled:
+        update = jax.jit(update)
+    now = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf]), params())
+    state = jax.vmap(optimizer.init)(now)
+    for _ in range(EVERY + 1):
+        grads = jax.tree.map(lambda leaf: leaf * (1.0 + comm.rank), now)
+        updates, state = jax.block_until_ready(update(grads, state, now))
+        now = optax.apply_updates(now, updates)
 
 
 def twins(comm: Comm, wrong: bool, *, compiled: bool) -> None:
@@ -580,6 +599,12 @@ def numpy_second_of_two_trees_later(comm: Comm, wrong: bool) -> None:
         for number, tree in enumerate(trees):
             trees[number] = optimizer(tree, tree)
         trees[1][1][0] += wrong and step == 2
+
+
+@way(r"params\[0\] is not .*float64 \(3, 2\).*missing")
+def numpy_no_parameters(comm: Comm, wrong: bool) -> None:
+    optimizer = distributed(comm, descent(0.1))
+    optimizer([] if wrong else leaves(), leaves())
 
 
 # thinc ------------------------------------------------------------------------------------------------
