@@ -583,22 +583,32 @@ def numpy_other_order(comm: Comm, wrong: bool) -> None:
     objects(comm, SGD(0.1), begin[::-1] if wrong else begin)
 
 
+def in_turns(comm: Comm) -> Any:
+    """Return an optimizer whose trees are compared after an even number of steps."""
+    return ac.DistributedOptimizer(descent(0.1), comm=comm, verify_every=4)
+
+
 @way(r"params\[1\] is not .* at \[0\].*1 of 2 arrays differ")
 def numpy_second_of_two_trees(comm: Comm, wrong: bool) -> None:
-    optimizer, trees = distributed(comm, descent(0.1)), [leaves(), leaves(1)]
+    optimizer, trees = in_turns(comm), [leaves(), leaves(1)]
     trees[1][1][0] += wrong
     for _ in range(2):
         for number, tree in enumerate(trees):
             trees[number] = optimizer(tree, tree)
 
 
-@way(r"params\[1\] is not .* at \[0\].*1 of 2 arrays differ")
-def numpy_second_of_two_trees_later(comm: Comm, wrong: bool) -> None:
-    optimizer, trees = distributed(comm, descent(0.1)), [leaves(), leaves(1)]
-    for step in range(4 * EVERY):
+def numpy_trees_in_turns(comm: Comm, wrong: bool, changed: int) -> None:
+    optimizer, trees = in_turns(comm), [leaves(), leaves(1)]
+    for step in range(8):
         for number, tree in enumerate(trees):
             trees[number] = optimizer(tree, tree)
-        trees[1][1][0] += wrong and step == 2
+        trees[changed][1][0] += wrong and step == 2
+
+
+for _number in range(2):
+    _says = r"params\[1\] is not .* at \[0\].*1 of 2 arrays differ"
+    _changed = partial(numpy_trees_in_turns, changed=_number)
+    WAYS.append(Way(f"numpy_change_of_tree_{_number}_in_turns", _changed, _says))
 
 
 @way(r"params\[0\] is not .*float64 \(3, 2\).*missing")
