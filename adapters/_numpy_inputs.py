@@ -33,11 +33,12 @@ class StepInputs:
     def __init__(self, optimizer: Any, *, is_sharded: bool) -> None:
         self._optimizer, self._is_sharded = optimizer, is_sharded
         kind = type(optimizer)
-        self._arguments = _arguments_of(kind)
+        is_function = inspect.isroutine(optimizer)
+        self._arguments = [] if is_function else _arguments_of(kind)
         self._constants = (
             ("the class of the optimizer", f"{kind.__module__}.{kind.__qualname__}"),
         )
-        if inspect.isroutine(optimizer) or not hasattr(optimizer, "__dict__"):
+        if is_function or not hasattr(optimizer, "__dict__"):
             self._constants += tuple(constants_of(optimizer, "the optimizer"))
 
     def of(self, params: Any, state: Any = None) -> Callable[[], Inputs]:

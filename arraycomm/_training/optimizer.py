@@ -119,10 +119,10 @@ def DistributedOptimizer(  # noqa: N802
     by digests in the header of the reduction: with every step the class of the optimizer, its
     hyperparameters and its step count; with the first step and every `verify_every` steps each parameter, and
     each array of the state unless that is sharded. The error names the first one that differs, with its values and
-    the line of the program on each rank. If the ranks' optimizers are of several frameworks, only the
-    parameters are compared. Parameters that are meant to differ, such as an adapter of each rank's own, belong
-    to another optimizer, which is not distributed. With torch, parameters that a rank lists in
-    another order are put in that of rank 0, if their names or their values prove which is which.
+    the line of the program on each rank. Arrays that are of another framework on another rank are compared in the
+    first step only, since frameworks round differently. Parameters that are meant to differ, such as an adapter of
+    each rank's own, belong to another optimizer, which is not distributed. With torch, parameters that a rank lists
+    in another order are put in that of rank 0, if their names or their values prove which is which.
 
     With `shard=True` an optimizer must treat each parameter by itself: its update may depend on its own
     gradient and state, and on values that are the same for all, such as a learning rate. Those of
@@ -152,7 +152,9 @@ def DistributedOptimizer(  # noqa: N802
         accumulate,
         compression,
         shared,
-        verification=Verification(verify_every if own.size > 1 else 0, alike=arguments.are_alike),
+        verification=Verification(
+            verify_every if own.size > 1 else 0, adapter.__name__, alike=arguments.are_alike
+        ),
         overlapping=arguments.are_alike and hasattr(adapter, "REDUCES_IN_BACKWARD"),
         shards=Shards(own, bucket_bytes) if shard else None,
     )

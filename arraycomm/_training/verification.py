@@ -24,6 +24,8 @@ DEFAULT_STEPS: Final = 100
 _NAME: Final = "DistributedOptimizer"
 # The words of a header, behind its length: of the settings, of the arrays (0: not shown), and the steps since these were.
 _SETTINGS, _ARRAYS, _AGE = range(1, 4)
+# The low bits of the word of the arrays: whether they were compared before, and which frameworks have them.
+_BEFORE, _FRAMEWORKS, _LOW = 1, 0xFFFE, 0xFFFF
 # In place of NaN.
 _NAN: Final = 0.12345
 # Trees whose ages are kept.
@@ -88,13 +90,18 @@ class Look:
         if due and owner.alike:
             # First, since others may follow from these; also if there are no arrays here, but on other ranks.
             self._items[:0] = _setting_items(inputs.constants)
-        shown = digest([item[:3] for item in self._items]) if self._items else 0
+        shown = 0
+        if self._items:
+            frameworks = (type(x).__module__.partition(".")[0] for x in self._arrays.values())
+            shown = digest([item[:3] for item in self._items]) & ~_LOW
+            shown |= digest(owner.framework, *frameworks) & _FRAMEWORKS
+            shown = (shown or ~_LOW) | owner.was_compared(reduced)
         self.words = (owner.digest(inputs) if shows else 0, shown, owner.age_of(reduced))
 
     def compare(self, group: Group, agreement: Agreement) -> Steps:
         """Raise the same error on all ranks if they show different things."""
         rows = agreement.all_words()
-        if any(_differ(rows, column) for column in (_SETTINGS, _ARRAYS)):
+        if _settings_differ(rows) or _arrays_differ(rows):
             yield from self._refuse(group, rows)
         if any(row[_ARRAYS] for row in rows):
             self._owner.note_compared(self._reduced)
@@ -102,7 +109,7 @@ class Look:
             self._owner.note_step(self._reduced, max(row[_AGE] for row in rows))
 
     def _refuse(self, group: Group, rows: Sequence[Sequence[int]]) -> Steps:
-        if settings := _differ(rows, _SETTINGS):
+        if settings := _settings_differ(rows):
             items = [item for part in self._settings for item in _setting_items(part)]
         else:
             items = self._items
@@ -128,14 +135,23 @@ def compare(group: Group, agreement: Agreement, look: Look | None) -> Steps:
         yield from look.compare(group, agreement)
         return
     rows = agreement.all_words()
-    if any(_differ(rows, column) for column in (_SETTINGS, _ARRAYS)):
+    if _settings_differ(rows) or _arrays_differ(rows):
         found = yield from find_difference(group.control, call_site(), [], {})
         group.control.ended = True
-        raise MismatchError(_message(found, settings=_differ(rows, _SETTINGS)))
+        raise MismatchError(_message(found, settings=_settings_differ(rows)))
 
 
-def _differ(rows: Sequence[Sequence[int]], column: int) -> bool:
-    return len({row[column] for row in rows if row[1:]} - {0}) > 1
+def _settings_differ(rows: Sequence[Sequence[int]]) -> bool:
+    return len({row[_SETTINGS] for row in rows if row[1:]} - {0}) > 1
+
+
+def _arrays_differ(rows: Sequence[Sequence[int]]) -> bool:
+    """Return whether arrays differ; frameworks round differently, so those of several are compared only once."""
+    shown = {row[_ARRAYS] for row in rows if row[1:]} - {0}
+    if len({word & ~_LOW for word in shown}) < 2:
+        return False
+    of_one = len({word & _FRAMEWORKS for word in shown}) == 1
+    return of_one or not all(word & _BEFORE for word in shown)
 
 
 def _message(found: Difference, *, settings: bool) -> str:
@@ -169,13 +185,14 @@ class Verification:
     ----------
     every : int
         Steps after which the arrays are compared again; 0 compares nothing.
+    framework : str
+        That of this rank's optimizer.
     alike : bool
         Whether all ranks' optimizers are of one framework: only then have they names in common.
-
     """
 
-    def __init__(self, every: int, *, alike: bool) -> None:
-        self.every, self.alike = every, alike
+    def __init__(self, every: int, framework: str, *, alike: bool) -> None:
+        self.every, self.framework, self.alike = every, framework, alike
         # By what is reduced, since an optimizer may update several trees in turns: the steps since its arrays were
         # compared, and how often they were.
         self._trees: dict[object, tuple[int, int]] = {}
@@ -184,7 +201,7 @@ class Verification:
 
     def copy(self) -> Self:
         """Return what the ranks of a copy of the optimizer compare."""
-        made = type(self)(self.every, alike=self.alike)
+        made = type(self)(self.every, self.framework, alike=self.alike)
         made._trees = dict(self._trees)
         return made
 
@@ -195,6 +212,10 @@ class Verification:
     def age_of(self, reduced: object) -> int:
         """Return how many steps ago the arrays were compared; as many as are due, if they never were."""
         return self._trees.get(reduced, (self.every, 0))[0]
+
+    def was_compared(self, reduced: object) -> bool:
+        """Return whether the arrays were compared before."""
+        return reduced in self._trees and self._trees[reduced][1] > 0
 
     def note_compared(self, reduced: object) -> None:
         """Note that the arrays are the same.

@@ -100,6 +100,24 @@ def test_ranks_of_several_frameworks_take_the_same_steps() -> None:
         _assert_near(got, _expected("Adam", size)["a"])
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_arrays_of_several_frameworks_are_compared_before_they_are_rounded(forgotten: bool) -> None:
+    def train(comm: ac.Communicator) -> None:
+        framework = ("numpy", "torch", "jax")[comm.rank]
+        optimizer = ac.DistributedOptimizer(SGD(RATE), comm=comm, verify_every=1)
+        values = np.ones(3, np.float32) + np.float32(1e-6 * comm.rank * forgotten)
+        for _ in range(4):
+            params = optimizer.update(make(framework, values), make(framework, values))
+            # Each rank rounds in its own way.
+            values = np.nextafter(np.asarray(params, np.float32), np.float32(comm.rank))
+
+    if forgotten:
+        with pytest.raises(ac.MismatchError, match=r"params is not .*call arraycomm.sync"):
+            run(3, train)
+    else:
+        run(3, train)
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64, np.complex64])
 def test_parameters_keep_their_dtype_and_arguments_their_values(dtype: Any, kind: str) -> None:
