@@ -33,8 +33,6 @@ _IN_WORDS: Final = {
     Algorithm.EXCHANGE: "chunk by chunk: two ranks send one another everything, and each folds all of it",
     Algorithm.CHAIN: "chunk by chunk from node to node: each folds its ranks' elements onto the total of those "
     "before, and the result goes back",
-    Algorithm.GRID: "slices along the rows of a grid of ranks, and then its columns, where each rank folds one; "
-    "the results go back so",
     Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share, from where they fold them",
     Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of all ranks, "
     "which they share",
@@ -47,7 +45,7 @@ _IN_WORDS: Final = {
 # Between which of them the size decides, by measured crossovers if there are some.
 _BY_SIZE: Final = (
     *(Algorithm.STEPS, Algorithm.GATHER, Algorithm.SLICES, Algorithm.EXCHANGE),
-    *(Algorithm.SEGMENT, Algorithm.CHAIN, Algorithm.GRID),
+    *(Algorithm.SEGMENT, Algorithm.CHAIN),
 )
 
 
@@ -65,7 +63,7 @@ class Explanation:
         What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
         pinned memory.
     algorithm : str
-        "local", "header", "steps", "gather", "slices", "exchange", "chain", "grid", "segment", "shared",
+        "local", "header", "steps", "gather", "slices", "exchange", "chain", "segment", "shared",
         "native", "function" or "function by slices".
     copies : int
         Copies that are made of the array before it is sent: 0 if its own memory can be used.
@@ -155,11 +153,8 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
 
 def _sent(algorithm: Algorithm, nbytes: int, dtype: DType, group: Group) -> int:
     """Return how many bytes a rank sends to others."""
-    size, chain, grid = group.size, group.transport.chain, group.transport.grid
+    size, chain = group.size, group.transport.chain
     match algorithm:
-        case Algorithm.GRID if grid is not None:
-            along_rows = 2 * nbytes * (grid.columns - 1) // grid.columns
-            return along_rows + nbytes * (grid.rows - 1) * (grid.columns + 1) // size
         case Algorithm.CHAIN if chain is not None:
             wide = total_dtype(dtype).itemsize // dtype.itemsize
             return nbytes // chain.lanes * ((chain.after >= 0) * wide + (chain.before >= 0))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from arraycomm._collectives import chain, chunks, exchange, grid, segment, selection
+from arraycomm._collectives import chain, chunks, exchange, segment, selection
 from arraycomm._collectives.blocks import (
     blocks_of,
     bounds_of,
@@ -47,10 +47,6 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
             yield from found.reduce_array(source, target, op)
             return
         algorithm = selection.without_segment(link, source.nbytes)
-    if algorithm is Algorithm.GRID:
-        assert isinstance(link, Transport)
-        yield from grid.allreduce(link, source, target, op)
-        return
     yield from _reduce_by(algorithm, link, source, target, op)
 
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._arrays.memory import allocate
-from arraycomm._collectives import grid
 from arraycomm._collectives.segment import (
     FOLDED,
     ROWS,
@@ -45,10 +44,9 @@ from arraycomm._transports.node_chain import NodeChain, ResultsRoute
 _CHUNK: Final = 1 << 20
 _SEGMENT: Final = 64 << 20
 _LEAST_CHUNK: Final = 16 << 10
-# The bytes that a link takes in the time of a turn that moves nothing, and while a short total goes to the next node;
-# and those that a node publishes, folds, sends and copies in the time of a turn.
+# The bytes that a link takes in the time of a turn that moves nothing, and those that a node publishes, folds, sends
+# and copies in that time.
 _TURN: Final = 512 << 10
-PASSED_BYTES: Final = 64 << 10
 _WORKED: Final = 320 << 10
 # The bytes that a node folds and sends in the time that a further share of a chunk takes.
 _SHARED: Final = 32 << 10
@@ -72,8 +70,6 @@ def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> 
         return False
     if (slices := transport.crossovers.slices) is not None:
         return nbytes > slices
-    if grid.is_preferred(transport, nbytes, chain.nodes * PASSED_BYTES):
-        return False
     widest = max(total_dtype(dtype).itemsize // dtype.itemsize for dtype in dtypes)
     return is_quicker(nbytes, chain.nodes, chain.lanes, widest)
 

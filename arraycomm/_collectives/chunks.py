@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from arraycomm._collectives import grid, selection
+from arraycomm._collectives import selection
 from arraycomm._collectives.blocks import bounds_of, rows_of
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Flat, Handle, Link, Steps, Transport
@@ -127,8 +127,6 @@ def scratch_bytes(link: Link, nbytes: int) -> int:
         # Two chunks are on their way, in a scan with what is folded of them.
         chunk = min(_best_chunk(nbytes, size, measured.chunk), nbytes) + _LINE
         room = max(2 * room, 2 * chunk)
-    if isinstance(link, Transport) and link.grid is not None:
-        room = max(room, grid.scratch_bytes(nbytes, size))
     return max(room, size * min(nbytes, measured.gather or 0)) + _LINE * size
 
 

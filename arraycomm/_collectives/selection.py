@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from arraycomm._collectives import chain, grid
+from arraycomm._collectives import chain
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.segment import is_preferred
 from arraycomm._dtypes import DType
@@ -32,7 +32,6 @@ class Algorithm(enum.StrEnum):
     SLICES = "slices"
     EXCHANGE = "exchange"
     CHAIN = "chain"
-    GRID = "grid"
     SEGMENT = "segment"
     SHARED = "shared"
     NATIVE = "native"
@@ -58,8 +57,6 @@ def select(link: Link, op: str | Op, dtype: DType, nbytes: int) -> Algorithm:
             return Algorithm.EXCHANGE
         if chain.is_preferred(link, [dtype], nbytes):
             return Algorithm.CHAIN
-        if grid.is_preferred(link, nbytes):
-            return Algorithm.GRID
     return algorithm
 
 

@@ -27,7 +27,6 @@ from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
 from arraycomm._transports.node_chain import NodeChain
 from arraycomm._transports.pairs import ExchangePairs, Pair, PlainPair, PreparedSlices
 from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
-from arraycomm._transports.rank_grid import RankGrid
 
 Bytes = np.ndarray[Any, Any]
 Steps: TypeAlias = Generator["Handle", None, Any]
@@ -119,9 +118,8 @@ class Transport(Link):
     local_rank: int
     local_size: int
     control: ControlChannel
-    # The chain of nodes, if there are several with several ranks each, in order; and the grid of many ranks.
+    # The chain of nodes, if there are several with several ranks each, in order.
     chain: NodeChain | None = None
-    grid: RankGrid | None = None
     # The messages between the only two ranks, if they share no memory.
     exchange_pairs: ExchangePairs | None = None
     mpi_comm: Any = None

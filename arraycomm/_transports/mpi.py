@@ -24,7 +24,6 @@ from arraycomm._transports.mpi_failures import (
     survives_failures,
     translated,
 )
-from arraycomm._transports.mpi_grid import free_grid, make_grid
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_movement import begin, vector
 from arraycomm._transports.mpi_pairs import MpiPair, make_exchange_pairs
@@ -80,7 +79,6 @@ class MPITransport(SharesFiles, Transport):
                 self._direct = DirectMessages(self._between, places, pieces)
             if share:
                 self.chain = make_chain(comm, self._between, places, pieces)
-            self.grid = make_grid(comm, places)
         else:
             self.control = SharedControl(self.rank, self.size, memory)
 
@@ -154,8 +152,6 @@ class MPITransport(SharesFiles, Transport):
         self.control.close()
         if self.chain is not None:
             self.chain.control.close()
-        if self.grid is not None:
-            free_grid(self.grid)
         if self.exchange_pairs is not None:
             self.exchange_pairs.free()
         if self._between is not None:
