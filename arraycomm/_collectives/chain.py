@@ -1,19 +1,16 @@
 """Reductions over a chain of nodes: each node folds its ranks' elements onto the total of the nodes before.
 
 The total of a chunk goes from the first node to the last one, and the result goes back, so that a node's link carries
-each element once in each direction, however many ranks the node has. If there are many nodes for the bytes, the
-results go down a binary tree of nodes instead. The ranks of a node publish their elements in a shared segment. Each of
-them folds and sends a part of every chunk, and copies in what others fold.
+each element once in each direction, however many ranks the node has. The ranks of a node publish their elements in a
+shared segment. Each of them folds and sends a part of every chunk, and copies in what others fold.
 
 The chunks follow one another through the nodes. A node publishes chunk k in its turn k, folds it in turn k + 1, and has
-its result in turn k + N - i + h if it is node i of N, and that takes h steps from the last one; or in turn k + K of K
-chunks, if that is earlier. A turn is a step of the node's own control channel. What a rank folds of a chunk it gets and
-sends in several shares if nodes are many, so that the next node begins before this one has folded all.
+its result in turn k + 2 (N - i) - 1 if it is node i of N; or in turn k + K of K chunks, if that is earlier. A turn is a
+step of the node's own control channel.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from math import isqrt
@@ -38,19 +35,14 @@ from arraycomm._folds import total_dtype
 from arraycomm._native import compiled
 from arraycomm._protocol.details import exchange_details
 from arraycomm._transports.base import Bytes, Handle, Link, Steps, Transport
-from arraycomm._transports.node_chain import NodeChain, ResultsRoute
+from arraycomm._transports.node_chain import NodeChain
 
 # The bytes of a chunk at most, if the segment of a node has at most so many then; and at least.
 _CHUNK: Final = 1 << 20
 _SEGMENT: Final = 64 << 20
 _LEAST_CHUNK: Final = 16 << 10
-# The bytes that a link takes in the time of a turn that moves nothing, and those that a node publishes, folds, sends
-# and copies in that time.
-_TURN: Final = 512 << 10
+# The bytes that a node publishes, folds, sends and copies in the time of a turn that moves nothing.
 _WORKED: Final = 320 << 10
-# The bytes that a node folds and sends in the time that a further share of a chunk takes.
-_SHARED: Final = 32 << 10
-_MOST_SHARES: Final = 16
 # The messages of slices that take as long as a turn, and the bytes that a link takes in the time of one of them.
 _MESSAGES: Final = 16
 _MESSAGE: Final = 256 << 10
@@ -86,34 +78,15 @@ def is_quicker(nbytes: int, nodes: int, lanes: int, widest: int) -> bool:
     return saved > 0 and nbytes * saved >= (nodes - 2) * max(_MESSAGES - lanes, 0) * _MESSAGE
 
 
-def is_tree_quicker(nbytes: int, nodes: int) -> bool:
-    """Tell whether results had better go down a binary tree of nodes than back along the chain.
-
-    A node sends each of them twice then, and the last node has not so far to all others.
-    """
-    return nbytes < (nodes - 1 - (nodes - 1).bit_length()) * _TURN
-
-
 def chunk_bytes(nbytes: int, nodes: int, largest: int) -> int:
     """Return the bytes of a chunk of so many bytes in all; they are about equally long.
 
     All turns together take the least time if the chunks have the square root of nbytes · `_WORKED` / the turns
     that the first one takes.
     """
-    tree = is_tree_quicker(nbytes, nodes)
-    hops = nodes.bit_length() - 1 if tree else nodes - 1
-    best = max(isqrt(nbytes * _WORKED // (2 + hops)), _LEAST_CHUNK)
+    best = max(isqrt(nbytes * _WORKED // (1 + nodes)), _LEAST_CHUNK)
     count = max(nbytes // min(best, largest), -(-nbytes // largest), 1)
     return min(max(-(-nbytes // (64 * count)), 1) * 64, largest)
-
-
-def share_count(nbytes: int, nodes: int, chunk: int) -> int:
-    """Return in how many shares a chunk is folded and sent on, of so many bytes in all.
-
-    The least time is that of shares of the square root of nbytes · `_SHARED` / the nodes that pass them on.
-    """
-    best = isqrt(nbytes * _SHARED // (nodes - 2)) if nodes > 2 else chunk
-    return max(min(chunk // max(best, 1), _MOST_SHARES), 1)
 
 
 def largest_chunk(most: int) -> int:
@@ -147,10 +120,6 @@ class ChainSegment(SharedSegment):
     def chunk_for(self, nbytes: int) -> int:
         return chunk_bytes(nbytes, self.chain.nodes, self.chunk_bytes)
 
-    def shares_for(self, nbytes: int) -> int:
-        """Return in how many shares a chunk of a call with so many bytes in all is folded and sent on."""
-        return share_count(nbytes, self.chain.nodes, self.chunk_for(nbytes))
-
     def own(self, count: int) -> slice:
         place, lanes = self.control.rank, self.chain.lanes
         return own_part(count, place, lanes) if place < lanes else slice(0, 0)
@@ -159,10 +128,9 @@ class ChainSegment(SharedSegment):
         self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
     ) -> Steps:
         chain = self.chain
-        route = chain.results_route(tree=is_tree_quicker(nbytes, chain.nodes))
-        call = _Call(self, list(chunk_tasks), op, route, self.shares_for(nbytes))
+        call = _Call(self, list(chunk_tasks), op)
         count = len(call.tasks)
-        delay = min(chain.nodes - chain.node + route.hops, count)
+        delay = min(2 * (chain.nodes - chain.node) - 1, count)
         copy = compiled.copy if self.native and nbytes > _LARGE else np.copyto
         for turn in range(count + delay + 1):
             if turn < count:
@@ -186,65 +154,49 @@ class ChainSegment(SharedSegment):
 
 
 class _Memory:
-    """Memory for chunks of one length: this rank's shares of totals, all of the results, and its parts of these."""
+    """Memory for chunks of one length: this rank's part of totals, all of the results, and its parts of these."""
 
-    def __init__(self, segment: ChainSegment, length: int, dtype: DType, shares: int) -> None:
-        own = segment.own(length)
-        count, nbytes = own.stop - own.start, length * dtype.itemsize
-        parts = [own_part(count, number, shares) for number in range(shares)]
-        self.shares = [slice(own.start + part.start, own.start + part.stop) for part in parts]
-        totals = [row.view(total_dtype(dtype)) for row in segment.totals]
-        self.totals = [[total[part] for part in parts] for total in totals]
-        self.sent_totals = [
-            [of_share.view(np.uint8) for of_share in total] for total in self.totals
-        ]
+    def __init__(self, segment: ChainSegment, length: int, dtype: DType) -> None:
+        self.own = segment.own(length)
+        count, nbytes = self.own.stop - self.own.start, length * dtype.itemsize
+        self.totals = [row.view(total_dtype(dtype))[:count] for row in segment.totals]
+        self.sent_totals = [total.view(np.uint8) for total in self.totals]
         self.results: list[Array] = [row[:nbytes].view(dtype) for row in segment.results]
-        self.sent_results = [result[own].view(np.uint8) for result in self.results]
+        self.sent_results = [result[self.own].view(np.uint8) for result in self.results]
 
 
 class _Call:
     """This rank's messages of one call, and the folds between them; numbers are those of chunks."""
 
-    def __init__(
-        self,
-        segment: ChainSegment,
-        tasks: list[ChunkTask],
-        op: str,
-        route: ResultsRoute,
-        shares: int,
-    ) -> None:
-        self.tasks, self._op, self._route = tasks, op, route
+    def __init__(self, segment: ChainSegment, tasks: list[ChunkTask], op: str) -> None:
+        self.tasks, self._op = tasks, op
         self._chain = segment.chain
         self._is_last = segment.chain.node == segment.chain.nodes - 1
         # That of each chunk: most of them are equally long.
         shapes = [(len(task.rows[0]), task.dtype) for task in tasks]
-        made = {shape: _Memory(segment, *shape, shares) for shape in dict.fromkeys(shapes)}
+        made = {shape: _Memory(segment, *shape) for shape in dict.fromkeys(shapes)}
         self._memory = [made[shape] for shape in shapes]
         # What comes next, and what has been sent: by the memory that it is sent from.
-        self._totals: deque[Handle] = deque()
+        self._total: Handle | None = None
         self._result: Handle | None = None
-        self._sent: dict[int, list[Handle]] = {}
-        for place in range(shares):
-            self._ask_total(0, place)
+        self._sent: dict[int, Handle] = {}
+        self._ask_total(0)
 
     def fold(self, number: int) -> Steps:
         """Fold this rank's part onto the total of the nodes before, and send the total or the result."""
         task, memory, total = self.tasks[number], self._memory[number], None
-        result, going = memory.results[number % _RESULTS], 2 + (number & 1)
-        yield from self._sent.pop(-going, ())
-        sent = self._sent[-going] = list[Handle]()
-        for place, part in enumerate(memory.shares):
-            if self._totals:
-                yield self._totals.popleft()
-                self._ask_total(number + 1, place)
-                total = memory.totals[number & 1][place]
-            self._fold(
-                task, part, total, result[part] if self._is_last else memory.totals[going][place]
-            )
-            if not self._is_last:
-                sent.append(self._chain.send(memory.sent_totals[going][place], self._chain.after))
+        going = 2 + (number & 1)
+        yield from self._sent_from(-going)
+        if self._total is not None:
+            yield self._total
+            self._ask_total(number + 1)
+            total = memory.totals[number & 1]
         if self._is_last:
+            self._fold(task, memory.own, total, memory.results[number % _RESULTS][memory.own])
             self._send_result(memory, number)
+            return
+        self._fold(task, memory.own, total, memory.totals[going])
+        self._sent[-going] = self._chain.send(memory.sent_totals[going], self._chain.after)
 
     def _fold(self, task: ChunkTask, own: slice, total: Array | None, out: Array) -> None:
         for part, elements in [(own, None)] if task.pieces is None else task.pieces:
@@ -273,11 +225,11 @@ class _Call:
             self._send_result(self._memory[number], number)
         if -1 <= number < len(self.tasks) - 1:
             into = self._memory[number + 1].sent_results[(number + 1) % _RESULTS]
-            self._result = self._chain.recv(into, self._route.source)
+            self._result = self._chain.recv(into, self._chain.after)
 
     def sent_result(self, number: int) -> Iterable[Handle]:
         """Return what is on its way from memory that a result is to have."""
-        return self._sent.pop(number % _RESULTS, ())
+        return self._sent_from(number % _RESULTS)
 
     def results_of(self, number: int) -> Array:
         """Return the result of a chunk."""
@@ -286,19 +238,21 @@ class _Call:
 
     def finish(self) -> Steps:
         """Wait until everything has been sent."""
-        for sent in self._sent.values():
-            yield from sent
+        yield from self._sent.values()
 
-    def _ask_total(self, number: int, place: int) -> None:
+    def _sent_from(self, place: int) -> Iterable[Handle]:
+        return [self._sent.pop(place)] if place in self._sent else []
+
+    def _ask_total(self, number: int) -> None:
+        self._total = None
         if self._chain.before >= 0 and number < len(self.tasks):
-            into = self._memory[number].sent_totals[number & 1][place]
-            self._totals.append(self._chain.recv(into, self._chain.before))
+            into = self._memory[number].sent_totals[number & 1]
+            self._total = self._chain.recv(into, self._chain.before)
 
     def _send_result(self, memory: _Memory, number: int) -> None:
-        if self._route.targets:
+        if self._chain.before >= 0:
             place = number % _RESULTS
-            sent = memory.sent_results[place]
-            self._sent[place] = [self._chain.send(sent, peer) for peer in self._route.targets]
+            self._sent[place] = self._chain.send(memory.sent_results[place], self._chain.before)
 
 
 # The segments of transports, or None for those that cannot have one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,17 +21,6 @@ def is_chain(members: Sequence[Sequence[int]]) -> bool:
     in_order = [rank for ranks in members for rank in ranks]
     several = len(members) > 1 and min(map(len, members)) > 1
     return several and in_order == sorted(in_order)
-
-
-class ResultsRoute(NamedTuple):
-    """How the results reach a rank: from whom, to whom they go on, and in how many steps from node to node.
-
-    `source` is -1, and `targets` are none, if the rank carries none; so is the source on the last node, which folds them.
-    """
-
-    hops: int
-    source: int
-    targets: list[int]
 
 
 class NodeChain(abc.ABC):
@@ -57,7 +46,7 @@ class NodeChain(abc.ABC):
     carries : bool
         Whether this rank exchanges messages: the smallest node has a counterpart of it.
     before, after : int
-        The ranks of the neighbouring nodes with which it exchanges totals; -1 if there is none.
+        The ranks of the neighbouring nodes with which it exchanges totals and results; -1 if there is none.
     """
 
     def __init__(self, rank: int, members: Sequence[Sequence[int]], control: SharedControl) -> None:
@@ -73,18 +62,6 @@ class NodeChain(abc.ABC):
         """Return the rank of a node with which this rank exchanges messages, -1 if there is none."""
         there = self.carries and 0 <= node < self.nodes
         return self._members[node][self.control.rank] if there else -1
-
-    def results_route(self, *, tree: bool) -> ResultsRoute:
-        """Return how results go from the last node to the others: back along the chain, or down a binary tree."""
-        last = self.nodes - 1
-        number = last - self.node
-        if tree:
-            hops, source = (number + 1).bit_length() - 1, (number - 1) // 2
-            targets = [2 * number + 1, 2 * number + 2]
-        else:
-            hops, source, targets = number, number - 1, [number + 1]
-        peers = [peer for target in targets if (peer := self._peer(last - target)) >= 0]
-        return ResultsRoute(hops, self._peer(last - source) if number else -1, peers)
 
     @abc.abstractmethod
     def send(self, buffer: Bytes, peer: int) -> Handle:

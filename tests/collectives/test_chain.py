@@ -19,9 +19,7 @@ from arraycomm._collectives.chain import (
     ChainSegment,
     chunk_bytes,
     is_quicker,
-    is_tree_quicker,
     largest_chunk,
-    share_count,
 )
 from arraycomm._collectives.segment import ChunkTask, chunk_tasks
 from arraycomm._folds import fold
@@ -66,34 +64,6 @@ def test_a_chain_is_taken_if_it_sends_less_and_its_turns_take_less_than_that() -
     assert is_quicker(64 << 10, 2048, 64, 1)
 
 
-def test_results_go_down_a_tree_if_nodes_are_many_for_the_bytes() -> None:
-    assert not is_tree_quicker(1, 2)
-    assert not is_tree_quicker(8 * MIB, 4)
-    assert is_tree_quicker(100 * MIB, 2048)
-    assert not is_tree_quicker(4096 * MIB, 2048)
-
-
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("nodes", [2, 3, 4, 8, 11])
-def test_results_reach_every_node_once_in_as_many_hops_as_it_says(nodes, tree) -> None:
-    members = [[2 * node, 2 * node + 1] for node in range(nodes)]
-    control = SharedControl(1, 2, np.zeros(SharedControl.nbytes(2), np.uint8))
-    routes = {
-        rank: _Chain(_Network(), rank, members, control).results_route(tree=tree)
-        for _, rank in members
-    }
-    last = 2 * nodes - 1
-    assert (routes[last].hops, routes[last].source) == (0, -1)
-    reached = [target for route in routes.values() for target in route.targets]
-    assert sorted(reached) == [rank for rank in routes if rank != last]
-    for rank, (hops, _, targets) in routes.items():
-        assert len(targets) <= 1 + tree
-        assert all(routes[t].hops == hops + 1 and routes[t].source == rank for t in targets)
-    assert max(route.hops for route in routes.values()) == (
-        nodes.bit_length() - 1 if tree else nodes - 1
-    )
-
-
 @given(st.integers(0, 1 << 36), st.integers(2, 4096), st.integers(2, 512))
 def test_chunks_fit_in_the_segment_and_are_about_equally_long(nbytes, nodes, most) -> None:
     largest = largest_chunk(most)
@@ -104,24 +74,7 @@ def test_chunks_fit_in_the_segment_and_are_about_equally_long(nbytes, nodes, mos
     assert chunk % 64 == 0
     count = -(-nbytes // chunk)
     assert count * chunk - nbytes < chunk
-    if is_tree_quicker(nbytes, nodes) == is_tree_quicker(nbytes, 2 * nodes):
-        assert chunk_bytes(nbytes, 2 * nodes, largest) <= chunk
-
-
-@given(st.integers(0, 1 << 36), st.integers(2, 4096), st.integers(2, 512))
-def test_more_nodes_have_more_shares_of_a_chunk(nbytes, nodes, most) -> None:
-    chunk = chunk_bytes(nbytes, nodes, largest_chunk(most))
-    shares = share_count(nbytes, nodes, chunk)
-    assert 1 <= shares <= 16
-    assert shares <= share_count(nbytes, 2 * nodes, chunk)
-    assert share_count(nbytes, 2, chunk) == 1
-
-
-def test_a_total_goes_on_in_shares_if_nodes_are_many_for_the_bytes() -> None:
-    assert share_count(64 * MIB, 3, MIB) == 1
-    assert share_count(1 * MIB, 16, 176 << 10) == 3
-    assert share_count(100_000_000, 2048, 248 << 10) == 6
-    assert share_count(64 << 10, 2048, 64 << 10) == 16
+    assert chunk_bytes(nbytes, 2 * nodes, largest) <= chunk
 
 
 # Ranks that go on in any order
@@ -259,9 +212,7 @@ SMALL = 4096
 @given(
     sizes=st.lists(st.integers(2, 7), min_size=2, max_size=4)
     | st.lists(st.integers(2, 3), min_size=5, max_size=8),
-    tree=st.booleans(),
     many=st.sampled_from([2, 16]),
-    shared=st.sampled_from([1, 64, 32 << 10]),
     in_pieces=st.booleans(),
     seed=st.integers(0, 1 << 30),
     calls=st.lists(
@@ -271,15 +222,13 @@ SMALL = 4096
     ),
 )
 def test_results_are_in_rank_order_whoever_goes_on_first(
-    sizes, tree, many, shared, in_pieces, seed, calls
+    sizes, many, in_pieces, seed, calls
 ) -> None:
     """Several calls one after another, of no chunk, one and more than memory has rows for; also in place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chain, "_CHUNK", SMALL)
         patch.setattr(chain, "_LEAST_CHUNK", SMALL // 4)
         patch.setattr(chain, "_WORKED", 256)
-        patch.setattr(chain, "_SHARED", shared)
-        patch.setattr(chain, "is_tree_quicker", lambda *_: tree)
         patch.setattr(segment, "_MANY", many)
         job = _Job(sizes, seed)
         rng, expected, made = np.random.default_rng(seed), [], []
