@@ -23,7 +23,6 @@ from arraycomm._arrays.views import NOTHING, view
 from arraycomm._collectives import chunks
 from arraycomm._collectives.algorithms import allreduce
 from arraycomm._collectives.placement import Destination
-from arraycomm._collectives.prepared import Prepared, PreparedArrays
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.shared_arrays import exist
@@ -298,13 +297,10 @@ class LargeAllreduce(FastPath):
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         super().__init__(runner, op, source, note, inline=False)
         self._link = runner.group.transport
-        self._prepared = Prepared(self._link, op)
 
     def __call__(self, x: Any, out: Any) -> Any:
         if type(x) is type(out) is np.ndarray and self._is_plain(x, out):
-            prepared = self._prepared.find(x, out)
-            if prepared is not None or out is x or not np.may_share_memory(x, out):
-                return out if self._reduce(x, out, prepared) else None
+            return out if self._reduce(x, out) else None
         try:
             source = view(x)
             if source.copied or source.dtype != self._dtype or source.shape != self._shape:
@@ -318,7 +314,7 @@ class LargeAllreduce(FastPath):
                 return None
         except Exception:
             return None
-        if not self._reduce(own, target, self._prepared.find(own, target)):
+        if not self._reduce(own, target):
             return None
         return to_framework(target, source) if into is None else commit_out(into)
 
@@ -330,9 +326,10 @@ class LargeAllreduce(FastPath):
             and out.flags.carray
             and x.flags.c_contiguous
             and x.flags.aligned
+            and (out is x or not np.may_share_memory(x, out))
         )
 
-    def _reduce(self, x: Array, out: Array, prepared: PreparedArrays | None) -> bool:
+    def _reduce(self, x: Array, out: Array) -> bool:
         """Reduce, unless another call is under way; tell whether that was done."""
         if not self._turn.acquire(False):
             return False
@@ -341,21 +338,15 @@ class LargeAllreduce(FastPath):
             if self._engine.queue or self._group.closed is not None or exist(self._link):
                 return False
             try:
-                if prepared is None:
-                    chunks.reserve(self._link, self._nbytes)
+                chunks.reserve(self._link, self._nbytes)
             except MemoryError:
                 return False
             started = perf_counter()
             self._watchdog.current = _CURRENT
             if self.meet():
                 source, target = x.reshape(-1), out.reshape(-1)
-                if prepared is None:
-                    moving = allreduce(self._link, source, target, self._op)
-                else:
-                    moving = self._prepared.reduce(prepared, source, target)
+                moving = allreduce(self._link, source, target, self._op)
                 self._engine.run(self._group.guarded(moving))
-                if prepared is None:
-                    self._prepared.note(source, target)
             else:
                 self.settle(x, out)
             self._calls += 1
@@ -363,9 +354,6 @@ class LargeAllreduce(FastPath):
             return True
         finally:
             self._turn.release()
-
-    def free(self) -> None:
-        self._prepared.free()
 
     def meet(self) -> bool:
         """Make the step of the header; tell whether every rank has shown this call."""

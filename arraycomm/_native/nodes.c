@@ -235,16 +235,12 @@ static int advance(const Nodes *self, Lane *lane, int until)
     return error;
 }
 
-/* Take lanes up to a number of receives, until a time. */
-static bool have_come(const Nodes *self, Lane *lanes, int count, int until, int64_t end, int *error)
+/* Take a lane up to a number of receives, until a time. */
+static bool have_come(const Nodes *self, Lane *lane, int until, int64_t end, int *error)
 {
     for (int looks = 1;; ++looks) {
-        bool all = true;
-        for (Lane *lane = lanes; lane < lanes + count; ++lane) {
-            if ((*error = advance(self, lane, until))) return false;
-            all = all && (lane->come >= until || lane->come == lane->count);
-        }
-        if (all) return true;
+        if ((*error = advance(self, lane, until))) return false;
+        if (lane->come >= until || lane->come == lane->count) return true;
         if (clock_now() >= end) return false;
         if (looks % LOOKS == 0) sched_yield();
     }
@@ -318,34 +314,6 @@ static PyObject *nodes_clear_messages(Nodes *self, PyObject *none)
     (void)none;
     forget_messages(self);
     Py_RETURN_NONE;
-}
-
-static PyObject *nodes_move(Nodes *self, PyObject *args)
-{
-    PyObject *sequence;
-    long long nanoseconds;
-    int error = 0;
-    if (!PyArg_ParseTuple(args, "OL", &sequence, &nanoseconds)) return NULL;
-    const Py_ssize_t count = PySequence_Size(sequence);
-    if (count < 0) return NULL;
-    Lane *const lanes = PyMem_Calloc((size_t)count + 1, sizeof(Lane));
-    if (lanes == NULL) return PyErr_NoMemory();
-    if (read_lanes(sequence, count, lanes)) {
-        PyMem_Free(lanes);
-        return NULL;
-    }
-    bool done;
-    Py_BEGIN_ALLOW_THREADS
-    const int64_t end = clock_now() + nanoseconds;
-    done = have_come(self, lanes, (int)count, INT_MAX, end, &error);
-    for (Py_ssize_t place = 0; place < count && done; ++place) done = are_sent(self, lanes + place, end, &error);
-    Py_END_ALLOW_THREADS
-    PyObject *const begun = PyList_New(count);
-    for (Py_ssize_t place = 0; begun && place < count; ++place)
-        PyList_SetItem(begun, place, PyLong_FromLong(lanes[place].begun));
-    free_lanes(lanes, count);
-    PyMem_Free(lanes);
-    return begun ? Py_BuildValue("OiN", done ? Py_True : Py_False, error, begun) : NULL;
 }
 
 static PyObject *nodes_state(Nodes *self, PyObject *none)
@@ -439,9 +407,9 @@ static bool first_fits(const Nodes *self, int64_t step, Py_ssize_t nbytes, size_
 /* Take the message of a round. The other one's is as long as this one's should be, if its first piece fits. */
 static bool make_round(Nodes *self, Lane lane, int64_t step, Py_ssize_t nbytes, size_t each, int64_t end)
 {
-    bool come = have_come(self, &lane, 1, 1, end, &self->error);
+    bool come = have_come(self, &lane, 1, end, &self->error);
     self->differs = come && !first_fits(self, step, nbytes, each);
-    come = come && !self->differs && have_come(self, &lane, 1, INT_MAX, end, &self->error);
+    come = come && !self->differs && have_come(self, &lane, INT_MAX, end, &self->error);
     self->begun = lane.begun;
     return come;
 }
@@ -485,14 +453,10 @@ bool exchange_nodes(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t nanose
 
 static PyMethodDef nodes_methods[] = {
     {"add", (PyCFunction)(void (*)(void))nodes_add, METH_VARARGS,
-     PyDoc_STR("add(nbytes, parity, lanes): take the addresses of prepared messages, a lane for each round; see move.")},
+     PyDoc_STR("add(nbytes, parity, lanes): take the addresses of prepared messages, a lane for each round with those of "
+               "receives and sends in turn; 0 stands for none.")},
     {"clear", (PyCFunction)(void (*)(void))nodes_clear_messages, METH_NOARGS,
      PyDoc_STR("clear(): forget all messages.")},
-    {"move", (PyCFunction)(void (*)(void))nodes_move, METH_VARARGS,
-     PyDoc_STR("move(lanes, nanoseconds): start persistent messages, of which each lane has the addresses of receives "
-               "and sends in turn, and look for them for so long at most. After the first ones a pair is started once a "
-               "receive of its lane has come. Return whether all are over, MPI's error, or 0, and how many of each lane "
-               "were started.")},
     {"state", (PyCFunction)(void (*)(void))nodes_state, METH_NOARGS,
      PyDoc_STR("state(): return the round of the last step, -1 if none was begun; how many pieces of it were begun; whether "
                "the first one has come, and differs; and MPI's error, or 0.")},

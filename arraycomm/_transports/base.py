@@ -25,7 +25,7 @@ from arraycomm._transports.blocks import Flat as Flat  # noqa: PLC0414
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
 from arraycomm._transports.node_chain import NodeChain
-from arraycomm._transports.pairs import ExchangePairs, Pair, PlainPair, PreparedSlices
+from arraycomm._transports.pairs import ExchangePairs, Pair, PlainPair
 from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
 
 Bytes = np.ndarray[Any, Any]
@@ -157,14 +157,6 @@ class Transport(Link):
     def pair(self, send: Bytes, dest: int, recv: Bytes, source: int, tag: int) -> Pair:
         """Return a message to one rank and one from another, which can be begun again and again."""
         return PlainPair(lambda: self.recv(recv, source, tag), lambda: self.send(send, dest, tag))
-
-    def prepare(self, send: Blocks, come: Blocks, result: Blocks) -> PreparedSlices | None:
-        """Make the messages of slices that go from and to the same memory again and again, if that is quicker.
-
-        `send` and `come` are as for `alltoall`, without this rank's own block; `result` is as for `allgather`. The
-        memory of `come` stays; that of the others may go, but must be there when messages are begun.
-        """
-        return None
 
     @abc.abstractmethod
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:

@@ -30,7 +30,7 @@ from arraycomm._transports.mpi_pairs import MpiPair, make_exchange_pairs
 from arraycomm._transports.mpi_pieces import agreed
 from arraycomm._transports.mpi_probe import MessageProbe
 from arraycomm._transports.mpi_relay import Broadcasts
-from arraycomm._transports.pairs import Pair, PreparedSlices
+from arraycomm._transports.pairs import Pair
 from arraycomm._transports.routes import Places
 from arraycomm._transports.shared_files import SharesFiles
 
@@ -86,11 +86,6 @@ class MPITransport(SharesFiles, Transport):
         if self._direct is not None:
             return self._direct.alltoall(send, recv)
         return begin(self.mpi_comm.Ialltoallv, vector(send), vector(recv))
-
-    def prepare(self, send: Blocks, come: Blocks, result: Blocks) -> PreparedSlices | None:
-        if self._direct is None:
-            return None
-        return self._direct.prepare(send, come, result, self.control.native)
 
     def allgather(self, recv: Blocks) -> Handle:
         if self._direct is not None:

@@ -7,7 +7,7 @@ one that gets it passes it on there. Long messages go in pieces; see `mpi_pieces
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -16,105 +16,14 @@ from mpi4py import MPI
 from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi_failures import translated
 from arraycomm._transports.mpi_movement import Messages, Requests
-from arraycomm._transports.mpi_pieces import (
-    Lane,
-    MessageLane,
-    PersistentLane,
-    Pieces,
-    Prepared,
-    addresses_of,
-    cut,
-    free,
-    prepared,
-)
+from arraycomm._transports.mpi_pieces import Lane, MessageLane, Pieces
 from arraycomm._transports.routes import Places
 
-# The control channel has the tag 0. What two ranks send one another begins in the order of the movements, also what is
-# prepared on one of them alone. Messages that are passed on have tags of their own, one for each of the movements that
-# may overlap, since others may begin meanwhile.
+# The control channel has the tag 0. What two ranks send one another begins in the order of the movements. Messages that
+# are passed on have tags of their own, one for each of the movements that may overlap, since others may begin meanwhile.
 _TAG: Final = 1
 _PASSED_ON: Final = 2
 _OVERLAPPING: Final = 256
-# The most ranks whose messages are made once, and how long the native part looks for such messages.
-_PREPARED_RANKS: Final = 8
-_NANOSECONDS: Final = 3_000_000
-
-
-class _Persistent(NamedTuple):
-    """Persistent messages, a lane for each other rank, and where the native part finds them: receives and sends in turn."""
-
-    lanes: list[Prepared]
-    addresses: list[list[int]]
-
-
-class DirectSlices:
-    """The messages of slices between ranks each alone on its node, as those of `DirectMessages`."""
-
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        pieces: Pieces,
-        send: Blocks,
-        come: Blocks,
-        result: Blocks,
-        native: Any,
-    ) -> None:
-        rank, self._native = comm.rank, native
-        own = Blocks(
-            result.buffer, [result.counts[rank]] * comm.size, [result.offsets[rank]] * comm.size
-        )
-        self._kept = come.buffer
-        self._scatter = self._made(comm, pieces, send, come)
-        self._gather = self._made(comm, pieces, own, result)
-
-    @staticmethod
-    def _made(comm: MPI.Intracomm, pieces: Pieces, send: Blocks, recv: Blocks) -> _Persistent:
-        made = _Persistent([], [])
-        for shift in range(1, comm.size):
-            peer = (comm.rank + shift) % comm.size
-            count = pieces.count_both(recv.counts[peer], send.counts[peer])
-            received, sent = (
-                [
-                    make([_memory(piece), MPI.BYTE], peer, _TAG)
-                    for piece in cut(blocks.block(peer), count)
-                    if len(piece)
-                ]
-                for make, blocks in ((comm.Recv_init, recv), (comm.Send_init, send))
-            )
-            made.lanes.append(prepared(received, sent))
-            made.addresses.append(addresses_of(made.lanes[-1]))
-        return made
-
-    def scatter(self, *arrays: Bytes) -> Handle:
-        """See `PreparedSlices`."""
-        return self._begun(self._scatter, arrays)
-
-    def gather(self, *arrays: Bytes) -> Handle:
-        """See `PreparedSlices`."""
-        return self._begun(self._gather, arrays)
-
-    def _begun(self, messages: _Persistent, arrays: tuple[Bytes, ...]) -> Handle:
-        done, error, begun = False, 0, [0] * len(messages.lanes)
-        try:
-            if self._native is not None:
-                done, error, begun = self._native.move(messages.addresses, _NANOSECONDS)
-            if error:
-                raise MPI.Exception(error)
-            lanes = [] if done else [*map(PersistentLane, messages.lanes, begun)]
-            for lane in lanes:
-                lane.begin()
-        except MPI.Exception as raised:
-            raise translated(raised) from raised
-        return Messages([], [*lanes], self._kept, *arrays)
-
-    def free(self) -> None:
-        """See `PreparedSlices`."""
-        free([*self._scatter.lanes, *self._gather.lanes])
-
-
-def _memory(piece: Bytes) -> MPI.buffer:
-    """Return memory that MPI may use without keeping the array."""
-    return MPI.buffer.fromaddress(piece.__array_interface__["data"][0], len(piece))
 
 
 class DirectMessages:
@@ -185,17 +94,6 @@ class DirectMessages:
             return later
 
         return Messages(first, lanes, recv.buffer, then=then)
-
-    def prepare(
-        self, send: Blocks, come: Blocks, result: Blocks, native: Any
-    ) -> DirectSlices | None:
-        """Make the messages of slices once; None for many ranks, or if blocks would be passed on.
-
-        `native` looks for them in the native part, if it is not None.
-        """
-        if self._passes_on or self._comm.size > _PREPARED_RANKS:
-            return None
-        return DirectSlices(self._comm, self._pieces, send, come, result, native)
 
     def _exchange(
         self, requests: Requests, lanes: list[Lane], peer: int, into: Bytes, block: Bytes

@@ -16,22 +16,6 @@ class Handle(Protocol):
         """Make progress with all movements, and tell whether this one is finished; never waits."""
 
 
-class PreparedSlices(Protocol):
-    """The messages of slices, made once for the same memory; all of one kind are over before the next begin.
-
-    The arrays whose memory that is are kept until then, also if the caller gives up.
-    """
-
-    def scatter(self, *arrays: Any) -> Handle:
-        """Begin to send every rank its slice of this rank's elements, and to receive everyone's of its own."""
-
-    def gather(self, *arrays: Any) -> Handle:
-        """Begin to send the result of this rank's slice, and to receive the others'."""
-
-    def free(self) -> None:
-        """Give back what the transport keeps for them."""
-
-
 class Pair(Protocol):
     """Memory that is sent to one rank, and memory for what another rank sends."""
 

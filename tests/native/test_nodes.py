@@ -430,48 +430,6 @@ def test_an_error_of_mpi_ends_the_call() -> None:
             request.Test()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_pieces_of_lanes_that_native_part_begins_go_on_in_python(late: bool) -> None:
-    """Each way as many, a few of them at a time; the native part gives them up if the other rank is late."""
-    nbytes = 20 * 256
-    with _Cluster([0, 1]) as cluster:
-        wire = cluster.wire
-        rows = [_elements(nbytes // 4, rank).view(np.uint8) for rank in range(2)]
-        into = [np.zeros(nbytes, np.uint8) for _ in range(2)]
-
-        def exchange(rank: _Rank) -> None:
-            number = rank.control.rank
-            comm = wire.comm(number, 2)
-            lane = mpi_pieces.prepared(
-                [
-                    comm.Recv_init([p, None], 1 - number, 0)
-                    for p in mpi_pieces.cut(into[number], 20)
-                ],
-                [
-                    comm.Send_init([p, None], 1 - number, 0)
-                    for p in mpi_pieces.cut(rows[number], 20)
-                ],
-            )
-            if late and number:
-                time.sleep(10 * _LATE)
-            addresses = mpi_pieces.addresses_of(lane)
-            done, error, (begun,) = rank.control.native.move([addresses], int(_LATE * 1e9))
-            assert error == 0
-            if late and not number:
-                assert (done, begun) == (False, mpi_pieces.AHEAD)
-            rest = mpi_pieces.PersistentLane(lane, begun)
-            rest.begin()
-            deadline = time.monotonic() + _LIMIT
-            while not rest.done():
-                assert time.monotonic() < deadline, "the pieces do not come"
-            mpi_pieces.free([lane])
-
-        cluster.each(exchange)
-        assert (into[0] == rows[1]).all()
-        assert (into[1] == rows[0]).all()
-        assert wire.most_wanted <= mpi_pieces.AHEAD
-
-
 def _exchanged(
     rank: _Rank, segment: ExchangeSegment, source: Any, target: Any, op: str, pause: float
 ) -> int:

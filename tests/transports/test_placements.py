@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import algorithms, chain, prepared
+from arraycomm._collectives import algorithms, chain
 from arraycomm._collectives.segment import ROWS
 from arraycomm._communicator import Communicator
-from arraycomm._folds import fold
 from arraycomm._native import compiled
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._training.rounds import Bucket, Place, Rounds
-from arraycomm._transports import mpi_direct, mpi_pieces
-from arraycomm._transports.base import Blocks, Handle, Steps, Transport
+from arraycomm._transports import mpi_pieces
+from arraycomm._transports.base import Blocks, Steps, Transport
 from arraycomm._transports.crossovers import Crossovers
 from arraycomm._transports.mpi_pairs import MpiPair
 from arraycomm._trees import fusion, shared_memory
@@ -153,84 +152,6 @@ def test_chunks_that_overlap_have_the_bits_of_the_order_of_ranks(
     assert x.tobytes() == (total if rank == 1 else blocks[rank][0]).tobytes()
     x = blocks[rank][0].copy()
     assert comm.scan(x, out=x).tobytes() == sums[rank].tobytes()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-def test_slices_of_the_same_arrays_are_made_once_with_the_same_bits(
-    comm: Communicator, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In turns, in place, of more arrays than are kept, and with other calls and errors in between."""
-    begun = []
-    scatter = mpi_direct.DirectSlices.scatter
-
-    def noted(self: mpi_direct.DirectSlices, *arrays: np.ndarray) -> Handle:
-        made = scatter(self, *arrays)
-        # What MPI reads stays, also if the caller gives up.
-        assert made.done() or any(kept is arrays[0] for kept in made._buffers)
-        begun.append(arrays[0].ctypes.data)
-        return made
-
-    monkeypatch.setattr(mpi_direct.DirectSlices, "scatter", noted)
-    monkeypatch.setattr(prepared, "_KEPT", 2)
-    # The native part waits for all messages, or Python does.
-    monkeypatch.setattr(mpi_direct, "_NANOSECONDS", 0 if dtype == "bfloat16" else 1_000_000_000)
-    kind, size = np.dtype(getattr(ml_dtypes, dtype, None) or dtype), comm.size
-    # More than travels with the header, also half of it.
-    count = 3 * (100_000 // kind.itemsize)
-    # Two ranks exchange everything.
-    alone = len(set(internals.transport(comm).nodes())) == size > 2
-    with comm.dup() as made:
-        # In several chunks they are not.
-        chunks = dtype == "complex64"
-        internals.transport(made).crossovers = Crossovers(
-            gather=0, chunk=64 << 10 if chunks else None
-        )
-        arrays = [
-            (np.empty(2 * count, kind)[:count], np.empty((3, count // 3), kind)) for _ in range(3)
-        ]
-        for turn in range(12):
-            x, out = arrays[turn % 3 if turn > 8 else turn // 3]
-            rows = [
-                (np.random.default_rng((r, turn)).random(count, np.float32) - 0.5).astype(kind)
-                for r in range(size)
-            ]
-            wanted = np.empty(count, kind)
-            fold("mean", kind, rows, wanted)
-            x[...] = rows[comm.rank]
-            if turn % 3 == 1:
-                with pytest.raises((ValueError, ac.PeerError)):
-                    made.allreduce(x, "mean" if comm.rank else "median")
-            for _ in range(2):
-                into = out.reshape(-1)[: count // 2]
-                half = x[: count // 2]
-                made.allreduce(half, "mean", out=into)
-                assert into.tobytes() == wanted[: count // 2].tobytes()
-            made.allreduce(x, "mean", out=x)
-            assert x.tobytes() == wanted.tobytes()
-            for _ in range(3):
-                x[...] = rows[comm.rank]
-                made.allreduce(x, "mean", out=out.reshape(-1))
-                assert out.tobytes() == wanted.tobytes()
-            # Another view that begins at the same place.
-            strided = x.base[::2]
-            strided[...] = rows[comm.rank]
-            made.allreduce(strided, "mean", out=out.reshape(-1))
-            assert out.tobytes() == wanted.tobytes()
-    assert bool(begun) == (alone and not chunks)
-
-
-def test_each_rank_makes_slices_once_by_itself(comm: Communicator) -> None:
-    """If its own arrays are those of the call before, whatever other ranks pass."""
-    rank, size = comm.rank, comm.size
-    # More than travels with the header, and one chunk.
-    x, kept = np.full(60_000, float(rank)), []
-    out = np.empty_like(x)
-    for turn in range(4 * size):
-        if turn // 4 != rank:
-            x, out = x.copy(), np.empty_like(x)
-            kept += [x, out]
-        comm.allreduce(x, out=out)
-        assert (out == sum(range(size))).all()
 
 
 def test_messages_of_an_exchange_are_given_back(
