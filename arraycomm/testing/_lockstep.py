@@ -44,7 +44,7 @@ _FORWARDING: Final = 0.2
 # Seconds for which a rank waits longer than any other one needs that ends its example by itself; and those in which
 # all show what they have raised.
 _LATER: Final = 5.0
-_TURN: Final = 1.0
+_TURN: Final = 5.0
 
 
 @dataclass
