@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,32 +20,21 @@ from arraycomm._folds import total_dtype
 from arraycomm._native import compiled
 from arraycomm._protocol.group import Group
 from arraycomm._session import world
-from arraycomm._transports.crossovers import NOT_MEASURED
 
 _IN_WORDS: Final = {
     Algorithm.LOCAL: "one rank alone: nothing is sent",
     Algorithm.HEADER: "one step: the elements travel with the header, and every rank folds them",
-    Algorithm.STEPS: "a slot of shared memory after another: every rank folds what all show",
-    Algorithm.GATHER: "every rank gathers all ranks' elements, and folds them",
     Algorithm.SLICES: "chunk by chunk: each rank folds a slice of all ranks' elements, "
     "then slices are gathered",
-    Algorithm.EXCHANGE: "chunk by chunk: two ranks send one another everything, and each folds all of it",
     Algorithm.CHAIN: "chunk by chunk from node to node: each folds its ranks' elements onto the total of those "
     "before, and the result goes back",
     Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share, from where they fold them",
     Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of all ranks, "
     "which they share",
     Algorithm.FUNCTION: "one rank gathers all ranks' elements, folds them by the function, "
-    "and sends the result",
-    Algorithm.FUNCTION_BY_SLICES: "each rank folds a slice of all ranks' elements by the function, "
-    "then slices are gathered",
+    "and sends the result; of large arrays each rank folds a slice if the function is elementwise",
     Algorithm.NATIVE: "the transport reduces by its own means, in an order that does not show",
 }
-# Between which of them the size decides, by measured crossovers if there are some.
-_BY_SIZE: Final = (
-    *(Algorithm.STEPS, Algorithm.GATHER, Algorithm.SLICES, Algorithm.EXCHANGE),
-    *(Algorithm.SEGMENT, Algorithm.CHAIN),
-)
 
 
 @dataclass(frozen=True)
@@ -63,8 +51,7 @@ class Explanation:
         What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
         pinned memory.
     algorithm : str
-        "local", "header", "steps", "gather", "slices", "exchange", "chain", "segment", "shared",
-        "native", "function" or "function by slices".
+        "local", "header", "slices", "chain", "segment", "shared", "native" or "function".
     copies : int
         Copies that are made of the array before it is sent: 0 if its own memory can be used.
     sent : int
@@ -160,7 +147,7 @@ def _sent(algorithm: Algorithm, nbytes: int, dtype: DType, group: Group) -> int:
             return nbytes // chain.lanes * ((chain.after >= 0) * wide + (chain.before >= 0))
         case Algorithm.LOCAL | Algorithm.SHARED:
             return 0
-        case Algorithm.SLICES | Algorithm.FUNCTION_BY_SLICES | Algorithm.NATIVE:
+        case Algorithm.SLICES | Algorithm.NATIVE:
             return 2 * nbytes * (size - 1) // size
         case _:
             return nbytes
@@ -169,7 +156,7 @@ def _sent(algorithm: Algorithm, nbytes: int, dtype: DType, group: Group) -> int:
 def _notes(
     group: Group, algorithm: Algorithm, x: Any, link: DeviceLink | None, reason: str
 ) -> list[str]:
-    notes = list(_measured(group, algorithm)) if link is None or link.name == "staged" else []
+    notes = list[str]()
     if algorithm is Algorithm.SHARED:
         notes.append(
             "x is in memory of comm.empty: this holds if all ranks pass the same part of it, and an out in "
@@ -191,16 +178,3 @@ def _notes(
         own = "the transport's own" if native else "that of the ranks all the same"
         notes.append(f"reproducible=False: the order is {own}")
     return notes
-
-
-def _measured(group: Group, algorithm: Algorithm) -> Iterator[str]:
-    """Say whether a file of measured crossovers has decided between algorithms."""
-    if not group.options.tuning.entries or algorithm not in _BY_SIZE:
-        return
-    transport, path = group.transport, group.options.tuning.path
-    nodes = len(set(transport.nodes()))
-    shape = f"{group.size} ranks on {nodes} node{'s' if nodes > 1 else ''}"
-    if transport.crossovers == NOT_MEASURED:
-        yield f"chosen as without measurements: {path} has none of {shape}"
-    else:
-        yield f"chosen by what was measured of {shape}: {path}"

@@ -14,7 +14,6 @@ def facts(runner: Runner, devices: Sequence[str]) -> list[str]:
     nodes = len(set(group.transport.nodes()))
     options = group.options
     timeout = "none" if options.timeout is None else f"{options.timeout:g} s"
-    tuning = [f"measured crossovers: {options.tuning.path}"] if options.tuning.path else []
     return [
         f"backend: {group.backend}",
         f"ranks: {group.size} on {nodes} node{'s' if nodes > 1 else ''}",
@@ -23,7 +22,6 @@ def facts(runner: Runner, devices: Sequence[str]) -> list[str]:
         f"check: {'on' if options.check else 'off'}",
         f"reproducible: {'on' if options.reproducible else 'off'}",
         f"timeout: {timeout}",
-        *tuning,
         f"native part: {'none' if compiled is None else compiled.levels()[-1]}",
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,7 +26,6 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.meeting import begin_mpi, finish, meet, ranks_here, seconds_of
 from arraycomm._protocol.mismatch import by_ranks, peer_error
 from arraycomm._protocol.options import Options
-from arraycomm._protocol.tuning import UNTUNED, tuning_of
 from arraycomm._transports.base import Transport
 from arraycomm._transports.mpi_files import check_room
 
@@ -228,12 +227,8 @@ def _version() -> str:
 def _checked_by_all(
     mpi_comm: Any, arguments: Arguments, transport: Transport
 ) -> tuple[Options, DeviceRequest]:
-    """Return this rank's arguments, once every rank has found its own to be right.
-
-    What was measured of the cluster comes from rank 0, which alone need have the file.
-    """
+    """Return this rank's arguments, once every rank has found its own to be right."""
     try:
-        tuning = tuning_of(os.environ) if mpi_comm.rank == 0 else UNTUNED
         if arguments.backend not in _BACKENDS:
             raise ValueError(
                 f"init: over MPI backend must be one of {', '.join(_BACKENDS)}; "
@@ -246,4 +241,4 @@ def _checked_by_all(
     replies: list[Detail] = mpi_comm.allgather(Nothing())
     if any(isinstance(reply, Failure) for reply in replies):
         raise peer_error("init", replies)
-    return replace(options, tuning=mpi_comm.bcast(tuning)), request
+    return options, request

@@ -19,8 +19,6 @@ from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.mismatch import by_ranks, peer_error
 from arraycomm._protocol.options import Options
-from arraycomm._protocol.tuning import Tuning, tuning_of
-from arraycomm._transports.crossovers import Crossovers
 from arraycomm._transports.lives import find_lives
 from arraycomm._transports.processes import ProcessesTransport, meet
 
@@ -89,15 +87,9 @@ def _compare_versions(store: Store, rank: int, size: int) -> None:
 def _checked_by_all(
     store: Store, rank: int, size: int, arguments: Arguments
 ) -> tuple[Options, DeviceRequest]:
-    """Return this rank's arguments, once every rank has found its own to be right.
-
-    What was measured of the cluster comes from rank 0.
-    """
+    """Return this rank's arguments, once every rank has found its own to be right."""
     key = "arguments/{}"
     try:
-        if rank == 0:
-            read = tuning_of(os.environ)
-            store.set("tuning", json.dumps([read.path, read.entries]))
         options, request = replace(arguments, backend="auto").checked(rank, size)
     except Exception as error:
         store.set(key.format(rank), json.dumps([text_of(error), describe_raise(error)]))
@@ -107,6 +99,4 @@ def _checked_by_all(
     replies: list[Detail] = [Failure(*texts) if texts else Nothing() for texts in said]
     if any(said):
         raise peer_error("init", replies)
-    path, entries = json.loads(store.get("tuning"))
-    tuning = Tuning(path, tuple((*shape, Crossovers(*numbers)) for *shape, numbers in entries))
-    return replace(options, tuning=tuning), request
+    return options, request

@@ -139,11 +139,6 @@ def init(
     Communicator
         `world()` returns it too.
 
-    Notes
-    -----
-    With several ranks, `ARRAYCOMM_TUNING` may name a file that `arraycomm bench --tune` has written: which
-    algorithm a reduction takes then follows what was measured. Rank 0 reads the file for all ranks.
-
     Raises
     ------
     BackendUnavailableError

@@ -32,13 +32,17 @@ _choice = _Choice()
 
 @pytest.fixture(scope="module", autouse=True)
 def _choices_are_made_here() -> Iterator[None]:
-    choose, step = selection.choose, chunking.step
-    overlapping_chunk = chunking.overlapping_chunk
+    without_segment, is_preferred = selection.without_segment, selection.is_preferred
+    step, overlapping_chunk = chunking.step, chunking.overlapping_chunk
 
-    def choose_here(nbytes, size, *about_link):
-        if _choice.way is None or size == 1:
-            return choose(nbytes, size, *about_link)
-        return selection.Algorithm(_choice.way)
+    def without_segment_here(link, nbytes):
+        drawn = _choice.way is not None and link.size > 1
+        return selection.Algorithm.SLICES if drawn else without_segment(link, nbytes)
+
+    def is_preferred_here(link, nbytes):
+        if _choice.way is None:
+            return is_preferred(link, nbytes)
+        return _choice.way == "segment" and link.slot[1]
 
     def overlapping_chunk_here(*about):
         return overlapping_chunk(*about) if _choice.chunk is None else 8 * _choice.chunk
@@ -47,7 +51,8 @@ def _choices_are_made_here() -> Iterator[None]:
         return step(*about) if _choice.chunk is None else _choice.chunk
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "choose", choose_here)
+        patch.setattr(selection, "without_segment", without_segment_here)
+        patch.setattr(selection, "is_preferred", is_preferred_here)
         patch.setattr(chunking, "overlapping_chunk", overlapping_chunk_here)
         patch.setattr(chunking, "step", step_here)
         yield
@@ -75,7 +80,7 @@ def _check(comm, reduction: Reduction, root: int) -> None:
 
 @given(
     reduction=reductions() | reductions_of_sizes(),
-    way=st.sampled_from(("steps", "gather", "slices")),
+    way=st.sampled_from(("segment", "slices")),
     root=ranked.roots(),
 )
 def test_way_does_not_matter(comm, reduction, way, root) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from arraycomm._collectives import chain, chunks, exchange, segment, selection
+from arraycomm._collectives import chain, chunks, segment, selection
 from arraycomm._collectives.blocks import (
     blocks_of,
-    bounds_of,
     columns_of,
     cut,
     fit,
@@ -32,7 +31,6 @@ from arraycomm._transports.control import PAYLOAD
 _SEGMENTS: Final = {
     Algorithm.SEGMENT: segment.streaming_segment_of,
     Algorithm.CHAIN: chain.segment_of,
-    Algorithm.EXCHANGE: exchange.segment_of,
 }
 
 
@@ -52,7 +50,7 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
 
 def reduce(link: Link, source: Flat, target: Flat | None, op: str, root: int) -> Steps:
     """Fold all ranks' `source` into the `target` of `root`; the others pass None."""
-    algorithm = selection.choose(source.nbytes, link.size, *link.slot)
+    algorithm = selection.without_segment(link, source.nbytes)
     yield from _reduce_by(algorithm, link, source, target, op, root)
 
 
@@ -68,14 +66,8 @@ def _reduce_by(
     match algorithm:
         case Algorithm.LOCAL:
             link.fold(op, source.dtype, [_unaliased(source, target)], target)
-        case Algorithm.HEADER | Algorithm.STEPS:
-            yield from _in_steps(link, source, target, op)
-        case Algorithm.GATHER:
-            into = None if target is None else link.take(link.size * len(source), source.dtype)
-            bounds = bounds_of([len(source)] * link.size)
-            yield from gatherv(link, source, into, bounds, root)
-            if into is not None:
-                link.fold(op, source.dtype, rows_of(into, link.size), target)
+        case Algorithm.HEADER:
+            yield from _in_a_step(link, source, target, op)
         case _:
             yield from _in_slices(link, [(source, target)], op, root)
 
@@ -200,20 +192,17 @@ def allgatherv(link: Link, target: Flat, bounds: Sequence[int]) -> Steps:
         yield from bcast(link, target[bounds[rank] : bounds[rank + 1]], rank)
 
 
-def _in_steps(link: Link, source: Flat, target: Flat | None, op: str) -> Steps:
-    """Show a slot's worth to all ranks at a time; who has a target folds what all ranks show."""
+def _in_a_step(link: Link, source: Flat, target: Flat | None, op: str) -> Steps:
+    """Show everything to all ranks in their slots; who has a target folds it."""
     assert isinstance(link, Transport)
-    control, dtype = link.control, source.dtype
-    count = control.payload // dtype.itemsize
-    for start in range(0, len(source), count):
-        piece = slice(start, start + count)
-        shown = raw(source[piece])
-        control.mine[(control.step + 1) & 1][PAYLOAD : PAYLOAD + len(shown)] = shown.data
-        control.post(len(shown))
-        yield control
-        if target is not None:
-            rows = control.rows[control.step & 1][:, PAYLOAD : PAYLOAD + len(shown)]
-            link.fold(op, dtype, [row.view(dtype) for row in rows], target[piece])
+    control, shown = link.control, raw(source)
+    end = PAYLOAD + len(shown)
+    control.mine[(control.step + 1) & 1][PAYLOAD:end] = shown.data
+    control.post(len(shown))
+    yield control
+    if target is not None:
+        rows = control.rows[control.step & 1][:, PAYLOAD:end]
+        link.fold(op, source.dtype, [row.view(source.dtype) for row in rows], target)
 
 
 def _in_slices(

@@ -60,8 +60,6 @@ def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> 
     chain = transport.chain
     if chain is None:
         return False
-    if (slices := transport.crossovers.slices) is not None:
-        return nbytes > slices
     widest = max(total_dtype(dtype).itemsize // dtype.itemsize for dtype in dtypes)
     return is_quicker(nbytes, chain.nodes, chain.lanes, widest)
 

@@ -38,7 +38,7 @@ def step(link: Link, array: Flat, rows: int = 1) -> int:
 
 def overlapping_step(link: Link, array: Flat, nbytes: int) -> int:
     """Return the elements of a chunk of a reduction whose movements overlap, of so many bytes in all."""
-    chunk = overlapping_chunk(nbytes, link.size, link.crossovers.chunk)
+    chunk = overlapping_chunk(nbytes, link.size)
     return max(chunk // int(array.itemsize), link.size)
 
 
@@ -103,31 +103,29 @@ def reserve(transport: Transport, nbytes: int) -> None:
         transport.take(scratch_bytes(transport, nbytes), np.dtype(np.uint8))
 
 
-def overlapping_chunk(nbytes: int, size: int, measured: int | None = None) -> int:
+def overlapping_chunk(nbytes: int, size: int) -> int:
     """Return the bytes of a chunk of a reduction whose movements overlap; all chunks are about as long.
 
     Each chunk costs the latencies of two messages to every rank, and all folds but that of one chunk hide behind
-    messages. The sum is least at the square root of size · nbytes · `_FOLDED`, if no other length was `measured` as best.
+    messages. The sum is least at the square root of size · nbytes · `_FOLDED`.
     """
-    count = max(-(-nbytes // _best_chunk(nbytes, size, measured)), 1)
+    count = max(-(-nbytes // _best_chunk(nbytes, size)), 1)
     return max(-(-nbytes // (_LINE * count)), 1) * _LINE
 
 
-def _best_chunk(nbytes: int, size: int, measured: int | None) -> int:
-    if measured is not None:
-        return measured
+def _best_chunk(nbytes: int, size: int) -> int:
     few = min(max(nbytes // _OVERLAPPING, _LEAST_CHUNK), selection.CHUNK_BYTES)
     return min(max(few, isqrt(_FOLDED * size * nbytes)), _LARGEST_CHUNK)
 
 
 def scratch_bytes(link: Link, nbytes: int) -> int:
     """Return the bytes of scratch memory that suffice for reductions of up to so many bytes."""
-    size, measured, room = link.size, link.crossovers, 2 * selection.CHUNK_BYTES
+    room = 2 * selection.CHUNK_BYTES
     if link.overlaps:
         # Two chunks are on their way, in a scan with what is folded of them.
-        chunk = min(_best_chunk(nbytes, size, measured.chunk), nbytes) + _LINE
+        chunk = min(_best_chunk(nbytes, link.size), nbytes) + _LINE
         room = max(2 * room, 2 * chunk)
-    return max(room, size * min(nbytes, measured.gather or 0)) + _LINE * size
+    return room + _LINE * link.size
 
 
 def one_by_one(

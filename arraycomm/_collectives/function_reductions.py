@@ -12,7 +12,6 @@ from arraycomm._collectives import algorithms
 from arraycomm._collectives.blocks import bounds_of
 from arraycomm._collectives.custom_ops import Folding, Op
 from arraycomm._collectives.operation import ArrayOperation
-from arraycomm._collectives.selection import Algorithm, select
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._transports.base import Steps
 
@@ -23,7 +22,7 @@ def reduce(
     """Reduce into the target of `root`, or of every rank if that is None."""
     group, flat, link = call.group, call.flat, call.placement.link
     folding = Folding(group, call.name, op, call.source)
-    if select(link, op, flat.dtype, flat.nbytes) is Algorithm.FUNCTION_BY_SLICES:
+    if op.elementwise and call.payload is None:
         bounds = [flat.size * rank // group.size for rank in range(group.size + 1)]
         rows = yield from _rows_of_slice(call, bounds)
         part = np.empty(bounds[group.rank + 1] - bounds[group.rank], flat.dtype)

@@ -27,7 +27,6 @@ from arraycomm._native import compiled
 from arraycomm._protocol.details import Detail, exchange_details
 from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
-from arraycomm._transports.shared_files import SharesFiles
 
 _CHUNK_BYTES: Final = 512 << 10
 # With more ranks than these, which wait for more, a chunk is up to so many times as long, if the segment has at most
@@ -159,8 +158,6 @@ class SharedSegment:
 
     # Whether a task may fold this rank's part by itself.
     folds_leaves: ClassVar[bool] = True
-    # Whether each rank folds, and publishes, all of a chunk.
-    folds_all: ClassVar[bool] = False
 
     def __init__(self, control: SharedControl, memory: Bytes, *, native: bool) -> None:
         # Its steps say which chunks every rank has published.
@@ -260,7 +257,7 @@ class SharedSegment:
         ways = list(islice(self.ways(nbytes), count))
         streams, seconds = bytes(past for past, _ in ways), np.empty((count, 2))
         memory = control.slots, self._memory, target, streams, seconds
-        sizes = control.slot, control.rank, control.size, self.chunk_bytes, self.chunk_bytes
+        sizes = control.slot, control.rank, control.size, self.chunk_bytes
         large = nbytes > CACHED_BYTES
         rows, turn = (ROWS, FOLDED, first), 0
         while turn < count + 2:
@@ -311,8 +308,8 @@ def is_preferred(link: Link, nbytes: int) -> bool:
 
     See `SharedSegment.native` and `is_quicker`.
     """
-    shares = link.slot[1] and isinstance(link, SharesFiles)
-    return shares and is_quicker(nbytes, link.size)
+    _, shared = link.slot
+    return shared and is_quicker(nbytes, link.size)
 
 
 def is_quicker(nbytes: int, size: int) -> bool:
@@ -384,7 +381,7 @@ def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[
         part, into = source[start : start + step], target[start : start + step]
         rows = segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype)
         segment.position += 1
-        if control.size > _MANY or segment.folds_all:
+        if control.size > _MANY:
             fill = partial(_copy_all, rows[control.rank], part)
             yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
             continue

@@ -1,6 +1,6 @@
 /* The reduction of an array in the segment that the ranks of a node share, chunk by chunk; see
- * _collectives/segment.py, which says what lies where and when. If two ranks exchange all chunks as messages, each of
- * them has such memory for itself; see _collectives/exchange.py. Nothing here knows of Python. */
+ * _collectives/segment.py, which says what lies where and when. Nothing
+ * here knows of Python. */
 
 #ifndef ARRAYCOMM_CHUNKS_H
 #define ARRAYCOMM_CHUNKS_H
@@ -18,26 +18,16 @@ typedef struct {
 } Part;
 
 /* A chunk of a tree: its bytes, its fold, and where its parts begin: first those that others fold, from `own` on those
- * that this rank folds, and from `results` to `end` those to which results are copied. Of what two ranks exchange, both fold
- * all. */
+ * that this rank folds, and from `results` to `end` those to which results are copied. */
 typedef struct {
     int64_t nbytes, fold, others, own, results, end;
 } TreeChunk;
-
-/* Messages between two ranks: MPI's functions, and for each row a receive and a send, prepared for the other rank's row
- * and this one's; how many chunks have been begun, and MPI's error. */
-typedef struct {
-    int (*start)(void *request), (*test)(void *request, int *flag, void *status);
-    void *const *requests;
-    size_t begun;
-    int error;
-} RowMessages;
 
 typedef struct {
     Slots slots;
     /* For each of `row_count` chunks a row of each rank, and behind them `folded_count` folded chunks. */
     char *rows;
-    size_t chunk, length; /* the bytes from row to row, and those of an array in a chunk */
+    size_t chunk; /* the bytes of a row, and of an array in a chunk */
     int row_count, folded_count, first_row;
     /* Whether results are written past the caches. */
     bool large;
@@ -55,15 +45,10 @@ typedef struct {
     char *const *leaves;
     const Part *parts;
     const TreeChunk *tree;
-    RowMessages *messages; /* NULL in a segment */
 } Chunks;
 
 /* Go on from a turn, whose chunk is published if it is not the first one; `step` is the last step that was posted.
  * Return the turn in which other ranks are missing, or that is begun after `end`; or the one behind the last. */
 size_t make_turns(const Chunks *chunks, size_t turn, int64_t *step, int64_t end);
-
-/* Go on with chunks that two ranks exchange, of which so many are reduced; return how many are then. Stop at `end`, if
- * nothing comes for long, or at an error. */
-size_t exchange_chunks(const Chunks *chunks, size_t reduced, int64_t end);
 
 #endif

@@ -341,12 +341,6 @@ void announce(Nodes *self, int64_t step, Py_ssize_t nbytes)
     atomic_store_explicit(length_of(self, step, self->slots.rank), nbytes, memory_order_relaxed);
 }
 
-void get_functions(const Nodes *self, int (**start)(void *request), int (**test)(void *request, int *flag, void *status))
-{
-    *start = self->start;
-    *test = self->test;
-}
-
 bool nodes_alike(const Nodes *self, int64_t step)
 {
     return atomic_load_explicit(self->alike + (step & 1), memory_order_relaxed);

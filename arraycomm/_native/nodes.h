@@ -23,9 +23,6 @@ bool exchange_nodes(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t nanose
 /* Whether all ranks were found to show the same in a step that is complete. Others' slots may then lack the header. */
 bool nodes_alike(const Nodes *self, int64_t step);
 
-/* Get the functions of MPI. */
-void get_functions(const Nodes *self, int (**start)(void *request), int (**test)(void *request, int *flag, void *status));
-
 /* Add the type to the module; -1 if that fails. */
 int add_nodes(PyObject *module);
 

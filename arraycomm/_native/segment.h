@@ -10,10 +10,8 @@
 
 /* Go on with chunks of which only what is reduced is known, by a tuple of Python that says where: the slots, the segment,
  * the results, for each chunk whether to stream and room for two numbers; the bytes of a slot, rank, size, the bytes
- * from row to row and those of an array in a chunk, whether results are large, the rows, the folded chunks and the first
- * row; the turn and the step to go on from, and for how many nanoseconds. Return the turn and the step that were reached, or
- * NULL. If two ranks exchange the rows, two more: Nodes, and the addresses of a receive and a send for each row. In place of
- * turns are the chunks that are reduced, and in place of steps those that are begun, or minus MPI's error. */
+ * of a row, whether results are large, the rows, the folded chunks and the first row; the turn and the step to go on from, and for how many nanoseconds. Return the turn and the step that were reached, or
+ * NULL. */
 PyObject *reduce_in_segment(Chunks *chunks, PyObject *place);
 
 #endif

@@ -14,8 +14,6 @@
 
 /* Looks between two times that the core is given up. */
 enum { LOOKS = 16 };
-/* In how many parts at once memory is read that may lie far away, and the bytes that are read of each in turn. */
-enum { PARTS = 4, LINE = 64 };
 /* Of waits beside another thread, in nanoseconds: those in which ranks that call at about the same time have all called, and
  * the naps after that, a part of the time waited. Each disturbs the other thread, if only by its timer. */
 enum { GLANCE = 200000, SHORT_NAP = 50000, LONG_NAP = 1000000, PART = 20 };
@@ -110,16 +108,6 @@ bool wait_aside(const Slots *slots, int64_t step, int64_t since, int64_t end, _A
         else sleep_between_looks(now - since);
     }
     return true;
-}
-
-void copy_in(void *out, const void *from, size_t nbytes)
-{
-    const size_t part = nbytes / (PARTS * LINE) * LINE;
-    char *to = out;
-    const char *x = from;
-    for (size_t at = 0; at < part; at += LINE)
-        for (size_t of = 0; of < PARTS; ++of) memcpy(to + of * part + at, x + of * part + at, LINE);
-    memcpy(to + PARTS * part, x + PARTS * part, nbytes - PARTS * part);
 }
 
 #ifdef __SSE2__

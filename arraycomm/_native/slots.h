@@ -43,9 +43,6 @@ bool wait_aside(const Slots *slots, int64_t step, int64_t since, int64_t end, _A
 /* Whether every rank's header has the digest of this rank's. */
 bool same_digests(const Slots *slots, int64_t step);
 
-/* Copy from main memory: with a few reads at different places under way, which takes two thirds of the time of `memcpy`. */
-void copy_in(void *out, const void *from, size_t nbytes);
-
 /* Copy past the caches: what lies in this core's, other cores may read more slowly than main memory. */
 void stream_copy(void *out, const void *from, size_t nbytes);
 

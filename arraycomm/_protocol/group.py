@@ -35,9 +35,6 @@ class Group:
         self.name = name
         self.backend = transport.name
         self.rank, self.size = transport.rank, transport.size
-        if options.tuning.entries:
-            nodes = len(set(transport.nodes()))
-            transport.crossovers = options.tuning.of(self.size, nodes)
         # How many bytes of a payload a header can take along.
         self.inline_bytes = transport.control.payload
         # This group and those made from the same one, in the order of their making: its family.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from arraycomm._protocol.tuning import UNTUNED, Tuning
 from arraycomm._protocol.watchdog import checked_timeout
 
 
@@ -15,15 +14,9 @@ class Options:
     check: bool = True
     reproducible: bool = True
     timeout: float | None = 1800.0
-    # Every rank has that of rank 0, so that it need not be compared.
-    tuning: Tuning = field(default=UNTUNED, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("check", "reproducible"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
         object.__setattr__(self, "timeout", checked_timeout(self.timeout))
-        if not isinstance(self.tuning, Tuning):
-            raise TypeError(
-                "tuning is read by init alone, from the file that ARRAYCOMM_TUNING names"
-            )

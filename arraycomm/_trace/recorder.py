@@ -92,14 +92,10 @@ class _Call:
             if self.algorithm is Algorithm.CHAIN and not chain.opened(group.transport):
                 return Algorithm.SLICES
             return self.algorithm if by_movement else Algorithm.SLICES if slices else _MOVEMENT
-        segment = opened(group.transport)
-        if self.algorithm is Algorithm.SEGMENT and (segment is None or not segment.native):
-            return Algorithm.STEPS
         if self.algorithm or not self.stepped:
             return self.algorithm or Algorithm.HEADER
-        through = segment is not None
-        large = self.nbytes > selection.most_in_steps(group.inline_bytes)
-        return Algorithm.SEGMENT if through and large else Algorithm.STEPS
+        through = self.nbytes > group.inline_bytes and opened(group.transport) is not None
+        return Algorithm.SEGMENT if through else Algorithm.HEADER
 
 
 class Recorder:
@@ -257,5 +253,5 @@ def _algorithm(made: Operation) -> str:
         link, dtype = made.placement.link, made.source.dtype
         return selection.select(link, made.op, dtype, made.nbytes)
     if isinstance(made, Reduce):
-        return selection.choose(made.nbytes, made.group.size, *made.placement.link.slot)
+        return selection.without_segment(made.placement.link, made.nbytes)
     return ""

@@ -23,10 +23,9 @@ from arraycomm._folds import fold, prefixes
 from arraycomm._transports.blocks import Blocks as Blocks  # noqa: PLC0414 - others import it here
 from arraycomm._transports.blocks import Flat as Flat  # noqa: PLC0414
 from arraycomm._transports.control import ControlChannel
-from arraycomm._transports.crossovers import NOT_MEASURED, Crossovers
 from arraycomm._transports.node_chain import NodeChain
-from arraycomm._transports.pairs import ExchangePairs, Pair, PlainPair
 from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
+from arraycomm._transports.pairs import Pair, PlainPair
 
 Bytes = np.ndarray[Any, Any]
 Steps: TypeAlias = Generator["Handle", None, Any]
@@ -46,8 +45,6 @@ class Link(abc.ABC):
     chunk_bytes: int = 0
     # Whether a movement may begin before those before it have finished.
     overlaps: bool = False
-    # What was measured between these ranks, which the choice of an algorithm follows.
-    crossovers: Crossovers = NOT_MEASURED
 
     @property
     def slot(self) -> tuple[int, bool]:
@@ -120,8 +117,6 @@ class Transport(Link):
     control: ControlChannel
     # The chain of nodes, if there are several with several ranks each, in order.
     chain: NodeChain | None = None
-    # The messages between the only two ranks, if they share no memory.
-    exchange_pairs: ExchangePairs | None = None
     mpi_comm: Any = None
     # Number of polls before a waiting rank starts to yield its core.
     spins: int = 0

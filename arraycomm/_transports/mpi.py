@@ -26,7 +26,7 @@ from arraycomm._transports.mpi_failures import (
 )
 from arraycomm._transports.mpi_memory import finish, shared_memory
 from arraycomm._transports.mpi_movement import begin, vector
-from arraycomm._transports.mpi_pairs import MpiPair, make_exchange_pairs
+from arraycomm._transports.mpi_pairs import MpiPair
 from arraycomm._transports.mpi_pieces import agreed
 from arraycomm._transports.mpi_probe import MessageProbe
 from arraycomm._transports.mpi_relay import Broadcasts
@@ -74,7 +74,6 @@ class MPITransport(SharesFiles, Transport):
             self.control = MpiControl(comm, self._between, units, pieces)
             if self.size > 1:
                 self._broadcasts = Broadcasts(self._between, places, pieces)
-            self.exchange_pairs = make_exchange_pairs(self._between, pieces)
             if 1 < self.size <= DIRECT_RANKS:
                 self._direct = DirectMessages(self._between, places, pieces)
             if share:
@@ -147,8 +146,6 @@ class MPITransport(SharesFiles, Transport):
         self.control.close()
         if self.chain is not None:
             self.chain.control.close()
-        if self.exchange_pairs is not None:
-            self.exchange_pairs.free()
         if self._between is not None:
             self._between.Free()
         self.mpi_comm.Free()

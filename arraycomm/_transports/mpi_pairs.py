@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi_failures import translated
-from arraycomm._transports.mpi_pieces import Pieces
-from arraycomm._transports.pairs import ExchangePairs
-
-# See `mpi_direct.py` and `mpi_relay.py` for the tags of other movements.
-_TAG: Final = 3 << 10
-# The most bytes of a message between nodes that take long ones whole.
-_LONGEST: Final = 512 << 10
 
 
 class _Persistent:
@@ -45,11 +38,6 @@ class MpiPair:
         self.sent = _Persistent(comm.Send_init([send, MPI.BYTE], dest, tag))
         self._requests = self.received.request, self.sent.request
 
-    @property
-    def addresses(self) -> tuple[int, int]:
-        received, sent = map(MPI._addressof, self._requests)
-        return received, sent
-
     def begin(self) -> None:
         try:
             for request in self._requests:
@@ -69,15 +57,3 @@ class MpiPair:
                 request.Free()
         else:
             self._given_up.append(self)
-
-
-def make_exchange_pairs(comm: MPI.Intracomm, pieces: Pieces) -> ExchangePairs | None:
-    """Return the messages of two ranks, over a communicator that has no others of this tag; None for more ranks."""
-    if comm.size != 2:
-        return None
-    peer = 1 - comm.rank
-    return ExchangePairs(
-        min(pieces.most, _LONGEST),
-        lambda send, recv: MpiPair(comm, send, peer, recv, peer, _TAG),
-        lambda error: translated(MPI.Exception(error)),
-    )

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
-
-# For how many lengths messages are kept.
-_KEPT: Final = 16
+from typing import Protocol
 
 
 class Handle(Protocol):
@@ -27,10 +24,6 @@ class Pair(Protocol):
     def received(self) -> Handle:
         """The message from a rank that was begun last."""
 
-    @property
-    def addresses(self) -> tuple[int, int]:
-        """Where the native part finds the receive and the send."""
-
     def begin(self) -> None:
         """Begin to receive and to send once more; the messages begun before are finished."""
 
@@ -43,7 +36,6 @@ class PlainPair:
 
     sent: Handle
     received: Handle
-    addresses = (0, 0)
 
     def __init__(self, recv: Callable[[], Handle], send: Callable[[], Handle]) -> None:
         self._recv, self._send = recv, send
@@ -53,38 +45,3 @@ class PlainPair:
 
     def free(self) -> None:
         pass
-
-
-class ExchangePairs:
-    """Messages between the only two ranks of a group, made once for each length.
-
-    Attributes
-    ----------
-    nbytes : int
-        The most bytes of a message.
-    failure : callable
-        Returns the exception for an error of the native part.
-    """
-
-    def __init__(
-        self, nbytes: int, make: Callable[[Any, Any], Pair], failure: Callable[[int], Exception]
-    ) -> None:
-        self.nbytes, self.failure, self._make = nbytes, failure, make
-        self._kept: dict[int, list[Pair]] = {}
-
-    def of(self, rows: Any, rank: int, length: int) -> list[Pair]:
-        """Return the messages of so many bytes of each row, which is an array with a row of each rank; always the same rows."""
-        if length not in self._kept:
-            if len(self._kept) >= _KEPT:
-                self.free()
-            self._kept[length] = [
-                self._make(row[rank, :length], row[1 - rank, :length]) for row in rows
-            ]
-        return self._kept[length]
-
-    def free(self) -> None:
-        """Give back what the transport keeps for messages; none is under way, unless it was given up."""
-        for pairs in self._kept.values():
-            for pair in pairs:
-                pair.free()
-        self._kept.clear()

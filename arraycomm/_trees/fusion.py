@@ -11,9 +11,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._collectives import algorithms, chain, exchange
+from arraycomm._collectives import algorithms, chain
 from arraycomm._collectives.segment import ROWS, SharedSegment, segment_of
-from arraycomm._collectives.selection import most_in_steps
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
@@ -97,11 +96,9 @@ class Fusion:
     def prepare(self, memory: TreeMemory) -> Steps:
         """Return the shared segment through which the leaves travel, or None; collective."""
         group = memory.group
-        if group.size == 1 or self.nbytes <= most_in_steps(group.inline_bytes):
+        if group.size == 1 or self.nbytes <= group.inline_bytes:
             return None
         transport = group.transport
-        if transport.exchange_pairs is not None:
-            return (yield from exchange.segment_of(transport))
         if transport.chain is None:
             return (yield from segment_of(transport))
         if not chain.is_preferred(transport, self._dtypes, self.nbytes):

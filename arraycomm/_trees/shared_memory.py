@@ -49,8 +49,6 @@ class ChunkLayout:
         # Of what lies in the chunk, what this rank folds, and what others fold.
         mine = list(_between(start, stop, chunk.parts))
         others = [*_between(0, start, chunk.parts), *_between(stop, rows.shape[1], chunk.parts)]
-        if segment.folds_all:
-            others = mine
         self._pieces: list[tuple[slice, Part | None]] = []
         if not self._folds:
             others += [part for part in mine if not _is_piece(part)]

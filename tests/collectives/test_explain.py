@@ -44,14 +44,12 @@ def test_way_is_the_one_that_is_taken(on_ranks, size, count, monkeypatch) -> Non
 
 @pytest.mark.both_control_channels
 def test_one_chunk_goes_through_the_segment_whatever_the_mpi(on_ranks, several, transport) -> None:
-    """Slot after slot takes several times as long."""
 
     def check(comm: Communicator) -> str:
         return ac.explain(np.ones(50_000), comm=comm).algorithm
 
-    shared = {"threads": "steps", "mpi-shared": "steps" if compiled is None else "segment"}
-    if transport in shared:
-        assert set(on_ranks(several, check)) == {shared[transport]}
+    if transport in ("threads", "mpi-shared"):
+        assert set(on_ranks(several, check)) == {"slices" if compiled is None else "segment"}
 
 
 def test_copies_are_those_that_are_made(on_ranks, size) -> None:
@@ -135,7 +133,7 @@ def test_arrays_on_devices(on_ranks, several, name, backend, copies, note) -> No
         by_function = ac.explain(there, ac.op(np.multiply), comm=comm)
         assert by_function.backend == comm.backend
         small = ac.explain(there[:2], comm=comm).algorithm
-        assert small == ("header" if name == "staged" else "gather")
+        assert small == ("header" if name == "staged" else "slices")
 
     with linked_devices(name):
         on_ranks(several, in_own_stream(check))

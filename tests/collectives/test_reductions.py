@@ -15,7 +15,7 @@ from arraycomm._dtypes import BY_NAME
 from tests.support import internals, oracle
 from tests.support.oracle import CASES, USUAL, expected, same_bits, same_result, sample
 
-# One element, what travels in the header of a node, and what takes several steps or slices.
+# One element, what travels in the header of a node, and what goes through a segment or in slices.
 COUNTS = [1, 37, 30_000]
 
 
@@ -24,11 +24,11 @@ for _dtype, _op in CASES:
     OPS_OF.setdefault(_dtype, []).append(_op)
 
 
-@pytest.fixture(params=["steps", "slices"])
+@pytest.fixture(params=["segment", "slices"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How reductions go that do not fit in the header, where memory is shared."""
     if request.param == "slices":
-        monkeypatch.setattr(selection, "MAX_STEPS", 0)
+        monkeypatch.setattr(selection, "is_preferred", lambda *_: False)
     way: str = request.param
     return way
 
@@ -135,7 +135,7 @@ def test_result_does_not_depend_on_the_chunk_size(on_ranks, size, chunk, monkeyp
         return comm.allreduce(x).tobytes()
 
     whole = on_ranks(size, check)
-    monkeypatch.setattr(selection, "MAX_STEPS", 0)
+    monkeypatch.setattr(selection, "is_preferred", lambda *_: False)
     assert on_ranks(size, check) == whole
     monkeypatch.setattr(selection, "CHUNK_BYTES", chunk)
     assert on_ranks(size, check) == whole

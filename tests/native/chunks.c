@@ -82,7 +82,7 @@ static void *play(void *number)
         for (int chunk = 0; chunk < MOST; ++chunk) streams[chunk] = (call + chunk) % 2;
         const bool is_tree = call % 3 == 1, in_place = call % 3 == 0 || call % 6 == 1;
         Chunks chunks = {
-            .slots = {slots, SLOT, rank, RANKS}, .rows = rows, .chunk = CHUNK, .length = CHUNK, .row_count = ROWS, .folded_count = FOLDED,
+            .slots = {slots, SLOT, rank, RANKS}, .rows = rows, .chunk = CHUNK, .row_count = ROWS, .folded_count = FOLDED,
             .first_row = first_row, .large = call % 2, .out = (char *)(in_place ? x : out), .x = (char *)x,
             .nbytes = (size_t)count * 4, .count = ((size_t)count * 4 + CHUNK - 1) / CHUNK, .streams = streams,
             .seconds = seconds};

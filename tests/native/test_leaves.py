@@ -152,7 +152,6 @@ def _place(**changes: Any) -> tuple[Any, ...]:
         "rank": 0,
         "size": 1,
         "chunk": _CHUNK,
-        "length": _CHUNK,
         "large": True,
         "rows": 4,
         "folded": 3,
@@ -224,10 +223,8 @@ def test_results_go_to_leaves_and_to_the_buffer_as_the_parts_say() -> None:
         {"size": 65},
         {"chunk": 0},
         {"chunk": 60},
-        {"chunk": 128, "length": 128, "segment": np.zeros(7 * 128, np.uint8)},
-        {"length": 0},
-        {"length": 32},
-        {"length": 128},
+        {"chunk": 128, "segment": np.zeros(7 * 128, np.uint8)},
+        {"chunk": 32},
         {"step": -1},
         {"rows": 0},
         {"folded": 0},
@@ -243,28 +240,6 @@ def test_segments_that_are_not_as_they_are_said_to_be_are_refused(changes) -> No
         compiled.reduce_chunks(_place(**changes), x.view(np.uint8), sums)
     with pytest.raises(ValueError, match="not as the segment has them"):
         held.reduce(_place(**changes), _TREE + np.eye(6, dtype=int)[1] * sums, _PARTS, _CHUNK, 104)
-
-
-@pytest.mark.parametrize(
-    ("messages", "error", "message"),
-    [
-        ((None, [1] * 8), TypeError, "nodes must be Nodes"),
-        ((True, [1] * 7), ValueError, "each row must have a receive and a send"),
-        ((True, []), ValueError, "each row must have a receive and a send"),
-        ((True, 8), TypeError, "has no len"),
-        ((True, ["1"] * 8), TypeError, "an integer is required"),
-        # Of one rank.
-        ((True, [1] * 8), ValueError, "not as the segment has them"),
-    ],
-    ids=str,
-)
-def test_rows_that_are_exchanged_need_messages(messages, error, message) -> None:
-    x, sums = np.arange(26, dtype=_FLOAT), number_of("sum", _FLOAT)
-    slots = {"memory": np.zeros(4 * 256 + 7 * 8, np.uint8), "rank": 0, "size": 2, "slot": 256}
-    ranks = {"members": [0], "others": [1], "received": [1], "ahead": 4, "box": None}
-    nodes = messages[0] and compiled.Nodes(**slots, **ranks, start=1, test=1)
-    with pytest.raises(error, match=message):
-        compiled.reduce_chunks((*_place(), nodes, messages[1]), x.view(np.uint8), sums)
 
 
 def test_arrays_without_whole_elements_are_refused() -> None:

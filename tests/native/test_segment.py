@@ -39,7 +39,6 @@ def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefer the segment, in which a chunk is small, wherever all ranks can have one."""
     monkeypatch.setattr(selection, "is_preferred", lambda link, _: link.slot[1])
     monkeypatch.setattr(segment, "_CHUNK_BYTES", 32 << 10)
-    monkeypatch.setattr(selection, "MAX_STEPS", 0)
 
 
 def _check(comm: Communicator) -> None:
@@ -130,7 +129,7 @@ def _watch_turns(patch: pytest.MonkeyPatch, watch: Callable[[_Call], None]) -> N
     def watched(self: Any, go_on: Any, target: Any, count: int, first: int) -> Any:
         def go_on_watched(place: Any) -> Any:
             turn, step = go_on(place)
-            _, _, _, streams, seconds, _, _, _, _, _, large, *_ = place
+            _, _, _, streams, seconds, _, _, _, _, large, *_ = place
             watch(_Call(target.nbytes, streams, seconds, large, turn == count + 2))
             return turn, step
 

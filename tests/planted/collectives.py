@@ -123,10 +123,10 @@ ALGORITHMS: Final = (
     ),
     Fault(
         "last rank skipped",
-        "if all ranks gather all rows, the last is not folded",
+        "a rank does not fold the last row of its slice",
         _ALGORITHMS,
-        "                link.fold(op, source.dtype, rows_of(into, link.size), target)",
-        "                link.fold(op, source.dtype, rows_of(into, link.size)[:-1], target)",
+        "        link.fold(op, dtype, rows, into)\n",
+        "        link.fold(op, dtype, rows[:-1], into)\n",
         ("way_does_not_matter",),
     ),
     Fault(
@@ -155,11 +155,11 @@ ALGORITHMS: Final = (
         ("way_does_not_matter",),
     ),
     Fault(
-        "last step",
-        "elements beyond what fits in some full steps of the control channel are left out",
-        _ALGORITHMS,
-        "    for start in range(0, len(source), count):",
-        "    for start in range(0, max(len(source) - count + 1, 1), count):",
+        "end of the slices",
+        "elements that are left over once all slices are equally long belong to none",
+        "arraycomm/_collectives/chunks.py",
+        "    return [count * rank // size for rank in range(size + 1)]",
+        "    return [count // size * rank for rank in range(size + 1)]",
         ("size_does_not_matter",),
     ),
     Fault(

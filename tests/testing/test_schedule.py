@@ -117,9 +117,12 @@ def usual_patience(patience: float, monkeypatch: pytest.MonkeyPatch) -> float:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every way of a large reduction be taken by arrays that are quick to fold."""
-    monkeypatch.setattr(selection, "MAX_STEPS", 3)
-    monkeypatch.setattr(selection, "GATHER_BYTES", 600_000)
+    monkeypatch.setattr(selection, "is_preferred", lambda _, nbytes: nbytes < _LARGE)
     monkeypatch.setattr(selection, "CHUNK_BYTES", 1 << 18)
+
+
+# From here on by slices.
+_LARGE = 200_000
 
 
 def small(comm: Communicator) -> None:
@@ -131,9 +134,9 @@ def small(comm: Communicator) -> None:
 
 def large(comm: Communicator) -> None:
     payload = internals.control(comm).payload
-    limits = [payload + 8, 3 * payload, 3 * payload + 8, 600_000 // comm.size + 8]
-    ways = [selection.choose(nbytes, comm.size, payload, True) for nbytes in limits]
-    assert ways == ["steps", "steps", "gather", "slices"]
+    limits = [payload + 8, 3 * payload, _LARGE]
+    ways = [ac.explain(np.empty(nbytes // 8), comm=comm).algorithm for nbytes in limits]
+    assert ways == ["segment", "segment", "slices"]
     for call, nbytes in enumerate([*limits, *limits]):
         x = np.arange(nbytes // 8) * (comm.rank + 1) + call
         total = np.arange(nbytes // 8) * sum(range(1, comm.size + 1)) + call * comm.size

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import algorithms, chain
-from arraycomm._collectives.segment import ROWS
+from arraycomm._collectives import algorithms, chain, chunks
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._transports import mpi_pieces
 from arraycomm._transports.base import Blocks, Steps, Transport
-from arraycomm._transports.crossovers import Crossovers
-from arraycomm._transports.mpi_pairs import MpiPair
 from arraycomm._trees import fusion, shared_memory
 from arraycomm._trees.held import Held
 from tests.collectives.test_trace import traced
@@ -127,11 +124,12 @@ def test_headers_with_large_payloads_are_sent_again_and_again(comm: Communicator
 
 @pytest.mark.parametrize("chunk", [0, 64 << 10])
 def test_chunks_that_overlap_have_the_bits_of_the_order_of_ranks(
-    comm: Communicator, chunk: int
+    comm: Communicator, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The results of one are on their way to other ranks while the next is folded."""
     internals.transport(comm).chunk_bytes = chunk
-    internals.transport(comm).crossovers = Crossovers(chunk=chunk or None)
+    if chunk:
+        monkeypatch.setattr(chunks, "overlapping_chunk", lambda *_: chunk)
     count, size, rank = 70_001, comm.size, comm.rank
     blocks = [
         np.random.default_rng(r).standard_normal((size, count), np.float32) for r in range(size)
@@ -152,47 +150,6 @@ def test_chunks_that_overlap_have_the_bits_of_the_order_of_ranks(
     assert x.tobytes() == (total if rank == 1 else blocks[rank][0]).tobytes()
     x = blocks[rank][0].copy()
     assert comm.scan(x, out=x).tobytes() == sums[rank].tobytes()
-
-
-def test_messages_of_an_exchange_are_given_back(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if internals.transport(comm).exchange_pairs is None:
-        pytest.skip("these are more than two ranks")
-    freed, free = list[MpiPair](), MpiPair.free
-
-    def noted(pair: MpiPair) -> None:
-        freed.append(pair)
-        free(pair)
-
-    monkeypatch.setattr(MpiPair, "free", noted)
-    with comm.dup() as made:
-        for count in (300_000, 300_000):
-            made.allreduce(np.ones(count, np.float32))
-        assert not freed
-    # A receive and a send of each row.
-    assert len(freed) == ROWS
-
-
-@pytest.mark.parametrize(
-    ("measured", "algorithm"),
-    [
-        (Crossovers(gather=1 << 24, chunk=64 << 10), {"gather"}),
-        (Crossovers(gather=0, slices=1 << 24, chunk=64 << 10), {"slices"}),
-        (Crossovers(gather=0, slices=0), {"slices", "chain"}),
-    ],
-)
-def test_measured_crossovers_change_the_algorithm_but_no_bits(
-    comm: Communicator, measured: Crossovers, algorithm: set[str]
-) -> None:
-    link = internals.transport(comm)
-    x = np.random.default_rng(comm.rank).standard_normal(300_001, np.float32)
-    expected = comm.allreduce(x)
-    link.crossovers = measured
-    algorithm = {"exchange"} if comm.size == 2 and algorithm != {"gather"} else algorithm
-    assert ac.explain(x, comm=comm).algorithm in algorithm
-    assert comm.allreduce(x).tobytes() == expected.tobytes()
-    assert comm.allreduce(x, out=x).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "int16"])
@@ -217,7 +174,8 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
     monkeypatch.setattr(Held, "fill", noted)
     rng, kind = np.random.default_rng(rank), np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     # The first node sends totals, which bfloat16 has in float32, and the last one results.
-    link.crossovers = Crossovers(gather=0, slices=0)
+    chained = [True]
+    monkeypatch.setattr(chain, "is_quicker", lambda *_: chained[0])
     wide = {"bfloat16": 4, "float8_e5m2": 4}.get(dtype, kind.itemsize)
     explained = ac.explain(np.zeros(1000, kind), comm=comm)
     assert explained.algorithm == "header"
@@ -230,10 +188,10 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
         held = {"a": x[: count // 3], "b": rng.standard_normal(count // 2), "d": x[:0]}
         held |= {f"s{n}": x[n : n + 300] for n in range(40)}
         trees = [held, {**held, "c": x[::2]}]
-        link.crossovers = Crossovers(gather=0, slices=1 << 40)
+        chained[0] = False
         expected = comm.allreduce(x)
         reduced = [ac.allreduce_tree(tree, "sum", comm=comm) for tree in trees]
-        link.crossovers = Crossovers(gather=0, slices=0)
+        chained[0] = True
         plans = [comm.plan(tree, "sum") for tree in trees]
         for _ in range(2):
             assert comm.allreduce(x).tobytes() == expected.tobytes()
@@ -266,8 +224,8 @@ def test_large_leaves_are_sent_from_where_they_lie(
     comm: Communicator, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If they are contiguous, which other ranks' need not be; in several messages, and with the bits of `allreduce`."""
-    link = internals.transport(comm)
-    link.crossovers = Crossovers(gather=0, slices=1 << 40, chunk=300 << 10)
+    monkeypatch.setattr(chain, "is_quicker", lambda *_: False)
+    monkeypatch.setattr(chunks, "overlapping_chunk", lambda *_: 300 << 10)
     monkeypatch.setattr(fusion, "_ALONE", (1 << 20) // comm.size)
     sent, reduce = list[np.ndarray](), algorithms.allreduce_in_turn
 
@@ -319,8 +277,8 @@ def test_large_leaves_are_sent_from_where_they_lie(
     whole = {k for k, x in tree.items() if any(np.shares_memory(x, source) for source in sent)}
     in_order = set() if comm.rank else {"on one rank in order"}
     plain = set() if narrow else {"large", "locked"} | in_order
-    # Two ranks exchange all leaves in chunks; and here they pass copies.
-    assert whole == (plain | {"bfloat16"} if comm.size > 2 and kind != "overwritten" else set())
+    # Where results may be written over leaves, these are copies here.
+    assert whole == (plain | {"bfloat16"} if kind != "overwritten" else set())
 
 
 def _no_memory(*_: object) -> None:
@@ -335,7 +293,7 @@ def test_without_memory_a_chain_of_nodes_is_left_aside(
         pytest.skip("these nodes are no chain")
     if comm.rank == 1:
         monkeypatch.setattr(chain, "allocate", _no_memory)
-    internals.transport(comm).crossovers = Crossovers(gather=0, slices=0)
+    monkeypatch.setattr(chain, "is_quicker", lambda *_: True)
     x = np.arange(300_000.0) + comm.rank
     assert (comm.allreduce(x) == comm.size * np.arange(300_000.0) + sum(range(comm.size))).all()
     assert not chain.opened(internals.transport(comm))

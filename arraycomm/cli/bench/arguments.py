@@ -108,13 +108,6 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="with --compare: fail if anything takes more than R times as long after",
     )
-    add(
-        "--tune",
-        type=Path,
-        metavar="FILE",
-        help="measure between these ranks up to which sizes each algorithm of a reduction is the fastest, and write "
-        "it to this file, which programs read if ARRAYCOMM_TUNING names it",
-    )
 
 
 def command(arguments: argparse.Namespace) -> list[str]:
@@ -125,7 +118,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
         if (values := getattr(arguments, name)) is not None:
             words += [f"--{name}", ",".join(map(str, values))]
     words += ["--repeats", str(arguments.repeats), "--seconds", str(arguments.seconds)]
-    for name in ("json", "picture", "tune"):
+    for name in ("json", "picture"):
         if (path := getattr(arguments, name)) is not None:
             words += [f"--{name}", str(path)]
     return words
@@ -135,8 +128,6 @@ def refusal(arguments: argparse.Namespace) -> str:
     """Say why this cannot be measured here, and what would help; empty if it can be measured."""
     if arguments.picture is not None and (reason := why_no_picture("--picture", arguments.picture)):
         return reason
-    if arguments.tune is not None and arguments.device == "cuda":
-        return "--tune measures arrays in host memory; leave --device cuda out"
     names = arguments.frameworks or ()
     if arguments.device == "cuda":
         return device.refusal(names, arguments.mode)

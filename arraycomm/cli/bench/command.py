@@ -8,7 +8,6 @@ import sys
 
 import arraycomm
 from arraycomm._launch import detect
-from arraycomm.cli.bench import tune
 from arraycomm.cli.bench.arguments import add_arguments, command, refusal
 from arraycomm.cli.bench.compare import as_table, compared, slower
 from arraycomm.cli.bench.contenders import Field
@@ -30,8 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     if detect(os.environ) is None:
         return launch(arguments.ranks, command(arguments))
-    if arguments.tune is not None:
-        return tune.run(arguments)
     on_device = arguments.device == "cuda"
     comm = arraycomm.init("auto" if on_device else "mpi")
     field = DeviceField(comm) if on_device else Field(comm)

@@ -63,7 +63,6 @@ $ arraycomm bench latency --sizes 8,1024 --dtypes float32 --frameworks torch
 $ arraycomm bench --ranks 4 --json figures.json
 $ arraycomm bench --device cuda            # arrays on GPUs, beside NCCL called by CuPy and PyTorch
 $ arraycomm bench --compare old.json new.json --at-most 1.1   # fails if anything takes longer
-$ arraycomm bench --tune tuning.json       # measures which algorithm is the fastest for which sizes
 ```
 
 It starts its ranks by itself; under `mpiexec` it has those. While it runs, it prints on standard error what has been measured. `--picture` draws times and bandwidths by size and the ratios of all contenders, once for light pages and
