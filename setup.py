@@ -78,7 +78,6 @@ def native_part() -> dict[str, Any]:
                 "segment",
                 "slots",
                 "turns",
-                "xla",
             )
         ],
         depends=[
@@ -94,7 +93,6 @@ def native_part() -> dict[str, Any]:
                 "segment",
                 "slots",
                 "turns",
-                "xla",
             )
         ],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],

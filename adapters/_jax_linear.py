@@ -10,12 +10,11 @@ from typing import Any, Final, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import arraycomm as ac
-from arraycomm._training.programs import NativeReduction, ProgramCalls, calls_of
+from arraycomm._training.programs import ProgramCalls, calls_of
 from arraycomm.adapters._jax_callbacks import Make
 from arraycomm.adapters._jax_messages import exchange
 from arraycomm.adapters._jax_primitive import Call, bind
@@ -76,11 +75,6 @@ class Allreduce(Collective):
 
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
         return calls.allreduce(x, self.op, out)
-
-    def native(
-        self, comm: ac.Communicator, place: int, like: ShapedArray
-    ) -> NativeReduction | None:
-        return calls_of(comm).native(place, self.op, like.dtype, like.size * like.dtype.itemsize)
 
     def shape(self, shape: Shape, size: int) -> Shape:
         _check_named(self.name, self.op)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import effects
 from jax._src.core import abstract_token
 from jax.core import ShapedArray
@@ -20,8 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
 import arraycomm as ac
-from arraycomm._training.programs import NativeReduction
-from arraycomm.adapters._jax_callbacks import Callback, Make, NativeCallback, is_native
+from arraycomm.adapters._jax_callbacks import PYTHON, Callback, Make
 from arraycomm.adapters._jax_errors import unwrap
 from arraycomm.adapters._jax_tokens import keep
 from arraycomm.adapters._jax_tracing import refuse_repetition
@@ -62,12 +62,6 @@ class Call(abc.ABC):
     @abc.abstractmethod
     def open(self, comm: ac.Communicator) -> Make:
         """Return what makes the call; may be collective when a communicator is first used."""
-
-    def native(
-        self, comm: ac.Communicator, place: int, like: ShapedArray
-    ) -> NativeReduction | None:
-        """Return the call at a place of a program as one for the native part, or None if it is none."""
-        return None
 
     def is_identity(self, comm: ac.Communicator) -> bool:
         """Tell whether this rank's results are its arguments, and no other rank takes part."""
@@ -158,9 +152,8 @@ def _lower(
     if call.is_identity(comm):
         ctx.set_tokens_out(ctx.tokens_in)
         return arrays
-    target, attributes = callback.target(len(module.host_callbacks) - 1)
     lowered = jax.ffi.build_ffi_lowering_function(
-        target,
+        PYTHON,
         has_side_effect=True,
         operand_output_aliases=_aliases(arrays[: len(ctx.avals_out)]) if call.in_place else {},
     )
@@ -173,7 +166,7 @@ def _lower(
         ),
         ctx.tokens_in.get(_effect),
         *arrays,
-        **attributes,
+        index=np.uint64(len(module.host_callbacks) - 1),
     )
     *results, token = made.results
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_effect: token})))
@@ -182,10 +175,7 @@ def _lower(
 
 def _callback(call: Call, comm: ac.Communicator, place: int, avals: Sequence[Any]) -> Callback:
     make, others = call.open(comm), comm if call.communicates else None
-    reduction = call.native(comm, place, avals[0]) if avals and is_native() else None
-    if reduction is None:
-        return Callback(_token, others, make, place, len(avals))
-    return NativeCallback(_token, others, make, place, avals[0], reduction)
+    return Callback(_token, others, make, place, len(avals))
 
 
 def _aliases(arrays: Sequence[Any]) -> dict[int, int]:

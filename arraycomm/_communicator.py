@@ -243,7 +243,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         Blocks until every rank has called. An array of up to 1 MiB (less with more than 3 ranks; between
         nodes 1 MiB between two ranks, and 1 MiB / p between p) takes one small step. A larger one is cut into slices. Each rank folds one
         slice of all ranks' arrays, then the slices are gathered: each rank sends about twice the array's
-        bytes, or once if two ranks are on two nodes (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+        bytes (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
         """
         again = self._again if timeout is None else None
         try:

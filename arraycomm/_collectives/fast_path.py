@@ -99,8 +99,6 @@ class FastPaths:
     def forget(self) -> None:
         """Give up all fast paths; their figures are kept."""
         self._runner.statistics.absorb(self._counts())
-        for path in self.paths.values():
-            path.free()
         self.paths.clear()
 
     def _counts(self) -> list[Count]:
@@ -109,9 +107,6 @@ class FastPaths:
 
 class NoFastPath:
     """Stands for large arrays that cannot be read where they are, so that they are not copied each time to see that."""
-
-    def free(self) -> None:
-        """Nothing is held."""
 
     def __call__(self, x: Any, out: Any) -> None:
         """Have the call made in full."""
@@ -146,9 +141,6 @@ class FastPath:
 
     def __call__(self, x: Any, out: Any) -> Any:
         raise NotImplementedError
-
-    def free(self) -> None:
-        """Give back what the transport keeps for it; no call is made afterwards."""
 
     def await_others(self) -> None:
         """Wait until every rank has posted this step."""

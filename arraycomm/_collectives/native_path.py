@@ -57,9 +57,6 @@ class NativeAllreduce(FastAllreduce):
         super().__init__(runner, op, source, note)
         self.exchange = _exchange(runner, self, op, source, self._prefix, self._nbytes)
 
-    def free(self) -> None:
-        self.exchange.retire()
-
     def _reduce(self, x: Array, out: Array) -> bool:
         reduced: bool = self.exchange.reduce(x if x.flags.c_contiguous else x.copy(), out)
         return reduced

@@ -37,8 +37,6 @@ struct Exchange {
     int64_t started;
     long long calls;
     double seconds;
-    atomic_bool retired; /* no reduction is made without the GIL any more */
-    atomic_int users;    /* those who look at the exchange without the GIL */
 };
 
 PyObject *exchange_type;
@@ -311,72 +309,10 @@ static PyObject *exchange_meet(Exchange *self, PyObject *none)
     return PyBool_FromLong(agree(self));
 }
 
-static PyObject *exchange_go_on(Exchange *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    Py_buffer to;
-    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "go_on takes x and out");
-    if (!take(self, args[1], &to, PyBUF_ND | PyBUF_WRITABLE))
-        return PyErr_Format(PyExc_ValueError, "out is not an array of the reduction");
-    const int failed = go_on(self, args[0], args[1], to.buf);
-    PyBuffer_Release(&to);
-    if (failed) return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyObject *exchange_retire(Exchange *self, PyObject *none)
-{
-    (void)none;
-    atomic_store(&self->retired, true);
-    await_users(self);
-    Py_RETURN_NONE;
-}
-
 static PyObject *exchange_counts(Exchange *self, PyObject *none)
 {
     (void)none;
     return Py_BuildValue("Ld", self->calls, self->seconds);
-}
-
-/* ---- without the GIL --------------------------------------------------------------------------- */
-
-void enter_exchange(Exchange *self)
-{
-    atomic_fetch_add(&self->users, 1);
-}
-
-void leave_exchange(Exchange *self)
-{
-    atomic_fetch_sub(&self->users, 1);
-}
-
-void end_exchange(Exchange *self)
-{
-    leave_turn(self->turn);
-}
-
-void await_users(Exchange *self)
-{
-    Py_BEGIN_ALLOW_THREADS
-    while (atomic_load(&self->users)) sched_yield();
-    Py_END_ALLOW_THREADS
-}
-
-Attempt try_exchange(Exchange *self, const void *x, void *out)
-{
-    const int64_t started = clock_now();
-    if (self->nodes || atomic_load(&self->retired) || !take_turn(self->turn)) return REFUSED;
-    /* Only who has the turn adds to the queue. */
-    if (Py_SIZE(self->queue)) {
-        leave_turn(self->turn);
-        return REFUSED;
-    }
-    self->started = started;
-    post(self, x, self->nbytes);
-    const int64_t step = self->control->step;
-    if (!wait_for_all(&self->slots, step, started + WAIT_NANOSECONDS) || !same_digests(&self->slots, step)) return BEGUN;
-    finish(self, out);
-    leave_turn(self->turn);
-    return REDUCED;
 }
 
 /* ---- methods ----------------------------------------------------------------------------------- */
@@ -386,10 +322,6 @@ static PyMethodDef exchange_methods[] = {
      PyDoc_STR("reduce(x, out): reduce, and tell whether that was done; nothing has happened if not.")},
     {"meet", (PyCFunction)(void (*)(void))exchange_meet, METH_NOARGS,
      PyDoc_STR("meet(): make a step with the header alone, and tell whether all ranks show the same; the turn is taken.")},
-    {"go_on", (PyCFunction)(void (*)(void))exchange_go_on, METH_FASTCALL,
-     PyDoc_STR("go_on(x, out): take a reduction to its end that was begun without the GIL.")},
-    {"retire", (PyCFunction)(void (*)(void))exchange_retire, METH_NOARGS,
-     PyDoc_STR("retire(): have no reduction made without the GIL any more, and wait for those under way.")},
     {"counts", (PyCFunction)(void (*)(void))exchange_counts, METH_NOARGS,
      PyDoc_STR("counts(): return how many calls were made, and their seconds.")},
     {NULL, NULL, 0, NULL},

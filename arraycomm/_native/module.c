@@ -16,7 +16,6 @@
 #include "segment.h"
 #include "slots.h"
 #include "turns.h"
-#include "xla.h"
 
 /* Up to so many rows need no memory of their own; with fewer bytes, letting other threads run takes
  * longer than the fold. */
@@ -358,7 +357,7 @@ static PyMethodDef methods[] = {
 static int exec_module(PyObject *module)
 {
     use_level(level_count() - 1);
-    return add_nodes(module) || add_turns(module) || add_exchange(module) || add_leaves(module) || add_xla(module) ? -1 : 0;
+    return add_nodes(module) || add_turns(module) || add_exchange(module) || add_leaves(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};

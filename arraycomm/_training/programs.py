@@ -14,10 +14,8 @@ from weakref import WeakKeyDictionary
 from arraycomm._collectives.groups import hide
 from arraycomm._collectives.matching import Status
 from arraycomm._collectives.messages import TAGS, Messenger
-from arraycomm._collectives.native_path import NativeAllreduce, fast_paths_of
+from arraycomm._collectives.native_path import fast_paths_of
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
-from arraycomm._dtypes import name_of
-from arraycomm._native import compiled
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._training.join import PrivateGuard
@@ -94,8 +92,6 @@ class ProgramCalls:
         self._guard = _PlaceGuard(shared)
         runner_of(self.comm).set_guard(self._guard)
         self._fast = fast_paths_of(runner_of(self.comm))
-        # Also for calls that the native part makes by itself, which asks no guard.
-        group_of(shared).on_watch.append(self._fast.forget)
         runner, place = runner_of(self.comm), self._guard.current_place
         self._messenger = Messenger(group_of(self.comm), runner.statistics, place)
 
@@ -125,51 +121,12 @@ class ProgramCalls:
             self._fast.keep(key, x, op, _note(place))
         return result
 
-    def forget(self) -> None:
-        """Give up the fast paths."""
-        self._fast.forget()
-
-    def native(self, place: int, op: str, dtype: Any, nbytes: int) -> NativeReduction | None:
-        """Return an allreduce as one for the native part: a small one on one node; None if it is none."""
-        group = group_of(self.comm)
-        small = group.control.shared and 0 < nbytes <= group.inline_bytes
-        if compiled is None or not small or compiled.find_fold(op, name_of(dtype)) < 0:
-            return None
-        return NativeReduction(self, place, op)
-
-    def find_exchange(self, place: int, op: str, x: Any) -> Any:
-        """Return what makes the allreduce of arrays like x at a place, if the native part does; else None."""
-        path = self._fast.paths.get((place, op, x.dtype, x.shape))
-        return path.exchange if isinstance(path, NativeAllreduce) else None
-
     def at(self, place: int) -> _At:
         """Return a context in which this thread's calls are made at this place, 1 or more."""
         return _At(self._guard.current, place)
 
 
-class NativeReduction:
-    """An allreduce at a place of a program, which the native part makes without the GIL once it is known."""
-
-    def __init__(self, calls: ProgramCalls, place: int, op: str) -> None:
-        self._calls, self._place, self._op = calls, place, op
-
-    def exchange(self, x: Any) -> Any:
-        """Return what makes it for arrays like x, if Python has made one; else None."""
-        return self._calls.find_exchange(self._place, self._op, x)
-
-    def go_on(self, exchange: Any, x: Any, out: Any) -> None:
-        """Take a call to its end that has begun: a rank is late, or calls something else."""
-        with self._calls.at(self._place):
-            exchange.go_on(x, out)
-
-
 _calls: Final[WeakKeyDictionary[Group, ProgramCalls]] = WeakKeyDictionary()
-
-
-def forget_native_calls() -> None:
-    """Have Python make the next call at each place of each program: an error is to be seen there."""
-    for calls in list(_calls.values()):
-        calls.forget()
 
 
 def calls_of(comm: Communicator) -> ProgramCalls:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +23,6 @@ from jax.interpreters import mlir
 
 import arraycomm as ac
 from arraycomm._training.programs import calls_of
-from arraycomm.adapters._jax_callbacks import NativeCallback, is_native
 from arraycomm.adapters.jax import (
     all_reduce,
     allgather,
@@ -38,7 +33,6 @@ from arraycomm.adapters.jax import (
 )
 from tests.adapters import jax_transformations as transformations
 from tests.adapters.jax_cases import CASES, Case, derivatives_of, draw
-from tests.support import internals
 from tests.support.launched import Check, perform
 
 RUNS = 30
@@ -191,7 +185,7 @@ def compiled_results_have_the_bits_of_eager_ones() -> None:
     ):
         x = jnp.asarray(tiny if dtype == jnp.float32 else thirds, dtype)
         program = jax.jit(lambda x, op=op: allreduce(x, op))
-        # By Python, and then by the native part.
+        # In full, and then as once before.
         got, again, eager = program(x), program(x), allreduce(x, op)
         plain = ac.world().allreduce(x, op)
         assert len({np.asarray(y).tobytes() for y in (got, again, eager, plain)}) == 1
@@ -248,106 +242,20 @@ def repeated_calls_are_as_the_first() -> None:
     tokens = dispatch.runtime_tokens
     [(effect, token)] = tokens.current_tokens.items()
     assert tokens.get_token_input(effect, jax.devices()[:1]) is token
+    # Whatever wants to see every call does.
+    path = comm.bcast_object(f"{tempfile.mkdtemp()}/trace.json")
+    with comm.trace(path):
+        jax.block_until_ready(program(jnp.ones(3)))
+    if comm.rank == 0:
+        events = json.loads(Path(path).read_text())["traceEvents"]
+        calls = [event for event in events if event["ph"] == "X"]
+        assert sum("of a program" in str(event) for event in calls) == 2 * comm.size
+    program(jnp.ones(3))
     with ac.join(comm):
         error = raised(lambda: program(jnp.ones(3)))
     assert "allreduce: inside join only" in str(error)
-    assert_same(program(jnp.ones(3))[0], jnp.full(3, float(comm.size)))
-
-
-class _Finished:
-    """Counts what Python makes of a program's small reductions: whole ones, and the ends of others."""
-
-    def __init__(self, patched: pytest.MonkeyPatch) -> None:
-        self.whole = self.ends = 0
-        finish = NativeCallback._finish
-
-        def counted(callback: Any, begun: Any, x: Any, out: Any) -> None:
-            self.whole, self.ends = self.whole + (begun is None), self.ends + (begun is not None)
-            finish(callback, begun, x, out)
-
-        patched.setattr(NativeCallback, "_finish", counted)
-
-
-def small_reductions_need_python_once() -> None:
-    comm = ac.world().dup()
-    program = jax.jit(lambda x: [allreduce(x, comm=comm), allreduce(x[:1], "max", comm=comm)])
-    with pytest.MonkeyPatch.context() as patched:
-        finished = _Finished(patched)
-        for turn in range(20):
-            if turn == comm.rank + 10:
-                # The others have begun by then.
-                time.sleep(0.05)
-            total, largest = program(jnp.asarray(np.full(3, float(turn + comm.rank))))
-            assert total.tolist() == [sum(turn + rank for rank in range(comm.size))] * 3
-            assert largest.tolist() == [turn + comm.size - 1]
-        if is_native():
-            assert finished.whole == 2
-            assert finished.ends >= comm.size - 1
-        assert calls_of(comm).comm.stats()["allreduce"]["calls"] == 40
-        # Whatever wants to see every call does.
-        path = comm.bcast_object(f"{tempfile.mkdtemp()}/trace.json")
-        with comm.trace(path):
-            jax.block_until_ready(program(jnp.ones(3)))
-        if comm.rank == 0:
-            events = json.loads(Path(path).read_text())["traceEvents"]
-            calls = [event for event in events if event["ph"] == "X"]
-            assert sum("of a program" in str(event) for event in calls) == 2 * comm.size
-        program(jnp.ones(3))
-        with ac.join(comm):
-            error = raised(lambda: program(jnp.ones(3)))
-        assert "allreduce: inside join only" in str(error)
-        for _ in range(2):
-            assert_same(program(jnp.ones(3))[0], jnp.full(3, float(comm.size)))
-        if is_native():
-            # Once at each place, and once more after all that.
-            assert finished.whole == 2 + 2 + 2 + 1 + 2
-    # One rank calls something else, and one has ended.
-    other = jax.jit(lambda x: [allreduce(x, "min", comm=comm), x])
-    other(jnp.ones(3)), other(jnp.ones(3))
-    error = raised(lambda: (other if comm.rank == 1 else program)(jnp.ones(3)))
-    assert isinstance(error, ac.MismatchError)
-    assert "allreduce(min, call 1 of a program)" in str(error)
-    error = raised(lambda: program(jnp.ones(3)))
-    assert isinstance(error, ac.CommunicatorClosedError)
-
-
-def small_reductions_need_no_gil() -> None:
-    """One rank's last call is made while a thread of it waits in C with the GIL, for what another rank writes then."""
-    comm = ac.world().dup()
-    path = comm.bcast_object(f"{tempfile.mkdtemp()}/pipe" if comm.rank == 0 else None)
-    if comm.rank == 0:
-        os.mkfifo(path)
-    comm.barrier()
-    pipe = os.open(path, os.O_RDWR)
-    late = jax.jit(lambda x: allreduce(work(x, 60)[:1], comm=comm))
-    early = jax.jit(lambda x: allreduce(x[:1], comm=comm))
-    program, x = late if comm.rank == 0 else early, jnp.ones(300)
-    for _ in range(3):
-        expected = jax.block_until_ready(program(x))
-    comm.barrier()
-    if comm.rank == 0 and is_native():
-        control, going = internals.control(calls_of(comm).comm), threading.Event()
-        stamps = control.words[(control.step + 1) & 1][:: control.stride]
-        while sum(stamp > control.step for stamp in stamps) < comm.size - 1:
-            time.sleep(0.001)
-
-        def hold() -> None:
-            going.wait()
-            # The GIL is kept meanwhile.
-            ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
-
-        holder = threading.Thread(target=hold)
-        holder.start()
-        going.set()
-        found = program(x)
-        holder.join()
-    else:
-        found = jax.block_until_ready(program(x))
-        if comm.rank == 1:
-            os.write(pipe, b"x")
-    assert_same(found, expected)
-    comm.barrier()
-    os.close(pipe)
+    for _ in range(2):
+        assert_same(program(jnp.ones(3))[0], jnp.full(3, float(comm.size)))
 
 
 def programs_are_dispatched_without_python() -> None:
@@ -836,8 +744,6 @@ OPTIMIZED: list[Check] = [
     large_results_have_the_bits_of_eager_ones,
     argument_that_stays_the_callers_is_not_copied,
     repeated_calls_are_as_the_first,
-    small_reductions_need_python_once,
-    small_reductions_need_no_gil,
     programs_are_dispatched_without_python,
     programs_on_several_devices_keep_their_order,
     tokens_go_through,

@@ -351,12 +351,6 @@ def remember_noted_allreduce(comm: Communicator, x: Any, op: str, note: str) -> 
     comm._fast.keep((note,), x, op, note)
 
 
-def exchange(comm: Communicator, x: Any, op: str) -> Any:
-    """Return what the native part makes the reductions of arrays like x with; None if there is nothing yet."""
-    path = comm._fast.paths.get((type(x), op, x.dtype, x.shape))
-    return getattr(path, "exchange", None)
-
-
 def forget_fast_paths(comm: Communicator) -> None:
     """Have the next calls made in full."""
     comm._fast.forget()
