@@ -9,11 +9,11 @@ from weakref import WeakKeyDictionary
 from arraycomm._callsite import trim
 from arraycomm._collectives import groups
 from arraycomm._collectives.custom_ops import Op
+from arraycomm._collectives.fast_path import FastPaths
 from arraycomm._collectives.header_only import Barrier
 from arraycomm._collectives.matching import Status, Wildcard
 from arraycomm._collectives.messages import Messenger
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
-from arraycomm._collectives.native_path import fast_paths_of
 from arraycomm._collectives.nonblocking import NonblockingCalls
 from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherObject
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
@@ -70,7 +70,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         group = runner.group
         self._runner = runner
         self._messenger = Messenger(group, runner.statistics)
-        self._fast = fast_paths_of(runner)
+        self._fast = FastPaths(runner)
         self._again = self._fast.again
         self._trees = TreeMemory(group)
         self.rank, self.size = group.rank, group.size

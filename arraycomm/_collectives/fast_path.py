@@ -1,13 +1,12 @@
-"""The fast paths of reductions that were called before.
+"""The fast paths of reductions that were called before, if the native part is there.
 
 They do what a call does otherwise (view, header, movement, fold, result), with everything that depends only on
-operation, dtype and shape worked out beforehand. If anything is unusual they hand over.
+operation, dtype and shape worked out beforehand. A small one is one call of the native part, which calls back if a
+rank is late, or if ranks call different things. If anything is unusual they hand over.
 """
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, Final
@@ -28,26 +27,36 @@ from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.shared_arrays import exist
 from arraycomm._collectives.statistics import Count
 from arraycomm._errors import TransportError
-from arraycomm._folds import fold_function, rows_of
-from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
+from arraycomm._folds import in_c
+from arraycomm._native import compiled
 from arraycomm._protocol.agreement import agree
-from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, digest_of, encode, show
-from arraycomm._transports.control import PAYLOAD, PREFIX
+from arraycomm._protocol.header import MAX_DIMS, Signature, encode
+from arraycomm._transports.control import SharedControl
 
 _CURRENT: Final = ("allreduce", None)
 _MAX_CACHED: Final = 1024
 
 
 class FastPaths:
-    """The fast paths of one communicator, by type, op, dtype and shape."""
+    """The fast paths of one communicator, by type, op, dtype and shape; the native part finds those of NumPy arrays by itself.
 
-    # `again(x, op, out)` makes a call like one before and returns `out`, or does nothing and returns None; see
-    # `native_path.py`.
-    again: Callable[[Any, Any, Any], Any] | None = None
+    Attributes
+    ----------
+    again : callable or None
+        `again(x, op, out)` makes a call like one before and returns `out`, or does nothing and returns None. It is None
+        if the native part cannot make steps of the control channel: then there are no fast paths.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.paths: dict[tuple[Any, ...], FastPath | NoFastPath] = {}
+        control = runner.group.control
+        # Another class of control channel does more in a step.
+        shared = compiled is not None and type(control) is SharedControl
+        self._repeats = (
+            compiled.Repeats(np.ndarray) if shared or control.native is not None else None
+        )
+        self.again = self._repeats and self._repeats.again
         runner.statistics.fast_paths = self._counts
         runner.group.on_end.append(self.forget)
         runner.group.on_watch.append(self.forget)
@@ -64,7 +73,7 @@ class FastPaths:
         """Keep the fast path of a reduction by a key; ranks compare the note together with the op."""
         group = self._runner.group
         # A tracer has to see every call.
-        if group.tracer is not None:
+        if self._repeats is None or group.tracer is not None:
             return
         # An array on a device would be copied from there to be looked at.
         if self._runner.placements.on_device(x):
@@ -85,21 +94,23 @@ class FastPaths:
             if source.copied:
                 self.paths[key] = NoFastPath()
                 return
-            make = self.make_large if large else self.make
-            self.paths[key] = make(self._runner, op, source, note)
+            self.paths[key] = self._make(op, source, note, large=large)
 
-    def make(self, runner: Runner, op: str, source: BufferView, note: str) -> FastPath:
-        """Make the fast path of small arrays like that of a view."""
-        return FastAllreduce(runner, op, source, note)
-
-    def make_large(self, runner: Runner, op: str, source: BufferView, note: str) -> FastPath:
-        """Make the fast path of large arrays like that of a view."""
-        return LargeAllreduce(runner, op, source, note)
+    def _make(self, op: str, source: BufferView, note: str, *, large: bool) -> FastPath:
+        """Make the fast path of arrays like that of a view."""
+        if large:
+            return LargeAllreduce(self._runner, op, source, note)
+        path = SmallAllreduce(self._runner, op, source, note)
+        if type(source.source) is np.ndarray and not note:
+            self._repeats.remember(op, path.exchange)
+        return path
 
     def forget(self) -> None:
         """Give up all fast paths; their figures are kept."""
         self._runner.statistics.absorb(self._counts())
         self.paths.clear()
+        if self._repeats is not None:
+            self._repeats.forget()
 
     def _counts(self) -> list[Count]:
         return [path.count() for path in self.paths.values()]
@@ -134,16 +145,30 @@ class FastPath:
         self._op = op
         self._signature = Signature("allreduce", op + note, None, dtype, shape)
         self._nbytes = source.array.nbytes
-        self._prefix = encode(self._signature, self._nbytes if inline else -1)
-        self._digest = digest_of(self._prefix)
-        self._digests = Headers.digest_words(control)
-        self._calls, self._seconds = 0, 0.0
+        self.exchange = compiled.Exchange(
+            memory=control.slots,
+            rank=control.rank,
+            size=control.size,
+            slot=control.slot,
+            header=encode(self._signature, self._nbytes if inline else -1),
+            nbytes=self._nbytes if inline else 0,
+            fold=in_c.number_of(op, dtype),
+            dtype=dtype,
+            shape=shape,
+            control=control,
+            queue=group.engine.queue,
+            turn=group.engine.turn,
+            path=self,
+            patient=group.transport.spins > 0,
+            nodes=control.native,
+        )
 
     def __call__(self, x: Any, out: Any) -> Any:
         raise NotImplementedError
 
     def await_others(self) -> None:
-        """Wait until every rank has posted this step."""
+        """Wait until every rank has posted this step, where the native part has stopped."""
+        self._control.resume()
         self._watchdog.current = _CURRENT
         self._engine.wait_for(self._control.done, handle=self._control)
 
@@ -160,32 +185,19 @@ class FastPath:
 
     def count(self) -> Count:
         """Return what this path has done so far."""
-        return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)
+        raise NotImplementedError
 
 
-class FastAllreduce(FastPath):
+class SmallAllreduce(FastPath):
     """The fast path of arrays that are small enough to travel with the header."""
 
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         super().__init__(runner, op, source, note, inline=True)
-        control, dtype, shape = self._control, self._dtype, self._shape
         self._type = type(source.source)
         self._numpy = self._type is np.ndarray
         framework = BY_NAME[source.framework]
         self._plain_memory, self._note_write = framework.plain_memory, framework.note_write
         self._like = BufferView(NOTHING, source.framework, None, True)
-        self._fold = fold_function(op, dtype)
-        self._quiet = contextvars.copy_context()
-        self._quiet.run(np.seterr, all="ignore")
-        end = PAYLOAD + self._nbytes
-        self._rows = [
-            rows_of(rows[:, PAYLOAD:end].view(dtype).reshape(len(rows), *shape))
-            for rows in control.rows
-        ]
-        self._own = [
-            np.frombuffer(slot, np.uint8)[PAYLOAD:end].view(dtype).reshape(shape)
-            for slot in control.mine
-        ]
 
     def __call__(self, x: Any, out: Any) -> Any:
         if self._numpy:
@@ -247,40 +259,12 @@ class FastAllreduce(FastPath):
 
     def _reduce(self, x: Array, out: Array) -> bool:
         """Reduce, unless another call is under way; tell whether that was done."""
-        if not self._turn.acquire(False):
-            return False
-        try:
-            if self._engine.queue or self._group.closed is not None:
-                return False
-            started = perf_counter()
-            control = self._control
-            parity = (control.step + 1) & 1
-            if control.shown[parity] is not self._prefix:
-                control.mine[parity][PREFIX] = control.shown[parity] = self._prefix
-            self._own[parity][...] = x
-            try:
-                control.post(self._nbytes)
-                if not control.done():
-                    self.await_others()
-            except BaseException as error:
-                self.give_up(error)
-                raise
-            words, digest = control.words[parity], self._digest
-            for place in () if control.alike[parity] else self._digests:
-                if words[place] != digest:
-                    self.settle(x, out)
-                    return True
-            if in_ieee_mode():
-                self._quiet.run(self._fold, self._rows[parity], out)
-            else:
-                with ieee_mode():
-                    self._quiet.run(self._fold, self._rows[parity], out)
-            control.completed = control.step
-            self._calls += 1
-            self._seconds += perf_counter() - started
-            return True
-        finally:
-            self._turn.release()
+        reduced: bool = self.exchange.reduce(x if x.flags.c_contiguous else x.copy(), out)
+        return reduced
+
+    def count(self) -> Count:
+        calls, seconds = self.exchange.counts()
+        return Count("allreduce", calls, calls * self._nbytes, seconds)
 
 
 class LargeAllreduce(FastPath):
@@ -289,6 +273,7 @@ class LargeAllreduce(FastPath):
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         super().__init__(runner, op, source, note, inline=False)
         self._link = runner.group.transport
+        self._calls, self._seconds = 0, 0.0
 
     def __call__(self, x: Any, out: Any) -> Any:
         if type(x) is type(out) is np.ndarray and self._is_plain(x, out):
@@ -335,7 +320,7 @@ class LargeAllreduce(FastPath):
                 return False
             started = perf_counter()
             self._watchdog.current = _CURRENT
-            if self.meet():
+            if self.exchange.meet():
                 source, target = x.reshape(-1), out.reshape(-1)
                 moving = allreduce(self._link, source, target, self._op)
                 self._engine.run(self._group.guarded(moving))
@@ -347,16 +332,5 @@ class LargeAllreduce(FastPath):
         finally:
             self._turn.release()
 
-    def meet(self) -> bool:
-        """Make the step of the header; tell whether every rank has shown this call."""
-        control = self._control
-        try:
-            show(control, self._prefix, None)
-            if not control.done():
-                self.await_others()
-        except BaseException as error:
-            self.give_up(error)
-            raise
-        parity = control.step & 1
-        words = control.words[parity]
-        return control.alike[parity] or all(words[place] == self._digest for place in self._digests)
+    def count(self) -> Count:
+        return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)

@@ -15,5 +15,4 @@ fold = _way.fold
 fold_function = _way.fold_function
 fold_on = _totals.fold_on
 prefixes = _totals.prefixes
-rows_of = _way.rows_of
 use_threads = _way.use_threads

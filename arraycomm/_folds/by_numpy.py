@@ -54,12 +54,6 @@ def fold_function(op: str, dtype: DType) -> Fold:
     return _chain(BOOLEAN[op] if kind is Kind.BOOL else UFUNCS[op], mean=op == "mean")
 
 
-def rows_of(array: Array) -> Sequence[Array]:
-    """Return the rows of an array in the form that is folded the quickest again and again."""
-    # With the ellipsis a row without dimensions is a view, too.
-    return [array[place, ...] for place in range(len(array))]
-
-
 def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
     """Fold one-dimensional rows into `out`, block by block, in IEEE default mode, with no warnings."""
     step = fold_function(op, dtype)

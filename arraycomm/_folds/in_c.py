@@ -30,11 +30,6 @@ def fold_function(op: str, dtype: DType) -> Fold:
     return partial(compiled.fold, number_of(op, dtype))
 
 
-def rows_of(array: Array) -> Array:
-    """Return the rows of an array in the form that is folded the quickest again and again."""
-    return array
-
-
 def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
     """Fold contiguous rows into `out`."""
     fold_function(op, dtype)(rows, out)

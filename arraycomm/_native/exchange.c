@@ -89,7 +89,7 @@ static int set_slots(Exchange *self, PyObject *memory, int rank, int size, Py_ss
     return 0;
 }
 
-/* How an exchange is called: `path` is what goes on in Python; see _collectives/native_path.py. */
+/* How an exchange is called: `path` is what goes on in Python; see _collectives/fast_path.py. */
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"memory", "rank",  "size",    "slot",  "header", "nbytes", "fold", "dtype",

@@ -118,11 +118,6 @@ class Headers:
         """Tell whether all ranks show the same."""
         return not self.stride or len(set(self._all(_DIGEST))) == 1
 
-    @staticmethod
-    def digest_words(control: ControlChannel) -> range:
-        """Return where among the words of a step the digests of all ranks are."""
-        return range(_DIGEST, control.size * control.stride, control.stride)
-
     def statuses(self) -> list[Status]:
         """Return what each rank does in this step."""
         return [self._status(rank) for rank in range(self.size)]
@@ -248,11 +243,6 @@ def with_words(prefix: bytes, length: int, further: Sequence[int] = ()) -> bytes
     return _WORDS.pack(*words)
 
 
-def digest_of(prefix: bytes) -> int:
-    """Return the digest of an encoded header, which all ranks show that agree with it."""
-    return memoryview(prefix)[:8].cast("q")[0]
-
-
 def has_room_for(dtype: DType, shape: tuple[int, ...]) -> bool:
     """Tell whether a header has room for this dtype and shape; see `Headers.array`."""
     return dtype in BY_DTYPE and len(shape) <= MAX_DIMS
@@ -260,9 +250,8 @@ def has_room_for(dtype: DType, shape: tuple[int, ...]) -> bool:
 
 def show(control: ControlChannel, prefix: bytes, payload: Bytes | None) -> None:
     """Post a header and what travels with it; the step is over once every rank has shown its own."""
-    parity = (control.step + 1) & 1
-    slot = control.mine[parity]
-    slot[PREFIX] = control.shown[parity] = prefix
+    slot = control.mine[(control.step + 1) & 1]
+    slot[PREFIX] = prefix
     length = 0 if payload is None else len(payload)
     if payload is not None and length:
         slot[PAYLOAD : PAYLOAD + length] = payload.data

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from arraycomm._collectives.fast_path import FastPaths
 from arraycomm._collectives.groups import hide
 from arraycomm._collectives.matching import Status
 from arraycomm._collectives.messages import TAGS, Messenger
-from arraycomm._collectives.native_path import fast_paths_of
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
@@ -91,7 +91,7 @@ class ProgramCalls:
         self.comm = hidden_dup(shared)
         self._guard = _PlaceGuard(shared)
         runner_of(self.comm).set_guard(self._guard)
-        self._fast = fast_paths_of(runner_of(self.comm))
+        self._fast = FastPaths(runner_of(self.comm))
         runner, place = runner_of(self.comm), self._guard.current_place
         self._messenger = Messenger(group_of(self.comm), runner.statistics, place)
 

@@ -87,8 +87,6 @@ class ControlChannel(_Counts):  # type: ignore[misc]
         self.alike = [False, False]
         # What the ranks tell one another beside these steps.
         self.notes = Notes()
-        # Words 1 to 15 of this rank's slots, if they are known.
-        self.shown: list[bytes | None] = [None, None]
         # The last step in which a rank left a `raise_together` block by an exception, and how many
         # blocks it was in.
         self.left_together = (-1, 0)

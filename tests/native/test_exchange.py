@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives.native_path import NativeAllreduce
+from arraycomm._collectives.fast_path import SmallAllreduce
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._transports.threads import Group, make_group
@@ -98,7 +98,7 @@ def test_a_reduction_with_a_note_is_none_without() -> None:
 def test_a_repeated_reduction_needs_no_python(in_python: mock.Mock) -> None:
     comm = _single()
     x, out = np.ones(4, np.float32), np.empty(4, np.float32)
-    with mock.patch.object(NativeAllreduce, "__call__", side_effect=AssertionError):
+    with mock.patch.object(SmallAllreduce, "__call__", side_effect=AssertionError):
         for _ in range(5):
             comm.allreduce(x, out=out)
     assert in_python.call_count == 1

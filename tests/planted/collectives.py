@@ -383,28 +383,11 @@ ARRAYS: Final = (
         ("results_are_nobody_elses",),
     ),
     Fault(
-        "stale argument",
-        "a small reduction that is repeated sends what it sent the first time",
-        _FAST,
-        "            self._own[parity][...] = x",
-        "            if self._calls < 2:\n                self._own[parity][...] = x",
-        ("repeated_calls_reduce_what_they_are_given",),
-    ),
-    Fault(
-        "stale rows",
-        "every other repeated reduction folds the elements of the one before",
-        _FAST,
-        "                self._quiet.run(self._fold, self._rows[parity], out)\n            else:",
-        "                self._quiet.run(self._fold, self._rows[0], out)\n            else:",
-        ("repeated_calls_reduce_what_they_are_given",),
-    ),
-    Fault(
         "remembered without its op",
-        "a reduction that was remembered is taken for one by another op",
-        _FAST,
-        "        return FastAllreduce(runner, op, ",
-        "        known = {path._signature.op for path in self.paths.values()}\n"
-        "        return FastAllreduce(runner, min(known | {op}), ",
+        "what folds a dtype by one op is taken for another op",
+        "arraycomm/_folds/by_numpy.py",
+        "    step = fold_function(op, dtype)",
+        "    step = vars(fold).setdefault(dtype, fold_function(op, dtype))",
         ("repeated_calls_reduce_what_they_are_given",),
     ),
 )

@@ -85,7 +85,6 @@ def _spoil(comm: Communicator, step: int, words: dict[int, int], payload: bytes)
             for place, word in words.items():
                 control.my_words[parity][place] = word
             control.mine[parity][128 : 128 + len(payload)] = payload
-            control.shown[parity] = None
             nbytes = None
         post(nbytes)
 

@@ -15,6 +15,7 @@ from arraycomm._collectives.placement import Placements
 from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._native import compiled
 from arraycomm._protocol import clock, deadlock
 from arraycomm._protocol import exit as process_exit
 from arraycomm._protocol.deadlock import WaitReports, WaitStatus
@@ -402,9 +403,9 @@ def noted_waits() -> Iterator[Callable[[Communicator], list[str]]]:
 # Traces ----------------------------------------------------------------------------------------
 
 
-def fast_paths(comm: Communicator) -> int:
-    """Return how many reductions have a fast path."""
-    return len(comm._fast.paths)
+def has_fast_paths(comm: Communicator, count: int) -> bool:
+    """Tell whether so many reductions have a fast path, as far as the native part makes any."""
+    return compiled is None or len(comm._fast.paths) == count
 
 
 def is_traced(comm: Communicator) -> bool:
