@@ -53,9 +53,8 @@ class FastPaths:
         control = runner.group.control
         # Another class of control channel does more in a step.
         shared = compiled is not None and type(control) is SharedControl
-        self._repeats = (
-            compiled.Repeats(np.ndarray) if shared or control.native is not None else None
-        )
+        makes_steps = shared or control.native is not None
+        self._repeats: Any = compiled.Repeats(np.ndarray) if makes_steps else None
         self.again = self._repeats and self._repeats.again
         runner.statistics.fast_paths = self._counts
         runner.group.on_end.append(self.forget)
