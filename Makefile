@@ -95,7 +95,7 @@ help:
 	@echo 'make test-quick    the laws, and a test of each promise, on threads: about a minute'
 	@echo 'make properties EXAMPLES=1000    the laws alone, on as many examples: threads, MPICH, Open MPI'
 	@echo 'make planted    put faults into a copy of the library, and see that a law catches each'
-	@echo 'make lint    ruff: rules and format; import-linter: the layers; the structure in numbers'
+	@echo 'make lint    ruff: rules and format; import-linter: the layers; the structure, and the route of a call, in numbers'
 	@echo 'make types   mypy, strict, on the built wheel'
 	@echo 'make sanitize    the native part and its tests, built with sanitizers'
 	@echo 'make docs    build the documentation into site/'
@@ -232,6 +232,7 @@ lint: .venv/.stamp-lint build/wheel/.stamp
 	.venv/bin/ruff format --check .
 	cd build/wheel && ../../.venv/bin/lint-imports --config ../../pyproject.toml
 	.venv/bin/python -m tests.support.structure
+	$(mpich) 2 .venv/bin/python -m tests.support.route
 
 format: .venv/.stamp-lint
 	.venv/bin/ruff check --fix .

@@ -252,8 +252,7 @@ exchanges its part. No reduction takes less, and where the link's time is most o
 arraycomm cuts what two nodes send one another into [pieces](architecture.md#algorithms) of up to 64,000 bytes. TCP's congestion control is BBR here: once it has measured the link by larger arrays, it holds back what does not fit into 64 KiB at once. The last row is the
 third one after that.
 
-Each time, and each ratio, is the median of those that several programs found, one after the other. In each program the three take turns. Trees depend on the speed of memory, too: while MPI took 1.3 times as long
-on this machine, the two large ones with one rank on each node took 0.51 to 0.62 of its time.
+Each time, and each ratio, is the median of those that several programs found, one after the other. In each program the three take turns.
 
 ```sh
 mpiexec -hosts A,B -ppn 1 -n 2 python -m docs.studies.benchmarks.nodes docs/studies/benchmarks/nodes.json

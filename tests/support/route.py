@@ -1,0 +1,87 @@
+"""Which files of the package an `allreduce` enters, from the user's call to the result: the route that a reader follows.
+
+`mpiexec -n 2 python -m tests.support.route` traces calls of 8 bytes and of 64 MB on rank 0, and fails if a limit is passed.
+What the native part does in C is not seen here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+
+import arraycomm as ac
+
+PACKAGE = Path(ac.__file__).parent
+# Entered only by a rank that waits for another one.
+WAITS = {
+    *("_protocol/waiting.py", "_protocol/watchdog.py", "_protocol/clock.py"),
+    *("_transports/notes.py", "_transports/memory_order.py"),
+}
+# As they were reached: a limit is never raised.
+LIMITS = {
+    "files of a first call of 8 bytes": 26,
+    "files of a first call of 64 MB": 33,
+    "lines of these": 6_761,
+    "files of a repeated call of 64 MB": 12,
+}
+
+
+def entered(call: Callable[[], object]) -> list[str]:
+    """Return the files that a call enters, in the order in which it first enters each, but for `WAITS`."""
+    found: dict[str, None] = {}
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            found.setdefault(str(path.relative_to(PACKAGE)))
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [name for name in found if name not in WAITS]
+
+
+def lines(names: list[str]) -> int:
+    """Return how many lines these files have together."""
+    return sum((PACKAGE / name).read_text(encoding="utf-8").count("\n") for name in names)
+
+
+def routes(comm: ac.Communicator) -> dict[str, list[str]]:
+    """Return the files of a first call and of one like those before, of 8 bytes and of 64 MB; collective."""
+    found = {}
+    for size, count in (("8 bytes", 1), ("64 MB", 8_000_000)):
+        x, out = np.ones(count), np.empty(count)
+        for call in ("first", "second", "repeated"):
+            found[f"{call} call of {size}"] = entered(
+                lambda x=x, out=out: comm.allreduce(x, out=out)
+            )
+    return found
+
+
+def main() -> int:
+    comm = ac.init(timeout=120)
+    found = routes(comm)
+    if comm.rank:
+        return 0
+    for name in ("first call of 8 bytes", "first call of 64 MB", "repeated call of 64 MB"):
+        print(f"{name}: {', '.join(found[name])}")
+    numbers = {
+        name: lines(found["first call of 64 MB"])
+        if name == "lines of these"
+        else len(found[name.removeprefix("files of a ")])
+        for name in LIMITS
+    }
+    for name, number in numbers.items():
+        over = " TOO MANY" if number > LIMITS[name] else ""
+        print(f"{name}: {number} (at most {LIMITS[name]}){over}")
+    return int(any(number > LIMITS[name] for name, number in numbers.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
