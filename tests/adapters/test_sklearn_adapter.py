@@ -251,6 +251,9 @@ PIXELS = X / 16
 DIABETES, PROGRESSION = load_diabetes(return_X_y=True)
 PROGRESSION = (PROGRESSION - PROGRESSION.mean()) / PROGRESSION.std()
 DIGITS, DISEASE = (PIXELS, Y), (DIABETES * 20, PROGRESSION)
+# scikit-learn resets the process's warnings while it fits, and says this where another thread does so meanwhile.
+pytestmark = pytest.mark.filterwarnings("ignore:`sklearn.utils.parallel.delayed`:UserWarning")
+
 EPOCHS = 20
 # With what they learn from, and how much less of accuracy, or of R², the ranks may have than one process:
 # each takes fewer steps in an epoch.
