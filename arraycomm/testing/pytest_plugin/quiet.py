@@ -26,9 +26,11 @@ def be_quiet(config: pytest.Config, rank: int) -> None:
 
 def share_directories(config: pytest.Config) -> None:
     """Let the ranks remove old temporary directories of pytest at the same time, also where warnings are errors."""
-    # The rank that comes second leaves its lock in a directory that the first one is removing.
+    # The rank that comes second leaves its lock in a directory that the first one is removing, or finds none any more
+    # while it looks through them.
+    expected = ["ignore:(rm_rf) error removing", "ignore:unclosed scandir iterator"]
     given = config.known_args_namespace.pythonwarnings or []
-    config.known_args_namespace.pythonwarnings = [*given, "ignore:(rm_rf) error removing"]
+    config.known_args_namespace.pythonwarnings = [*given, *expected]
 
 
 def leave_terminal(config: pytest.Config) -> None:
