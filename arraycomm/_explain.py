@@ -24,6 +24,7 @@ from arraycomm._session import world
 _IN_WORDS: Final = {
     Algorithm.LOCAL: "one rank alone: nothing is sent",
     Algorithm.HEADER: "one step: the elements travel with the header, and every rank folds them",
+    Algorithm.GATHER: "every device gathers all ranks' elements, and folds them",
     Algorithm.SLICES: "chunk by chunk: each rank folds a slice of all ranks' elements, "
     "then slices are gathered",
     Algorithm.CHAIN: "chunk by chunk from node to node: each folds its ranks' elements onto the total of those "
@@ -51,7 +52,7 @@ class Explanation:
         What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
         pinned memory.
     algorithm : str
-        "local", "header", "slices", "chain", "segment", "shared", "native" or "function".
+        "local", "header", "gather", "slices", "chain", "segment", "shared", "native" or "function".
     copies : int
         Copies that are made of the array before it is sent: 0 if its own memory can be used.
     sent : int

@@ -13,6 +13,7 @@ from typing import Final
 from arraycomm._collectives import chain, chunks, segment, selection
 from arraycomm._collectives.blocks import (
     blocks_of,
+    bounds_of,
     columns_of,
     cut,
     fit,
@@ -68,6 +69,12 @@ def _reduce_by(
             link.fold(op, source.dtype, [_unaliased(source, target)], target)
         case Algorithm.HEADER:
             yield from _in_a_step(link, source, target, op)
+        case Algorithm.GATHER:
+            into = None if target is None else link.take(link.size * len(source), source.dtype)
+            bounds = bounds_of([len(source)] * link.size)
+            yield from gatherv(link, source, into, bounds, root)
+            if into is not None:
+                link.fold(op, source.dtype, rows_of(into, link.size), target)
         case _:
             yield from _in_slices(link, [(source, target)], op, root)
 

@@ -11,6 +11,8 @@ from arraycomm._collectives.segment import is_preferred
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Link, Transport
 
+# Up to this many bytes in all, every device gathers everything and folds it by itself.
+GATHER_BYTES: Final = 64 << 10
 # Larger reductions go chunk by chunk, small enough for the cache that cores share.
 CHUNK_BYTES: Final = 4 << 20
 
@@ -20,6 +22,7 @@ class Algorithm(enum.StrEnum):
 
     LOCAL = "local"
     HEADER = "header"
+    GATHER = "gather"
     SLICES = "slices"
     CHAIN = "chain"
     SEGMENT = "segment"
@@ -50,4 +53,11 @@ def without_segment(link: Link, nbytes: int) -> Algorithm:
     if link.size == 1:
         return Algorithm.LOCAL
     payload, _ = link.slot
-    return Algorithm.HEADER if nbytes <= payload else Algorithm.SLICES
+    if nbytes <= payload:
+        return Algorithm.HEADER
+    # Between devices, which have no slots.
+    return (
+        Algorithm.GATHER
+        if payload < 0 and nbytes <= GATHER_BYTES // link.size
+        else Algorithm.SLICES
+    )

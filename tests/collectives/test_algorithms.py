@@ -67,9 +67,7 @@ def test_scratch_memory_is_taken_beforehand(size, count, itemsize) -> None:
         taken.append(count * dtype.itemsize)
         raise TakenError
 
-    link: Any = SimpleNamespace(
-        rank=size - 1, size=size, overlaps=True, take=take, slot=(-1, False)
-    )
+    link: Any = SimpleNamespace(rank=size - 1, size=size, overlaps=True, take=take, slot=(0, False))
     link.native, link.chunk_bytes = lambda *_: False, 0
     array = np.broadcast_to(np.zeros(1, f"V{itemsize}"), count)
     bounds = [count * r // size for r in range(size + 1)]

@@ -133,7 +133,7 @@ def test_arrays_on_devices(on_ranks, several, name, backend, copies, note) -> No
         by_function = ac.explain(there, ac.op(np.multiply), comm=comm)
         assert by_function.backend == comm.backend
         small = ac.explain(there[:2], comm=comm).algorithm
-        assert small == ("header" if name == "staged" else "slices")
+        assert small == ("header" if name == "staged" else "gather")
 
     with linked_devices(name):
         on_ranks(several, in_own_stream(check))
