@@ -10,23 +10,27 @@ from hypothesis import strategies as st
 
 from arraycomm._collectives import algorithms, scans
 from arraycomm._collectives.chunks import overlapping_chunk, scratch_bytes
-from arraycomm._collectives.selection import without_segment
+from arraycomm._collectives.selection import GATHER_BYTES, without_segment
 
 SLOT = 32 << 10
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "size", "chosen"),
+    ("nbytes", "size", "payload", "chosen"),
     [
-        (1 << 30, 1, "local"),
-        (0, 1, "local"),
-        (0, 2, "header"),
-        (SLOT, 2, "header"),
-        (SLOT + 1, 2, "slices"),
+        (1 << 30, 1, SLOT, "local"),
+        (0, 1, -1, "local"),
+        (0, 2, SLOT, "header"),
+        (SLOT, 2, SLOT, "header"),
+        (SLOT + 1, 2, SLOT, "slices"),
+        (0, 4, -1, "gather"),
+        (GATHER_BYTES // 4, 4, -1, "gather"),
+        (GATHER_BYTES // 4 + 1, 4, -1, "slices"),
     ],
 )
-def test_way_of_a_reduction(nbytes, size, chosen) -> None:
-    link: Any = SimpleNamespace(size=size, slot=(SLOT, True))
+def test_way_of_a_reduction(nbytes, size, payload, chosen) -> None:
+    """Devices have no slots."""
+    link: Any = SimpleNamespace(size=size, slot=(payload, payload >= 0))
     assert without_segment(link, nbytes) == chosen
 
 
@@ -67,7 +71,9 @@ def test_scratch_memory_is_taken_beforehand(size, count, itemsize) -> None:
         taken.append(count * dtype.itemsize)
         raise TakenError
 
-    link: Any = SimpleNamespace(rank=size - 1, size=size, overlaps=True, take=take, slot=(0, False))
+    link: Any = SimpleNamespace(
+        rank=size - 1, size=size, overlaps=True, take=take, slot=(-1, False)
+    )
     link.native, link.chunk_bytes = lambda *_: False, 0
     array = np.broadcast_to(np.zeros(1, f"V{itemsize}"), count)
     bounds = [count * r // size for r in range(size + 1)]
