@@ -268,11 +268,6 @@ def segment_of(transport: Link) -> Steps:
     return _opened[transport]
 
 
-def install(transport: Transport, chain: NodeChain, memory: Bytes) -> None:
-    """Have a transport use this memory as the segment of its node; every rank calls this."""
-    _opened[transport] = ChainSegment(chain, memory)
-
-
 def opened(transport: Transport) -> bool:
     """Tell whether the segment of a transport has been opened."""
     return _opened.get(transport) is not None

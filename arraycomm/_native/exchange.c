@@ -21,7 +21,7 @@
 enum { LOOKS = 200, WAIT_NANOSECONDS = 100000, NODES_NANOSECONDS = 1000000 };
 enum { MAX_DIMS = 8 };
 
-struct Exchange {
+typedef struct {
     PyObject ob_base;
     Py_buffer memory;
     Slots slots;
@@ -37,10 +37,9 @@ struct Exchange {
     int64_t started;
     long long calls;
     double seconds;
-};
+} Exchange;
 
-PyObject *exchange_type;
-static PyObject *dtype_name;
+static PyObject *exchange_type, *dtype_name;
 
 /* ---- making one -------------------------------------------------------------------------------- */
 

@@ -6,10 +6,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-typedef struct Exchange Exchange;
-
-extern PyObject *exchange_type;
-
 /* Add the types to the module; -1 if that fails. */
 int add_exchange(PyObject *module);
 
