@@ -52,7 +52,8 @@ class Explanation:
         What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
         pinned memory.
     algorithm : str
-        "local", "header", "gather", "slices", "chain", "segment", "shared", "native" or "function".
+        "local", "header", "gather", "slices", "chain", "segment", "shared", "native" or
+        "function".
     copies : int
         Copies that are made of the array before it is sent: 0 if its own memory can be used.
     sent : int
