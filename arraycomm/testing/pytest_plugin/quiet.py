@@ -26,8 +26,8 @@ def be_quiet(config: pytest.Config, rank: int) -> None:
 
 def share_directories(config: pytest.Config) -> None:
     """Let the ranks remove old temporary directories of pytest at the same time, also where warnings are errors."""
-    # The rank that comes second leaves its lock in a directory that the first one is removing, or finds none any more
-    # while it looks through them.
+    # The rank that comes second leaves its lock in a directory that the first one is removing, or
+    # finds none any more while it looks through them.
     expected = ["ignore:(rm_rf) error removing", "ignore:unclosed scandir iterator"]
     given = config.known_args_namespace.pythonwarnings or []
     config.known_args_namespace.pythonwarnings = [*given, *expected]
