@@ -38,6 +38,8 @@ class Context:
     group: Group
     _placements: Placements
     _given: HostPlacement | None = None
+    # Whether the caller goes on meanwhile.
+    is_request: bool = False
 
     @property
     def host(self) -> HostPlacement:
@@ -51,11 +53,11 @@ class Context:
 
     def place(self, *arrays: Any) -> HostPlacement:
         """Return where a call of these arrays is communicated from."""
-        return self._given or self._placements.of(*arrays)
+        return self._given or self._placements.of(*arrays, is_request=self.is_request)
 
     def place_tree(self, leaves: Sequence[Any]) -> HostPlacement:
         """Return where a tree of these leaves is communicated from."""
-        return self._given or self._placements.of_tree(leaves)
+        return self._given or self._placements.of_tree(leaves, is_request=self.is_request)
 
 
 class Operation:

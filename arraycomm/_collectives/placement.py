@@ -108,11 +108,11 @@ class Placements:
         self.host = HostPlacement(group)
         self.host_tree: HostPlacement = StagedTreePlacement(group)
 
-    def of(self, *arrays: Any) -> HostPlacement:
+    def of(self, *arrays: Any, is_request: bool = False) -> HostPlacement:
         """Return the placement of a call of these arrays, some of which may be None."""
         return self.host
 
-    def of_tree(self, leaves: Sequence[Any]) -> HostPlacement:
+    def of_tree(self, leaves: Sequence[Any], *, is_request: bool = False) -> HostPlacement:
         """Return the placement of a tree of these leaves."""
         return self.host_tree
 
@@ -136,7 +136,7 @@ class Placements:
         return self.child(group, None)
 
     def after(self) -> Callable[[], None] | None:
-        """Return what lets the calling thread use the result of the call that has just finished."""
+        """Return what a thread calls to use the result of the call that has just finished."""
         return None
 
     def split(self, color: int | None, key: int) -> Steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from arraycomm._collectives.process_bound import ProcessBound
@@ -40,14 +40,14 @@ class Request(ProcessBound):
         group: Group,
         task: Task,
         site: str,
-        after: Sequence[Follow] = (),
+        after: list[Follow] | None = None,
         *,
         awaited: bool = False,
     ) -> None:
         self._group = group
         # Whether it is a part of a blocking call.
         self._awaited = awaited
-        self._after = after
+        self._after = [] if after is None else after
         self._task = task
         self._site = site
 
@@ -69,8 +69,7 @@ class Request(ProcessBound):
             with self._group.turn():
                 self._task.waited_for = True
                 result = self._finish(timeout)
-                for follow in self._after:
-                    follow()
+                self._follow()
                 return result
         except NotFinishedError:
             raise CommTimeoutError(
@@ -78,6 +77,11 @@ class Request(ProcessBound):
             ) from None
         finally:
             self._task.waited_for = False
+
+    def _follow(self) -> None:
+        """Let this thread use the result."""
+        while self._after:
+            self._after.pop()()
 
     def _finish(self, timeout: float | None) -> Any:
         engine, tracer = self._group.engine, self._group.tracer
@@ -92,6 +96,7 @@ class Request(ProcessBound):
         self._group.engine.advance()
         if self._task.finished and self._task.error is None:
             self._task.outcome.claim()
+            self._follow()
         return self._task.finished
 
     def give_up(self, error: BaseException) -> None:

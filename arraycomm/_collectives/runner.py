@@ -73,10 +73,13 @@ class Runner:
         started = time.perf_counter()
         with self.group.turn() as engine:
             try:
-                prepare = self._preparing(operation, *args, **kwargs)
+                prepare = self._preparing(False, operation, *args, **kwargs)
                 if timeout is not None:
                     prepare = self.group.watchdog.limited(timeout, prepare)
                 result = engine.run(self._program(operation.name, prepare, None))
+                follow = self.placements.after()
+                if follow is not None:
+                    follow()
             except BaseException as error:
                 trim(error)
                 raise
@@ -90,7 +93,7 @@ class Runner:
         site, after = call_site(), list[Follow]()
         try:
             with self.group.turn():
-                prepare = self._preparing(operation, *args, **kwargs)
+                prepare = self._preparing(True, operation, *args, **kwargs)
                 program = self._program(operation.name, prepare, site)
                 program = noting(program, self.placements.after, after)
                 task = self.group.engine.submit(program, site)
@@ -121,7 +124,7 @@ class Runner:
 
         The caller has the turn.
         """
-        prepare = self._preparing(operation, *args, **kwargs)
+        prepare = self._preparing(False, operation, *args, **kwargs)
 
         def steps() -> Steps:
             agreement = yield from agreeing
@@ -131,11 +134,11 @@ class Runner:
         return self.group.engine.run(self.group.guarded(steps()))
 
     def _preparing(
-        self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs
+        self, is_request: bool, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs
     ) -> Prepare:
         def prepare(given: HostPlacement | None) -> Operation:
             make = operation if self.guard is None else self.guard.substitute(operation)
-            made = make(Context(self.group, self.placements, given), *args, **kwargs)
+            made = make(Context(self.group, self.placements, given, is_request), *args, **kwargs)
             made.payload = made.pack(made.placement.inline_bytes)
             return made
 

@@ -7,24 +7,25 @@ in the thread that pushes on requests, or in a later wait. There they find what 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
 from arraycomm._arrays.current_device import imported, working_on
 from arraycomm._arrays.device_memory import DeviceMemory, Event
-from arraycomm._cuda.streams import is_same
+from arraycomm._cuda.streams import cupy_stream, is_same
 
 
 class State(NamedTuple):
     """One thing that belongs to a thread; `read` returns None if this process does not use it.
 
-    `handle` returns CUDA's handle if it is a stream.
+    If it is a stream, `handle` returns CUDA's handle, and `of` the framework's stream of a handle.
     """
 
     read: Callable[[int | None], Any]
     within: Callable[[Any], AbstractContextManager[Any]]
     handle: Callable[[Any], int] | None = None
+    of: Callable[[int, int], Any] | None = None
 
 
 def _torch_on_cuda() -> Any:
@@ -39,6 +40,10 @@ def _torch_stream(device: int | None) -> Any:
 
 def _in_torch_stream(stream: Any) -> Any:
     return sys.modules["torch"].cuda.stream(stream)
+
+
+def _as_torch_stream(stream: int, device: int) -> Any:
+    return sys.modules["torch"].cuda.ExternalStream(stream, device=device)
 
 
 def _cupy_stream(device: int | None) -> Any:
@@ -62,8 +67,10 @@ def _in_grad_mode(enabled: bool) -> Any:
 
 
 STATES: Final[dict[str, State]] = {
-    "torch": State(_torch_stream, _in_torch_stream, lambda stream: int(stream.cuda_stream)),
-    "cupy": State(_cupy_stream, _in_cupy_stream, lambda stream: int(stream.ptr)),
+    "torch": State(
+        _torch_stream, _in_torch_stream, lambda stream: int(stream.cuda_stream), _as_torch_stream
+    ),
+    "cupy": State(_cupy_stream, _in_cupy_stream, lambda stream: int(stream.ptr), cupy_stream),
     "grad mode": State(_grad_mode, _in_grad_mode),
 }
 
@@ -75,12 +82,18 @@ class Caller:
     ----------
     device : int or None
         The device whose current streams are meant; None for the current one.
+    stream : int, optional
+        What is to be every framework's current stream on that device, in place of the caller's.
     """
 
-    def __init__(self, device: int | None) -> None:
+    def __init__(self, device: int | None, stream: int | None = None) -> None:
         self._device = device
         read = {name: state.read(device) for name, state in STATES.items()}
         self._taken = {name: found for name, found in read.items() if found is not None}
+        for name in self._taken:
+            make = STATES[name].of
+            if stream is not None and device is not None and make is not None:
+                self._taken[name] = make(stream, device)
 
     def here(self) -> AbstractContextManager[Any]:
         """Return a context in which this thread has what the caller had in its own."""
@@ -104,11 +117,50 @@ class Caller:
             yield
 
 
-def follow(memory: DeviceMemory, event: Event) -> None:
-    """Have this thread's current streams wait for an event of the memory's stream."""
-    for state in STATES.values():
-        found = None if state.handle is None else state.read(memory.device)
-        if found is not None and state.handle is not None:
-            stream = state.handle(found)
-            if not is_same(stream, memory.stream):
+class Waiters:
+    """The streams that are to wait for a request's work on the device, once its result is taken.
+
+    If they waited as soon as the work is on the device, two requests could wait for each other: each
+    rank puts requests of several communicators there in an order of its own, and what is called next
+    waits for the caller's stream. The memory that the device uses is kept until then.
+
+    Parameters
+    ----------
+    memory : DeviceMemory
+        Has the request's work in its stream.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._streams: dict[int, None] = {}
+        self._kept: list[object] = []
+
+    def add(self, kept: object, streams: Iterable[int] = ()) -> None:
+        """Keep the owner of memory, and have streams wait."""
+        self._kept.append(kept)
+        self._streams.update(dict.fromkeys(streams))
+
+    def wait(self, event: Event) -> None:
+        """Have all these streams wait for the event, and those that are current in this thread."""
+        for state in STATES.values():
+            found = None if state.handle is None else state.read(self._memory.device)
+            if found is not None and state.handle is not None:
+                self._streams[state.handle(found)] = None
+        for kept in self._kept:
+            if hasattr(kept, "record_stream"):
+                # It may have been made in the memory's stream, and is used in this one from now on.
+                kept.record_stream(_torch_stream(self._memory.device))
+        self._wait(event)
+
+    def _wait(self, event: Event) -> None:
+        for stream in self._streams:
+            if not is_same(stream, self._memory.stream):
                 event.wait_on(stream)
+        self._streams.clear()
+        self._kept.clear()
+
+    def __del__(self) -> None:
+        # Nobody has taken the result, or there is none.
+        if self._kept:
+            with suppress(Exception):
+                self._wait(self._memory.record())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from arraycomm._arrays.device_memory import Array, DeviceBuffer, DeviceMemory, E
 from arraycomm._arrays.pinned import pinned
 from arraycomm._cuda.driver import NOT_READY, call, check, status_of
 from arraycomm._cuda.kernels import Kernels
+from arraycomm._cuda.streams import cupy_stream
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 
@@ -158,26 +159,6 @@ class _Event:
             self._runtime.eventSynchronize(self._event.ptr)
 
 
-class _Foreign:
-    """Another library's stream, as the CUDA stream protocol describes it."""
-
-    def __init__(self, stream: int) -> None:
-        self._stream = stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._stream
-
-
-def _cupy_stream(stream: int, device: int) -> Any:
-    """Return a raw stream as a CuPy stream, which can be made the current one."""
-    import cupy
-
-    # CuPy 14 deprecates `ExternalStream`, and CuPy 13 has nothing else.
-    if hasattr(cupy.cuda.Stream, "from_external"):
-        return cupy.cuda.Stream.from_external(_Foreign(stream))
-    return cupy.cuda.ExternalStream(stream, device)
-
-
 class CudaMemory(DeviceMemory):
     """The memory of one CUDA device, from CuPy's pool.
 
@@ -207,7 +188,7 @@ class CudaMemory(DeviceMemory):
             if cuda.get_current_stream(self.device).ptr == self.stream:
                 found = cuda.alloc(nbytes)
             else:
-                with _cupy_stream(self.stream, self.device):
+                with cupy_stream(self.stream, self.device):
                     found = cuda.alloc(nbytes)
         return DeviceBuffer(found.ptr, nbytes, _BYTE, found, self)
 

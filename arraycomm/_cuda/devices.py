@@ -22,7 +22,7 @@ from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.placement import HostPlacement, Placements
 from arraycomm._cuda import arrays
-from arraycomm._cuda.callers import follow
+from arraycomm._cuda.callers import Waiters
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._cuda.placement import (
     CopiedPlacement,
@@ -142,8 +142,8 @@ class Devices(Placements):
         self.reason = "no array on a device has been communicated so far"
         self._stream: int | None = None
         self._last: Event | None = None
-        # The memory of a call that has just finished.
-        self._left: DeviceMemory | None = None
+        # Those of the call that has just finished.
+        self._waiters: Waiters | None = None
         self._looking = threading.Lock()
         group.on_failure.append(self.abort)
         group.on_exit.append(self.finish)
@@ -163,21 +163,21 @@ class Devices(Placements):
     def on_device(self, x: Any) -> bool:
         return arrays.on_cuda(x)
 
-    def of(self, *given: Any) -> HostPlacement:
+    def of(self, *given: Any, is_request: bool = False) -> HostPlacement:
         x = next((x for x in given if arrays.may_be_on_cuda(type(x)) and arrays.on_cuda(x)), None)
         if x is None:
             return self.host
         arrays.check_stream(x)
         custom = any(isinstance(argument, Op) for argument in given)
         if self.link is not None and not custom:
-            return DevicePlacement(self._group, self.link, self, self._stream_for(x))
+            return DevicePlacement(self._group, self.link, self, self._stream_for(x, is_request))
         # Ranks negotiate when a header shows an array on a device; check=False sends no headers.
         undecided = not self.negotiated and self._group.options.check and not custom
         return CopiedPlacement(
             self._group, ALL_ON_DEVICE if undecided else ON_HOST, arrays.number_of(x)
         )
 
-    def of_tree(self, leaves: Sequence[Any]) -> HostPlacement:
+    def of_tree(self, leaves: Sequence[Any], *, is_request: bool = False) -> HostPlacement:
         if not any(map(arrays.may_be_on_cuda, set(map(type, leaves)))):
             return self.host_tree
         on_device = [arrays.on_cuda(leaf) for leaf in leaves]
@@ -195,7 +195,8 @@ class Devices(Placements):
             flag = ALL_ON_DEVICE
         if self.link is None:
             return CopiedTreePlacement(self._group, flag, arrays.number_of(first))
-        return TreePlacement(self._group, self.link, self, self._stream_for(first), flag)
+        stream = self._stream_for(first, is_request)
+        return TreePlacement(self._group, self.link, self, stream, flag)
 
     def of_mixed_tree(self, agreement: Agreement) -> HostPlacement:
         """Return the placement of a tree whose leaves are on the host on some ranks only.
@@ -214,9 +215,9 @@ class Devices(Placements):
             return self.host
         return DevicePlacement(self._group, self.link, self, self._own_stream)
 
-    def _stream_for(self, x: Any) -> int:
-        """Return the stream of a call: the framework's current one, if it shows that."""
-        stream = arrays.stream_of(x)
+    def _stream_for(self, x: Any, is_request: bool) -> int:
+        """Return the stream of a call: a blocking one's is the framework's current one, if shown."""
+        stream = None if is_request else arrays.stream_of(x)
         return self._own_stream if stream is None else stream
 
     @property
@@ -291,7 +292,7 @@ class Devices(Placements):
         if self._progress is not None:
             self._progress.guard(result)
 
-    def leave(self, memory: DeviceMemory) -> None:
+    def leave(self, memory: DeviceMemory, waiters: Waiters | None) -> None:
         """Record that a call has put its work on the device."""
         if self.link is None:
             return
@@ -299,13 +300,13 @@ class Devices(Placements):
             self._progress.end(memory)
             _watch.add(self)
         self._last = memory.record()
-        self._left = memory
+        self._waiters = waiters
         if len(LEASES):
             _sweep.add(self)
 
     def after(self) -> Callable[[], None] | None:
-        memory, self._left = self._left, None
-        return None if memory is None or self._last is None else partial(follow, memory, self._last)
+        waiters, self._waiters = self._waiters, None
+        return None if waiters is None or self._last is None else partial(waiters.wait, self._last)
 
     def look(self, waited: float = 0.0) -> None:
         """Check deferred headers, NCCL's errors, and whether other ranks are late.

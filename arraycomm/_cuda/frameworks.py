@@ -44,7 +44,7 @@ from arraycomm._cuda.layouts import (
     packed,
     relabel,
 )
-from arraycomm._cuda.streams import LEASES, order
+from arraycomm._cuda.streams import LEASES, cupy_stream, order
 from arraycomm._dtypes import BY_NAME, DType, name_of
 
 Shape = tuple[int, ...]
@@ -199,8 +199,26 @@ class _CuPy(Framework):
         count = math.prod(shape)
         with working_on(memory.device):
             space = cupy.cuda.alloc(count * dtype.itemsize)
+        if cupy.cuda.get_current_stream(memory.device).ptr == memory.own_stream:
+            # CuPy would give it to later work in this stream, while the caller's still reads it.
+            lent = cupy.cuda.UnownedMemory(
+                space.ptr, count * dtype.itemsize, _Lent(space, memory), memory.device
+            )
+            space = cupy.cuda.MemoryPointer(lent, 0)
         # Over existing memory, CuPy also makes arrays of dtypes that it has no kernels for.
         return DeviceBuffer(int(space.ptr), count, dtype, cupy.ndarray(shape, dtype, space), memory)
+
+
+class _Lent:
+    """Memory of the communicator's own stream, given back once the caller's has read it."""
+
+    def __init__(self, space: Any, memory: DeviceMemory) -> None:
+        self._space, self._memory = space, memory
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the process may end
+            stream = _BY_NAME["cupy"].streams(self._memory.device)[0]
+            LEASES.add(self._memory.at(stream).record(), self._space)
 
 
 class _Protocols(_CuPy):
@@ -240,14 +258,11 @@ def _copy_elements(target: Layout, source: Layout, memory: DeviceMemory) -> None
     """Copy elements of any dtype with CuPy, in the order of the memory's stream."""
     if not source.size:
         return
-    current = _BY_NAME["cupy"].streams(memory.device)
     # As integers whose size divides all addresses and strides.
     offsets = (source.address, target.address, *source.strides, *target.strides)
     unit = math.gcd(8, source.dtype.itemsize, *offsets)
-    order(memory, (memory.stream,), current)
-    with working_on(memory.device):
+    with working_on(memory.device), cupy_stream(memory.stream, memory.device):
         _units(target, unit, memory)[...] = _units(source, unit, memory)
-    order(memory, current, (memory.stream,))
 
 
 def _units(layout: Layout, unit: int, memory: DeviceMemory) -> Any:

@@ -16,7 +16,7 @@ from arraycomm._arrays.results import commit_out, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._collectives.placement import HostPlacement, StagedTreePlacement
 from arraycomm._cuda import arrays
-from arraycomm._cuda.callers import Caller
+from arraycomm._cuda.callers import Caller, Waiters
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import DType
 from arraycomm._protocol.group import Group
@@ -37,7 +37,7 @@ class Streams(Protocol):
     def guard(self, result: DeviceBuffer) -> None:
         """Let nobody take the result of a call that is given up for one that is right."""
 
-    def leave(self, memory: DeviceMemory) -> None:
+    def leave(self, memory: DeviceMemory, waiters: Waiters | None) -> None:
         """Record that a call has put its work on the device."""
 
     def check(self) -> None:
@@ -105,8 +105,9 @@ class _Download(NamedTuple):
 
 
 class DevicePlacement(HostPlacement):
-    """Arrays in device memory, over a device link, in the order of the caller's stream.
+    """Arrays in device memory, over a device link, in the order of one stream.
 
+    In the communicator's own stream, the caller's go on meanwhile; see `Waiters`.
     A rank whose own array is on the host copies it to the device, and its result back.
     """
 
@@ -119,7 +120,9 @@ class DevicePlacement(HostPlacement):
         self.link = link.at(stream)
         self.async_check = link.async_check
         self.memory = self.link.memory
-        self.here = Caller(self.memory.device).here
+        beside = stream == self.memory.own_stream
+        self.here = Caller(self.memory.device, stream if beside else None).here
+        self._waiters = Waiters(self.memory) if beside else None
         self._streams = streams
         self._stream = stream
         self._views: list[BufferView] = []
@@ -129,6 +132,13 @@ class DevicePlacement(HostPlacement):
             return self._view_of_host(view(x, name))
         found = arrays.device_view(x, name, self.memory)
         self._views.append(found)
+        return self._awaited(found)
+
+    def _awaited(self, found: arrays.DeviceView) -> arrays.DeviceView:
+        """Have the streams of a view wait only when the result is taken, if they go on meanwhile."""
+        if self._waiters is not None and found.streams:
+            self._waiters.add(found, found.streams)
+            found.streams = (self._stream,)
         return found
 
     def _view_of_host(self, found: BufferView) -> BufferView:
@@ -136,21 +146,24 @@ class DevicePlacement(HostPlacement):
 
     def view_out(self, out: Any, shape: tuple[int, ...], dtype: DType) -> BufferView:
         if arrays.on_cuda(out):
-            return arrays.view_out(out, shape, dtype, self.memory)
+            return self._awaited(arrays.view_out(out, shape, dtype, self.memory))
         return view_out(out, shape, dtype)
 
     def view_known(self, x: Any, out: Any) -> BufferView | None:
         if x is not None or not arrays.on_cuda(out):
             return super().view_known(x, out)
         found = arrays.device_view(out, "out", self.memory)
-        return arrays.view_out(out, found.shape, found.dtype, self.memory)
+        return self.view_out(out, found.shape, found.dtype)
 
     def direct(self, out: BufferView) -> Flat | None:
         return out.device_buffer
 
     def empty(self, like: BufferView, shape: tuple[int, ...], dtype: DType) -> tuple[Any, Flat]:
         if like.device[0] == "cuda":
-            return arrays.empty_like(like, shape, dtype, self.memory)
+            made, flat = arrays.empty_like(like, shape, dtype, self.memory)
+            if self._waiters is not None:
+                self._waiters.add(flat.owner)
+            return made, flat
         flat = self.scratch(shape, dtype)
         return _Download(flat, shape), flat
 
@@ -183,7 +196,7 @@ class DevicePlacement(HostPlacement):
         return array
 
     def run(self, steps: Steps) -> Steps:
-        """Run the steps in the caller's stream, each after the link's work in other streams."""
+        """Run the steps in the call's stream, each after the link's work in other streams."""
         return run_within(self._in_order, self._leaving(steps))
 
     @contextmanager
@@ -199,11 +212,11 @@ class DevicePlacement(HostPlacement):
             result = yield from steps
         except UndeliveredError:
             # The ranks go on.
-            self._streams.leave(self.memory)
+            self._streams.leave(self.memory, self._waiters)
             raise
         for found in self._views:
             arrays.release(found)
-        self._streams.leave(self.memory)
+        self._streams.leave(self.memory, self._waiters)
         return result
 
 

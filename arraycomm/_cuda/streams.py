@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from arraycomm._arrays.device_memory import DeviceMemory, Event
 
@@ -24,6 +24,26 @@ def order(memory: DeviceMemory, first: Iterable[int], then: Iterable[int]) -> No
 def is_same(stream: int, other: int) -> bool:
     """Tell whether two handles name one stream; 0 and 1 both name the legacy default stream."""
     return stream == other or {stream, other} == {0, 1}
+
+
+class _Foreign:
+    """Another library's stream, as the CUDA stream protocol describes it."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
+def cupy_stream(stream: int, device: int) -> Any:
+    """Return a raw stream as a CuPy stream, which can be made the current one."""
+    import cupy
+
+    # CuPy 14 deprecates `ExternalStream`, and CuPy 13 has nothing else.
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Foreign(stream))
+    return cupy.cuda.ExternalStream(stream, device)
 
 
 class Leases:

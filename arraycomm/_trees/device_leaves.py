@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from arraycomm._arrays.buffer import BufferView
-from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._arrays.results import to_framework
 from arraycomm._collectives import algorithms
 from arraycomm._cuda import arrays
 from arraycomm._cuda.placement import DevicePlacement
-from arraycomm._dtypes import DType
 from arraycomm._transports.base import Steps
 from arraycomm._trees.layout import Bucket, lay_out
 
@@ -48,18 +46,13 @@ class _DeviceBucket:
         kinds = {(views[piece.leaf].framework, views[piece.leaf].device) for piece in bucket.pieces}
         self._whole: Any = None
         if len(kinds) == 1 and self._first.device[0] == "cuda":
-            self._whole, self.device_buffer = self._empty(self._first, (count,), bucket.dtype)
+            self._whole, self.device_buffer = placement.empty(self._first, (count,), bucket.dtype)
         else:
             self.device_buffer = placement.memory.allocate(bucket.nbytes).view(bucket.dtype)
         pieces = [
             (views[leaf].device_buffer, offset, nbytes) for leaf, offset, nbytes in bucket.pieces
         ]
         placement.memory.gather_pieces(pieces, self.device_buffer.view("u1"))
-
-    def _empty(
-        self, like: BufferView, shape: tuple[int, ...], dtype: DType
-    ) -> tuple[Any, DeviceBuffer]:
-        return arrays.empty_like(like, shape, dtype, self._placement.memory)
 
     def results(self) -> Iterator[tuple[int, Any]]:
         """Yield each leaf's number and its result."""
@@ -79,6 +72,6 @@ class _DeviceBucket:
                     ),
                 )
                 continue
-            made, device_buffer = self._empty(view, view.shape, view.dtype)
+            made, device_buffer = self._placement.empty(view, view.shape, view.dtype)
             device_buffer[...] = self.device_buffer[part]
             yield leaf, arrays.finish(made, view)

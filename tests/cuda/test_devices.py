@@ -633,10 +633,14 @@ def test_who_waits_in_another_stream_finds_its_result_there(on_devices, several,
         with other:
             got = request.wait()
             assert (_host(got) == comm.size).all()
-        assert (other.ptr, mine.ptr) in _waits(any_link)
+        assert {other.ptr, mine.ptr} <= {stream for stream, _ in _waits(any_link)}
         before = len(_waits(any_link))
-        comm.iallreduce(x).wait()
+        request = comm.iallreduce(x)
+        while not request._task.finished:
+            time.sleep(0.001)
         assert mine.ptr not in [stream for stream, _ in _waits(any_link)[before:]]
+        assert (_host(request.wait()) == comm.size).all()
+        assert mine.ptr in [stream for stream, _ in _waits(any_link)[before:]]
 
     on_devices(several, check)
 

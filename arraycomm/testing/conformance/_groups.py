@@ -85,10 +85,12 @@ class GroupLaws:
     ) -> None:
         """Calls on a duplicate and on its original do not wait for one another.
 
-        Each rank waits for them in its own order. The original outlives the duplicate.
+        Each rank starts the duplicate's at its own place, and waits for them in its own order. The
+        original outlives the duplicate.
         """
         other = comm.dup()
-        started = [(comm, first), (other, second), (comm, second)]
+        started = [(comm, first), (comm, second)]
+        started.insert(comm.rank % 3, (other, second))
         requests = [
             group.iallreduce(reduction.arrays.build(comm.rank), reduction.op)
             for group, reduction in started

@@ -57,6 +57,14 @@ def set_to(x: Any, value: float) -> None:
     x[...] = value
 
 
+def copy(into: Any, x: Any, stream: int) -> None:
+    """Put a copy on a stream, as a kernel does of which the framework knows nothing."""
+    import cupy
+
+    to, source = (a.data_ptr() if hasattr(a, "data_ptr") else a.data.ptr for a in (into, x))
+    cupy.cuda.runtime.memcpyAsync(to, source, x.nbytes, 4, stream)
+
+
 def length(comm: Communicator) -> int:
     return LENGTH - LENGTH % comm.size
 
@@ -268,5 +276,83 @@ def test_a_request_may_be_waited_for_in_another_stream(
             with writable.side():
                 got = request.wait() * 2
                 assert (writable.back(got) == sum(range(comm.size + 1)) * 2).all()
+
+    on_ranks(check)
+
+
+def test_requests_of_two_communicators_may_be_in_any_order(
+    on_ranks: OnRanks, writable: Framework
+) -> None:
+    """The ranks start and take them in orders of their own, and one call waits for another's result."""
+
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        other = comm.dup()
+        ones = np.ones(LENGTH // 64, np.float32)
+        summed = ones * sum(range(comm.size + 1))
+        gathered = np.concatenate([ones * (rank + 1) for rank in range(comm.size)])
+        with writable.side():
+            for turn in range(10):
+                x = writable.make(np.stack([ones, ones], 1) * (comm.rank + 1))
+                groups = [comm, other]
+                if (comm.rank + turn) % 2:
+                    groups.reverse()
+                requests = []
+                for group in groups:
+                    spin(stream_of(writable), 1e-3)
+                    # What is not contiguous is copied; the shape of the second comes with the headers.
+                    requests.append((group.iallreduce(x[:, 0]), summed))
+                    requests.append((group.iallgatherv(x[:, 1]), gathered))
+                if turn % 3:
+                    requests.reverse()
+                for request, want in requests:
+                    assert np.array_equal(writable.back(request.wait() * 2), want * 2)
+        other.free()
+
+    on_ranks(check)
+
+
+def test_memory_of_requests_is_not_used_too_early(on_ranks: OnRanks, writable: Framework) -> None:
+    """A result is dropped while it is still read, and a request that is under way needs memory."""
+
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        each = np.repeat(np.arange(1, comm.size + 1, dtype=np.float32), LENGTH)
+        with writable.side():
+            x = writable.make(np.full(LENGTH, comm.rank + 1, np.float32))
+            for _ in range(3):
+                read = writable.make(np.zeros(len(each), np.float32))
+                got = comm.iallgatherv(x).wait()
+                if comm.rank:
+                    time.sleep(0.03)
+                request = comm.iallgatherv(x + 10)
+                spin(stream_of(writable), 0.1)
+                copy(read, got, stream_of(writable))
+                del got
+                assert np.array_equal(writable.back(request.wait()), each + 10)
+                assert np.array_equal(writable.back(read), each)
+
+    on_ranks(check)
+
+
+@pytest.mark.filterwarnings("ignore:the request made:RuntimeWarning")
+def test_a_request_that_nobody_waits_for_keeps_its_memory(
+    on_ranks: OnRanks, writable: Framework
+) -> None:
+    def check(comm: Communicator) -> None:
+        begun(comm, writable)
+        if comm.size == 1:
+            return
+        with writable.side():
+            x = writable.make(np.full(LENGTH, comm.rank + 1, np.float32))
+            if comm.rank == 0:
+                request = comm.iallreduce(x)
+                del request, x
+                other = writable.make(np.full(LENGTH, 100, np.float32))
+                assert (writable.back(other) == 100).all()
+            else:
+                time.sleep(LATE)
+                assert (writable.back(comm.iallreduce(x).wait()) == sum(range(comm.size + 1))).all()
+        comm.barrier()
 
     on_ranks(check)
