@@ -30,7 +30,7 @@ WORKERS ?= 4
 LAUNCHING_WORKERS ?= 5
 BENCH_ARGS ?=
 # What of the benchmark a commit is compared by, how often it is run, and how much longer something may take.
-BENCH_MODES ?= latency bandwidth trees train jax adapters messages
+BENCH_MODES ?= latency bandwidth trees
 ROUNDS ?= 3
 AT_MOST ?= 1.1
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
@@ -102,7 +102,7 @@ help:
 	@echo 'make dist    build and check what goes to a package index, into dist/'
 	@echo 'make test-device    the tests that need a GPU, in the environment of PYTHON'
 	@echo 'make bench   time allreduce beside what else there is (BENCH_ARGS="latency --ranks 4")'
-	@echo 'make bench-check BASE=commit    the whole benchmark of this checkout beside that of a commit, in turns'
+	@echo 'make bench-check BASE=commit    the benchmark of this checkout beside that of a commit, in turns'
 	@echo 'make clean   remove what was built; make distclean the environments too'
 
 .PHONY: demo

@@ -1,4 +1,4 @@
-"""The command line: `arraycomm run`, `doctor`, `demo`, `bench`, `overlap`, `trace`."""
+"""The command line: `arraycomm run`, `doctor`, `demo`, `bench`, `trace`."""
 
 from __future__ import annotations
 
@@ -45,11 +45,6 @@ _COMMANDS: Final = {
         "arraycomm.cli.bench.command",
         "time collectives",
         "arraycomm bench latency --sizes 8,1K --dtypes float32",
-    ),
-    "overlap": _Command(
-        "arraycomm.cli.bench.overlap",
-        "time a nonblocking call beside other work",
-        "arraycomm overlap --ranks 2",
     ),
     "trace": _Command(
         "arraycomm.cli.trace.command",

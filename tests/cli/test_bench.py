@@ -10,11 +10,9 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ from arraycomm.cli.bench import arguments as bench
 from arraycomm.cli.bench import device as bench_device
 from arraycomm.cli.bench.contenders import REFERENCES, TITLES, Case, Contender, parse_dtype, pattern
 from arraycomm.cli.bench.lines import Entry, measured, verify
-from arraycomm.cli.bench.picture import draw, panels
 from arraycomm.cli.bench.report import complaints, tables
 from arraycomm.cli.bench.results import FORMAT
 from arraycomm.cli.bench.tables import (
@@ -539,11 +536,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("mpi4py")
     directory = tmp_path_factory.mktemp("bench")
     command = ["-m", "arraycomm", "bench", *TINY, "--dtypes", "float32,bfloat16"]
-    drawn = ["--picture", "bench.svg"] if find_spec("matplotlib") else []
-    done = run_python(*command, "--json", "results.json", *drawn, cwd=directory)
+    done = run_python(*command, "--json", "results.json", cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     loaded: dict[str, Any] = json.loads((directory / "results.json").read_text("utf-8"))
-    return {**loaded, "printed": done.stdout, "reported": done.stderr, "directory": directory}
+    return {**loaded, "printed": done.stdout, "reported": done.stderr}
 
 
 @needs_mpiexec
@@ -557,62 +553,6 @@ def test_each_line_is_reported_when_it_has_been_measured(results: dict[str, Any]
         ("3", "64 KB of float32"),
         ("4", "64 KB of bfloat16"),
     ]
-
-
-@needs_mpiexec
-def test_the_picture_shows_every_contender_on_light_and_dark_pages(results: dict[str, Any]) -> None:
-    pytest.importorskip("matplotlib")
-    assert "Drawn in bench.svg, and for dark pages in bench-dark.svg." in results["printed"]
-    grounds = []
-    for name in ("bench.svg", "bench-dark.svg"):
-        text = (results["directory"] / name).read_text("utf-8")
-        grounds.append(re.search(r"fill: (#\w{6})", text)[1])  # type: ignore[index]
-        for said in (
-            "float32, NumPy arrays",
-            "8 B",
-            "64 KB",
-            "GB/s",
-            "arraycomm, out=",
-            "mpi4py Allreduce",
-        ):
-            assert f"<!-- {said} -->" in text, said
-    assert grounds == ["#ffffff", "#1e2129"]
-
-
-def test_a_picture_has_a_panel_for_each_dtype_framework_and_kind() -> None:
-    tree = {**line_of(), "mode": "trees", "tree": "T"}
-    small, large = (
-        {**line_of(), "mode": "latency"},
-        {**line_of(), "mode": "bandwidth", "nbytes": 1 << 20},
-    )
-    found = panels([tree, small, large])
-    assert [(p.title, p.by_size, len(p.lines)) for p in found] == [
-        ("float32, NumPy arrays", True, 2),
-        ("Trees of float32, NumPy arrays", False, 1),
-    ]
-    assert found[0].contenders() == ["out", "mpi4py"]
-    nothing = {**line_of(), "contenders": []}
-    with pytest.raises(ValueError, match="nothing was timed"):
-        draw({"lines": [nothing]}, Path("x.png"))
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("bench.gif", "--picture must end in one of .png, .svg, .pdf; got 'bench.gif'"),
-        ("none/bench.png", "--picture must be in a directory that is there; got 'none/bench.png'"),
-        (None, "--picture needs matplotlib; got no such module; install it with: pip install"),
-    ],
-)
-def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
-    path: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if path is None:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-    else:
-        pytest.importorskip("matplotlib")
-    assert main(["bench", "--picture", path or "bench.png"]) == 1
-    assert capsys.readouterr().err.startswith(f"bench: {said}")
 
 
 @needs_mpiexec
@@ -667,104 +607,13 @@ def test_only_frameworks_that_take_part_are_imported(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# A step of two ranks, one of which forgets to reduce its gradients the second time.
-TRAINING = """
-import sys, torch, arraycomm
-from arraycomm.cli import main
-from arraycomm.cli.bench import train
-train.MODELS.clear()
-train.MODELS["two layers"] = train.Workload(
-    lambda nn: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), (4, 5), (3,)
-)
-words = ["bench", "train", "--repeats", "2", "--seconds", "0.01", "--json"]
-status = main([*words, "right.json"])
-arraycomm.finalize()
-arraycomm.DistributedOptimizer = lambda optimizer, comm: optimizer
-sys.exit(status or 2 * (main([*words, "wrong.json"]) != 1))
-"""
-
-
-@needs_mpiexec
-def test_steps_of_training_are_those_of_one_process(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    done = run_python("-c", TRAINING, ranks=2, cwd=tmp_path, compiles=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    right, wrong = (
-        json.loads((tmp_path / name).read_text("utf-8"))["lines"][0]
-        for name in ("right.json", "wrong.json")
-    )
-    assert right["model"] == "two layers"
-    assert right["nbytes"] == 4 * (5 * 7 + 7 + 7 * 3 + 3)
-    assert {e["key"]: e["status"] for e in right["contenders"]} == {
-        "step": "ok",
-        "local": "ok",
-        "reduction": "ok",
-        "ddp": "ok",
-    }
-    assert right["contenders"][0]["ratios"].keys() == {"ddp"}
-    assert wrong["contenders"][0]["status"] == "wrong"
-    assert "from that of one process" in wrong["contenders"][0]["reason"]
-
-
-def test_what_a_backward_pass_hides_is_part_of_the_reduction() -> None:
-    times = {"step": 5.0, "local": 3.0, "reduction": 4.0, "ddp": 10.0}
-    contenders = [
-        {
-            "key": key,
-            "name": TITLES[key],
-            "framework": "torch",
-            "status": "ok",
-            "median": seconds,
-            "samples": [seconds],
-            "ratios": {"ddp": 0.5},
-        }
-        for key, seconds in times.items()
-    ]
-    about = {"mode": "train", "dtype": "float32", "nbytes": 8, "model": "M"}
-    (table,) = tables([{**about, "contenders": contenders}], 2)
-    assert table.header[-2:] == ["DistributedOptimizer ÷ ddp", "reduction hidden"]
-    assert table.rows[0][-2:] == ["0.50", "50 %"]
-
-
 # The page
 
 
-@pytest.fixture
-def page() -> Any:
-    return importlib.import_module("docs.studies.benchmarks.page")
-
-
-def test_pages_and_charts_are_what_the_figures_give(page: Any) -> None:
+def test_pages_and_charts_are_what_the_figures_give() -> None:
+    page: Any = importlib.import_module("docs.studies.benchmarks.page")
     figures = page.stored()
     assert page.PAGE.read_text("utf-8") == page.written(figures)
     assert page.TABLES.read_text("utf-8") == page.tabled(figures)
     for name, chart in page.drawn(figures).items():
         assert (page.CHARTS / name).read_text("utf-8") == chart
-
-
-def test_the_chart_has_a_bar_for_each_goal_and_the_ratio_of_the_table(page: Any) -> None:
-    results = page.stored()["mpich-2"]
-    bars = ET.fromstring(page.drawn(page.stored())["benchmarks.svg"])
-    texts = [element.text or "" for element in bars.iter() if element.tag.endswith("text")]
-    shown = [text for text in texts if re.fullmatch(r"\d+\.\d\d", text)]
-    ratios = [page.compared(results, claim).strip("*") for claim in page.CLAIMS]
-    assert [float(text) for text in shown] == [float(text) for text in ratios]
-
-
-def test_the_page_shows_a_ratio_that_is_lost(page: Any) -> None:
-    line = line_of()
-    line["contenders"][0].update(median=9e-6, samples=[9e-6])
-    line["contenders"][1].update(median=3e-6, samples=[3e-6])
-    said = page.compared({"lines": [line]}, page.CLAIMS[0])
-    assert said == "**3.00**"
-
-
-def test_the_page_says_where_nothing_was_measured(page: Any) -> None:
-    assert page.compared({"lines": [line_of("error")]}, page.CLAIMS[0]) == "–"
-    assert page.compared({"lines": []}, page.CLAIMS[0]) == "–"
-
-
-def test_the_page_says_that_the_machine_was_busy(page: Any) -> None:
-    machine = {"processor": "P", "cores": 2, "system": "S"}
-    assert page.caution({"machine": {**machine, "load": 0.4}}) == ""
-    assert "rough" in page.caution({"machine": {**machine, "load": 9.0}})

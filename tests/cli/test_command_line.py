@@ -60,11 +60,8 @@ def test_the_help_of_a_command_ends_with_an_example(
     ("words", "said"),
     [
         (["fly"], "arraycomm: argument command: invalid choice: 'fly'"),
-        (["overlap", "--fast"], "arraycomm: unrecognized arguments: --fast"),
-        (
-            ["overlap", "--ranks", "x"],
-            "must be a positive integer; got 'x'; see: arraycomm overlap",
-        ),
+        (["bench", "--fast"], "arraycomm: unrecognized arguments: --fast"),
+        (["bench", "--ranks", "x"], "must be a positive integer; got 'x'; see: arraycomm bench"),
         (["bench", "--repeats", "0"], "must be a positive integer; got '0'; see: arraycomm bench"),
         (["bench", "--sizes", "1K,q"], "'q' is not a number of bytes"),
     ],

@@ -1,1 +1,1 @@
-"""`arraycomm bench` and `arraycomm overlap`: how long collectives take."""
+"""`arraycomm bench`: how long reductions take."""

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from arraycomm.cli.bench import adapters, device, jitted, messages
+from arraycomm.cli.bench import device
 from arraycomm.cli.bench.contenders import FRAMEWORKS, TITLES, installed, parse_dtype
-from arraycomm.cli.bench.train import MODELS
 from arraycomm.cli.bench.trees import TREES
 from arraycomm.cli.numbers import positive
-from arraycomm.cli.pictures import why_no_picture
 
 _SIZES: Final = {
     "latency": (8, 64, 1 << 10, 16 << 10),
     "bandwidth": (64 << 10, 1 << 20, 8 << 20, 64 << 20),
 }
-_MODES: Final = (*_SIZES, "trees", "train", "jax", "adapters", "messages")
+_MODES: Final = (*_SIZES, "trees")
 # If sizes are given without a mode, smaller ones are measured for their latency.
 _LARGE: Final = 64 << 10
 _SUFFIXES: Final = {"K": 10, "M": 20, "G": 30}
@@ -51,8 +49,7 @@ def _add_contenders(parser: argparse.ArgumentParser) -> None:
         "mode",
         nargs="?",
         choices=list(_MODES),
-        help="small arrays, large ones, or trees of float32, by default all of these; or steps of "
-        "training in torch; or programs that JAX has compiled; or steps with each adapter; or messages",
+        help="small arrays, large ones, or trees of float32; by default all of these",
     )
     add("--sizes", type=_sizes, metavar="N,…", help="bytes of the arrays, for example 8,64K,1M")
     add(
@@ -89,13 +86,6 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write every sample to this file")
     add(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="draw times, bandwidths and ratios to this file, such as bench.png or bench.svg, and to "
-        "bench-dark.png for dark pages; needs pip install 'arraycomm[plot]'",
-    )
-    add(
         "--compare",
         nargs=2,
         type=_paths,
@@ -118,22 +108,15 @@ def command(arguments: argparse.Namespace) -> list[str]:
         if (values := getattr(arguments, name)) is not None:
             words += [f"--{name}", ",".join(map(str, values))]
     words += ["--repeats", str(arguments.repeats), "--seconds", str(arguments.seconds)]
-    for name in ("json", "picture"):
-        if (path := getattr(arguments, name)) is not None:
-            words += [f"--{name}", str(path)]
-    return words
+    return words if arguments.json is None else [*words, "--json", str(arguments.json)]
 
 
 def refusal(arguments: argparse.Namespace) -> str:
     """Say why this cannot be measured here, and what would help; empty if it can be measured."""
-    if arguments.picture is not None and (reason := why_no_picture("--picture", arguments.picture)):
-        return reason
     names = arguments.frameworks or ()
     if arguments.device == "cuda":
         return device.refusal(names, arguments.mode)
-    if "cupy" in names:
-        return "arrays of cupy are on a device; pass --device cuda"
-    return jitted.refusal() if arguments.mode == "jax" else ""
+    return "arrays of cupy are on a device; pass --device cuda" if "cupy" in names else ""
 
 
 def requests(mode: str | None, sizes: Sequence[int] | None, dtypes: Sequence[str]) -> list[Request]:
@@ -162,30 +145,6 @@ def requested_trees(arguments: argparse.Namespace) -> Sequence[str]:
     if not wanted or "float32" not in arguments.dtypes or arguments.device == "cuda":
         return ()
     return tuple(TREES)
-
-
-def requested_models(arguments: argparse.Namespace) -> Sequence[str]:
-    """Return the names of the models to train."""
-    return tuple(MODELS) if arguments.mode == "train" else ()
-
-
-def requested_programs(arguments: argparse.Namespace) -> Sequence[int]:
-    """Return the bytes of the arrays that compiled programs reduce."""
-    if arguments.mode != "jax":
-        return ()
-    return jitted.SIZES if arguments.sizes is None else tuple(arguments.sizes)
-
-
-def requested_messages(arguments: argparse.Namespace) -> Sequence[int]:
-    """Return the bytes of the arrays that are sent from rank to rank."""
-    if arguments.mode != "messages":
-        return ()
-    return messages.SIZES if arguments.sizes is None else tuple(arguments.sizes)
-
-
-def requested_loops(arguments: argparse.Namespace) -> Sequence[str]:
-    """Return the names of what is trained with adapters."""
-    return adapters.available() if arguments.mode == "adapters" else ()
 
 
 def host_frameworks(arguments: argparse.Namespace) -> list[str]:

@@ -12,7 +12,7 @@ from arraycomm.cli.bench.arguments import add_arguments, command, refusal
 from arraycomm.cli.bench.compare import as_table, compared, slower
 from arraycomm.cli.bench.contenders import Field
 from arraycomm.cli.bench.device import DeviceField
-from arraycomm.cli.bench.results import failed, measure_all, show, show_picture, write
+from arraycomm.cli.bench.results import failed, measure_all, show, write
 from arraycomm.cli.launch import launch
 
 __all__ = ["add_arguments", "run"]
@@ -38,8 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
         show(results)
         if arguments.json is not None:
             write(arguments.json, results)
-        if arguments.picture is not None:
-            show_picture(arguments.picture, results)
     return int(failed(results))
 
 

@@ -38,10 +38,6 @@ TITLES: Final = {
     "jit": "arraycomm, jit",
     "jit-donated": "arraycomm, jit of a donated x",
     "optax": "arraycomm, optax",
-    "adapter": "arraycomm, adapter",
-    "message": "arraycomm, sendrecv(out=)",
-    "fresh-message": "arraycomm, sendrecv",
-    "reduction": "reduction alone",
     "mpi4py": "mpi4py Allreduce",
     "gloo": "gloo",
     "ddp": "DistributedDataParallel, gloo",
@@ -49,16 +45,9 @@ TITLES: Final = {
     "torch-nccl": "torch's NCCL",
     "copy": "copy on the device",
     "mpi4jax": "mpi4jax",
-    "alone": "no communication, without arraycomm",
-    "leafwise": "mpi4py Allreduce, leaf by leaf",
-    "mpi4py-message": "mpi4py Sendrecv",
-    "mpi4py-pickled": "mpi4py sendrecv, as a pickle",
 }
 # What arraycomm is compared with; all other contenders are arraycomm itself.
-REFERENCES: Final = (
-    *("mpi4py", "gloo", "ddp", "nccl", "torch-nccl", "copy"),
-    *("mpi4jax", "alone", "leafwise", "mpi4py-message", "mpi4py-pickled"),
-)
+REFERENCES: Final = ("mpi4py", "gloo", "ddp", "nccl", "torch-nccl", "copy", "mpi4jax")
 FRAMEWORKS: Final = ("numpy", "torch", "jax")
 
 _GLOO_DTYPES: Final = frozenset(

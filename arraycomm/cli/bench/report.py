@@ -16,7 +16,6 @@ ARRAYS: Final = {
     "torch": "torch tensors",
     "jax": "JAX arrays",
     "cupy": "CuPy arrays",
-    "any": "arrays of its framework",
 }
 _UNITS: Final = {
     "latency": ("µs per call", 1e6),
@@ -24,23 +23,19 @@ _UNITS: Final = {
     "trees": ("ms per tree (GB/s)", 1e3),
     "train": ("ms per step", 1e3),
     "jax": ("µs per call", 1e6),
-    "adapters": ("ms per step", 1e3),
-    "messages": ("µs per call", 1e6),
 }
 _SUBJECTS: Final = {
     "trees": "Trees of {}",
     "train": "Training in {}",
     "jax": "Compiled programs of {}",
-    "adapters": "Each adapter in {}",
-    "messages": "Messages of {}",
 }
-_FIRST_COLUMN: Final = {"trees": "tree", "train": "model", "jax": "program", "adapters": "adapter"}
+_FIRST_COLUMN: Final = {"trees": "tree", "train": "model", "jax": "program"}
 _WITH_BANDWIDTH: Final = frozenset(("bandwidth", "trees"))
 # Modes whose contenders differ in what they do, so that each is compared with the references.
 _ALL_COMPARED: Final = frozenset(("jax",))
 _OWN: Final = (
     *("out", "shared", "fresh", "unchecked", "plan", "tree", "step"),
-    *("jit", "jit-donated", "optax", "adapter", "message", "fresh-message"),
+    *("jit", "jit-donated", "optax"),
 )
 _NOT_TIMED: Final = {"unsupported": "–", "wrong": "wrong", "error": "error"}
 
@@ -91,14 +86,12 @@ def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> T
         _FIRST_COLUMN.get(mode, "size"),
         *(TITLES[key] for key in keys),
         *(f"{TITLES[own].removeprefix('arraycomm, ')} ÷ {other}" for own, other in compared),
-        *(["reduction hidden"] if mode == "train" else []),
     ]
     rows = [
         [
             name_of(line),
             *(_time(line, find(line, framework, key), scale) for key in keys),
             *(_ratio(find(line, framework, own), other) for own, other in compared),
-            *([_hidden(line)] if line["mode"] == "train" else []),
         ]
         for line in lines
     ]
@@ -135,15 +128,6 @@ def _time(line: Line, entry: StoredEntry | None, scale: float) -> str:
     if line["mode"] in _WITH_BANDWIDTH:
         return f"{text} ({number_text(line['nbytes'] / entry['median'] / 1e9)})"
     return text
-
-
-def _hidden(line: Line) -> str:
-    """Say which part of the reduction takes no time of its own, since the backward pass goes on."""
-    medians = {e["key"]: e["median"] for e in line["contenders"] if e["status"] == "ok"}
-    if not {"step", "local", "reduction"} <= medians.keys():
-        return "–"
-    added = medians["step"] - medians["local"]
-    return f"{100 * (1 - added / medians['reduction']):.0f} %"
 
 
 def _ratio(entry: StoredEntry | None, other: str) -> str:

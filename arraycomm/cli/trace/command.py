@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from arraycomm._trace.files import read
-from arraycomm.cli.pictures import without_matplotlib
 from arraycomm.cli.trace.drawing import draw
 from arraycomm.cli.trace.spans import Span, ranks_of, spans_of
 from arraycomm.cli.trace.tables import report
@@ -59,11 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
     spans = [span for span in every if span.end > ends[0] and span.start < ends[1]]
     print("\n".join([*_about(arguments.path, trace, spans, seconds), "", *report(spans, ranks)]))
     if arguments.output is not None:
-        if reason := without_matplotlib("--output"):
-            return _refuse(reason)
         title = f"{_many(len(ranks), 'rank')}: who waited, and when data moved"
         try:
             draw(spans, ranks, title, arguments.output, ends)
+        except ImportError:
+            return _refuse(
+                "--output needs matplotlib; got no such module; install it with: "
+                "pip install 'arraycomm[plot]'"
+            )
         except (OSError, ValueError) as error:
             return _refuse(f"the picture could not be drawn: {error}")
         print(f"\nThe timeline is drawn in {arguments.output}.")

@@ -6,16 +6,7 @@ import argparse
 import sys
 
 from docs.studies.benchmarks.page import write
-from docs.studies.benchmarks.runs import (
-    RUNS,
-    take,
-    take_adapters,
-    take_floors,
-    take_messages,
-    take_overlap,
-    take_programs,
-    take_training,
-)
+from docs.studies.benchmarks.runs import RUNS, take, take_mode
 
 
 def main() -> int:
@@ -26,13 +17,8 @@ def main() -> int:
     arguments = parser.parse_args()
     failed = [run for run in RUNS if arguments.run and not take(run, arguments.seconds)]
     if arguments.run:
-        for run in RUNS:
-            take_floors(run)
-        take_overlap()
-        take_training("20")
-        take_programs("5")
-        take_adapters("6")
-        take_messages("2")
+        take_mode("train", "20")
+        take_mode("jax", "5")
     write()
     for run in failed:
         print(f"{run.title}: the benchmark failed", file=sys.stderr)

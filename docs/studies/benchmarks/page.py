@@ -9,19 +9,13 @@ from statistics import median
 from typing import Any, Final
 
 from arraycomm.cli.bench.lines import Line
-from arraycomm.cli.bench.overlap import overlap_table
 from arraycomm.cli.bench.report import complaints, find, tables
 from arraycomm.cli.bench.tables import Table, as_markdown, ratio_text, size_text
 from arraycomm.cli.bench.timing import ratio
 from docs.studies.benchmarks import charts
 from docs.studies.benchmarks.claims import CLAIMS, Claim
 from docs.studies.benchmarks.runs import (
-    ADAPTERS,
-    ELSEWHERE,
-    FLOORS,
-    MESSAGES,
     NODES,
-    OVERLAP,
     PROGRAMS,
     RUNS,
     STUDY,
@@ -51,32 +45,21 @@ other's. Ratios above 1 are in bold.
 The figures come from one machine with two cores ({processor}). {caution}No network has been measured, and GPUs in a few [figures of one card](devices.md#figures). The goals are meant for two ranks on two
 cores. Four ranks on two cores show the effect of contention. [Benchmark tables](benchmark-tables.md) has all times.
 
-What is gained by moving fewer bytes depends on the machine, above all for large arrays and trees. The same on another one with two cores ({other}), by an earlier version:
-
-{elsewhere}
+What is gained by moving fewer bytes depends on the machine, above all for large arrays and trees.
 
 ## On your machine
 
 ```console
-$ arraycomm bench --picture bench.png      # on two ranks
+$ arraycomm bench                          # on two ranks
 $ arraycomm bench latency --sizes 8,1024 --dtypes float32 --frameworks torch
 $ arraycomm bench --ranks 4 --json figures.json
 $ arraycomm bench --device cuda            # arrays on GPUs, beside NCCL called by CuPy and PyTorch
 $ arraycomm bench --compare old.json new.json --at-most 1.1   # fails if anything takes longer
 ```
 
-It starts its ranks by itself; under `mpiexec` it has those. While it runs, it prints on standard error what has been measured. `--picture` draws times and bandwidths by size and the ratios of all contenders, once for light pages and
-once for dark ones. It needs matplotlib: `pip install 'arraycomm[plot]'`.
+It starts its ranks by itself; under `mpiexec` it has those. While it runs, it prints on standard error what has been measured.
 
-`make bench-check BASE=commit` runs the whole benchmark of a checkout and of a commit in turns, and fails if anything takes more than 1.1 times as long as there.
-
-## Where the time goes
-
-{floors}
-
-Times are in milliseconds. "Copy" is a plain copy of the bytes by every rank at the same time. No reduction that leaves its array as it is takes less: each rank reads its array once, and writes a result of that length. "Floor" is
-that copy divided by mpi4py's time, beside "ratio", arraycomm's time divided by mpi4py's. "In" is the copy of what other ranks fold into the shared segment, and "fold" that of a rank's part: rank 0's medians. The rest is the copy of the
-results to where they go, short waits in the native part, and Python. On two ranks a reduction reads and writes three bytes for each two of a copy. More ranks than cores wait for one another.
+`make bench-check BASE=commit` runs the benchmark of a checkout and of a commit in turns, and fails if anything takes more than 1.1 times as long as there.
 
 ## Arrays of all sizes
 
@@ -103,8 +86,8 @@ A training step has the same model, data and threads as with `DistributedDataPar
 TABLES_INTRODUCTION: Final = """\
 # Benchmark tables
 
-Every figure behind [Performance](benchmarks.md): `allreduce` with `op="sum"`, trees of arrays shaped like the gradients of two models, nonblocking calls beside other work, training
-steps, compiled programs, and a step with each adapter.
+Every figure behind [Performance](benchmarks.md): `allreduce` with `op="sum"`, trees of arrays shaped like the gradients of two models, training
+steps, and compiled programs.
 
 `python -m docs.studies.benchmarks --run` measures again and writes both pages and their charts;
 `docs/studies/benchmarks/` holds every sample. The figures between two nodes have [a program of their own](#between-two-nodes).
@@ -126,59 +109,26 @@ Each row but that of the CNN is one run. The eleven of the CNN go from 0.985 to 
 
 ## How it is measured
 
-- All contenders run in the same processes, on the same memory, and take turns. Each repetition
-  samples every contender once, in an order that changes from one repetition to the next. So whatever slows
-  the machine down for a while slows down all of them.
-- A sample is a loop of calls, as many as fill the contender's share of the time: about a thousand
-  for the smallest arrays, one for the largest. It begins after a barrier, and the slowest rank
-  counts. Python's garbage collector is off during a sample.
-- Times are medians of the samples. A ratio is the median of the repetitions' ratios, so it may
-  differ a little from the ratio of the medians. Below 1, arraycomm takes less time.
-- GB/s are the bytes of one rank's array, in units of 10⁹, divided by the time of the call.
-- Before a contender is timed, its result is compared with the exact sum on every rank. The tables show "wrong" for a
-  wrong result, and "–" if the contender cannot do the reduction: MPI has no bfloat16, and a JAX
-  array cannot be written to.
-- `out=` writes into an array of the caller; plain `arraycomm` returns a fresh one, as JAX must.
-  `check=False` leaves out the comparison of what the ranks call. Small arrays are sent together with it, and
-  gain nothing. gloo sums in place. Its ranks sleep while they wait, so its small calls depend on the
-  system's scheduler, while MPI and arraycomm poll.
-- The trees have the shapes of the gradients of ResNet-50 and of GPT-2 (small); another has 1,000 leaves. `plan(tree)` and `allreduce_tree` return
-  fresh arrays. mpi4py and gloo reduce one leaf after another, mpi4py into other arrays of the caller, gloo in place.
-- With more ranks than cores, the times depend mostly on which rank gives up its core to which other.
+- All contenders run in the same processes, on the same memory, and take turns in an order that changes from one repetition to the next. So whatever slows the machine down for a while slows down all of them.
+- A sample is a loop of calls, as many as fill the contender's share of the time. It begins after a barrier, the slowest rank counts, and Python's garbage collector is off.
+- Times are medians of the samples. A ratio is the median of the repetitions' ratios. Below 1, arraycomm takes less time. GB/s are the bytes of one rank's array, in units of 10⁹, divided by the time of the call.
+- Before a contender is timed, its result is compared with the exact sum on every rank. The tables show "wrong" for a wrong result, and "–" if the contender cannot do the reduction: MPI has no bfloat16, and a JAX array cannot be written to.
+- `out=` writes into an array of the caller; plain `arraycomm` returns a fresh one, as JAX must. `check=False` leaves out the comparison of what the ranks call; small arrays travel with it, and gain nothing. gloo sums in place, and its ranks sleep while they wait.
+- The trees have the shapes of the gradients of ResNet-50 and of GPT-2 (small); another has 1,000 leaves. mpi4py and gloo reduce one leaf after another.
 
-The results differ too. arraycomm adds in rank order, and rounds bfloat16 and
-float16 once, at the end. MPI and gloo round after every addition, in an order of their own.
+The results differ too. arraycomm adds in rank order, and rounds bfloat16 and float16 once, at the end. MPI and gloo round after every addition, in an order of their own.
 """
 
-
-OTHER_WORK: Final = """\
-## Overlap with other work
-
-How much of a nonblocking call is hidden behind the work that the caller does in the meantime? The tables show (call + work −
-both) ÷ the shorter of call and work. Sleeping stands for waiting (on a disk or a device), a matrix product
-for computing without Python's lock. If all cores of a machine are busy computing, a call that
-needs them too cannot be hidden completely.
-
-```sh
-python -m arraycomm overlap --ranks 2
-```
-"""
 
 TRAINING_STEPS: Final = """\
 ## Steps of training
 
-How long does a step of training take with `DistributedOptimizer`, which reduces gradients during the
-backward pass, and with torch's `DistributedDataParallel` over gloo? A step is `zero_grad()`, the
-forward and the backward pass over this rank's batch, and a step of SGD. Both have the same model,
-data and threads. Before they are timed, both take a step whose parameters are compared with those
-of one process on all batches. The goal is at most 0.8. `DistributedDataParallel` is given
-`gradient_as_bucket_view=True`, its quickest way.
-
-"Reduction hidden" is 1 − (step − step without communication) ÷ (reduction alone). It is less than 100 % if the
-reduction needs cores that the backward pass would use.
+How long does a step of training take with `DistributedOptimizer`, and with torch's `DistributedDataParallel` over gloo, with `gradient_as_bucket_view=True`, its quickest way? A step is `zero_grad()`, the
+forward and the backward pass over this rank's batch, and a step of SGD. Both have the same model, data and threads. Before they are timed, both take a step whose parameters are compared with those of one process on all batches.
+The goal is at most 0.8.
 
 ```sh
-python -m arraycomm bench train --ranks 2
+arraycomm run -n 2 -m docs.studies.benchmarks.steps train 20 train.json
 ```
 """
 
@@ -192,12 +142,10 @@ water" is one program with a loop: each rank has 256 × 256 cells of three field
 beside it by four calls of `sendrecv` a step. It is the same program for both libraries, which exchange the halos. The goals are at
 most 0.3 of mpi4jax's time for 8 B, 0.6 for 1 MB and 0.8 for 16 MB, and 1 for the steps.
 
-JAX dispatches programs whose calls have an order from Python, mpi4jax's among them: on one rank, which communicates with nobody, this takes 65 to 130 µs of a small call on this
-machine. Programs of arraycomm are [dispatched as those without calls](jax.md#order), which takes 4 to 9 µs.
-Small arrays are reduced by a handler of XLA's foreign function interface, without Python.
+JAX dispatches programs whose calls have an order from Python, mpi4jax's among them. Programs of arraycomm are [dispatched as those without calls](jax.md#order).
 
 ```sh
-python -m arraycomm bench jax --ranks 2
+arraycomm run -n 2 -m docs.studies.benchmarks.steps jax 5 jax.json
 ```
 
 If mpi4jax is not installed, its columns are empty. It builds with a compiler and without CUDA on the PATH, in an environment of its own:
@@ -209,36 +157,6 @@ PATH=$PWD/.venv-mpi4jax/bin:/usr/bin:/bin CUDA_ROOT=/nonexistent .venv-mpi4jax/b
 .venv-mpi4jax/bin/pip install --no-deps --editable .
 ```
 """
-
-EACH_ADAPTER: Final = """\
-## A step with each adapter
-
-How long does a step of training take with each adapter, with the same loop without arraycomm, and with a loop that calls mpi4py's
-`Allreduce` for one gradient after the other? All train a network of 64, 1,024, 1,024 and 10 units (1.1 million parameters) on 64 samples a
-rank. The loop without arraycomm runs on every rank at the same time, each with its own 64 samples, and does not communicate: the difference is what
-communication costs. The "array API" row has the optimizer of `arraycomm.adapters.numpy` with torch's tensors. SciPy's row is in float64: rank 0 runs the
-method, so that parameters are sent to all ranks, while the loop by hand runs the method on every rank. scikit-learn's is one call of `partial_fit` of an `MLPClassifier`, whose parameters and velocities are averaged.
-
-Before the loops are timed, one step of each is compared with that of one process on all samples.
-
-```sh
-python -m arraycomm bench adapters --ranks 2
-```
-"""
-
-
-BETWEEN_RANKS: Final = """\
-## Messages
-
-How long does `sendrecv` take, by which each rank sends an array to the next one and receives that of the one before? mpi4py's `Sendrecv` is told before what comes, and moves
-bytes alone. Its `sendrecv` pickles the array. arraycomm's message names dtype and shape, as a pickle does. While arraycomm waits it polls from
-Python, so that it can raise if the other rank has left.
-
-```sh
-python -m arraycomm bench messages --ranks 2
-```
-"""
-
 
 BETWEEN_NODES: Final = """\
 ## Between two nodes
@@ -270,13 +188,9 @@ def written(figures: dict[str, dict[str, Any]]) -> str:
     """Return the page for readers: the charts, and the goals in a table."""
     runs = [run for run in RUNS if run.name in figures]
     busy = any(caution(figures[run.name]) for run in runs)
-    others = stored(ELSEWHERE)
     introduction = INTRODUCTION.format(
         goals=_goals(figures, runs),
         processor=_processor(figures),
-        elsewhere=_goals(others, [run for run in RUNS if run.name in others]),
-        other=_processor(others),
-        floors=_floors(),
         slower=_slower(figures, runs),
         caution=BUSY if busy else "",
     )
@@ -289,15 +203,9 @@ def tabled(figures: dict[str, dict[str, Any]]) -> str:
     for run in RUNS:
         if run.name in figures:
             parts += _of_one_run(run, figures[run.name])
-    if OVERLAP.exists():
-        results = json.loads(OVERLAP.read_text("utf-8"))
-        found = overlap_table(results["lines"], results["ranks"])
-        parts += [OTHER_WORK, f"### {found.title}\n\n{as_markdown(found)}\n"]
     for text, path in (
         (TRAINING_STEPS, TRAINING),
         (COMPILED_PROGRAMS, PROGRAMS),
-        (EACH_ADAPTER, ADAPTERS),
-        (BETWEEN_RANKS, MESSAGES),
     ):
         if path.exists():
             parts += _of_one_mode(text, json.loads(path.read_text("utf-8")))
@@ -394,46 +302,6 @@ def _goals(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:
         [claim.text, claim.goal, *(compared(figures[run.name], claim) for run in runs)]
         for claim in CLAIMS
     ]
-    return as_markdown(Table("", header, rows))
-
-
-def _floors() -> str:
-    header = [
-        "",
-        "ranks",
-        "mpi4py",
-        "arraycomm",
-        "copy",
-        "ratio",
-        "floor",
-        "in",
-        "fold",
-        "waiting",
-        "rest",
-    ]
-    rows = []
-    for run, figures in ((run, stored(FLOORS).get(run.name)) for run in RUNS):
-        for line in figures["lines"] if figures else ():
-            samples, profile = line["samples"], line["profile"]
-            inside = [profile[part] for part in ("copying in", "folding", "waiting")]
-            rows.append(
-                [
-                    line["work"],
-                    run.title,
-                    *(
-                        f"{1e3 * median(samples[key]):.1f}"
-                        for key in ("mpi4py", "arraycomm", "copy")
-                    ),
-                    *(
-                        ratio_text(ratio(samples[key], samples["mpi4py"]))
-                        for key in ("arraycomm", "copy")
-                    ),
-                    *(
-                        f"{1e3 * seconds:.1f}"
-                        for seconds in (*inside, profile["whole"] - sum(inside))
-                    ),
-                ]
-            )
     return as_markdown(Table("", header, rows))
 
 

@@ -11,17 +11,14 @@ from typing import Final
 
 STUDY: Final = Path(__file__).resolve().parent
 ROOT: Final = STUDY.parents[2]
-# Figures of the same jobs on another machine, by an earlier version of the code.
-ELSEWHERE: Final = STUDY / "elsewhere"
-OVERLAP: Final = STUDY / "overlap.json"
 TRAINING: Final = STUDY / "train.json"
 PROGRAMS: Final = STUDY / "jax.json"
-ADAPTERS: Final = STUDY / "adapters.json"
-MESSAGES: Final = STUDY / "messages.json"
-FLOORS: Final = STUDY / "floors"
 NODES: Final = STUDY / "nodes.json"
-# An environment with mpi4jax, which is built on its own; see docs/benchmarks.md.
-WITH_MPI4JAX: Final = ROOT / ".venv-mpi4jax"
+# Where the figures of each are, and the environment; mpi4jax is built in one of its own.
+MODES: Final = {
+    "train": (TRAINING, ROOT / ".venv"),
+    "jax": (PROGRAMS, ROOT / ".venv-mpi4jax"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,51 +70,13 @@ def take(run: Run, seconds: str) -> bool:
     return done.returncode == 0
 
 
-def take_training(seconds: str) -> None:
-    """Take the figures of training steps."""
-    _take_mode("train", TRAINING, seconds)
-
-
-def take_programs(seconds: str) -> None:
-    """Take the figures of programs that JAX has compiled."""
-    environment = WITH_MPI4JAX if WITH_MPI4JAX.exists() else ROOT / ".venv"
-    _take_mode("jax", PROGRAMS, seconds, environment)
-
-
-def take_adapters(seconds: str) -> None:
-    """Take the figures of a step with each adapter."""
-    _take_mode("adapters", ADAPTERS, seconds)
-
-
-def take_messages(seconds: str) -> None:
-    """Take the figures of messages."""
-    _take_mode("messages", MESSAGES, seconds)
-
-
-def take_floors(run: Run) -> None:
-    """Take the figures of where the time goes."""
-    environment = ROOT / run.environment / "bin"
+def take_mode(mode: str, seconds: str) -> None:
+    """Take the figures of training steps, or of programs that JAX has compiled."""
+    figures, environment = MODES[mode]
     if not environment.exists():
-        print(f"{run.title}: there is no {run.environment}; its figures stay", file=sys.stderr)
-        return
-    FLOORS.mkdir(exist_ok=True)
-    command = [str(environment / "python"), "-m", "arraycomm", "run", "-n", str(run.ranks)]
-    command += ["-m", "docs.studies.benchmarks.floors", str(figures_of(run, FLOORS))]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
-
-
-def _take_mode(mode: str, figures: Path, seconds: str, environment: Path = ROOT / ".venv") -> None:
-    command = [str(environment / "bin/python"), "-m", "arraycomm", "bench", mode]
-    command += ["--seconds", seconds, "--json", str(figures)]
-    # As many threads of linear algebra as a rank has cores; torch is told by the benchmark.
-    threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        command, cwd=ROOT, env=os.environ | threads, stdout=subprocess.DEVNULL, check=True
-    )
-
-
-def take_overlap() -> None:
-    """Take the figures of calls beside other work."""
-    command = [str(ROOT / ".venv/bin/python"), "-m", "arraycomm", "overlap"]
-    command += ["--json", str(OVERLAP)]
-    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        environment = ROOT / ".venv"
+    command = [str(environment / "bin/python"), "-m", "arraycomm", "run", "-n", "2"]
+    command += ["-m", "docs.studies.benchmarks.steps", mode, seconds, str(figures)]
+    # As many threads of linear algebra as a rank has cores.
+    threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run(command, cwd=ROOT, env=os.environ | threads, check=True)

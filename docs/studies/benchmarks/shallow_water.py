@@ -15,7 +15,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm.cli.bench.contenders import Contender, Field, as_numpy
-from arraycomm.cli.bench.jitted import import_mpi4jax
+from docs.studies.benchmarks.programs import import_mpi4jax
 
 KEYS: Final = ("jit", "mpi4jax")
 STEPS: Final = 10

@@ -5,21 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Final
 
 from arraycomm.cli.bench.contenders import Case, Contender, Field, UnsupportedError, as_numpy
 
 KEYS: Final = ("jit", "jit-donated", "optax", "mpi4jax")
 SIZES: Final = (8, 1 << 20, 16 << 20)
-
-
-def refusal() -> str:
-    """Say what compiled programs need that is not there; empty if it is."""
-    missing = [name for name in ("jax", "optax") if find_spec(name) is None]
-    if not missing:
-        return ""
-    return f"compiled programs need {' and '.join(missing)}; pip install 'arraycomm[jax]'"
 
 
 def make_jitted(key: str, framework: str, case: Case, field: Field) -> Contender:

@@ -1,8 +1,7 @@
-"""Training steps in the benchmark: gradients reduced during backward passes, beside torch's own way."""
+"""Training steps: gradients reduced during backward passes, beside torch's own way."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cached_property
@@ -12,14 +11,14 @@ import numpy as np
 
 import arraycomm
 from arraycomm._arrays.buffer import Array
-from arraycomm.cli.bench.contenders import Contender, Field, UnsupportedError
+from arraycomm.cli.bench.contenders import Contender, Field
 
 _FLOAT: Final = np.dtype(np.float32)
 _RATE: Final = 0.01
 # A step changes parameters by less than 1; sums in another order change that by a few roundings.
 _TOLERANCE: Final = 1e-5
 
-KEYS: Final = ("step", "local", "reduction", "ddp")
+KEYS: Final = ("step", "local", "ddp")
 
 
 class Workload(NamedTuple):
@@ -61,7 +60,6 @@ class TrainCase:
     def __init__(self, name: str, field: Field) -> None:
         import torch
 
-        share_cores(field)
         torch.manual_seed(0)
         self.workload, self._rank, self._size = MODELS[name], field.rank, field.size
         self.model = self.workload.model(torch.nn)
@@ -87,7 +85,7 @@ class TrainCase:
     def verify(self, contender: Contender) -> str:
         """Return what is wrong with a contender's first step on this rank, or an empty string."""
         answer = contender.answer()
-        if contender.key in {"local", "reduction"} and self._size > 1:
+        if contender.key == "local" and self._size > 1:
             return ""
         furthest = float(np.abs(answer - self._expected).max())
         if furthest <= _TOLERANCE:
@@ -98,13 +96,9 @@ class TrainCase:
 
 
 def make_for_training(key: str, framework: str, case: TrainCase, field: Field) -> Contender:
-    """Return a contender, or raise `UnsupportedError`."""
-    if framework != "torch":
-        raise UnsupportedError("the models are torch's")
+    """Return a contender."""
     model = deepcopy(case.model)
     optimizer = _sgd(model)
-    if key == "reduction":
-        return _reduction(model, case, field)
     forward = model
     if key == "step":
         optimizer = arraycomm.DistributedOptimizer(optimizer, comm=field.comm)
@@ -116,14 +110,6 @@ def make_for_training(key: str, framework: str, case: TrainCase, field: Field) -
         _step(forward, optimizer, case.batch, case.target)
 
     return Contender(key, framework, call, lambda: _after(call, model))
-
-
-def _reduction(model: Any, case: TrainCase, field: Field) -> Contender:
-    """Reduce the gradients of a step when all of them are there."""
-    _step(model, _sgd(model), case.batch, case.target)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    plan = field.comm.plan(gradients, "mean")
-    return Contender("reduction", "torch", lambda: plan(gradients), lambda: parameters_of(model))
 
 
 def _distributed(model: Any) -> Any:
@@ -154,11 +140,3 @@ def parameters_of(model: Any) -> Array:
     """Return all parameters of a model in one row."""
     rows = [parameter.detach().numpy().reshape(-1) for parameter in model.parameters()]
     return np.concatenate(rows)
-
-
-def share_cores(field: Field) -> None:
-    """Give each rank of this node its part of the cores, as all contenders have them."""
-    import torch
-
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // field.comm.local_size))
