@@ -85,8 +85,8 @@ def _reduction(optimizer: Any, gradients: Any) -> _Reduce:
 
 def _reduction_in_jax(gradients: Any, constants: Any) -> _Reduce:
     """Return what reduces gradients also inside compiled programs, such as those of `fit`."""
-    from arraycomm.adapters._jax_tracing import is_traced
-    from arraycomm.adapters._jax_updates import Updates
+    from arraycomm.adapters.jax._tracing import is_traced
+    from arraycomm.adapters.jax._updates import Updates
 
     updates = Updates(gradients, constants)
 

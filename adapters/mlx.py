@@ -9,7 +9,7 @@ from mlx.optimizers import Optimizer
 
 import arraycomm as ac
 from arraycomm.adapters import numpy as plain
-from arraycomm.adapters._numpy_inputs import StepInputs
+from arraycomm.adapters.numpy._inputs import StepInputs
 
 __all__ = ["DistributedOptimizer", "synchronize"]
 

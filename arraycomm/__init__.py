@@ -7,9 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from arraycomm._arrays.exchange import exchange
-from arraycomm._collectives.custom_ops import op
-from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Status
-from arraycomm._collectives.requests import Request, waitall
+from arraycomm._calls.custom_ops import op
+from arraycomm._calls.requests import Request, waitall
 from arraycomm._communicator import Communicator
 from arraycomm._entries import opaque, publish
 from arraycomm._errors import (
@@ -26,6 +25,7 @@ from arraycomm._errors import (
 )
 from arraycomm._explain import explain
 from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
+from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Status
 from arraycomm._mpi_start import installed_version
 from arraycomm._println import println
 from arraycomm._session import borrow, finalize, init, is_initialized, world

@@ -6,22 +6,22 @@ from types import TracebackType
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
+from arraycomm._calls.custom_ops import Op
+from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
 from arraycomm._collectives import groups
-from arraycomm._collectives.custom_ops import Op
 from arraycomm._collectives.fast_path import FastPaths
-from arraycomm._collectives.header_only import Barrier
-from arraycomm._collectives.matching import Status, Wildcard
-from arraycomm._collectives.messages import Messenger
+from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
 from arraycomm._collectives.nonblocking import NonblockingCalls
 from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherObject
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
-from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.shared_arrays import MakesSharedArrays
 from arraycomm._collectives.uneven import Allgatherv, Alltoallv, Gatherv, Scatterv
-from arraycomm._entries import entries, hide_from_torch
+from arraycomm._entries import entries, entry, hide_from_torch
+from arraycomm._messages.matching import Status, Wildcard
+from arraycomm._messages.messages import Messenger
 from arraycomm._mpi_start import Arguments, open_over_mpi
 from arraycomm._protocol.exit import leave_by_error, replace_root
 from arraycomm._protocol.group import Group
@@ -30,10 +30,8 @@ from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan
 
 
-# Methods that call the runner, or start a call of it, cost nothing more: it trims errors itself.
-@entries(
-    trimmed=lambda method: not {"call", "call_within", "start"}.isdisjoint(method.__code__.co_names)
-)
+# What calls the runner costs nothing more: it trims errors itself.
+@entries(trimmed=True)
 class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
     """A group of ranks that communicate.
 
@@ -124,6 +122,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """The mpi4py communicator underneath, or None."""
         return self._runner.group.transport.mpi_comm
 
+    @entry
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Split the group: ranks that pass the same color form a new communicator.
 
@@ -142,10 +141,12 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         made = groups.split(self._runner, color, key)
         return None if made is None else type(self)(made)
 
+    @entry
     def split_by_node(self) -> Communicator:
         """Return the communicator of the ranks on this rank's node."""
         return type(self)(groups.split_by_node(self._runner))
 
+    @entry
     def dup(self, **options: Any) -> Communicator:
         """Return a communicator of the same ranks, whose calls are independent of this one's.
 
@@ -156,6 +157,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return type(self)(groups.dup(self._runner, options))
 
+    @entry
     def free(self) -> None:
         """Release the communicator; collective. Later calls raise `CommunicatorClosedError`.
 
@@ -164,6 +166,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         groups.free(self._runner)
 
+    @entry
     def shrink(self) -> Communicator:
         """Return a communicator of the ranks that live; collective among those.
 
@@ -184,6 +187,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         replace_root(old, new)
         return made
 
+    @entry
     def abort(self, code: int = 1) -> None:
         """End the whole job at once, as far as the transport reaches, with this exit status."""
         self._runner.group.transport.abort(code)
@@ -191,6 +195,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
     def __enter__(self) -> Self:
         return self
 
+    @entry
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -586,6 +591,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return self._runner.call_within(timeout, Exscan, x, op, out)
 
+    @entry
     def send(self, x: Any, dest: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Send an array to one rank, which calls `recv`.
 
@@ -606,6 +612,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         self._messenger.send(x, dest, tag, timeout=timeout)
 
+    @entry
     def recv(
         self,
         source: int | Wildcard,
@@ -653,6 +660,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return self._messenger.recv(source, tag, like, out, status, timeout=timeout)
 
+    @entry
     def sendrecv(
         self,
         x: Any,
@@ -748,6 +756,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         )
         return made
 
+    @entry
     def stats(self) -> dict[str, dict[str, float]]:
         """Return counts of this rank's calls so far, by operation; local.
 

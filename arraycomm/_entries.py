@@ -34,10 +34,10 @@ def entry(function: F) -> F:
     return cast(F, opaque(enter))
 
 
-def entries(trimmed: Callable[[FunctionType], bool] = lambda _: False) -> Callable[[C], C]:
+def entries(*, trimmed: bool = False) -> Callable[[C], C]:
     """Make the methods of a class entries.
 
-    `trimmed` tells of a method whether what it calls trims errors already; it is then left as it is.
+    If what they call trims errors already, `trimmed`, only those are that are marked with `entry`.
     """
 
     def decorate(cls: C) -> C:
@@ -45,7 +45,8 @@ def entries(trimmed: Callable[[FunctionType], bool] = lambda _: False) -> Callab
             if name.startswith("_") and name not in _SPECIAL:
                 continue
             if isinstance(method, FunctionType):
-                setattr(cls, name, opaque(method) if trimmed(method) else entry(method))
+                marked = trimmed or hasattr(method, "__wrapped__")
+                setattr(cls, name, opaque(method) if marked else entry(method))
             elif isinstance(method, classmethod):
                 setattr(cls, name, classmethod(entry(method.__func__)))
         return cls

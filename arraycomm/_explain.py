@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from arraycomm._arrays.views import view
+from arraycomm._calls.custom_ops import Op
 from arraycomm._collectives import shared_arrays
-from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.selection import Algorithm, select, without_segment
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._cuda.devices import Devices
@@ -19,6 +18,7 @@ from arraycomm._errors import naming
 from arraycomm._folds import total_dtype
 from arraycomm._native import compiled
 from arraycomm._protocol.group import Group
+from arraycomm._reduce.selection import Algorithm, select, without_segment
 from arraycomm._session import world
 
 _IN_WORDS: Final = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from arraycomm._collectives.runner import Runner
+from arraycomm._calls.runner import Runner
 from arraycomm._native import compiled
 
 

@@ -10,10 +10,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from arraycomm._calls.operation import Context
+from arraycomm._calls.runner import Runner
 from arraycomm._callsite import describe_raise
-from arraycomm._collectives.header_only import SmallExchange
-from arraycomm._collectives.operation import Context
-from arraycomm._collectives.runner import Runner
+from arraycomm._collectives.groups import SmallExchange
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
 from arraycomm._launch import ADDRESS, SRUN, Launch, detect
@@ -22,12 +22,11 @@ from arraycomm._launch.probe import in_short
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
-from arraycomm._protocol.group import Group
+from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.meeting import begin_mpi, finish, meet, ranks_here, seconds_of
 from arraycomm._protocol.mismatch import by_ranks, peer_error
-from arraycomm._protocol.options import Options
 from arraycomm._transports.base import Transport
-from arraycomm._transports.mpi_files import check_room
+from arraycomm._transports.mpi.files import check_room
 
 _BACKENDS: Final = ("auto", "mpi", "nccl")
 # Bytes of a device's name, as in "cuda:0".
@@ -96,7 +95,7 @@ def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
             check_room(os.environ)
         if module is None or not module.Is_initialized():
             begin_mpi(timeout)
-        from arraycomm._transports.mpi import MPITransport
+        from arraycomm._transports.mpi.transport import MPITransport
     except BackendUnavailableError:
         raise
     except (ImportError, RuntimeError) as error:
@@ -203,8 +202,9 @@ def _compare_versions(mpi_comm: Any) -> None:
 def code_digest() -> str:
     """Return a digest of the code that decides what ranks send one another."""
     found = blake2b(digest_size=6)
-    for room in ("_collectives", "_protocol", "_transports", "_trees"):
-        for path in sorted(Path(__file__).with_name(room).glob("*.py")):
+    rooms = ("_calls", "_collectives", "_messages", "_protocol", "_reduce", "_transports", "_trees")
+    for room in rooms:
+        for path in sorted(Path(__file__).with_name(room).rglob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()
 

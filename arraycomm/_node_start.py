@@ -7,8 +7,8 @@ import os
 from dataclasses import replace
 from typing import Protocol
 
+from arraycomm._calls.runner import Runner
 from arraycomm._callsite import describe_raise
-from arraycomm._collectives.runner import Runner
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
 from arraycomm._launch.joining import join
@@ -16,11 +16,10 @@ from arraycomm._launch.numbering import Numbering, without_mpi
 from arraycomm._mpi_start import Arguments, Init, Opened, code_digest
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
-from arraycomm._protocol.group import Group
+from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.mismatch import by_ranks, peer_error
-from arraycomm._protocol.options import Options
-from arraycomm._transports.lives import find_lives
-from arraycomm._transports.processes import ProcessesTransport, meet
+from arraycomm._transports.processes.lives import find_lives
+from arraycomm._transports.processes.transport import ProcessesTransport, meet
 
 
 class Store(Protocol):

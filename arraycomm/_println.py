@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from arraycomm._calls.operation import Context
 from arraycomm._collectives.objects import AllgatherObject
-from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming

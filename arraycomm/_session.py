@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any, Final
 
 from arraycomm import _launch
+from arraycomm._calls.runner import Runner
 from arraycomm._collectives.groups import ENDED_BY_ERROR, Finalize, warn_of_messages
-from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, latest, runner_of
 from arraycomm._cuda.devices import Devices
 from arraycomm._entries import entries, entry

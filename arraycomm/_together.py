@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from arraycomm._collectives.header_only import SmallExchange
+from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entries
 from arraycomm._session import world

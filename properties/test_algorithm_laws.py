@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from arraycomm._collectives import chunks as chunking
-from arraycomm._collectives import selection
+from arraycomm._reduce import chunks as chunking
+from arraycomm._reduce import selection
 from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._frameworks import elements_of

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arraycomm import allreduce_gradients, allreduce_tree
-from arraycomm._collectives import segment
+from arraycomm._reduce import segment
 from arraycomm._trees import layout
 from arraycomm._trees.layout import cut, lay_out, messages, slots_of
 from arraycomm.testing import given as given_on_ranks

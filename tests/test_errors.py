@@ -73,7 +73,7 @@ def test_what_a_function_of_the_caller_raised_inside_the_library_stays_as_it_is(
 
 
 def test_what_a_compiled_function_raised_stays_as_it_is() -> None:
-    from arraycomm._arrays.memory import allocate
+    from arraycomm._arrays.buffer import allocate
 
     error = raised(lambda: allocate((1 << 62,), np.dtype("f8")))
     error.__traceback__ = error.__traceback__.tb_next.tb_next

@@ -7,9 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import CPU, Array, BufferView, Device
+from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, allocate
 from arraycomm._arrays.frameworks import BY_NAME
-from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import NOTHING, result_prototype, view
 from arraycomm._entries import entry

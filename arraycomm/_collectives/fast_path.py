@@ -13,24 +13,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.frameworks import BY_NAME
-from arraycomm._arrays.memory import allocate
-from arraycomm._arrays.out import view_out
-from arraycomm._arrays.results import allocate_like, commit_out, to_framework
+from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
 from arraycomm._arrays.views import NOTHING, view
-from arraycomm._collectives import chunks
-from arraycomm._collectives.algorithms import allreduce
-from arraycomm._collectives.placement import Destination
+from arraycomm._calls.placement import Destination
+from arraycomm._calls.runner import Runner
+from arraycomm._calls.statistics import Count
 from arraycomm._collectives.reductions import Allreduce
-from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.shared_arrays import exist
-from arraycomm._collectives.statistics import Count
 from arraycomm._errors import TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import agree
 from arraycomm._protocol.header import MAX_DIMS, Signature, encode
+from arraycomm._reduce import chunks
+from arraycomm._reduce.algorithms import allreduce
 from arraycomm._transports.control import SharedControl
 
 _CURRENT: Final = ("allreduce", None)

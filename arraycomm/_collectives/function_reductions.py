@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._collectives import algorithms
-from arraycomm._collectives.blocks import bounds_of
-from arraycomm._collectives.custom_ops import Folding, Op
-from arraycomm._collectives.operation import ArrayOperation
+from arraycomm._calls.custom_ops import Folding, Op
+from arraycomm._calls.operation import ArrayOperation
 from arraycomm._protocol.agreement import Agreement
+from arraycomm._reduce import algorithms
+from arraycomm._reduce.blocks import bounds_of
 from arraycomm._transports.base import Steps
 
 

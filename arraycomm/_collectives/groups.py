@@ -6,22 +6,27 @@ import functools
 import itertools
 import mmap
 import operator
+import signal
 import struct
+import threading
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.placement import Placements
+from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._callsite import user_level
-from arraycomm._collectives.header_only import SmallExchange
-from arraycomm._collectives.operation import Context
-from arraycomm._collectives.placement import Placements
-from arraycomm._collectives.runner import OperationClass, Runner
 from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
-from arraycomm._protocol.group import Group
-from arraycomm._protocol.interrupts import interrupts_deferred
-from arraycomm._protocol.options import Options
+from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.header import Signature
+from arraycomm._transports.base import Bytes
 
 _COLOR_AND_KEY: Final = struct.Struct("<?qq")
 # Bytes that MPI and what ranks share may take for a communicator.
@@ -30,6 +35,57 @@ _NEEDED: Final = 8 << 20
 _MOST: Final = 64
 # Said in place of a number of messages: one of the groups was closed by an error.
 ENDED_BY_ERROR: Final = -1 << 63
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C interrupt this thread only at the end of the block; a second one is not deferred."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        # Python interrupts no other thread.
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+
+    def defer(*args: Any) -> None:
+        if came:
+            came.clear()
+            handler(*args)
+        came.append(args)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        handler(*came[0])
+
+
+class SmallExchange(Operation):
+    """An operation that is finished with its header; it returns every rank's data, of one length."""
+
+    def __init__(self, context: Context, op: str | None = None, data: bytes = b"") -> None:
+        super().__init__(context)
+        self.signature = Signature(self.name, op)
+        self._data = np.frombuffer(data, np.uint8)
+
+    def pack(self, room: int) -> Bytes:
+        return self._data
+
+    def result(self, agreement: Agreement) -> Any:
+        count = len(self._data)
+        return [agreement.payload(rank, count).tobytes() for rank in range(self.group.size)]
+
+
+class Barrier(Operation):
+    """See `Communicator.barrier`."""
+
+    name, code = "barrier", 7
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.signature = Signature(self.name)
 
 
 class Split(SmallExchange):

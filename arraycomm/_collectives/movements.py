@@ -9,13 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._collectives import algorithms
-from arraycomm._collectives.arguments import check_root, check_rows
-from arraycomm._collectives.attempts import take_together
-from arraycomm._collectives.blocks import bounds_of
-from arraycomm._collectives.operation import ArrayOperation, Context, Operation
-from arraycomm._collectives.placement import Destination, ResultBuffer, flatten
-from arraycomm._collectives.refusals import (
+from arraycomm._calls.arguments import check_root, check_rows
+from arraycomm._calls.attempts import take_together
+from arraycomm._calls.operation import ArrayOperation, Context, Operation
+from arraycomm._calls.placement import Destination, ResultBuffer, flatten
+from arraycomm._calls.refusals import (
     announced,
     check_taken,
     framework_code,
@@ -27,6 +25,8 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_payload, malformed
 from arraycomm._protocol.details import Description, Nothing, description_of, exchange_details
 from arraycomm._protocol.header import ANY, Signature
+from arraycomm._reduce import algorithms
+from arraycomm._reduce.blocks import bounds_of
 from arraycomm._transports.base import Bytes, Flat, Steps
 
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.header_only import Barrier
-from arraycomm._collectives.matching import Status, Wildcard
-from arraycomm._collectives.messages import Messenger
+from arraycomm._calls.custom_ops import Op
+from arraycomm._calls.requests import ProcessBound, Request
+from arraycomm._calls.runner import Runner
+from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
-from arraycomm._collectives.process_bound import ProcessBound
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
-from arraycomm._collectives.requests import Request
-from arraycomm._collectives.runner import Runner
 from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.uneven import Allgatherv, Alltoallv, Gatherv, Scatterv
-from arraycomm._entries import entries
+from arraycomm._entries import entries, entry
+from arraycomm._messages.matching import Status, Wildcard
+from arraycomm._messages.messages import Messenger
 
 
 # The runner trims errors itself.
-@entries(trimmed=lambda method: "start" in method.__code__.co_names)
+@entries(trimmed=True)
 class NonblockingCalls(ProcessBound):
     """The `i…` methods of a communicator: each starts the call of that name, and returns a request."""
 
@@ -102,10 +101,12 @@ class NonblockingCalls(ProcessBound):
         """Start `barrier`."""
         return self._runner.start(Barrier)
 
+    @entry
     def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
         """Start `send`; leave `x` alone until the request is finished."""
         return self._messenger.isend(x, dest, tag)
 
+    @entry
     def irecv(
         self,
         source: int | Wildcard,

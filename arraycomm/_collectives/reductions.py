@@ -6,15 +6,16 @@ import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from arraycomm._collectives import algorithms, function_reductions, shared_arrays
-from arraycomm._collectives.arguments import check_root, check_rows, check_shares
-from arraycomm._collectives.blocks import bounds_of
-from arraycomm._collectives.chunks import reserve
-from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.operation import ArrayOperation, Context
+from arraycomm._calls.arguments import check_root, check_rows, check_shares
+from arraycomm._calls.custom_ops import Op
+from arraycomm._calls.operation import ArrayOperation, Context
+from arraycomm._collectives import function_reductions, shared_arrays
 from arraycomm._dtypes import DType, check_op, check_reducible
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
+from arraycomm._reduce import algorithms
+from arraycomm._reduce.blocks import bounds_of
+from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Flat, Steps
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from arraycomm._collectives import chunks, function_reductions
-from arraycomm._collectives.blocks import blocks_of, in_order, nothing, rows_of
-from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.operation import Context
+from arraycomm._calls.custom_ops import Op
+from arraycomm._calls.operation import Context
+from arraycomm._collectives import function_reductions
 from arraycomm._collectives.reductions import Reduction
 from arraycomm._protocol.agreement import Agreement
+from arraycomm._reduce import chunks
+from arraycomm._reduce.blocks import blocks_of, in_order, nothing, rows_of
 from arraycomm._transports.base import Flat, Handle, Link, Steps
 
 

@@ -19,19 +19,18 @@ from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 
-from arraycomm._arrays.buffer import CPU, Array, BufferView
+from arraycomm._arrays.buffer import CPU, Array, BufferView, allocate
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
-from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import result_prototype
-from arraycomm._collectives.operation import Context, Operation
-from arraycomm._collectives.runner import Runner
-from arraycomm._collectives.segment import share
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.runner import Runner
 from arraycomm._dtypes import BY_NAME, DType, check_movable
 from arraycomm._entries import entries
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Signature, digest
+from arraycomm._reduce.segment import share
 from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 
 # Bytes that are folded at a time: they stay in the level-2 cache until they are copied to where they go.
@@ -184,7 +183,7 @@ class Empty(Operation):
 
 
 # The runner trims errors itself.
-@entries(trimmed=lambda method: "call_within" in method.__code__.co_names)
+@entries(trimmed=True)
 class MakesSharedArrays:
     """The method of a communicator that makes arrays in memory that its ranks share."""
 

@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from arraycomm._arrays.buffer import BufferView
-from arraycomm._collectives import algorithms
-from arraycomm._collectives.arguments import check_axis, check_counts, check_root
-from arraycomm._collectives.attempts import take_together
-from arraycomm._collectives.blocks import bounds_of
+from arraycomm._calls.arguments import check_axis, check_counts, check_root
+from arraycomm._calls.attempts import take_together
+from arraycomm._calls.operation import ArrayOperation, Context
 from arraycomm._collectives.movements import Scatter, join_inline
-from arraycomm._collectives.operation import ArrayOperation, Context
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_payload, check_size, check_table
 from arraycomm._protocol.header import ANY
+from arraycomm._reduce import algorithms
+from arraycomm._reduce.blocks import bounds_of
 from arraycomm._transports.base import Bytes, Steps
 
 

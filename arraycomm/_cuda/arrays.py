@@ -7,22 +7,16 @@ never waits.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
-from arraycomm._arrays.out import check_out
+from arraycomm._arrays.results import check_out
 from arraycomm._arrays.views import NOTHING
 from arraycomm._cuda.frameworks import ANY, PER_THREAD, Framework, framework_named, framework_of
 from arraycomm._cuda.layouts import DeviceExport, Layout
 from arraycomm._cuda.streams import LEASES, order
 from arraycomm._dtypes import DType, check_movable
-
-_OF_HOST: Final = frozenset(
-    (np.ndarray, type(None), bool, int, float, complex, str, tuple, list, dict)
-)
 
 
 class DeviceView(BufferView):
@@ -88,11 +82,6 @@ def device_of(x: Any) -> int | None:
 def on_cuda(x: Any) -> bool:
     """Tell whether `x` is an array on a CUDA device; nothing is imported or copied."""
     return device_of(x) is not None
-
-
-def may_be_on_cuda(kind: type) -> bool:
-    """Tell whether arrays of this type can be on devices; quicker than looking at each array."""
-    return kind not in _OF_HOST
 
 
 def stream_of(x: Any) -> int | None:

@@ -19,8 +19,8 @@ from weakref import WeakSet
 
 from arraycomm._arrays.current_device import spare_captures
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
-from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.placement import HostPlacement, Placements
+from arraycomm._calls.custom_ops import Op
+from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Waiters
 from arraycomm._cuda.link import DeviceLink
@@ -142,8 +142,6 @@ class Devices(Placements):
         self.reason = "no array on a device has been communicated so far"
         self._stream: int | None = None
         self._last: Event | None = None
-        # Those of the call that has just finished.
-        self._waiters: Waiters | None = None
         self._looking = threading.Lock()
         group.on_failure.append(self.abort)
         group.on_exit.append(self.finish)
@@ -160,15 +158,15 @@ class Devices(Placements):
 
     # Placements
 
-    def on_device(self, x: Any) -> bool:
+    def is_other_on_device(self, x: Any) -> bool:
         return arrays.on_cuda(x)
 
-    def of(self, *given: Any, is_request: bool = False) -> HostPlacement:
-        x = next((x for x in given if arrays.may_be_on_cuda(type(x)) and arrays.on_cuda(x)), None)
+    def of_others(self, others: Sequence[Any], is_request: bool) -> HostPlacement:
+        x = next(filter(arrays.on_cuda, others), None)
         if x is None:
             return self.host
         arrays.check_stream(x)
-        custom = any(isinstance(argument, Op) for argument in given)
+        custom = any(isinstance(argument, Op) for argument in others)
         if self.link is not None and not custom:
             return DevicePlacement(self._group, self.link, self, self._stream_for(x, is_request))
         # Ranks negotiate when a header shows an array on a device; check=False sends no headers.
@@ -177,9 +175,7 @@ class Devices(Placements):
             self._group, ALL_ON_DEVICE if undecided else ON_HOST, arrays.number_of(x)
         )
 
-    def of_tree(self, leaves: Sequence[Any], *, is_request: bool = False) -> HostPlacement:
-        if not any(map(arrays.may_be_on_cuda, set(map(type, leaves)))):
-            return self.host_tree
+    def of_other_tree(self, leaves: Sequence[Any], is_request: bool) -> HostPlacement:
         on_device = [arrays.on_cuda(leaf) for leaf in leaves]
         if not any(on_device):
             return self.host_tree
@@ -300,13 +296,10 @@ class Devices(Placements):
             self._progress.end(memory)
             _watch.add(self)
         self._last = memory.record()
-        self._waiters = waiters
+        if waiters is not None:
+            self.follow = partial(waiters.wait, self._last)
         if len(LEASES):
             _sweep.add(self)
-
-    def after(self) -> Callable[[], None] | None:
-        waiters, self._waiters = self._waiters, None
-        return None if waiters is None or self._last is None else partial(waiters.wait, self._last)
 
     def look(self, waited: float = 0.0) -> None:
         """Check deferred headers, NCCL's errors, and whether other ranks are late.

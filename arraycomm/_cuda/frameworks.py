@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays import dlpack
-from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.buffer import BufferView, allocate
 from arraycomm._arrays.current_device import imported, working_on
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.frameworks.base import no_such_dtype
@@ -30,7 +30,6 @@ from arraycomm._arrays.frameworks.torch import (
     torch_refusal,
     without_history,
 )
-from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.protocols import read_foreign
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import reader_of

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
-from arraycomm._arrays.memory import allocate
-from arraycomm._arrays.out import view_out
-from arraycomm._arrays.results import commit_out, to_framework
+from arraycomm._arrays.results import commit_out, to_framework, view_out
 from arraycomm._arrays.views import view
-from arraycomm._collectives.placement import HostPlacement, StagedTreePlacement
+from arraycomm._calls.placement import HostPlacement, StagedTreePlacement
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Caller, Waiters
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import DType
+from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ALL_ON_DEVICE
-from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._transports.base import Flat, Steps
 
 
@@ -73,13 +71,12 @@ class _CallersOut(BufferView):
 class PlainPlacement(HostPlacement):
     """Arrays on the host, whose results may go to a device."""
 
-    def view_out(self, out: Any, shape: tuple[int, ...], dtype: DType) -> BufferView:
-        found = super().view_out(out, shape, dtype)
+    def view_other_out(self, out: Any, shape: tuple[int, ...], dtype: DType) -> BufferView:
+        found = view_out(out, shape, dtype)
         return _CallersOut(found, arrays.number_of(out)) if arrays.on_cuda(out) else found
 
-    def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
-        with out.caller.here() if isinstance(out, _CallersOut) else nullcontext():
-            return super().commit(out, flat, direct=direct)
+    def here_of(self, out: BufferView) -> AbstractContextManager[Any]:
+        return out.caller.here() if isinstance(out, _CallersOut) else super().here_of(out)
 
 
 class CopiedPlacement(HostPlacement):

@@ -11,7 +11,7 @@ from arraycomm._arrays.device_memory import DeviceMemory
 from arraycomm._cuda import device, kernels, libnccl
 from arraycomm._cuda.gpu_aware import gpu_aware
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
-from arraycomm._cuda.lone_link import LoneLink
+from arraycomm._cuda.link import LoneLink
 from arraycomm._cuda.nccl_link import NcclLink, let_share, lets_share, refuse_sharing
 from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._protocol.details import Detail, Nothing, exchange_details

@@ -12,10 +12,10 @@ from typing import Final, Self
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._arrays.pinned import Copy, Staging, pinned, staged_chunks, unstaged_chunks
-from arraycomm._collectives import algorithms
-from arraycomm._collectives.selection import CHUNK_BYTES
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import DType
+from arraycomm._reduce import algorithms
+from arraycomm._reduce.selection import CHUNK_BYTES
 from arraycomm._transports.base import Blocks, Bytes, Handle, Steps, Transport
 
 # Bytes of a chunk; the host's allreduce takes chunks of the same size.

@@ -1,5 +1,5 @@
 /* The reduction of an array in the segment that the ranks of a node share, chunk by chunk; see
- * _collectives/segment.py, which says what lies where and when. Nothing
+ * _reduce/segment.py, which says what lies where and when. Nothing
  * here knows of Python. */
 
 #ifndef ARRAYCOMM_CHUNKS_H

@@ -41,7 +41,7 @@ struct Nodes {
     Slots slots;
     _Atomic int64_t *lengths, *complete, *alike; /* behind the slots; see mpi_control.py */
     int *members, *others, member_count, other_count;
-    int ahead; /* the pieces of a message that are under way; see _transports/mpi_pieces.py */
+    int ahead; /* the pieces of a message that are under way; see _transports/mpi/pieces.py */
     int rounds, known[ROUNDS + 1]; /* how many ranks are known before each round, and at last */
     int (*start)(void *request), (*test)(void *request, int *flag, void *status);
     Messages *messages;

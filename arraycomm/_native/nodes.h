@@ -1,5 +1,5 @@
 /* A step of the control channel between nodes, if all ranks show the same; as an object of Python.
- * _transports/mpi_nodes.py has the messages, and makes the steps in which something is unusual. */
+ * _transports/mpi/nodes.py has the messages, and makes the steps in which something is unusual. */
 
 #ifndef ARRAYCOMM_NODES_H
 #define ARRAYCOMM_NODES_H

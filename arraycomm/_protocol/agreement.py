@@ -6,7 +6,7 @@ import enum
 from collections.abc import Generator, Sequence
 
 from arraycomm._callsite import call_site
-from arraycomm._errors import text_of
+from arraycomm._errors import name_operation, text_of
 from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
 from arraycomm._protocol.header import (
     Headers,
@@ -23,6 +23,23 @@ from arraycomm._transports.control import ControlChannel
 
 # The call of a rank that takes part in whatever the others call: see `join`.
 JOINING = Signature("join")
+
+
+class UndeliveredError(Exception):
+    """The ranks are done with one another, but this one's framework does not take its result."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(text_of(error))
+        self.error = error
+
+    def name(self, operation: str) -> None:
+        """Say in the error which operation raised it."""
+        name_operation(self.error, operation)
+        named = "operation" in vars(self.error) or str(self).startswith(f"{operation}: ")
+        if not named:
+            # Of a framework's, a function of the user's, or an object that cannot be unpickled here.
+            self.error.add_note(f"raised in {operation}")
+            vars(self.error)["operation"] = operation
 
 
 class _Verdict(enum.Enum):

@@ -21,10 +21,10 @@ from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
 from arraycomm._protocol import clock, process_watch
 from arraycomm._protocol.ending import wait_for_ends
-from arraycomm._protocol.forked import refuse
+from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.leaving import leave_in_step
-from arraycomm._transports.mpi_files import remove_mpi_files
+from arraycomm._transports.mpi.files import remove_mpi_files
 from arraycomm._transports.notes import ENDED, FINALIZED, GONE
 
 # Seconds in which the thread of a group's requests ends, and those in which MPI does.
@@ -438,3 +438,16 @@ def _linger(watched: list[Group]) -> None:
             with suppress(Exception):
                 group.transport.progress()
         time.sleep(_NAP)
+
+
+# Not thrown away: what is outstanding there is the parent's, and its programs would begin to clean up.
+_of_parents: Final[list[Engine]] = []
+
+
+def refuse(group: Group, reason: str) -> None:
+    """Make no call any more; another thread of the parent may have held the locks of its engine."""
+    _of_parents.append(group.engine)
+    group.engine.refusal = reason
+    group.engine = Engine(0, False, lambda waited: None, lambda: None, lambda: None)
+    group.engine.refusal = reason
+    group.end(RuntimeError(reason))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from arraycomm._callsite import describe_raise
 from arraycomm._errors import (
@@ -15,14 +17,44 @@ from arraycomm._errors import (
     TransportError,
     text_of,
 )
+from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.deadlock import DeadlockWatch
 from arraycomm._protocol.engine import Engine
-from arraycomm._protocol.options import Options
-from arraycomm._protocol.tracer import Tracer
-from arraycomm._protocol.undelivered import UndeliveredError
-from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog
+from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog, checked_timeout
 from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.notes import FAILED, GAVE_UP
+
+
+class Tracer(Protocol):
+    """Records calls and messages by wrapping their steps."""
+
+    def call(
+        self, group: Any, begin: Callable[..., Steps], name: str, prepare: Any, site: str | None
+    ) -> Steps:
+        """Return the steps of `begin(name, prepare, site)`, recorded; `site` is that of a request."""
+
+    def message(
+        self, group: Any, operation: str, message: Any, steps: Steps, site: str, *, awaited: bool
+    ) -> Steps:
+        """Return the steps of a message, recorded; `awaited` if the caller does nothing else."""
+
+    def wait(self, group: Any, site: str) -> AbstractContextManager[None]:
+        """Record how long the program is held up by a request that was made at `site`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What holds for every call on a communicator; the same on every rank."""
+
+    check: bool = True
+    reproducible: bool = True
+    timeout: float | None = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in ("check", "reproducible"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        object.__setattr__(self, "timeout", checked_timeout(self.timeout))
 
 
 class Group:

@@ -24,7 +24,7 @@ from arraycomm import _transports
 from arraycomm._protocol import clock
 from arraycomm._protocol.launcher import Ancestor, find_launcher
 from arraycomm._transports.base import Handle
-from arraycomm._transports.mpi_files import remove_mpi_files
+from arraycomm._transports.mpi.files import remove_mpi_files
 
 # Seconds between two looks.
 _INTERVAL: Final = 1.0

@@ -8,17 +8,17 @@ from functools import lru_cache
 from typing import Final
 from weakref import WeakKeyDictionary
 
+from arraycomm._calls.operation import Operation
+from arraycomm._calls.placement import HostPlacement
+from arraycomm._calls.runner import Prepare
 from arraycomm._callsite import call_site
-from arraycomm._collectives import chain, selection
-from arraycomm._collectives.messages import Message
-from arraycomm._collectives.operation import Operation
-from arraycomm._collectives.placement import HostPlacement
 from arraycomm._collectives.reductions import Allreduce, Reduce
-from arraycomm._collectives.runner import Prepare
-from arraycomm._collectives.segment import opened
-from arraycomm._collectives.selection import Algorithm
+from arraycomm._messages.messages import Message
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
+from arraycomm._reduce import chain, selection
+from arraycomm._reduce.segment import opened
+from arraycomm._reduce.selection import Algorithm
 from arraycomm._trace.clocks import now
 from arraycomm._trace.records import (
     CALL,

@@ -8,10 +8,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.requests import ProcessBound
+from arraycomm._calls.runner import Runner
 from arraycomm._collectives.objects import GatherObject
-from arraycomm._collectives.operation import Context, Operation
-from arraycomm._collectives.process_bound import ProcessBound
-from arraycomm._collectives.runner import Runner
 from arraycomm._entries import entries
 from arraycomm._errors import ArrayCommError
 from arraycomm._protocol.agreement import Agreement

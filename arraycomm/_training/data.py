@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from arraycomm._collectives.header_only import SmallExchange
-from arraycomm._collectives.operation import Context
+from arraycomm._calls.operation import Context
+from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entries
 from arraycomm._protocol.agreement import Agreement

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final, NoReturn, Protocol, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from arraycomm._collectives.operation import Context
+from arraycomm._calls.operation import Context
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming

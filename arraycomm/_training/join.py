@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from arraycomm._collectives.header_only import SmallExchange
-from arraycomm._collectives.operation import Context, Operation
-from arraycomm._collectives.process_bound import ProcessBound
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.requests import ProcessBound
+from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._errors import ArrayCommError

@@ -8,11 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
-from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.results import to_framework
-from arraycomm._collectives.operation import Context, Operation
+from arraycomm._calls.operation import Context, Operation
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._dtypes import DType, Kind, kind_of
 from arraycomm._entries import entry

@@ -9,13 +9,12 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._collectives.operation import Context, Operation
+from arraycomm._calls.operation import Context, Operation
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._dtypes import Kind, kind_of
-from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.agreement import Agreement, UndeliveredError
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.header import Signature
-from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._session import world
 from arraycomm._transports.base import Steps
 from arraycomm._trees.leaves import Leaves

@@ -6,13 +6,13 @@ import importlib
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
+from arraycomm._calls.operation import Context
 from arraycomm._collectives.groups import Dup, dup, hide
-from arraycomm._collectives.operation import Context
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
 from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.group import Options
 from arraycomm._protocol.header import digest
-from arraycomm._protocol.options import Options
 from arraycomm._session import world
 from arraycomm._training.compression import Compression, check_argument, described
 from arraycomm._training.gradients import Gradients

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 
 from arraycomm._collectives.fast_path import FastPaths
 from arraycomm._collectives.groups import hide
-from arraycomm._collectives.matching import Status
-from arraycomm._collectives.messages import TAGS, Messenger
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._messages.matching import Status
+from arraycomm._messages.messages import TAGS, Messenger
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._training.join import PrivateGuard

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from arraycomm._calls.operation import Context
+from arraycomm._calls.requests import Request
+from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site
-from arraycomm._collectives.operation import Context
-from arraycomm._collectives.requests import Request
-from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement

@@ -11,14 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from arraycomm._calls.operation import Context, Operation
 from arraycomm._callsite import call_site
-from arraycomm._collectives.operation import Context, Operation
-from arraycomm._collectives.pickling import dumps
+from arraycomm._collectives.objects import dumps
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._errors import MismatchError
-from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.agreement import Agreement, UndeliveredError
 from arraycomm._protocol.header import Signature, digest
-from arraycomm._protocol.undelivered import UndeliveredError
 from arraycomm._session import world
 from arraycomm._training.differences import Item, array_item, find_difference
 from arraycomm._transports.base import Steps

@@ -17,14 +17,14 @@ import optree
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import result_prototype, view
-from arraycomm._collectives import algorithms
-from arraycomm._collectives.operation import Context, Operation
-from arraycomm._collectives.requests import Request, waitall
-from arraycomm._collectives.runner import Runner
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.requests import Request, waitall
+from arraycomm._calls.runner import Runner
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._dtypes import name_of
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import LeafSpec, Signature, digest, encode
+from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import BufferPool
 from arraycomm._trees.layout import ALIGNMENT, Spec

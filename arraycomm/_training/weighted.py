@@ -10,12 +10,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
-from arraycomm._collectives.attempts import take_together
-from arraycomm._collectives.operation import Context, Operation
+from arraycomm._calls.attempts import take_together
+from arraycomm._calls.operation import Context, Operation
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Generator, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.buffer import allocate
 from arraycomm._dtypes import DType
 from arraycomm._folds import fold, prefixes
-from arraycomm._transports.blocks import Blocks as Blocks  # noqa: PLC0414 - others import it here
-from arraycomm._transports.blocks import Flat as Flat  # noqa: PLC0414
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.node_chain import NodeChain
 from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
@@ -34,6 +32,23 @@ Steps: TypeAlias = Generator["Handle", None, Any]
 MAX_BYTES: Final = 2**31 - 4096
 # Up to this many ranks of several nodes send each other messages of their own.
 DIRECT_RANKS: Final = 128
+
+
+# One-dimensional, contiguous memory of a link: a NumPy array, or a `DeviceBuffer`.
+Flat: TypeAlias = Any
+
+
+class Blocks(NamedTuple):
+    """One block of `buffer` for each rank: `counts[r]` bytes from `offsets[r]`."""
+
+    buffer: Flat
+    counts: Sequence[int]
+    offsets: Sequence[int]
+
+    def block(self, rank: int) -> Flat:
+        """Return the bytes that belong to `rank`."""
+        start = self.offsets[rank]
+        return self.buffer[start : start + self.counts[rank]]
 
 
 class Link(abc.ABC):

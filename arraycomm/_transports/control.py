@@ -17,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._native import compiled
-from arraycomm._transports.memory_order import fence
-from arraycomm._transports.notes import NOTES_BYTES, Notes, SharedNotes
+from arraycomm._transports.notes import NOTES_BYTES, Notes, SharedNotes, fence
 
 PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)

@@ -7,12 +7,12 @@ wait statuses, used in turn, so that a reader always finds a complete one.
 
 from __future__ import annotations
 
+import platform
+import threading
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-
-from arraycomm._transports.memory_order import fence
 
 _TEXT: Final = 32
 _EXIT_TEXT: Final = 4096
@@ -26,6 +26,17 @@ NOTES_BYTES: Final = _STATUS + 2 * _STATUS_TEXT
 # waited too long, in the step of its notice, and makes no further call here either.
 FAILED, FINISHED, GONE, ENDED, FINALIZED, GAVE_UP = range(1, 7)
 WELL: Final = (FINISHED, ENDED, FINALIZED)
+
+
+_STRONGLY_ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+_fence_lock = threading.Lock()
+
+
+def fence() -> None:
+    """Order memory accesses, by a lock's barriers, on processors that would reorder them."""
+    if not _STRONGLY_ORDERED:
+        _fence_lock.acquire()
+        _fence_lock.release()
 
 
 class ExitNotice(NamedTuple):

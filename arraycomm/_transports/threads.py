@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.buffer import allocate
 from arraycomm._transports.base import Bytes, Handle, Transport
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.mailbox import Mailbox, copy

@@ -9,8 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._transports.base import Bytes
 from arraycomm._trees.layout import ALIGNMENT, Bucket, LeafSlot
 

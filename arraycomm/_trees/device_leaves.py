@@ -7,9 +7,9 @@ from typing import Any
 
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
-from arraycomm._collectives import algorithms
 from arraycomm._cuda import arrays
 from arraycomm._cuda.placement import DevicePlacement
+from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Steps
 from arraycomm._trees.layout import Bucket, lay_out
 

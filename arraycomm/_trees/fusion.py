@@ -11,11 +11,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._collectives import algorithms, chain
-from arraycomm._collectives.segment import ROWS, SharedSegment, segment_of
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
+from arraycomm._reduce import algorithms, chain
+from arraycomm._reduce.segment import ROWS, SharedSegment, segment_of
 from arraycomm._transports.base import Bytes, Steps, Transport
 from arraycomm._trees.buffers import BYTE, BufferPool, Packed, Sources, copy_into
 from arraycomm._trees.held import ChunkTables, Held, hold, table_of

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._collectives.segment import SharedSegment
 from arraycomm._dtypes import DType
 from arraycomm._folds.in_c import number_of
 from arraycomm._native import compiled
+from arraycomm._reduce.segment import SharedSegment
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import BYTE
 from arraycomm._trees.layout import Part, Spec

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from arraycomm._collectives.chunks import reserve
-from arraycomm._collectives.operation import Context, Operation
-from arraycomm._collectives.process_bound import ProcessBound
-from arraycomm._collectives.runner import Runner
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.requests import ProcessBound
+from arraycomm._calls.runner import Runner
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
 from arraycomm._entries import opaque
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Signature, encode
+from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Sources
 from arraycomm._trees.fusion import Fusion, TreeMemory

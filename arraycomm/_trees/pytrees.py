@@ -19,7 +19,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import optree
 
-from arraycomm._trees import nnx
 from arraycomm._trees.keys import are_plain, describe_keys
 from arraycomm._trees.opened import opened, says_contents, stays
 
@@ -187,13 +186,13 @@ def _open(leaf: Any, path: str) -> _Node | None:
     if type(leaf) in (dict, defaultdict):
         return _open_mapping(leaf, path)
     tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
-    is_array = hasattr(leaf, "__dlpack__") and not nnx.is_variable(leaf)
+    is_array = hasattr(leaf, "__dlpack__") and not is_variable(leaf)
     if (is_array or isinstance(leaf, (*_PLAIN, np.generic))) and not says_contents(leaf):
         return None
     found = opened(leaf, path)
     if found is not None:
         return _Node([found.tree], [""], lambda new: found.rebuild(new[0]))
-    state = nnx.state_of(leaf)
+    state = state_of(leaf)
     if state is not None:
         return _Node([state.arrays], [""], lambda new: state.update(new[0]))
     if stays(leaf):
@@ -289,3 +288,31 @@ def _open_dataclass(instance: Any) -> _Node:
     return _Node(
         [getattr(instance, name) for name in names], [f".{name}" for name in names], rebuild
     )
+
+
+class State(NamedTuple):
+    """What a module or an optimizer holds, but for its random generators, as a dict of arrays."""
+
+    arrays: dict[Any, Any]
+    update: Callable[[Any], Any]
+
+
+def is_variable(leaf: Any) -> bool:
+    """Tell whether a leaf is a variable, which looks like the array that it holds."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(leaf, nnx.Variable)
+
+
+def state_of(leaf: Any) -> State | None:
+    """Return the state of a module or an optimizer, which is changed in place; None for anything else."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(leaf, (nnx.Module, nnx.Optimizer)):
+        return None
+    state = nnx.state(leaf, nnx.Not(nnx.RngState))
+
+    def update(new: dict[Any, Any]) -> Any:
+        nnx.replace_by_pure_dict(state, new)
+        nnx.update(leaf, state)
+        return leaf
+
+    return State(nnx.to_pure_dict(state), update)

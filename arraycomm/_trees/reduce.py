@@ -11,16 +11,16 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
-from arraycomm._collectives.attempts import take_together
-from arraycomm._collectives.chunks import reserve
-from arraycomm._collectives.operation import Context, Operation
-from arraycomm._collectives.placement import HostPlacement
-from arraycomm._collectives.refusals import announced, check_taken
+from arraycomm._calls.attempts import take_together
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.placement import HostPlacement
+from arraycomm._calls.refusals import announced, check_taken
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
+from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees import device_leaves
 from arraycomm._trees.buffers import Packed

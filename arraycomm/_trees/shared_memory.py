@@ -8,8 +8,8 @@ from functools import partial
 from typing import Final
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._collectives.segment import ChunkTask, SharedSegment, Targets
 from arraycomm._dtypes import DType
+from arraycomm._reduce.segment import ChunkTask, SharedSegment, Targets
 from arraycomm._transports.base import Bytes
 from arraycomm._trees.buffers import BYTE
 from arraycomm._trees.held import Held, table_of

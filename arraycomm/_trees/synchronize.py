@@ -12,17 +12,17 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
-from arraycomm._collectives import algorithms
-from arraycomm._collectives.arguments import check_root
-from arraycomm._collectives.attempts import attempt_together, take_together
-from arraycomm._collectives.operation import Context, Operation
-from arraycomm._collectives.pickling import dumps, loads
+from arraycomm._calls.arguments import check_root
+from arraycomm._calls.attempts import attempt_together, take_together
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._collectives.objects import dumps, loads
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_size, malformed
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.header import LeafSpec, Signature
 from arraycomm._protocol.mismatch import STRUCTURE
+from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of

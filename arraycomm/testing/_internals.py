@@ -8,17 +8,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from arraycomm import _session
-from arraycomm._collectives.header_only import Barrier
+from arraycomm._calls.operation import Context
+from arraycomm._calls.runner import Runner
+from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.objects import BcastObject
-from arraycomm._collectives.operation import Context
-from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import CommunicatorClosedError
 from arraycomm._protocol.exit import remove_root
-from arraycomm._protocol.group import Group
+from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.leaving import all_left, all_left_well, leave_in_step
-from arraycomm._protocol.options import Options
 from arraycomm._protocol.waiting import give_up_core
 from arraycomm._transports.base import Steps, Transport
 

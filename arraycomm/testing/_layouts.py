@@ -7,8 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array
-from arraycomm._arrays.memory import allocate
+from arraycomm._arrays.buffer import Array, allocate
 from arraycomm._dtypes import DType
 
 Shape = tuple[int, ...]

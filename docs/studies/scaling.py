@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from arraycomm._collectives.chain import chunk_bytes, is_quicker, largest_chunk
-from arraycomm._collectives.chunks import overlapping_chunk
+from arraycomm._reduce.chain import chunk_bytes, is_quicker, largest_chunk
+from arraycomm._reduce.chunks import overlapping_chunk
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import PAYLOAD, message_slot
 from arraycomm.cli.bench.tables import Table, as_markdown, number_text

@@ -83,8 +83,8 @@ def estimators_learn_from_all_ranks() -> None:
     from sklearn.naive_bayes import GaussianNB
     from sklearn.preprocessing import StandardScaler
 
-    from arraycomm.adapters._sklearn_batches import digest, learnt
     from arraycomm.adapters.sklearn import partial_fit
+    from arraycomm.adapters.sklearn._batches import digest, learnt
 
     comm = ac.world()
     x, y = load_digits(return_X_y=True)

@@ -18,7 +18,7 @@ pytest.importorskip("optax")
 cases = pytest.importorskip("tests.adapters.jax_cases")
 programs = pytest.importorskip("tests.adapters.jax_programs")
 collectives = pytest.importorskip("arraycomm.adapters.jax")
-tokens = pytest.importorskip("arraycomm.adapters._jax_tokens")
+tokens = pytest.importorskip("arraycomm.adapters.jax._tokens")
 
 LIMIT = 300
 # Most of the time goes into compiling, on every rank anew.

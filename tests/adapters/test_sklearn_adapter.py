@@ -31,8 +31,8 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler, StandardScaler
 
-from arraycomm.adapters._sklearn_batches import digest, learnt
 from arraycomm.adapters.sklearn import average, partial_fit
+from arraycomm.adapters.sklearn._batches import digest, learnt
 
 EPS = np.finfo(np.float64).eps
 SIZES = (1, 2, 3, 4)

@@ -21,7 +21,7 @@ from arraycomm.testing import run
 
 torch = pytest.importorskip("torch")
 
-from arraycomm.adapters import _torch_slots  # noqa: E402
+from arraycomm.adapters.torch import _slots as _torch_slots  # noqa: E402
 from arraycomm.adapters.torch import no_sync  # noqa: E402
 
 SHAPE, STEPS = (2, 3), 3

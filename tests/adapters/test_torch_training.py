@@ -18,9 +18,9 @@ import arraycomm as ac
 from arraycomm.testing import run
 
 torch = pytest.importorskip("torch")
-slots = pytest.importorskip("arraycomm.adapters._torch_slots")
+slots = pytest.importorskip("arraycomm.adapters.torch._slots")
 
-from arraycomm.adapters import _torch_hooks  # noqa: E402
+from arraycomm.adapters.torch import _hooks as _torch_hooks  # noqa: E402
 from arraycomm.adapters.torch import no_sync  # noqa: E402
 
 STEPS, SAMPLES, INPUTS = 4, 6, 5

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from arraycomm._arrays.dlpack import _DLTensor, _Versioned
-from arraycomm._arrays.out import view_out
+from arraycomm._arrays.results import view_out
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from arraycomm._arrays.buffer import allocate
 from arraycomm._arrays.exchange import exchange
-from arraycomm._arrays.memory import allocate
 from arraycomm._dtypes import BY_NAME
 from tests.arrays.test_dlpack import Producer
 from tests.arrays.test_views import LAYOUTS, Described, Named

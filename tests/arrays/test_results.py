@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from arraycomm._arrays.buffer import allocate
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
-from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 from arraycomm._arrays.buffer import CPU
-from arraycomm._arrays.out import view_out
-from arraycomm._arrays.results import commit_out
+from arraycomm._arrays.results import commit_out, view_out
 from arraycomm._arrays.views import result_prototype, view
 from arraycomm._dtypes import BY_NAME
 from tests.support.frameworks import FRAMEWORKS, PAIRS, content, make, need, pointer, sample
@@ -477,7 +476,7 @@ class TestJax:
         script = """
             import jax, numpy as np
             from jax.sharding import NamedSharding, PartitionSpec as P
-            from arraycomm._arrays.memory import allocate
+            from arraycomm._arrays.buffer import allocate
             from arraycomm._arrays.results import to_framework
             from arraycomm._arrays.views import view
             mesh = jax.make_mesh((2,), ("d",))

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from arraycomm._collectives import algorithms, scans
-from arraycomm._collectives.chunks import overlapping_chunk, scratch_bytes
-from arraycomm._collectives.selection import GATHER_BYTES, without_segment
+from arraycomm._collectives import scans
+from arraycomm._reduce import algorithms
+from arraycomm._reduce.chunks import overlapping_chunk, scratch_bytes
+from arraycomm._reduce.selection import GATHER_BYTES, without_segment
 
 SLOT = 32 << 10
 

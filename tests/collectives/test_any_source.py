@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives.matching import Matcher
 from arraycomm._communicator import Communicator
+from arraycomm._messages.matching import Matcher
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
 from tests.support.on_ranks import alone

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arraycomm._collectives import chain, segment
-from arraycomm._collectives.chain import (
+from arraycomm._folds import fold
+from arraycomm._reduce import chain, segment
+from arraycomm._reduce.chain import (
     ChainSegment,
     chunk_bytes,
     is_quicker,
     largest_chunk,
 )
-from arraycomm._collectives.segment import ChunkTask, chunk_tasks
-from arraycomm._folds import fold
+from arraycomm._reduce.segment import ChunkTask, chunk_tasks
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.node_chain import NodeChain, is_chain
 from tests.support.on_ranks import alone

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import algorithms, selection
-from arraycomm._collectives.selection import Algorithm
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
+from arraycomm._reduce import algorithms, selection
+from arraycomm._reduce.selection import Algorithm
 from tests.support import internals
 from tests.support.device import in_own_stream, linked_devices
 

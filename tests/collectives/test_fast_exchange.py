@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import messages
 from arraycomm._communicator import Communicator
+from arraycomm._messages import messages
 from tests.support.launcher import needs_mpiexec, run_python
 
 Array = np.ndarray[Any, Any]

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import blocks, envelopes, messages
 from arraycomm._communicator import Communicator
+from arraycomm._messages import envelopes, messages
+from arraycomm._reduce import blocks
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
 from arraycomm.testing.strategies import ArrayCase, installed_frameworks

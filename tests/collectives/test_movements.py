@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import blocks
 from arraycomm._communicator import Communicator
+from arraycomm._reduce import blocks
 from tests.support import internals
 from tests.support.frameworks import converter
 from tests.support.layouts import LAYOUTS, OUTS

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import blocks, selection
 from arraycomm._communicator import Communicator
+from arraycomm._reduce import blocks, selection
 from tests.support import internals
 from tests.support.layouts import LAYOUTS, OUTS
 from tests.support.oracle import OPS, USUAL, expected, family, same_bits, same_result, sample

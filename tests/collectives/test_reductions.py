@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import selection
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
+from arraycomm._reduce import selection
 from tests.support import internals, oracle
 from tests.support.oracle import CASES, USUAL, expected, same_bits, same_result, sample
 

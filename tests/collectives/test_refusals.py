@@ -12,7 +12,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._arrays.frameworks.torch import TORCH
 from arraycomm._arrays.views import view
-from arraycomm._collectives import refusals
+from arraycomm._calls import refusals
 from arraycomm._communicator import Communicator
 from tests.support.frameworks import make, need
 

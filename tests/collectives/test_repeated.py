@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import chunks, fast_path, selection, shared_arrays
+from arraycomm._collectives import fast_path, shared_arrays
+from arraycomm._reduce import chunks, selection
 from arraycomm._transports.base import Transport
 from tests.support import internals
 from tests.support.on_ranks import OnRanks
@@ -163,8 +164,8 @@ def test_too_little_memory_on_one_rank_raises_in_step(
             raise MemoryError("planted")
         reserve(transport, nbytes)
 
-    for module in ("reductions.reserve", "chunks.reserve"):
-        monkeypatch.setattr(f"arraycomm._collectives.{module}", scarce)
+    for module in ("_collectives.reductions", "_reduce.chunks"):
+        monkeypatch.setattr(f"arraycomm.{module}.reserve", scarce)
 
     def check(comm: ac.Communicator) -> None:
         warmed(comm)

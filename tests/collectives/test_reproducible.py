@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import selection
 from arraycomm._communicator import Communicator
+from arraycomm._reduce import selection
 from tests.support.on_ranks import ALL_SIZES
 from tests.support.oracle import CASES, expected
 

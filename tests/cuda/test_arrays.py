@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from arraycomm._arrays import dlpack, views
-from arraycomm._arrays import out as host_out
+from arraycomm._arrays import results as host_out
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.frameworks import cupy as cupy_on_host

@@ -24,7 +24,6 @@ import pytest
 
 from arraycomm import _folds
 from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._collectives import algorithms
 from arraycomm._cuda import device, libnccl, nccl_link
 from arraycomm._cuda.device import CudaMemory
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
@@ -34,6 +33,7 @@ from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._dtypes import BY_NAME, OPS, TABLE
 from arraycomm._errors import TransportError
 from arraycomm._protocol.waiting import wait_for
+from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Blocks, Handle
 from tests.support.device import software_device
 

@@ -24,8 +24,12 @@ import arraycomm as ac
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "arraycomm").is_dir():
     pytest.skip("there is no checkout here, only its tests", allow_module_level=True)
-ADAPTERS = sorted(p for p in (ROOT / "adapters").glob("*.py") if not p.stem.startswith("_"))
-SOURCES = [*sorted((ROOT / "arraycomm").rglob("*.py")), *sorted((ROOT / "adapters").glob("*.py"))]
+# A file, or a folder, for each framework.
+ADAPTERS = {
+    path.stem if path.parent.name == "adapters" else path.parent.name: path
+    for path in [*(ROOT / "adapters").glob("[!_]*.py"), *(ROOT / "adapters").glob("*/__init__.py")]
+}
+SOURCES = [*sorted((ROOT / "arraycomm").rglob("*.py")), *sorted((ROOT / "adapters").rglob("*.py"))]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
     "optional-dependencies"
@@ -138,13 +142,13 @@ def code_of(page: Path) -> str:
 @cache
 def public_names(adapter: str) -> frozenset[str]:
     """Return what an adapter says that it has."""
-    tree = ast.parse((ROOT / "adapters" / f"{adapter}.py").read_text("utf-8"))
-    (names,) = (
+    tree = ast.parse(ADAPTERS[adapter].read_text("utf-8"))
+    names = [
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    return frozenset(names)
+    ]
+    return frozenset(*names)
 
 
 @cache
@@ -153,9 +157,8 @@ def is_there(name: str) -> bool:
     root, *rest = name.split(".")
     if rest[:1] == ["adapters"]:
         # A name of a name, such as a method, is that of the reference page.
-        known = {path.stem for path in ADAPTERS}
         return not rest[1:] or (
-            rest[1] in known and (not rest[2:] or rest[2] in public_names(rest[1]))
+            rest[1] in ADAPTERS and (not rest[2:] or rest[2] in public_names(rest[1]))
         )
     found: Any = importlib.import_module(root)
     for index, attribute in enumerate(rest, 1):
@@ -179,7 +182,7 @@ def is_known_call(name: str) -> bool:
     if name in FOREIGN_CALLS or root.split(".")[0] in FRAMEWORKS:
         return True
     owned = any(hasattr(owner, last) for owner in OWNERS) or last in ac.__all__
-    return owned or any(last in public_names(path.stem) for path in ADAPTERS) or last[:2] == "__"
+    return owned or any(last in public_names(adapter) for adapter in ADAPTERS) or last[:2] == "__"
 
 
 @cache

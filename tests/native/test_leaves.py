@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._collectives import segment
 from arraycomm._communicator import Communicator
 from arraycomm._folds.in_c import number_of
 from arraycomm._native import compiled
+from arraycomm._reduce import segment
 from arraycomm._trees.held import Held
 from arraycomm.testing import run
 from tests.support.oracle import expected, same_result

@@ -24,8 +24,11 @@ pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 from arraycomm._errors import TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
-from arraycomm._transports import mpi_control, mpi_nodes, mpi_pairs, mpi_pieces
 from arraycomm._transports.control import PAYLOAD, message_slot
+from arraycomm._transports.mpi.transport import control as mpi_control
+from arraycomm._transports.mpi.transport import nodes as mpi_nodes
+from arraycomm._transports.mpi.transport import pairs as mpi_pairs
+from arraycomm._transports.mpi.transport import pieces as mpi_pieces
 from arraycomm._transports.notes import Notes
 
 if compiled is None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import segment, selection
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
+from arraycomm._reduce import segment, selection
 from arraycomm.testing import run
 from tests.support import internals
 from tests.support.oracle import expected, same_result

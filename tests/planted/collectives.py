@@ -8,14 +8,14 @@ from tests.planted.fault import Fault
 
 _FOLDS: Final = "arraycomm/_folds/by_numpy.py"
 _HALVES: Final = "arraycomm/_folds/float16.py"
-_ALGORITHMS: Final = "arraycomm/_collectives/algorithms.py"
+_ALGORITHMS: Final = "arraycomm/_reduce/algorithms.py"
 _REDUCTIONS: Final = "arraycomm/_collectives/reductions.py"
 _MOVEMENTS: Final = "arraycomm/_collectives/movements.py"
 _UNEVEN: Final = "arraycomm/_collectives/uneven.py"
 _FUNCTIONS: Final = "arraycomm/_collectives/function_reductions.py"
 _SHARED: Final = "arraycomm/_collectives/shared_arrays.py"
 _FAST: Final = "arraycomm/_collectives/fast_path.py"
-_PLACEMENT: Final = "arraycomm/_collectives/placement.py"
+_PLACEMENT: Final = "arraycomm/_calls/placement.py"
 
 FOLDS: Final = (
     Fault(
@@ -157,7 +157,7 @@ ALGORITHMS: Final = (
     Fault(
         "end of the slices",
         "elements that are left over once all slices are equally long belong to none",
-        "arraycomm/_collectives/chunks.py",
+        "arraycomm/_reduce/chunks.py",
         "    return [count * rank // size for rank in range(size + 1)]",
         "    return [count // size * rank for rank in range(size + 1)]",
         ("size_does_not_matter",),
@@ -165,7 +165,7 @@ ALGORITHMS: Final = (
     Fault(
         "start of a chunk",
         "slices of a second chunk begin where those of the first do",
-        "arraycomm/_collectives/chunks.py",
+        "arraycomm/_reduce/chunks.py",
         "        own = slice(*(chunk.start + bound // itemsize for bound in bounds[rank : rank + 2]))",
         "        own = slice(*(bound // itemsize for bound in bounds[rank : rank + 2]))",
         ("chunk_size_does_not_matter",),
@@ -272,7 +272,7 @@ ALGORITHMS: Final = (
     Fault(
         "function from the right",
         "a function of the user's gets its arguments in the other order",
-        "arraycomm/_collectives/custom_ops.py",
+        "arraycomm/_calls/custom_ops.py",
         "            total = self._op.fn(total, self._array(row, shape))",
         "            total = self._op.fn(self._array(row, shape), total)",
         ("functions_are_folded_in_rank_order",),
@@ -418,7 +418,7 @@ MESSAGES: Final = (
     Fault(
         "finished too early",
         "`Request.test` says yes before the result is there",
-        "arraycomm/_collectives/requests.py",
+        "arraycomm/_calls/requests.py",
         "        return self._task.finished\n\n    def give_up",
         "        return True\n\n    def give_up",
         ("finished_requests_are_finished",),
@@ -444,7 +444,7 @@ MESSAGES: Final = (
     Fault(
         "status of a message",
         "a status gives the bytes of one element less",
-        "arraycomm/_collectives/envelopes.py",
+        "arraycomm/_messages/envelopes.py",
         "    status.dtype, status.shape, status.nbytes = dtype, shape, nbytes",
         "    status.dtype, status.shape, status.nbytes = dtype, shape, max(nbytes - 1, 0)",
         ("messages_arrive_as_they_were_sent",),
@@ -452,7 +452,7 @@ MESSAGES: Final = (
     Fault(
         "results in another order",
         "`waitall` returns the last request's result first",
-        "arraycomm/_collectives/requests.py",
+        "arraycomm/_calls/requests.py",
         "    return wait_for_each(list(requests))",
         "    return wait_for_each(list(requests)[::-1])",
         ("every_rank_gets_what_the_model_says",),

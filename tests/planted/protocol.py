@@ -9,7 +9,7 @@ from tests.planted.fault import Fault
 _HEADER: Final = "arraycomm/_protocol/header.py"
 _AGREEMENT: Final = "arraycomm/_protocol/agreement.py"
 _GROUPS: Final = "arraycomm/_collectives/groups.py"
-_MPI: Final = "arraycomm/_transports/mpi.py"
+_MPI: Final = "arraycomm/_transports/mpi/transport.py"
 
 _DISAGREEMENT: Final = ("disagreement_is_an_error_on_every_rank",)
 _WRONG: Final = ("wrong_argument_is_an_error_on_every_rank",)
@@ -90,7 +90,7 @@ HEADERS: Final = (
     Fault(
         "read-only out",
         "a result is written to an `out` that is read-only",
-        "arraycomm/_arrays/out.py",
+        "arraycomm/_arrays/results.py",
         '        raise BufferError("out is read-only; pass memory that can be written")',
         "        found.array = found.array.copy()",
         _WRONG,

@@ -173,7 +173,7 @@ OPTIMIZERS: Final = (
     Fault(
         "state of other shards",
         "a state that is loaded gives each rank the state of the parameters after its own",
-        f"{_ADAPTERS}/_numpy_shards.py",
+        f"{_ADAPTERS}/numpy/_shards.py",
         "            return [item for item, owner in pairs if owner == rank]",
         "            return [item for item, owner in pairs if owner == rank][::-1]",
         _STATES,
@@ -181,7 +181,7 @@ OPTIMIZERS: Final = (
     Fault(
         "state gathered in another order",
         "a whole state has the parameters of each rank from the last one on",
-        f"{_ADAPTERS}/_numpy_shards.py",
+        f"{_ADAPTERS}/numpy/_shards.py",
         "            for number, item in zip(own, part, strict=True):\n                whole[number] = item",
         "            for number, item in zip(own[::-1], part, strict=True):\n                whole[number] = item",
         _STATES,
@@ -189,7 +189,7 @@ OPTIMIZERS: Final = (
     Fault(
         "moment of Adam",
         "Adam takes the mean of gradients without the correction for its start",
-        f"{_ADAPTERS}/_array_optimizers.py",
+        f"{_ADAPTERS}/numpy/_optimizers.py",
         "        change = mean / (1 - beta1**count) / (root + self.epsilon)",
         "        change = mean / (root + self.epsilon)",
         ("adam_takes_a_first_step_of_its_rate",),
@@ -208,7 +208,7 @@ TORCH: Final = (
     Fault(
         "order of buckets",
         "each rank divides its parameters in the order of its own gradients",
-        f"{_ADAPTERS}/_torch_buckets.py",
+        f"{_ADAPTERS}/torch/_buckets.py",
         "            order, indices = rows[int(rows[:, 0, 0].argmax()), :, 1:]",
         "            order, indices = rows[self._gradients.comm.rank, :, 1:]",
         _TORCH,
@@ -216,7 +216,7 @@ TORCH: Final = (
     Fault(
         "bucket reduced too early",
         "a bucket is reduced when all but one of its gradients are there",
-        f"{_ADAPTERS}/_torch_backward.py",
+        f"{_ADAPTERS}/torch/_backward.py",
         "        return not self.waiting[following]",
         "        return self.waiting[following] < 2",
         _TORCH,
@@ -224,7 +224,7 @@ TORCH: Final = (
     Fault(
         "other buckets of a backward pass",
         "of several buckets only the first one's gradients are used",
-        f"{_ADAPTERS}/_torch_rounds.py",
+        f"{_ADAPTERS}/torch/_rounds.py",
         "        for reduced in every:",
         "        for reduced in every[:1]:",
         _TORCH,
@@ -232,7 +232,7 @@ TORCH: Final = (
     Fault(
         "parameter of another shard",
         "a sharded step leaves the first parameter as it was on ranks that do not own it",
-        f"{_ADAPTERS}/_torch_shards.py",
+        f"{_ADAPTERS}/torch/_shards.py",
         "        for number, values in self._shards.exchange(shards):\n"
         "            updated[number].copy_(values)",
         "        for number, values in self._shards.exchange(shards):\n"
@@ -242,7 +242,7 @@ TORCH: Final = (
     Fault(
         "gradients not given back",
         "after a sharded step the gradients of other ranks' parameters are lost",
-        f"{_ADAPTERS}/_torch_shards.py",
+        f"{_ADAPTERS}/torch/_shards.py",
         "            parameter.grad = gradient",
         "            parameter.grad = None",
         _TORCH,
@@ -250,7 +250,7 @@ TORCH: Final = (
     Fault(
         "gradient of a mean",
         "the gradient of a mean is that of a sum",
-        f"{_ADAPTERS}/_torch_collectives.py",
+        f"{_ADAPTERS}/torch/_collectives.py",
         '        return Allgather(mean=self.op == "mean")',
         "        return Allgather()",
         _TRANSPOSES,
@@ -258,7 +258,7 @@ TORCH: Final = (
     Fault(
         "gradient of bcast",
         "the gradient of `bcast` is the root's alone",
-        f"{_ADAPTERS}/_torch_collectives.py",
+        f"{_ADAPTERS}/torch/_collectives.py",
         '        total: torch.Tensor | None = comm.reduce(x, "sum", self.root)',
         '        total: torch.Tensor | None = comm.reduce(x, "max", self.root)',
         _TRANSPOSES,
@@ -266,7 +266,7 @@ TORCH: Final = (
     Fault(
         "variance of ranks",
         "the variance of a batch leaves out that between ranks",
-        f"{_ADAPTERS}/_torch_batchnorm.py",
+        f"{_ADAPTERS}/torch/_batchnorm.py",
         "    variance = (parts * (variances + (means - mean).square())).sum(0)",
         "    variance = (parts * variances).sum(0)",
         _BATCH_NORM,
@@ -274,7 +274,7 @@ TORCH: Final = (
     Fault(
         "mean of means",
         "batch norm weighs ranks alike, however many samples they have",
-        f"{_ADAPTERS}/_torch_batchnorm.py",
+        f"{_ADAPTERS}/torch/_batchnorm.py",
         "    parts = torch.tensor(counts, dtype=wide.dtype, device=x.device)[:, None] / count",
         "    parts = (torch.tensor(counts, dtype=wide.dtype, device=x.device)[:, None] > 0) / len(counts)",
         _BATCH_NORM,
@@ -285,7 +285,7 @@ JAX: Final = (
     Fault(
         "place of a call",
         "every call of a compiled program says that it is the first",
-        f"{_ADAPTERS}/_jax_primitive.py",
+        f"{_ADAPTERS}/jax/_primitive.py",
         "    place = 1 + sum(",
         "    place = 1 + 0 * sum(",
         ("compiled_programs",),
@@ -295,7 +295,7 @@ JAX: Final = (
     Fault(
         "gradient of a JAX mean",
         "the gradient of `reduce_scatter` by a mean is that of a sum",
-        f"{_ADAPTERS}/_jax_linear.py",
+        f"{_ADAPTERS}/jax/_linear.py",
         '        return rows / comm.size if self.op == "mean" else rows',
         "        return rows",
         ("eager_derivatives_are_those_of_the_sum_of_all_losses",),
@@ -305,7 +305,7 @@ JAX: Final = (
     Fault(
         "batch axis",
         "under `vmap` the result of `allgather` has the batch in front of the ranks",
-        f"{_ADAPTERS}/_jax_linear.py",
+        f"{_ADAPTERS}/jax/_linear.py",
         '    name = "allgather"\n    result_axis = 1',
         '    name = "allgather"\n    result_axis = 0',
         ("eager_calls_under_vmap_are_those_of_each_row",),

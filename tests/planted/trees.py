@@ -10,7 +10,7 @@ _LEAVES: Final = "arraycomm/_trees/leaves.py"
 _LAYOUT: Final = "arraycomm/_trees/layout.py"
 _BUFFERS: Final = "arraycomm/_trees/buffers.py"
 _SHARED: Final = "arraycomm/_trees/shared_memory.py"
-_SEGMENT: Final = "arraycomm/_collectives/segment.py"
+_SEGMENT: Final = "arraycomm/_reduce/segment.py"
 _SYNCHRONIZE: Final = "arraycomm/_trees/synchronize.py"
 _REDUCE: Final = "arraycomm/_trees/reduce.py"
 

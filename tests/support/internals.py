@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from arraycomm._calls.placement import Placements
+from arraycomm._calls.runner import Runner
 from arraycomm._collectives import groups, shared_arrays
-from arraycomm._collectives import segment as segments
-from arraycomm._collectives.placement import Placements
-from arraycomm._collectives.runner import Runner
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._native import compiled
 from arraycomm._protocol import clock, deadlock
 from arraycomm._protocol import exit as process_exit
 from arraycomm._protocol.deadlock import WaitReports, WaitStatus
-from arraycomm._protocol.group import Group
-from arraycomm._protocol.options import Options
+from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.progress import ProgressThread
+from arraycomm._reduce import segment as segments
 from arraycomm._transports import control as channels
 from arraycomm._transports.base import Blocks, Transport
 
@@ -66,7 +65,7 @@ def mpi_communicator(
     By messages four ranks are on two pretended nodes in turn, and fewer ranks each on one of its own, if
     `nodes` does not give the first rank on the pretended node of each.
     """
-    from arraycomm._transports.mpi import MPITransport
+    from arraycomm._transports.mpi.transport import MPITransport
 
     if nodes is None and mpi_comm.size == 4 and not share:
         nodes = [0, 1, 0, 1]
@@ -80,7 +79,8 @@ def is_shared(comm: Communicator) -> bool:
 
 def refuse_shared_memory() -> None:
     """Have this process's control channels go by messages from now on, as between nodes."""
-    from arraycomm._transports import mpi, mpi_control
+    from arraycomm._transports.mpi.transport import control as mpi_control
+    from arraycomm._transports.mpi.transport import transport as mpi
 
     mpi.shared_memory = mpi_control.shared_memory = lambda *_: None  # type: ignore[assignment]
 
@@ -90,7 +90,8 @@ def unnamed_files_refused(*, here: bool) -> Iterator[None]:
     """Let this process open no file that has no name, if `here`, as between some containers."""
     from unittest import mock
 
-    from arraycomm._transports import mpi_memory, shared_files
+    from arraycomm._transports import shared_files
+    from arraycomm._transports.mpi.transport import memory as mpi_memory
 
     usual = shared_files.open_file
 
@@ -294,7 +295,7 @@ def drop_first_task(comm: Member) -> None:
 
 def mpi_movements() -> Any:
     """Return the sends and receives that MPI has not finished, whoever waits for them."""
-    from arraycomm._transports.mpi_movement import Movement
+    from arraycomm._transports.mpi.movement import Movement
 
     return Movement.under_way
 

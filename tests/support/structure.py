@@ -21,7 +21,7 @@ Trees = dict[str, ast.Module]
 def modules() -> dict[str, Path]:
     """Return the file of each module of the package."""
     found = {}
-    for path in [*(ROOT / "arraycomm").rglob("*.py"), *(ROOT / "adapters").glob("*.py")]:
+    for path in [*(ROOT / "arraycomm").rglob("*.py"), *(ROOT / "adapters").rglob("*.py")]:
         parts = path.relative_to(ROOT).with_suffix("").parts
         if parts[0] == "adapters":
             parts = ("arraycomm", *parts)
@@ -117,14 +117,14 @@ def numbers() -> dict[str, tuple[int, int]]:
     return {
         "modules in import circles": (len(circles(trees)), 0),
         "uses of private attributes from outside": (len(foreign_private(trees)), 13),
-        "lines of the longest module": (max(map(lines, paths.values())), 800),
+        "lines of the longest module": (max(map(lines, paths.values())), 796),
         "modules flat in arraycomm/": (flat(package), 16),
-        "modules flat in one room": (max(map(flat, rooms)), 34),
-        "lines of the package": (sum(map(lines, [*paths.values(), *native])), 59_900),
+        "modules flat in one room": (max(map(flat, rooms)), 25),
+        "lines of the package": (sum(map(lines, [*paths.values(), *native])), 58_380),
         "lines of the core": (sum(map(lines, [*core, *native])), 36_400),
-        "lines of the tests": (sum(map(lines, tests)), 58_500),
+        "lines of the tests": (sum(map(lines, tests)), 58_020),
         "lines of the studies": (sum(map(lines, studies)), 3_500),
-        "lines over 100 columns in the package": (len(long), 1_030),
+        "lines over 100 columns in the package": (len(long), 1_017),
     }
 
 

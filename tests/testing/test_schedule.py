@@ -12,8 +12,8 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._callsite import describe_exception
-from arraycomm._collectives import selection
 from arraycomm._communicator import Communicator
+from arraycomm._reduce import selection
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.notes import FAILED, FINISHED
 from arraycomm._transports.threads import make_group

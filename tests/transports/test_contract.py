@@ -20,9 +20,9 @@ from arraycomm import Communicator
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle, Transport
 from arraycomm._transports.control import PAYLOAD
-from arraycomm._transports.lives import Lives
 from arraycomm._transports.notes import FAILED, GAVE_UP, GONE
-from arraycomm._transports.processes import ProcessesTransport, memory_bytes
+from arraycomm._transports.processes.lives import Lives
+from arraycomm._transports.processes.transport import ProcessesTransport, memory_bytes
 from tests.support import internals
 from tests.support.on_ranks import (
     LAUNCH,

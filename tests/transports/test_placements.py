@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import algorithms, chain, chunks
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._protocol.waiting import wait_for
+from arraycomm._reduce import algorithms, chain, chunks
 from arraycomm._training.rounds import Bucket, Place, Rounds
-from arraycomm._transports import mpi_pieces
 from arraycomm._transports.base import Blocks, Steps, Transport
+from arraycomm._transports.mpi.transport import pieces as mpi_pieces
 from arraycomm._trees import fusion, shared_memory
 from arraycomm._trees.held import Held
 from tests.collectives.test_trace import traced

@@ -17,12 +17,12 @@ import pytest
 import arraycomm as ac
 from arraycomm._mpi_start import Arguments
 from arraycomm._node_start import open_on_node
-from arraycomm._protocol.group import Group
-from arraycomm._protocol.options import Options
-from arraycomm._transports import lives, processes, shared_files
+from arraycomm._protocol.group import Group, Options
+from arraycomm._transports import shared_files
 from arraycomm._transports.notes import ENDED
-from arraycomm._transports.processes import ProcessesTransport, meet, memory_bytes
-from arraycomm._transports.rings import Ring
+from arraycomm._transports.processes.rings import Ring
+from arraycomm._transports.processes.transport import ProcessesTransport, lives, meet, memory_bytes
+from arraycomm._transports.processes.transport import transport as processes
 
 _SIZE = 3
 _ARGUMENTS = Arguments("auto", None, check=True, reproducible=True, timeout=60.0)
@@ -134,7 +134,7 @@ def test_processes_that_have_ended_are_found(monkeypatch: pytest.MonkeyPatch) ->
     found = lives.find_lives(store.set, lambda key: store.get(key).decode(), 0, _SIZE)
     part = found.of([1, 0])
     now = time.monotonic()
-    monkeypatch.setattr("arraycomm._transports.lives.time.monotonic", lambda: now)
+    monkeypatch.setattr("arraycomm._transports.processes.lives.time.monotonic", lambda: now)
     assert found.dead() == part.dead() == []
     child.communicate(b"end\n")
     assert found.dead() == part.dead() == []

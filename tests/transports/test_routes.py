@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arraycomm._transports.routes import Places, Route, parts_of, route
+from arraycomm._transports.mpi.routes import Places, Route, parts_of, route
 
 
 @st.composite

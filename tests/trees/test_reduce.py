@@ -9,8 +9,8 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._arrays.views import view
-from arraycomm._collectives import chain
 from arraycomm._communicator import Communicator
+from arraycomm._reduce import chain
 from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._trees.leaves import array_leaf, spec_of
 from tests.support import internals

@@ -12,9 +12,17 @@ import ml_dtypes
 import numpy as np
 
 from arraycomm._arrays.arithmetic import refuse, torch_subclass_has_own
-from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader, type_name
+from arraycomm._arrays.buffer import (
+    CPU,
+    Array,
+    BufferView,
+    Device,
+    Reader,
+    allocate,
+    type_name,
+    use_large_pages,
+)
 from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
-from arraycomm._arrays.memory import allocate, use_large_pages
 from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType
 from arraycomm._errors import with_alternatives
 

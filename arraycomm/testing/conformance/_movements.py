@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG, Status
 from arraycomm._communicator import Communicator
 from arraycomm._functions import allreduce_tree, synchronize
+from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Status
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._frameworks import elements_of
 from arraycomm.testing._oracle import same_bits

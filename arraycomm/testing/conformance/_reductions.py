@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from arraycomm._collectives import custom_ops
+from arraycomm._calls import custom_ops
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import OPS as ALL_OPS
 from arraycomm._dtypes import name_of

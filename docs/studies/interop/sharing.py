@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from arraycomm._arrays.buffer import allocate
 from arraycomm._arrays.exchange import exchange
-from arraycomm._arrays.memory import allocate
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME
 

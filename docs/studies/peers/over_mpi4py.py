@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from arraycomm._collectives.custom_ops import Op
-from arraycomm._collectives.matching import ANY_SOURCE, ANY_TAG
+from arraycomm._calls.custom_ops import Op
 from arraycomm._errors import CommunicatorClosedError
+from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG
 from docs.studies.peers.wrapper import Call, NotOfferedError
 
 _OPS = {

@@ -9,8 +9,7 @@ import pytest
 
 from arraycomm._arrays import pinned
 from arraycomm._arrays.exchange import exchange
-from arraycomm._arrays.out import view_out
-from arraycomm._arrays.results import commit_out, to_framework
+from arraycomm._arrays.results import commit_out, to_framework, view_out
 from arraycomm._arrays.views import view
 from arraycomm._cuda import arrays
 from arraycomm._dtypes import BY_NAME

@@ -1,0 +1,292 @@
+"""JAX: optax transformations that reduce gradients over all ranks, eagerly and under `jax.jit`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import arraycomm as ac
+from arraycomm._training.constants import constants_of
+from arraycomm._training.numbered import Numbering
+from arraycomm._training.programs import GradientCalls, hidden_dup
+from arraycomm.adapters.jax._batch import Extra, check_extra
+from arraycomm.adapters.jax._collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    bcast,
+    make_token,
+    reduce_scatter,
+    sendrecv,
+)
+from arraycomm.adapters.jax._compression import compressing
+from arraycomm.adapters.jax._shard import sharded
+from arraycomm.adapters.jax._sharded_state import gather_state, shard_state
+from arraycomm.adapters.jax._tracing import is_traced
+from arraycomm.adapters.jax._updates import Updates, reduce_traced
+
+__all__ = [
+    "DistributedOptimizer",
+    "all_reduce",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "bcast",
+    "gather_state",
+    "make_token",
+    "reduce_scatter",
+    "sendrecv",
+    "shard_state",
+    "synchronize",
+]
+
+DistributedOptimizer = ac.DistributedOptimizer
+synchronize = ac.synchronize
+
+
+class _Distributed(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """A transformation that `DistributedOptimizer` made."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "DistributedOptimizer: a distributed transformation cannot be pickled, since it stands "
+            "for ranks of this process; save its state, which is a pytree, and make the "
+            "transformation anew in each process"
+        )
+
+
+def check(optimizer: Any) -> None:
+    """Raise unless this is an optax transformation that is not distributed already."""
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            "DistributedOptimizer: optimizer must be an optax.GradientTransformation; "
+            f"got {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("DistributedOptimizer: this transformation is distributed already")
+    if is_traced(()):
+        raise TypeError(
+            "DistributedOptimizer: a distributed transformation cannot be made inside a transformation of "
+            "JAX, since making it is a call of all ranks; make it before, and around "
+            "optax.inject_hyperparams"
+        )
+
+
+def check_shard(optimizer: Any) -> None:
+    """Do nothing: whether a transformation can be sharded is known once it is traced."""
+
+
+def distribute(
+    optimizer: optax.GradientTransformation, gradients: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that reduces gradients, and then applies `optimizer`."""
+    inner = optax.with_extra_args_support(optimizer)
+    if gradients.shards is not None:
+        inner = sharded(inner, gradients.shards)
+    takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    constants = tuple(constants_of(optimizer.update, "update"))
+    steps = _ReducedUpdates(
+        inner, Updates(gradients, constants), gradients, takes_extra=takes_extra
+    )
+    init, update = inner.init, steps.update
+    if gradients.compressor.states is not None:
+        init, compressed = compressing(inner, gradients, steps.reduce)
+        update = partial(steps.update_compressed, compressed)
+    reducing = _Distributed(init, gradients.entry(update))
+    if gradients.accumulate == 1:
+        return reducing
+    return _accumulating(reducing, gradients.accumulate, steps.made)
+
+
+class _ReducedUpdates:
+    """The updates of one transformation, whose gradients and further arguments are reduced before.
+
+    Attributes
+    ----------
+    made : Numbering
+        Their numbers.
+    """
+
+    def __init__(self, inner: Any, updates: Updates, gradients: Any, *, takes_extra: bool) -> None:
+        self._inner, self._updates, self._gradients = inner, updates, gradients
+        self._takes_extra = takes_extra
+        self.made = updates.made
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """Update with reduced gradients; with none yet if those of a step are accumulated."""
+        further = self._further(extra)
+        # A list, as under jit and in torch, so that ranks of these may reduce together.
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+        inputs = {"params": params, "state": None if self._gradients.shards else state}
+        counts, reduced = self._updates.reduce_step([*leaves, *further.leaves], inputs)
+        split = len(leaves)
+        gradient = jax.tree.unflatten(structure, reduced[:split])
+        if not counts:
+            return jax.tree.map(jnp.zeros_like, gradient), state
+        pooled = self._pooled(further, reduced[split:])
+        updated: tuple[Any, Any] = self._inner.update(gradient, state, params, **pooled)
+        _check_shapes(gradient, updated[0])
+        return updated
+
+    def update_compressed(
+        self, compressed: Any, updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        """Update by a function that compresses and reduces the gradients itself."""
+        further = self._further(extra)
+        inputs = {"params": params, "state": None if self._gradients.shards else state.inner}
+        reduced = self.reduce(further.leaves) if further.leaves else []
+        with self._updates.depending_on(inputs):
+            updated: tuple[Any, Any] = compressed(
+                updates, state, params, **self._pooled(further, reduced)
+            )
+        _check_shapes(updates, updated[0])
+        return updated
+
+    def reduce(self, leaves: list[Any]) -> list[Any]:
+        """Reduce what belongs to one update."""
+        return self._updates.reduce(leaves)
+
+    def _further(self, extra: dict[str, Any]) -> Extra:
+        gradients = self._gradients
+        return Extra(extra if self._takes_extra else {}, gradients.op, gradients.accumulate)
+
+    def _pooled(self, further: Extra, reduced: list[Any]) -> dict[str, Any]:
+        pooled: dict[str, Any] = further.pooled(reduced, self._gradients.op, self._gradients.comm)
+        return pooled
+
+
+def _check_shapes(gradient: Any, update: Any) -> None:
+    """Raise if a transformation has taken the gradients of single examples, which are this rank's."""
+    pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(update), strict=False)
+    for given, made in pairs:
+        if jnp.shape(given) != jnp.shape(made):
+            raise TypeError(
+                "DistributedOptimizer: this transformation makes an update of shape "
+                f"{jnp.shape(made)} of a gradient of shape {jnp.shape(given)}, as "
+                "optax.contrib.differentially_private_aggregate does of those of single examples: reduced before, they "
+                "would be means of examples of several ranks. Put it before the reduction: "
+                "optax.chain(it, DistributedOptimizer(...))"
+            )
+
+
+class AccumulatedState(NamedTuple):
+    """State of an optimizer that is applied every few steps.
+
+    Attributes
+    ----------
+    count : array of int32, shape ()
+        Steps whose gradients are in `sums`.
+    sums : pytree
+        Sums of this rank's gradients, each of its parameter's shape.
+    inner : pytree
+        The optimizer's own state.
+    """
+
+    count: Any
+    sums: Any
+    inner: Any
+
+
+def _accumulating(reducing: _Distributed, steps: int, updates_made: Numbering) -> _Distributed:
+    """Return a transformation that applies `reducing` to the mean gradient of every `steps` steps."""
+
+    def init(params: Any) -> AccumulatedState:
+        sums = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), _wide(leaf)), params)
+        return AccumulatedState(jnp.zeros((), jnp.int32), sums, reducing.init(params))
+
+    def update(
+        updates: Any, state: AccumulatedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, AccumulatedState]:
+        check_extra(extra, "mean", steps)
+        sums = jax.tree.map(
+            lambda total, new: total if new is None else total + new, state.sums, updates
+        )
+
+        def apply() -> tuple[Any, AccumulatedState]:
+            likes = updates if params is None else params
+            means = jax.tree.map(lambda total, like: _mean(total, like, steps), sums, likes)
+            changes, inner = reducing.update(means, state.inner, params, **extra)
+            nothing = jax.tree.map(jnp.zeros_like, sums)
+            return changes, AccumulatedState(jnp.zeros_like(state.count), nothing, inner)
+
+        def wait() -> tuple[Any, AccumulatedState]:
+            likes = updates if params is None else params
+            changes = jax.tree.map(_nothing, sums, likes)
+            return changes, AccumulatedState(state.count + 1, sums, state.inner)
+
+        if is_traced((updates, state)):
+            chosen: tuple[Any, AccumulatedState] = jax.lax.cond(
+                state.count + 1 == steps, apply, wait
+            )
+            return chosen
+        # Inside jax.lax.cond every one of the steps counts.
+        updates_made.mark()
+        return apply() if int(state.count) + 1 == steps else wait()
+
+    return _Distributed(init, update)
+
+
+def _wide(leaf: Any) -> Any:
+    """Return the dtype in which gradients like this one are added up."""
+    dtype = jax.dtypes.result_type(leaf)
+    return jnp.promote_types(dtype, jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def _mean(total: Any, like: Any, steps: int) -> Any:
+    mean = total / steps
+    return mean if like is None else mean.astype(jax.dtypes.result_type(like))
+
+
+def _nothing(total: Any, like: Any) -> Any:
+    return jnp.zeros_like(total if like is None else like)
+
+
+def all_reduce(
+    op: str = "mean",
+    *,
+    comm: ac.Communicator | None = None,
+    bucket_bytes: int = 25 << 20,
+    compression: str | None = None,
+) -> optax.GradientTransformation:
+    """Return a stateless transformation that reduces updates over all ranks, for `optax.chain`.
+
+    Collective: it works on a duplicate of `comm`, since a program that JAX dispatched may still
+    run while the next call is made. Eagerly, a gradient that is None on some ranks counts as zeros
+    on these ranks. Under `jax.jit` the structure must be the same on every rank.
+
+    Parameters
+    ----------
+    op, comm, bucket_bytes, compression
+        As for `arraycomm.DistributedOptimizer`.
+    """
+    group = hidden_dup(comm or ac.world())
+    calls = GradientCalls(group, op, {"bucket_bytes": bucket_bytes, "compression": compression})
+    made = Numbering()
+
+    def init(params: Any) -> optax.EmptyState:
+        return optax.EmptyState()
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+        if is_traced(leaves):
+            leaves = reduce_traced(calls, made, leaves)
+        else:
+            jax.effects_barrier()
+            leaves = calls.reduce(leaves, made)
+        return jax.tree.unflatten(structure, leaves), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None

@@ -1,0 +1,155 @@
+"""What an update takes besides the gradients: what depends on the batch is reduced as they are, or refused."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import arraycomm as ac
+from arraycomm.adapters.jax._callbacks import Make
+from arraycomm.adapters.jax._linear import Pooled, call, replicated
+from arraycomm.adapters.jax._primitive import Call, bind
+
+# Optax's names, and those of its contributed transformations.
+_REDUCED: Final = ("value", "grad", "loss")
+_OBJECTIVES: Final = ("value_fn", "obj_fn")
+_GRADIENTS: Final = ("grad_fn",)
+
+
+class Extra:
+    """The further arguments of one update.
+
+    Attributes
+    ----------
+    leaves : list
+        What is to be reduced with the gradients; some may be None.
+    """
+
+    def __init__(self, given: Mapping[str, Any], op: str, accumulate: int) -> None:
+        self._given = dict(given)
+        check_extra(self._given, op, accumulate)
+        reduced = {name: given[name] for name in _REDUCED if name in given}
+        self.leaves, self._structure = jax.tree.flatten(reduced, is_leaf=lambda leaf: leaf is None)
+
+    def pooled(self, reduced: Sequence[Any], op: str, comm: ac.Communicator) -> dict[str, Any]:
+        """Return the arguments for all ranks' batches, given the reduced leaves."""
+        made: dict[str, Any] = self._given | jax.tree.unflatten(self._structure, reduced)
+        for name in made.keys() & set(_OBJECTIVES):
+            made[name] = _pooled_objective(made[name], name, op, comm)
+        for name in made.keys() & set(_GRADIENTS):
+            made[name] = _pooled_gradients(made[name], op, comm)
+        self._compare_others(comm)
+        return made
+
+    def _compare_others(self, comm: ac.Communicator) -> None:
+        """Raise on all ranks if an argument differs that every rank has to pass alike."""
+        local = _taken_by([self._given[name] for name in _OBJECTIVES if name in self._given])
+        known = {*_REDUCED, *_OBJECTIVES, *_GRADIENTS, *local}
+        others = {name: value for name, value in self._given.items() if name not in known}
+        leaves = [leaf for leaf in jax.tree.leaves(others) if isinstance(leaf, _ARRAYS)]
+        if leaves:
+            bind(_Compare(tuple(sorted(others))), [_plain(leaf) for leaf in leaves], comm)
+
+
+_ARRAYS: Final = (jax.Array, np.ndarray, np.generic, int, float, complex)
+
+
+def _plain(leaf: Any) -> jax.Array:
+    leaf = jnp.asarray(leaf)
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def check_extra(given: Mapping[str, Any], op: str, accumulate: int) -> None:
+    """Raise for arguments that cannot be reduced."""
+    for name, value in given.items():
+        if callable(value) and name not in (*_OBJECTIVES, *_GRADIENTS):
+            raise TypeError(
+                f"DistributedOptimizer: update takes functions as {', '.join(_OBJECTIVES + _GRADIENTS)}, "
+                f"whose results are reduced over all ranks; got {name}, of which it is not known what depends on "
+                "the batch. Reduce that with arraycomm.adapters.jax.allreduce, and call the plain "
+                "transformation"
+            )
+    pooled = [name for name in given if name in (*_REDUCED, *_OBJECTIVES, *_GRADIENTS)]
+    if pooled and accumulate > 1:
+        raise ValueError(
+            f"DistributedOptimizer: with accumulate={accumulate} update takes gradients only, since nothing "
+            f"else is added up over steps; got {', '.join(pooled)}. Pass optax.MultiSteps to "
+            "DistributedOptimizer instead"
+        )
+    if op == "sum" and not given.keys().isdisjoint(_OBJECTIVES):
+        raise ValueError(
+            'DistributedOptimizer: op must be "mean" for an update with value_fn, since values and gradients '
+            'that optax keeps in the state would be added up again; got "sum"'
+        )
+
+
+def _taken_by(functions: Sequence[Callable[..., Any]]) -> set[str]:
+    """Return the names of arguments that go to functions of this rank's batch."""
+    return {name for function in functions for name in inspect.signature(function).parameters}
+
+
+def _pooled_objective(
+    function: Callable[..., Any], name: str, op: str, comm: ac.Communicator
+) -> Callable[..., Any]:
+    """Return the reduction of all ranks' values, with its derivatives."""
+
+    @functools.wraps(function)
+    def pooled(params: Any, *args: Any, **kwargs: Any) -> Any:
+        same = jax.tree.map(lambda leaf: replicated(jnp.asarray(leaf), op, comm), params)
+        value = function(same, *args, **kwargs)
+        if not isinstance(value, _ARRAYS) or jnp.shape(value):
+            raise TypeError(
+                f"DistributedOptimizer: {name} must return one number, which is reduced over all "
+                f"ranks; got {value!r}"
+            )
+        return call(Pooled(op), jnp.asarray(value), comm)
+
+    return pooled
+
+
+def _pooled_gradients(
+    function: Callable[..., Any], op: str, comm: ac.Communicator
+) -> Callable[..., Any]:
+    """Return the reduction of all ranks' gradients."""
+
+    @functools.wraps(function)
+    def pooled(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        return jax.tree.map(lambda leaf: call(Pooled(op), jnp.asarray(leaf), comm), found)
+
+    return pooled
+
+
+@dataclass(frozen=True)
+class _Compare(Call):
+    """Raises on all ranks if the arguments of these names are not the same."""
+
+    names: tuple[str, ...]
+    name = "DistributedOptimizer"
+
+    def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
+        return []
+
+    def open(self, comm: ac.Communicator) -> Make:
+        def make(place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+            said = hashlib.blake2b(digest_size=8)
+            for array in map(np.asarray, arrays):
+                said.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
+            found = comm.allgather(np.frombuffer(said.digest(), np.int64))
+            if (found != found[0]).any():
+                raise ac.MismatchError(
+                    f"DistributedOptimizer: {', '.join(self.names)} must be the same on every rank, as every "
+                    "argument of update besides value, grad, value_fn and what value_fn takes; they "
+                    "differ. Reduce or broadcast what depends on the batch"
+                )
+            return []
+
+        return make

@@ -1,0 +1,286 @@
+"""An optimizer's updates: their gradients reduced eagerly or inside a program, and their numbers.
+
+Updates are numbered when they are made, not when they are traced. One that `jax.lax.cond` skips counts too, so
+that a rank that skips it alone shows another number in the next one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core
+
+import arraycomm as ac
+from arraycomm._training.numbered import Numbering
+from arraycomm._training.programs import GradientCalls
+from arraycomm._training.verification import Inputs, nothing_shown
+from arraycomm.adapters.jax._callbacks import Make
+from arraycomm.adapters.jax._primitive import Call, bind
+from arraycomm.adapters.jax._tracing import holds_tracers, is_traced
+
+# What the names of parameters begin with; JAX sorts the names of a dict.
+_PARAMETERS = "params"
+_BRANCHES = ("cond", "switch")
+_LOOPS = ("scan", "while_loop", "fori_loop", "map")
+
+
+@dataclass(frozen=True)
+class _Mark(Call):
+    """Notes when the program comes to an update."""
+
+    updates: Numbering
+    name = "DistributedOptimizer"
+    communicates = False
+
+    def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
+        return []
+
+    def open(self, comm: ac.Communicator) -> Make:
+        def make(place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+            self.updates.mark()
+            return []
+
+        return make
+
+
+def mark_outside_branches(updates: Numbering, comm: ac.Communicator) -> None:
+    """Note an update outside the branches of `jax.lax.cond` that are being traced, if there are any.
+
+    The mark and the update share no array: JAX may trace a branch once, and use it in several programs.
+    """
+    outside, trace = None, core.trace_ctx.trace
+    while trace is not None:
+        kind, above = _kind_of(trace), getattr(trace, "parent_trace", None)
+        if kind in _LOOPS:
+            break
+        if kind in _BRANCHES:
+            outside = above
+        trace = above
+    if outside is not None:
+        _refuse_what_passes_gradients_on()
+        with core.set_current_trace(outside):
+            bind(_Mark(updates), [], comm)
+
+
+def _refuse_what_passes_gradients_on() -> None:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_qualname == "conditionally_transform.<locals>.update_fn":
+            raise TypeError(
+                "DistributedOptimizer: optax.conditionally_transform around a distributed transformation would apply "
+                "this rank's own gradients in the steps that it leaves out; put it inside, "
+                "DistributedOptimizer(optax.conditionally_transform(...)), or use optax.conditionally_mask"
+            )
+        frame = frame.f_back
+
+
+def _kind_of(trace: Any) -> str:
+    """Return for what a function is being traced, or an empty string."""
+    info = getattr(getattr(trace, "frame", None), "debug_info", None)
+    return str(getattr(info, "traced_for", ""))
+
+
+class Watched(NamedTuple):
+    """What an update depends on besides gradients: see `arraycomm._training.verification`.
+
+    Attributes
+    ----------
+    look : callable
+        Returns what this rank shows of inputs.
+    constants : tuple of (name, value)
+        The hyperparameters that do not change.
+    names : tuple of str
+        Of the arrays: first the parameters, then the leaves of the state.
+    parameters : int
+        How many of them are parameters.
+    numbers : tuple of int
+        Which arrays of the state are one number, such as the count of the steps.
+    """
+
+    look: Callable[..., Any] | None = None
+    constants: tuple[tuple[str, Any], ...] = ()
+    names: tuple[str, ...] = ()
+    parameters: int = 0
+    numbers: tuple[int, ...] = ()
+
+    def inputs(self, arrays: Sequence[Any]) -> Callable[[], Inputs] | None:
+        """Return what returns the inputs of an update whose arrays are these; None without any."""
+        if self.look is None:
+            return None
+        names, count = self.names, self.parameters
+        return lambda: Inputs(
+            (),
+            lambda: zip(names[:count], arrays[:count], strict=True),
+            lambda: zip(names[count:], arrays[count:], strict=True),
+            self.constants,
+            # Under vmap they are rows of numbers, and compared with the other arrays.
+            [(names[n], arrays[n].item()) for n in self.numbers if arrays[n].shape == ()],
+        )
+
+    def looking(self, arrays: Sequence[Any]) -> Callable[..., Any]:
+        """Return what returns this rank's part in a call with these arrays."""
+        return (
+            nothing_shown if self.look is None else partial(self.look, inputs=self.inputs(arrays))
+        )
+
+
+@dataclass(frozen=True)
+class _Reduce(Call):
+    """The reduction of an update's gradients, of which some may be None."""
+
+    calls: GradientCalls
+    updates: Numbering
+    present: tuple[bool, ...]
+    watched: Watched
+    name = "DistributedOptimizer"
+    # All gradients are read before the first result is written.
+    in_place = True
+
+    @property
+    def beside(self) -> int:  # type: ignore[override]
+        return len(self.watched.names)
+
+    def alone(self) -> Call:
+        return replace(self, watched=Watched())
+
+    def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[: sum(self.present)]]
+
+    def open(self, comm: ac.Communicator) -> Make:
+        return self._make
+
+    def _make(self, place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+        given, count = iter(arrays), sum(self.present)
+        leaves = [next(given) if there else None for there in self.present]
+        look = self.watched.looking(arrays[count:])
+        # The program has no buffer for a gradient that only other ranks have.
+        reduced = self.calls.reduce(leaves, self.updates, place, missing="error", look=look)
+        made = [leaf for leaf in reduced if leaf is not None]
+        for out, leaf in zip(outs[:count], made, strict=True):
+            if out is not None:
+                out[...] = leaf
+        return made
+
+    def pull_back(self, cotangents: Sequence[Any], comm: ac.Communicator) -> Sequence[Any]:
+        return bind(self, cotangents, comm)
+
+
+def reduce_traced(
+    calls: GradientCalls,
+    updates: Numbering,
+    leaves: Sequence[Any],
+    watched: Watched = Watched(),  # noqa: B008
+    beside: Sequence[Any] = (),
+) -> list[Any]:
+    """Reduce gradients, in one call of the compiled program and on the program's own buffers.
+
+    `beside` are the arrays that are watched.
+    """
+    mark_outside_branches(updates, calls.comm)
+    present = tuple(leaf is not None for leaf in leaves)
+    arrays = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
+    arrays += [jax.lax.stop_gradient(array) for array in beside]
+    reduced = iter(bind(_Reduce(calls, updates, present, watched), arrays, calls.comm))
+    return [next(reduced) if there else None for there in present]
+
+
+class Updates:
+    """The updates of one optimizer: their gradients reduced, eagerly or in programs.
+
+    Parameters
+    ----------
+    gradients : object
+        How they are reduced; see `arraycomm._training.gradients`.
+    constants : tuple of (name, value)
+        The hyperparameters that do not change.
+
+    Attributes
+    ----------
+    made : Numbering
+        Their numbers.
+    """
+
+    def __init__(self, gradients: Any, constants: tuple[tuple[str, Any], ...]) -> None:
+        self._gradients, self._constants = gradients, constants
+        self._calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
+        self._inputs: Any = None
+        self.made = Numbering()
+
+    def reduce_step(self, leaves: list[Any], inputs: Any) -> tuple[bool, list[Any]]:
+        """Reduce gradients, or add them to those of the steps before; tell whether they are reduced.
+
+        `inputs` is a tree of what the update depends on besides.
+        """
+        with self.depending_on(inputs):
+            if is_traced(leaves) or self._gradients.accumulate > 1:
+                return True, self.reduce(leaves)
+            jax.effects_barrier()
+            watched, beside = self._watched(traced=False)
+            counts, reduced = self._gradients.add(leaves, self.made, watched.inputs(beside))
+            return counts, reduced
+
+    @contextmanager
+    def depending_on(self, inputs: Any) -> Iterator[None]:
+        """Compare a tree of inputs between ranks with what is reduced inside."""
+        self._inputs = inputs
+        try:
+            yield
+        finally:
+            self._inputs = None
+
+    def reduce(self, leaves: list[Any]) -> list[Any]:
+        """Reduce what belongs to one update."""
+        traced = is_traced(leaves)
+        watched, beside = self._watched(traced=traced)
+        if traced:
+            return reduce_traced(self._calls, self.made, leaves, watched, beside)
+        jax.effects_barrier()
+        look = watched.looking(beside)
+        reduced: list[Any] = self._calls.reduce(leaves, self.made, look=look)
+        return reduced
+
+    def _watched(self, *, traced: bool) -> tuple[Watched, list[Any]]:
+        """Return what the next reduction compares, and its arrays; what is not traced knows no tracers."""
+        if not self._gradients.verification.every or self._inputs is None:
+            return Watched(), []
+        pairs = jax.tree_util.tree_leaves_with_path(self._inputs)
+        named = {
+            _name(path): _words(leaf) for path, leaf in pairs if traced or not holds_tracers(leaf)
+        }
+        named = {name: leaf for name, leaf in named.items() if leaf is not None}
+        parameters = sum(name.startswith(_PARAMETERS) for name in named)
+        numbers = (
+            n for n, leaf in enumerate(named.values()) if n >= parameters and _is_number(leaf)
+        )
+        watched = Watched(
+            self._gradients.look, self._constants, tuple(named), parameters, tuple(numbers)
+        )
+        return watched, list(named.values())
+
+
+def _is_number(x: Any) -> bool:
+    return x.shape == () and x.dtype.kind in "biuf"
+
+
+def _name(path: Any) -> str:
+    root, *rest = path
+    return f"{root.key}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def _words(leaf: Any) -> Any:
+    """Return an array or a number as an array, random keys as their words, and None for any other object."""
+    if isinstance(leaf, float | complex):
+        return np.asarray(leaf)
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return None
+    array: Any = leaf
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if is_key else array

@@ -1,0 +1,367 @@
+"""PyTorch: optimizers, differentiable collectives, batch norm and a data loader for several ranks."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+import arraycomm as ac
+from arraycomm.adapters.torch._batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from arraycomm.adapters.torch._collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    bcast,
+    reduce_scatter,
+)
+from arraycomm.adapters.torch._compression import save_with_state_dict
+from arraycomm.adapters.torch._data import DataLoader
+from arraycomm.adapters.torch._hooks import without_owner
+from arraycomm.adapters.torch._inputs import Settings, StepInputs, align
+from arraycomm.adapters.torch._reducer import Reducer
+from arraycomm.adapters.torch._shards import Sharding, check_per_parameter
+
+__all__ = [
+    "DataLoader",
+    "DistributedOptimizer",
+    "SyncBatchNorm",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "bcast",
+    "convert_sync_batchnorm",
+    "gather_state",
+    "no_sync",
+    "reduce_scatter",
+    "synchronize",
+]
+
+DistributedOptimizer = ac.DistributedOptimizer
+synchronize = ac.synchronize
+
+# If all ranks' adapters do, gradients are reduced during backward passes.
+REDUCES_IN_BACKWARD: Final = True
+
+
+def check(optimizer: Any) -> None:
+    """Raise unless this is a torch optimizer that is not distributed already."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "DistributedOptimizer: optimizer must be a torch.optim.Optimizer; "
+            f"got {type(optimizer).__name__}"
+        )
+    if optimizer in _distributed:
+        raise ValueError("DistributedOptimizer: this optimizer is distributed already")
+    if hasattr(optimizer, "clip_and_accumulate"):
+        raise TypeError(
+            f"DistributedOptimizer: {type(optimizer).__name__} clips the gradients of single examples in its step, "
+            "and so makes of this rank's examples what it applies; use opacus.optimizers.DistributedDPOptimizer "
+            'over torch.distributed.init_process_group("arraycomm")'
+        )
+
+
+def check_shard(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless this optimizer can be sharded."""
+    check_per_parameter(optimizer)
+
+
+def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
+    """Reduce gradients by hooks on the parameters, and what is left before each step; collective."""
+    if gradients.rounds is not None and gradients.comm.size > 1:
+        align(optimizer, gradients.comm)
+    return _hooked(optimizer, gradients)
+
+
+def _hooked(
+    optimizer: torch.optim.Optimizer, gradients: Any, owners: Sequence[int] = ()
+) -> torch.optim.Optimizer:
+    """Return an optimizer with its hooks; `owners` are those of the parameters of a copy that is sharded."""
+    steps = _Steps(optimizer, gradients, owners)
+    # The optimizer alone keeps these alive, without a circle: when it is gone, so are the reductions.
+    itself = weakref.ref(optimizer)
+    vars(optimizer)["add_param_group"] = partial(_add_param_group, itself)
+    vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients)
+    optimizer.register_step_pre_hook(gradients.entry(steps.before_step))
+    optimizer.register_step_post_hook(gradients.entry(steps.after_step))
+    if steps.sharding is not None:
+        optimizer.register_state_dict_pre_hook(steps.sharding.refuse_state_dict)
+        optimizer.register_load_state_dict_pre_hook(steps.sharding.keep_own)
+    if gradients.compressor.states is not None:
+        save_with_state_dict(optimizer, gradients.compressor.states)
+    _distributed[optimizer] = steps
+    return optimizer
+
+
+@contextmanager
+def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let backward passes accumulate gradients on this rank alone: a context manager.
+
+    The next backward pass outside of it reduces all that has been accumulated since `zero_grad()`.
+    If there is none, `step()` does.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        A distributed one.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is not distributed.
+
+    Notes
+    -----
+    Local: the ranks may run different numbers of backward passes inside. `.grad` is meanwhile what this
+    rank has accumulated; what had been reduced before is added at the next reduction.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import arraycomm as ac
+    >>> from arraycomm.adapters.torch import no_sync
+    >>> from arraycomm.testing import run
+    >>> def train(comm):
+    ...     weight = torch.nn.Parameter(torch.zeros(1))
+    ...     optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm)
+    ...     with no_sync(optimizer):
+    ...         (weight * comm.rank).sum().backward()
+    ...     weight.sum().backward()
+    ...     optimizer.step()
+    ...     return weight.item()
+    >>> run(3, train)
+    [-2.0, -2.0, -2.0]
+    """
+    steps = _distributed.get(optimizer)
+    if steps is None:
+        raise ValueError(
+            "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer returned"
+        )
+    reducer = steps.reducer.in_backward
+    before, reducer.syncing = reducer.syncing, False
+    try:
+        yield
+    finally:
+        reducer.syncing = before
+
+
+def gather_state(optimizer: torch.optim.Optimizer, *, root: int = 0) -> dict[str, Any] | None:
+    """Return the whole state dict of a sharded optimizer on one rank.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        A distributed one, sharded or not.
+    root : int
+        The rank that gets the state dict.
+
+    Returns
+    -------
+    dict or None
+        On `root` what `state_dict()` of the optimizer would return if it were not sharded; None on the
+        other ranks. A plain optimizer can load it, and so can a sharded one on any number of ranks:
+        pass it to `load_state_dict` on every rank, which keeps this rank's part.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is not distributed.
+
+    Notes
+    -----
+    Collective. Each rank sends its part through host memory. Parts of the state that are where their
+    parameter is, such as on a GPU, are there in the result too.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import arraycomm as ac
+    >>> from arraycomm.adapters.torch import gather_state
+    >>> from arraycomm.testing import run
+    >>> def train(comm):
+    ...     model = torch.nn.Linear(3, 2)
+    ...     adam = torch.optim.Adam(model.parameters())
+    ...     optimizer = ac.DistributedOptimizer(adam, comm=comm, shard=True)
+    ...     model(torch.ones(3)).sum().backward()
+    ...     optimizer.step()
+    ...     state = gather_state(optimizer)
+    ...     return len(optimizer.state), None if state is None else len(state["state"])
+    >>> run(2, train)
+    [(1, 2), (1, None)]
+    """
+    steps = _distributed.get(optimizer)
+    if steps is None:
+        raise ValueError(
+            "gather_state: this optimizer is not distributed; pass one that DistributedOptimizer "
+            "returned, or call state_dict()"
+        )
+    return steps.gather(optimizer, root)
+
+
+class _Steps:
+    """The hooks of one optimizer, called before and after each of its steps."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, gradients: Any, owners: Sequence[int] = ()
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._gradients = gradients
+        self.reducer = Reducer(gradients)
+        self.sharding = None if gradients.shards is None else Sharding(gradients.shards)
+        self.adopt(optimizer, owners)
+        sharded = self.sharding is not None
+        self._inputs = StepInputs(optimizer, self.reducer, is_sharded=sharded)
+        gradients.inputs, gradients.adopt = self._inputs, self._inputs.adopt
+        # A rank without data applies gradients through this.
+        gradients.follow = without_owner(self.follow)
+        self._following = self._evaluating = False
+        # Whether a step has begun, and how many others inside it.
+        self._stepping, self._nested = False, 0
+        self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def adopt(self, optimizer: torch.optim.Optimizer, owners: Sequence[int] = ()) -> None:
+        """Look after all parameters of an optimizer from now on."""
+        self.reducer.adopt(optimizer.param_groups)
+        if self.sharding is not None:
+            self.sharding.adopt(optimizer, self.reducer.parameters, owners)
+
+    def gather(self, optimizer: torch.optim.Optimizer, root: int) -> dict[str, Any] | None:
+        """Return the whole state dict on `root`, None elsewhere; collective."""
+        if self.sharding is not None:
+            return self.sharding.gather(optimizer, root)
+        return optimizer.state_dict() if self._gradients.comm.rank == root else None
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Reduce what no backward pass has, or wrap the closure."""
+        if self._stepping and _is_nested(optimizer):
+            self._nested += 1
+            return None
+        self._stepping, self._nested = True, 0
+        if self._following:
+            self._begin_update()
+            return None
+        self.adopt(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            if not self.reducer.reduce_for_step():
+                self._hold_gradients()
+            self._begin_update()
+            return None
+        if self._gradients.accumulate > 1:
+            raise ValueError(
+                "DistributedOptimizer: gradients are accumulated over "
+                f"{self._gradients.accumulate} steps, which a closure, evaluated within one step, cannot "
+                "be; call step() without one, or pass accumulate=1"
+            )
+        self._evaluating = True
+        self.reducer.begin_evaluations()
+        evaluate = self._gradients.entry(lambda: self._evaluate(closure))
+        return args[:1], {**kwargs, "closure": evaluate}
+
+    def _begin_update(self) -> None:
+        if self.sharding is not None:
+            self.sharding.begin()
+
+    def after_step(self, *_: Any) -> None:
+        """Exchange what was updated, or give back the gradients of a step that was none."""
+        if self._nested:
+            self._nested -= 1
+            return
+        self._stepping = False
+        if self.sharding is not None:
+            self.sharding.end()
+        while self._held:
+            parameter, gradient = self._held.pop()
+            parameter.grad = gradient
+        if self._evaluating:
+            self._evaluating = False
+            self.reducer.end_evaluations()
+
+    def follow(self, reduced: Any, settings: Settings) -> None:
+        """Take the step of ranks that have data, with their reduced gradients and hyperparameters."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        self._inputs.adopt(settings)
+        self.reducer.take_over(reduced)
+        self._following = True
+        try:
+            optimizer.step()
+        finally:
+            self._following = False
+
+    def _hold_gradients(self) -> None:
+        # Torch's optimizers do not change a parameter without a gradient, nor its state.
+        for parameter in self.reducer.parameters:
+            self._held.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Evaluate a closure, and reduce its gradients and its loss."""
+        if self.sharding is not None:
+            self.sharding.give_back()
+        with torch.enable_grad():
+            loss = closure()
+        self.reducer.reduce_evaluation()
+        self._begin_update()
+        if loss is None:
+            return None
+        return self._gradients.reduce_loss(
+            loss.detach() if isinstance(loss, torch.Tensor) else loss
+        )
+
+
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a step runs inside a step, as `super().step()` in a class that overrides it.
+
+    Torch calls the hooks for each of the two. A step that an exception ended is not running.
+    """
+    count = 0
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back
+    return count > 1
+
+
+_HOOKED_STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+_distributed: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
+
+
+def _add_param_group(itself: Any, param_group: dict[str, Any]) -> None:
+    """Add parameters to a distributed optimizer, and reduce their gradients too."""
+    optimizer = itself()
+    type(optimizer).add_param_group(optimizer, param_group)
+    _distributed[optimizer].adopt(optimizer)
+
+
+def _reduced(itself: Any, gradients: Any, protocol: Any) -> tuple[Any, ...]:
+    """Return what `copy` makes a copy of: torch leaves out hooks. `gradients` refuse to be pickled."""
+    optimizer = itself()
+    kind: Any = type(optimizer)
+    reduced: tuple[Any, ...] = kind.__reduce_ex__(optimizer, protocol)
+    sharding = _distributed[optimizer].sharding
+    owners = () if sharding is None else sharding.owners
+    return _copied, (gradients, owners, *reduced[:3])
+
+
+def _copied(
+    gradients: Any,
+    owners: Sequence[int],
+    make: Callable[..., torch.optim.Optimizer],
+    arguments: Any,
+    state: Any,
+) -> torch.optim.Optimizer:
+    """Return a copy of a distributed optimizer, which is distributed as well."""
+    optimizer = make(*arguments)
+    optimizer.__setstate__(state)
+    return _hooked(optimizer, gradients.copy(), owners)

@@ -1,0 +1,98 @@
+"""Whether gradients of torch parameters are what the ranks take them for, and the errors if not."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+import arraycomm as ac
+from arraycomm._arrays.views import view
+from arraycomm.adapters.torch._backward import running
+from arraycomm.adapters.torch._parameters import Parameters
+from arraycomm.adapters.torch._slots import writes_to
+
+
+def check_unchanged(parameters: Parameters, why: str) -> None:
+    """Raise if gradients were changed before they are reduced: they are this rank's alone."""
+    # Torch does not count what a scaler writes.
+    changed = _is_in_scaler()
+    for number in parameters.touched:
+        grad = parameters.tensors[number].grad
+        changed = changed or grad is None or writes_to(grad) != parameters.slots[number].version
+    if changed:
+        parameters.gradients.fail(
+            RuntimeError(
+                "DistributedOptimizer: gradients were changed between backward() and step(), but "
+                f"they are reduced later here, in step() ({why}); with accumulate, clip and "
+                "unscale only before the last of the steps, or accumulate in no_sync(optimizer) "
+                "instead"
+            )
+        )
+
+
+def _is_in_scaler() -> bool:
+    """Tell whether a `GradScaler` takes this step."""
+    scaler = running(GradScaler.step)
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def check_owners(parameters: Parameters) -> None:
+    """Raise if an optimizer made later reduces some of the gradients in another way."""
+    for slot in parameters.slots:
+        other = slot.reducer()
+        if other is not None and other.settings != parameters.gradients.settings:
+            raise ValueError(
+                "DistributedOptimizer: a parameter of this optimizer is also in a distributed "
+                "optimizer that was made later with another op, accumulate or compression, which "
+                "reduces its gradient; pass the same arguments to both"
+            )
+
+
+def judge_stale(parameters: Parameters) -> bool:
+    """Find out which gradients are those of a step before, the same on all ranks; tell whether all are."""
+    pairs = list(zip(parameters.slots, parameters.grads, strict=True))
+    mine = [grad if slot.is_stale(grad) else None for slot, grad in pairs]
+    rows = _checksums(parameters, mine)
+    same = (rows == rows[0]).all(axis=0)
+    for number, (slot, grad) in enumerate(pairs):
+        if slot.is_stale(grad):
+            slot.judge_stale(same=bool(same[number]))
+    return bool(same.all())
+
+
+def compare(parameters: Parameters) -> None:
+    """Raise unless all ranks have the same gradients."""
+    rows = _checksums(parameters, parameters.grads)
+    differing = (rows != rows[0]).any(axis=0)
+    if differing.any():
+        number = int(differing.argmax())
+        ranks = [rank for rank, row in enumerate(rows) if row[number] != rows[0, number]]
+        raise ac.MismatchError(
+            "DistributedOptimizer: .grad was changed after backward() had reduced it, and is not the "
+            f"same on all ranks: that of parameter {number}, of shape "
+            f"{tuple(parameters.tensors[number].shape)}, on rank {ranks[0]} is not that on rank 0; compute "
+            "it from .grad and from values that are the same on all ranks"
+        )
+
+
+def digest(grads: Sequence[torch.Tensor | None]) -> int:
+    """Return one number for gradients."""
+    return zlib.crc32(repr(list(map(_checksum, grads))).encode())
+
+
+def _checksums(parameters: Parameters, grads: Sequence[torch.Tensor | None]) -> Any:
+    """Return the checksums of all ranks' gradients, a row for each rank."""
+    mine = np.array(list(map(_checksum, grads)), np.int64)
+    return parameters.gradients.comm.allgather(mine).reshape(-1, len(mine))
+
+
+def _checksum(grad: torch.Tensor | None) -> int:
+    if grad is None:
+        return -1
+    array = np.ascontiguousarray(view(grad.detach()).array)
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data)

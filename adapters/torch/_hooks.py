@@ -1,0 +1,262 @@
+"""Gradients of torch parameters, reduced over all ranks while a backward pass computes them.
+
+Two hooks on each parameter watch the accumulation of its gradient. The parameters are divided into
+buckets. The reduction of a bucket starts before the next gradient is accumulated, once all its own are there
+and the buckets before it have been started: all ranks start them in the same order. A rank without a core for
+that starts them all at the end of the pass, in this order too. What is left is started
+at the end of the backward pass, which waits for all. So `.grad` is reduced when `backward()` returns. If it
+raises, it waits as well, so that nothing is written to `.grad` afterwards: the gradients whose reduction had
+started are reduced, and the others are this rank's own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._C import _current_graph_task_id
+from torch.autograd import Variable
+
+import arraycomm as ac
+from arraycomm._communicator import group_of
+from arraycomm._entries import opaque
+from arraycomm._launch.launchers import cores
+from arraycomm.adapters.torch._backward import Backward, enclosing_node
+from arraycomm.adapters.torch._buckets import Buckets
+from arraycomm.adapters.torch._join import JoinedSteps
+from arraycomm.adapters.torch._parameters import Parameters
+from arraycomm.adapters.torch._rounds import BucketRounds
+from arraycomm.adapters.torch._slots import Slot
+
+
+class BackwardReducer:
+    """Reduces the gradients of one optimizer's parameters during backward passes.
+
+    Attributes
+    ----------
+    syncing : bool
+        Whether gradients are reduced, not only accumulated.
+    """
+
+    def __init__(
+        self, parameters: Parameters, buckets: Buckets, rounds: BucketRounds, joined: JoinedSteps
+    ) -> None:
+        self._parameters, self._buckets = parameters, buckets
+        self._rounds, self._joined = rounds, joined
+        self._gradients = parameters.gradients
+        self._lock = threading.RLock()
+        self._at_end = self._gradients.entry(without_owner(self._end))
+        self._at_error = without_owner(self._raised)
+        self._backward: Backward | None = None
+        # What went wrong in the reductions of a pass that an exception had ended.
+        self._error: Exception | None = None
+        self.syncing = True
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What two optimizers of one parameter must have in common."""
+        settings: tuple[Any, ...] = self._gradients.settings
+        return settings
+
+    def before_accumulation(self, slot: Slot) -> None:
+        """Called before autograd adds to a gradient, or returns it without accumulating it."""
+        with self._lock:
+            task, backward = _current_graph_task_id(), self._backward
+            if backward is None or task not in backward.tasks:
+                backward = self._enter(task)
+            # Not before: hooks of the program on the last parameter were still to see its gradient.
+            while backward.has_ready_bucket():
+                self._rounds.start_next(backward)
+            parameter = self._parameters.tensors[slot.number]
+            if slot.set_aside(parameter):
+                backward.late = True
+            slot.accumulates(parameter)
+            if slot.base is not None:
+                backward.aside.append(slot.number)
+
+    def after_accumulation(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Called after autograd has added to a gradient."""
+        with self._lock:
+            backward = self._backward
+            if backward is None:
+                return
+            slot.accumulated(parameter)
+            backward.note(slot.number, self._buckets.of[slot.number])
+
+    def _enter(self, task: int) -> Backward:
+        """Return the backward pass that a pass of autograd belongs to; ask for a call at its end."""
+        enclosing = enclosing_node()
+        if enclosing is None and self._backward and self._backward.outermost is not None:
+            # An exception ended it, and autograd still keeps it.
+            self._abandon()
+        self._raise_error()
+        backward = self._backward or self._begin()
+        self._set(backward)
+        backward.tasks.add(task)
+        if enclosing is None:
+            backward.outermost = task
+            Variable._execution_engine.queue_callback(_PassEnd(self._at_end, self._at_error))
+        else:
+            backward.repeated = True
+            self._follow(enclosing, backward)
+        return backward
+
+    def _set(self, backward: Backward | None) -> None:
+        """Note which backward pass goes on."""
+        self._backward = backward
+        self._parameters.accumulated = () if backward is None else backward.order
+
+    def _follow(self, node: Any, backward: Backward) -> None:
+        """Enter the pass in which a node has run this one, once the node is finished."""
+
+        def finished(*_: Any) -> None:
+            handle.remove()
+            with self._lock:
+                task = _current_graph_task_id()
+                if self._backward is backward and task not in backward.tasks:
+                    self._enter(task)
+
+        handle = node.register_hook(finished)
+
+    def _begin(self) -> Backward:
+        """Begin a backward pass, and a new step if the last one was skipped."""
+        gradients, buckets = self._gradients, self._buckets.all
+        self._parameters.note_skipped()
+        self._joined.forget_zeroed()
+        if gradients.rounds is None:
+            return Backward(None, buckets)
+        return Backward(
+            gradients.rounds.place,
+            buckets,
+            local=not self.syncing or gradients.keeps,
+            joined=gradients.joined,
+            overlaps=saves_time(gradients.comm, self._parameters.tensors),
+        )
+
+    def _end(self) -> None:
+        """Called at the end of a backward pass."""
+        with self._lock:
+            backward = self._backward
+            if backward is None:
+                return
+            for number in backward.aside:
+                self._parameters.slots[number].put_back(self._parameters.tensors[number])
+            if not backward.local and backward.order:
+                self._finish(backward)
+                return
+            self._set(None)
+            if self.syncing and not backward.joined:
+                self._parameters.touched = list({*self._parameters.touched, *backward.order})
+
+    def _finish(self, backward: Backward) -> None:
+        """Reduce what is left at the end of a backward pass."""
+        try:
+            if backward.joined:
+                self._joined.reduce()
+            else:
+                self._finish_rounds(backward)
+        finally:
+            self._set(None)
+
+    def _finish_rounds(self, backward: Backward) -> None:
+        try:
+            self._rounds.run(backward.place, backward.requests, backward)
+            while backward.late:
+                backward.late = False
+                self._rounds.run(self._gradients.rounds.place, [])
+        finally:
+            self._parameters.forget_sent()
+
+    def leave(self) -> None:
+        """Raise inside a backward pass, and after one whose reductions have failed."""
+        if self._backward is not None and _current_graph_task_id() != -1:
+            self._gradients.fail(
+                RuntimeError(
+                    "DistributedOptimizer: step() was called inside backward(), before all gradients "
+                    "are reduced; call it after backward()"
+                )
+            )
+        self._abandon()
+        self._raise_error()
+
+    def _raised(self) -> None:
+        """Called if an exception ends a backward pass, before the program can catch it."""
+        with self._lock:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Take over what an unfinished backward pass has started; its other gradients stay local."""
+        backward = self._backward
+        if backward is None:
+            return
+        self._set(None)
+        try:
+            for reduced in ac.waitall(backward.requests):
+                self._parameters.settle(reduced.leaves)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._parameters.forget_sent()
+
+    def _raise_error(self) -> None:
+        """Raise what went wrong while an exception ended a pass."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a pass and its reductions take less time together than one after the other.
+
+    On one node, reductions are copies and sums. If no core is left for them, they hold up the passes
+    of all ranks by more than they take.
+    """
+    transport = group_of(comm).transport
+    beside = comm.backend == "threads" or transport.local_size < transport.size
+    if beside or any(parameter.is_cuda for parameter in parameters):
+        return True
+    available = cores()
+    # With cores of its own, or with those that all ranks of the node share.
+    ranks = 1 if available < _machine_cores() else transport.local_size
+    return available > ranks * torch.get_num_threads()
+
+
+# The system takes as long to count them as a small reduction does.
+@lru_cache
+def _machine_cores() -> int:
+    return os.cpu_count() or 1
+
+
+class _PassEnd:
+    """Called at the end of a backward pass; autograd drops it uncalled if an exception ends the pass."""
+
+    def __init__(self, at_end: Callable[[], None], at_error: Callable[[], None]) -> None:
+        self._at_end, self._at_error = at_end, at_error
+        self._called = False
+
+    @opaque
+    def __call__(self) -> None:
+        self._called = True
+        self._at_end()
+
+    @opaque
+    def __del__(self) -> None:
+        if not self._called:
+            self._at_error()
+
+
+def without_owner(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a method as a function that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*arguments)
+
+    return call

@@ -1,0 +1,227 @@
+"""What the step of a torch optimizer depends on: the same parameters in one order, and the same values of all."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+import arraycomm as ac
+from arraycomm._protocol.mismatch import by_ranks
+from arraycomm._training.differences import array_item
+from arraycomm._training.verification import Inputs, plain, scalar
+from arraycomm.adapters.torch._backward import running
+
+Settings = list[tuple[str, Any]]
+# A name, a value, and how to set it.
+Setting = tuple[str, Any, Callable[[Any], None]]
+
+
+class StepInputs:
+    """What the steps of one optimizer depend on.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        A distributed one.
+    reducer : Reducer
+        Has its parameters, in the order that all ranks have.
+    is_sharded : bool
+        Whether each rank has a part of the state.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        reducer: Any,
+        *,
+        is_sharded: bool,
+    ) -> None:
+        self._optimizer, self._reducer = weakref.ref(optimizer), weakref.ref(reducer)
+        self._is_sharded = is_sharded
+        kind = type(optimizer)
+        self._constants = (
+            ("the class of the optimizer", f"{kind.__module__}.{kind.__qualname__}"),
+        )
+        # What the groups held when the hyperparameters were read.
+        self._held: list[Any] = []
+        self._hyperparameters: Settings = []
+        # Of the last step, if a scaler took it.
+        self._scaler: Callable[[], GradScaler | None] = lambda: None
+
+    def __call__(self) -> Inputs:
+        """Return them for the step that is being taken."""
+        scaler = running(GradScaler.step)
+        if scaler is not None and scaler.is_enabled():
+            self._scaler = weakref.ref(scaler)
+        optimizer = self._optimizer()
+        groups = () if optimizer is None else optimizer.param_groups
+        values = [value for group in groups for key, value in group.items() if key != "params"]
+        held = [value for value in values if plain(value)]
+        # A tensor may have another value, and a list other elements, and be the same object.
+        may_change = any(isinstance(value, torch.Tensor | list) for value in values)
+        if may_change or self._held != held:
+            self._held, self._hyperparameters = held, list(_values(_hyperparameters(optimizer)))
+        counts = list(_values(self._counts()))
+        return Inputs(self._hyperparameters, self._parameters, self._state, self._constants, counts)
+
+    def adopt(self, settings: Settings) -> None:
+        """Set the hyperparameters and the scaler to those of another rank."""
+        given = dict(settings)
+        for name, value, put in (*_hyperparameters(self._optimizer()), *self._counts()):
+            if name in given and given[name] != value:
+                put(given[name])
+
+    def _counts(self) -> Iterator[Setting]:
+        """Return what changes with every step, and how to set it."""
+        optimizer, reducer = self._optimizer(), self._reducer()
+        if optimizer is not None and reducer is not None and not self._is_sharded:
+            # Of the first parameter that has a state: that is in the order in which they came.
+            states = (optimizer.state.get(parameter, {}) for parameter in reducer.parameters)
+            steps = (values["step"] for values in states if "step" in values)
+            if isinstance(step := scalar(next(steps, None)), int | float):
+                yield "the step in the state", step, _leave
+        if (scaler := self._scaler()) is not None:
+            for key, value in scaler.state_dict().items():
+                yield f"{key} of the GradScaler", value, _loader(scaler, key)
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        reducer = self._reducer()
+        assert reducer is not None
+        for number, parameter in enumerate(reducer.parameters):
+            if _is_dense(parameter):
+                yield f"parameter {number}", parameter
+
+    def _state(self) -> Iterator[tuple[str, Any]]:
+        optimizer = self._optimizer()
+        if optimizer is None or self._is_sharded:
+            return
+        for name, parameter in self._parameters():
+            yield from _tensors(optimizer.state.get(parameter, {}), f"the state of {name}")
+
+
+def _values(settings: Iterable[Setting]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value, _ in settings)
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
+    """Return what the groups of parameters hold that is a number, text or None, and how to set it."""
+    for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
+        yield f"the number of parameters of group {number}", len(group["params"]), _leave
+        for key in sorted(group):
+            value = scalar(group[key])
+            if key not in ("params", "param_names") and plain(value):
+                yield f"{key} of group {number}", value, _putter(group, key)
+
+
+def _leave(_: Any) -> None:
+    """Do nothing: what cannot be set from outside is compared in the next step."""
+
+
+def _putter(group: dict[str, Any], key: str) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        if isinstance(group[key], torch.Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+    return put
+
+
+def _loader(scaler: GradScaler, key: str) -> Callable[[Any], None]:
+    return lambda value: scaler.load_state_dict({**scaler.state_dict(), key: value})
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements, each in a place of its own."""
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Return the tensors in the state of a parameter, with their names."""
+    if isinstance(values, torch.Tensor):
+        if _is_dense(values):
+            yield name, values
+    elif isinstance(values, dict):
+        for key in sorted(values, key=str):
+            yield from _tensors(values[key], f"{name}, {key}")
+    elif isinstance(values, (list, tuple)):
+        for place, value in enumerate(values):
+            yield from _tensors(value, f"{name}[{place}]")
+
+
+# The order of parameters ----------------------------------------------------------------------------
+
+
+def align(optimizer: torch.optim.Optimizer, comm: ac.Communicator) -> None:
+    """Put the parameters in the order of rank 0, if names or values prove it; collective.
+
+    Python orders a set of names differently in each process. Parameters of one shape in another order would
+    be reduced with one another.
+    """
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = [n for n, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+    names = _names_of(optimizer, tensors)
+    values = [array_item("", p)[1:3] if _is_dense(p) else None for p in tensors]
+    shown = comm.allgather_object((names, values, groups))
+    for column in range(2):
+        lists = [row[column] for row in shown]
+        first = lists[0]
+        proved = None not in first and len(set(first)) == len(first)
+        if proved and all(set(each) == set(first) for each in lists):
+            _reorder(optimizer, tensors, [lists[comm.rank].index(each) for each in first])
+            ranks = [[row[2][row[column].index(each)] for each in first] for row in shown]
+            _check_groups(ranks, shown[0][0])
+            return
+
+
+def _reorder(
+    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], order: Sequence[int]
+) -> None:
+    """Order the parameters of each group as in this order of all parameters."""
+    place = {id(tensors[number]): place for place, number in enumerate(order)}
+    for group in optimizer.param_groups:
+        pairs = list(zip(group["params"], group.get("param_names", group["params"]), strict=True))
+        pairs.sort(key=lambda pair: place[id(pair[0])])
+        # In place: some optimizers keep the list.
+        group["params"][:] = [parameter for parameter, _ in pairs]
+        if "param_names" in group:
+            group["param_names"][:] = [name for _, name in pairs]
+
+
+def _check_groups(groups: Sequence[Sequence[int]], names: Sequence[str | None]) -> None:
+    """Raise on all ranks if a parameter is in different groups."""
+    for number, ranks in enumerate(zip(*groups, strict=True)):
+        if len(set(ranks)) > 1:
+            called = names[number] or f"parameter {number}"
+            raise ac.MismatchError(
+                f"DistributedOptimizer: {called} is in different groups: "
+                f"{by_ranks([f'group {group}' for group in ranks])}; make the same groups on every rank"
+            )
+
+
+def _names_of(
+    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]
+) -> list[str | None]:
+    """Return the names of parameters: those that the groups carry, or those in the outermost modules."""
+    carried = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    if len(carried) == len(tensors):
+        return carried
+    kind = torch.nn.Module
+    modules = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    known: dict[int, str] = {}
+    for module in modules:
+        # One that another thread is making may not have its parameters yet.
+        with suppress(AttributeError, RuntimeError):
+            for name, parameter in () if id(module) in inner else module.named_parameters():
+                # A parameter may be in several modules.
+                known[id(parameter)] = min(
+                    known.get(id(parameter), name), name, key=lambda n: (len(n), n)
+                )
+    return [known.get(id(parameter)) for parameter in tensors]

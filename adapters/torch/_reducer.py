@@ -1,0 +1,124 @@
+"""The reducer of one torch optimizer: gradients are reduced in backward passes, and the rest in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from arraycomm.adapters.torch._buckets import Buckets
+from arraycomm.adapters.torch._checks import check_owners, check_unchanged
+from arraycomm.adapters.torch._hooks import BackwardReducer
+from arraycomm.adapters.torch._join import JoinedSteps
+from arraycomm.adapters.torch._parameters import Parameters
+from arraycomm.adapters.torch._rounds import BucketRounds
+
+
+class Reducer:
+    """Reduces the gradients of one optimizer's parameters.
+
+    Parameters
+    ----------
+    gradients : object
+        How they are reduced; see `arraycomm._training.gradients`.
+
+    Attributes
+    ----------
+    in_backward : BackwardReducer
+        Its part during backward passes.
+    """
+
+    def __init__(self, gradients: Any) -> None:
+        self._gradients = gradients
+        self._parameters, self._buckets = Parameters(gradients), Buckets(gradients)
+        self._rounds = BucketRounds(self._parameters, self._buckets)
+        self._joined = JoinedSteps(self._parameters)
+        self.in_backward = BackwardReducer(
+            self._parameters, self._buckets, self._rounds, self._joined
+        )
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The parameters whose gradients are reduced."""
+        return self._parameters.tensors
+
+    def adopt(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Reduce the gradients of all parameters of these groups from now on."""
+        if self._parameters.adopt(groups, self.in_backward):
+            self._buckets.adopt(self._parameters.tensors)
+            self._gradients.verification.restart()
+
+    def reduce_for_step(self) -> bool:
+        """Reduce what no backward pass has reduced; tell whether the step can be taken.
+
+        Collective, but for steps whose gradients are only accumulated.
+        """
+        gradients, parameters = self._gradients, self._parameters
+        self.in_backward.leave()
+        if gradients.rounds is None:
+            return self._reduce_at_once()
+        check_owners(parameters)
+        if gradients.joined:
+            return self._joined.step()
+        self._joined.check_over()
+        parameters.note_skipped()
+        if gradients.keeps:
+            self._keep()
+            return False
+        self._rounds.run_with_others()
+        parameters.finish_step()
+        return True
+
+    def _keep(self) -> None:
+        """Add the gradients of a step to those of the steps before."""
+        gradients, parameters = self._gradients, self._parameters
+        check_unchanged(parameters, f"with accumulate={gradients.accumulate}")
+        gradients.keep(parameters.all_unreduced())
+        parameters.forget_sent()
+        parameters.finish_step()
+
+    def _reduce_at_once(self) -> bool:
+        """Reduce all gradients now, because other ranks' frameworks cannot do so before the step."""
+        parameters = self._parameters
+        check_unchanged(parameters, "and other ranks' frameworks have no gradients before that")
+        try:
+            complete, reduced = self._gradients.add(parameters.all_unreduced())
+            if complete:
+                parameters.settle_all(reduced)
+        finally:
+            parameters.forget_sent()
+        parameters.forget_reduced()
+        return bool(complete)
+
+    def take_over(self, reduced: Sequence[Any]) -> None:
+        """Replace the gradients of all parameters by those of ranks with data."""
+        for tensor in self._parameters.tensors:
+            tensor.grad = None
+        self._parameters.settle_all(reduced)
+        self._parameters.forget_reduced()
+
+    # Steps with a closure
+
+    def begin_evaluations(self) -> None:
+        """Begin a step with a closure."""
+        if self._parameters.is_counted:
+            self._gradients.rounds.next_evaluation()
+
+    def reduce_evaluation(self) -> None:
+        """Reduce what a closure's backward pass has not; see `reduce_for_step`."""
+        gradients = self._gradients
+        self.in_backward.leave()
+        if gradients.rounds is None:
+            self._reduce_at_once()
+            return
+        check_owners(self._parameters)
+        if gradients.joined:
+            self._joined.step()
+            return
+        self._rounds.run_with_others()
+        self._parameters.forget_reduced()
+        gradients.rounds.next_evaluation()
+
+    def end_evaluations(self) -> None:
+        """End a step with a closure."""
+        if self._parameters.is_counted:
+            self._parameters.finish_step()

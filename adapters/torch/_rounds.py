@@ -1,0 +1,144 @@
+"""Rounds: the buckets of a torch optimizer reduced, in a backward pass or in a step.
+
+See `arraycomm._training.rounds` for what the ranks compare in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import arraycomm as ac
+from arraycomm.adapters.torch._backward import Backward
+from arraycomm.adapters.torch._buckets import Buckets
+from arraycomm.adapters.torch._checks import compare, judge_stale
+from arraycomm.adapters.torch._parameters import Parameters
+from arraycomm.adapters.torch._slots import Slot
+
+
+class BucketRounds:
+    """The rounds of one optimizer."""
+
+    def __init__(self, parameters: Parameters, buckets: Buckets) -> None:
+        self._parameters, self._buckets = parameters, buckets
+        self._gradients = parameters.gradients
+
+    def start_next(self, backward: Backward) -> None:
+        """Start to reduce the next bucket of a backward pass."""
+        bucket = self._buckets.all[len(backward.requests)]
+        backward.requests.append(self._start(bucket, backward.place))
+
+    def run(self, place: Any, requests: list[Any], backward: Backward | None = None) -> None:
+        """Reduce all buckets, of which `requests` are under way."""
+        buckets = self._buckets.all
+        if requests:
+            requests += [self._start(bucket, place) for bucket in buckets[len(requests) :]]
+            every = ac.waitall(requests)
+        else:
+            # One after the other needs no thread, which would take the core of a rank that folds.
+            every = [self._reduce(bucket, place) for bucket in buckets]
+        for reduced in every:
+            self._parameters.settle(reduced.leaves)
+        self._finish(place, backward)
+
+    def _finish(self, place: Any, backward: Backward | None) -> None:
+        self._gradients.rounds.finish_round(place)
+        self._gradients.forget_sums()
+        came = [] if backward is None else list(backward.order)
+        self._buckets.agree(came, repeated=backward is not None and backward.repeated)
+
+    def _start(self, bucket: Any, place: Any) -> Any:
+        make, overwrite = self._with_gradients(bucket)
+        look = self._gradients.look
+        return self._gradients.rounds.start(bucket, make, place, may_overwrite=overwrite, look=look)
+
+    def _reduce(self, bucket: Any, place: Any) -> Any:
+        if self._gradients.compressor.hook is not None:
+            return self._reduce_by_hook(bucket, place)
+        make, overwrite = self._with_gradients(bucket)
+        look = self._gradients.look
+        return self._gradients.rounds.reduce(
+            bucket, make, place, may_overwrite=overwrite, look=look
+        )
+
+    def _with_gradients(self, bucket: Any) -> tuple[Any, bool]:
+        """Return what returns this rank's gradients, and whether these are `.grad` itself."""
+        gradients = self._gradients
+        make = partial(self._parameters.means, bucket.numbers)
+        return make, gradients.accumulate == 1 and gradients.compressor.feedback is None
+
+    def _reduce_by_hook(self, bucket: Any, place: Any) -> Any:
+        """Reduce with a compression of the user's those gradients that any rank has."""
+        means: dict[int, Any] = {}
+
+        def show() -> dict[int, Any]:
+            means.update(self._parameters.means(bucket.numbers))
+            return {0: np.array([means[n] is not None for n in bucket.numbers], np.float32)}
+
+        shown = self._gradients.rounds.reduce(bucket, show, place, look=self._gradients.look)
+        present = [n for n, has in zip(bucket.numbers, shown.leaves[0], strict=True) if has]
+        leaves = {n: self._parameters.zeros(n) if means[n] is None else means[n] for n in present}
+        reduced = self._gradients.compressor.reduce(leaves)
+        return type(shown)({**dict.fromkeys(bucket.numbers), **reduced}, shown.places)
+
+    # In steps
+
+    def run_with_others(self) -> None:
+        """Take part in the others' backward passes until all ranks are in their step."""
+        try:
+            while not self._run_in_step():
+                pass
+            self._gradients.forget_sums()
+        finally:
+            self._parameters.forget_sent()
+
+    def _run_in_step(self) -> bool:
+        """Take part in one round, and tell whether all ranks are in their step."""
+        place = self._place_in_step()
+        first = self._reduce(self._buckets.all[0], place)
+        self._parameters.settle(first.leaves)
+        together = all(other.stepping for other in first.places)
+        if not together or any(other.pending for other in first.places):
+            self._run_rest(place)
+        if not together:
+            self._finish(place, None)
+            return False
+        worked = [rank for rank, other in enumerate(first.places) if other.worked]
+        if worked and len(worked) < len(first.places):
+            self._hand_over(worked[0])
+        elif _need_comparison(first.places):
+            compare(self._parameters)
+        if any(other.stale for other in first.places):
+            return judge_stale(self._parameters)
+        return True
+
+    def _place_in_step(self) -> Any:
+        parameters = self._parameters
+        return replace(
+            self._gradients.rounds.place,
+            stepping=True,
+            pending=parameters.is_pending(),
+            replaced=parameters.any(Slot.is_replaced),
+            changed=parameters.any(Slot.is_changed),
+            stale=parameters.any(Slot.is_stale),
+        )
+
+    def _run_rest(self, place: Any) -> None:
+        requests = [self._start(bucket, place) for bucket in self._buckets.all[1:]]
+        for reduced in ac.waitall(requests):
+            self._parameters.settle(reduced.leaves)
+
+    def _hand_over(self, root: int) -> None:
+        """Give the gradients of a rank to all: it may have clipped them, others had none to clip."""
+        grads, comm = self._parameters.grads, self._gradients.comm
+        mine = grads if comm.rank == root else [None] * len(grads)
+        self._parameters.replace(ac.allreduce_gradients(mine, "sum", comm=comm))
+
+
+def _need_comparison(places: Sequence[Any]) -> bool:
+    """Tell whether gradients may differ between ranks since they have been reduced."""
+    return any(p.replaced for p in places) or len({p.changed for p in places}) > 1

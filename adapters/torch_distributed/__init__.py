@@ -1,0 +1,48 @@
+"""torch.distributed over arraycomm: importing this module registers the backend "arraycomm".
+
+Under `mpiexec`, `init_process_group("arraycomm")` needs nothing else: the ranks are those of
+`arraycomm.init`. If something else numbers the ranks, as `torchrun` does, they have to be on one node.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from arraycomm.adapters.torch_distributed._group import ArrayCommProcessGroup
+from arraycomm.adapters.torch_distributed._start import make_group, rendezvous_or
+
+__all__: list[str] = []
+
+_rendezvous: Final[Any] = importlib.import_module("torch.distributed.rendezvous")
+
+
+def _register() -> None:
+    dist.Backend.register_backend("arraycomm", make_group, extended_api=True, devices=["cpu"])
+    handlers = vars(_rendezvous)["_rendezvous_handlers"]
+    handlers["env"] = rendezvous_or(handlers["env"])
+    ours = _with_our_groups(dist.monitored_barrier)
+    for module in (dist, dist.distributed_c10d):
+        vars(module)["monitored_barrier"] = ours
+
+
+def _with_our_groups(original: Any) -> Any:
+    """Return `monitored_barrier` that takes groups of this backend too: torch's refuses all but gloo's."""
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> Any:
+        found = dist.group.WORLD if group is None else group
+        if isinstance(found, ArrayCommProcessGroup):
+            return found.monitored_barrier(timeout, wait_all_ranks)
+        return original(group, timeout, wait_all_ranks)
+
+    return monitored_barrier
+
+
+if "arraycomm" not in dist.Backend.backend_list:
+    _register()

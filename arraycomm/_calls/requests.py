@@ -1,0 +1,171 @@
+"""Requests: calls that go on while the caller does something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NoReturn, Protocol, Self
+
+from arraycomm._entries import entry, opaque
+from arraycomm._errors import CommTimeoutError
+from arraycomm._protocol.engine import NotFinishedError
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.task import Task
+from arraycomm._transports.base import Steps
+
+# What a thread does that takes a result, so that it can use it.
+Follow = Callable[[], None]
+
+
+def noting(program: Steps, found: Callable[[], Follow | None], after: list[Follow]) -> Steps:
+    """Note what a thread has to do that takes the result, whichever thread has made it."""
+    found()  # of a call before, whose result was taken at once
+    result = yield from program
+    follow = found()
+    if follow is not None:
+        after.append(follow)
+    return result
+
+
+class ProcessBound:
+    """An object whose copies are the object itself, and which cannot be pickled.
+
+    So a copy of what holds one, such as of a trainer, goes on to communicate over the same ranks.
+    """
+
+    # What to do instead of pickling one, for the error.
+    _instead: ClassVar[str] = "make one in each process"
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled, since it stands for ranks of this process; "
+            f"{self._instead}"
+        )
+
+
+class Request(ProcessBound):
+    """A collective or a message under way, started by one of the `i…` methods.
+
+    All ranks start the same collectives in the same order; requests may be waited for in any order.
+    """
+
+    _instead = "wait for it, and pickle its result"
+
+    def __init__(
+        self,
+        group: Group,
+        task: Task,
+        site: str,
+        after: list[Follow] | None = None,
+        *,
+        awaited: bool = False,
+    ) -> None:
+        self._group = group
+        # Whether it is a part of a blocking call.
+        self._awaited = awaited
+        self._after = [] if after is None else after
+        self._task = task
+        self._site = site
+
+    @entry
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for it to finish, and return what the blocking form returns.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; None for as long as the communicator's own timeout allows.
+
+        Raises
+        ------
+        CommTimeoutError
+            It is not finished after `timeout` seconds. It goes on: wait again.
+        """
+        try:
+            with self._group.turn():
+                self._task.waited_for = True
+                result = self._finish(timeout)
+                self._follow()
+                return result
+        except NotFinishedError:
+            raise CommTimeoutError(
+                f"the request made at {self._site} is not finished after {timeout} seconds"
+            ) from None
+        finally:
+            self._task.waited_for = False
+
+    def _follow(self) -> None:
+        """Let this thread use the result."""
+        while self._after:
+            self._after.pop()()
+
+    def _finish(self, timeout: float | None) -> Any:
+        engine, tracer = self._group.engine, self._group.tracer
+        if tracer is None or self._awaited:
+            return engine.finish(self._task, timeout)
+        with tracer.wait(self._group, self._site):
+            return engine.finish(self._task, timeout)
+
+    @entry
+    def test(self) -> bool:
+        """Push it on without waiting, and tell whether it is finished."""
+        self._group.engine.advance()
+        if self._task.finished and self._task.error is None:
+            self._task.outcome.claim()
+            self._follow()
+        return self._task.finished
+
+    def give_up(self, error: BaseException) -> None:
+        """End it, because its caller was interrupted while waiting."""
+        self._group.engine.give_up(self._task, error)
+
+    @opaque
+    def __del__(self) -> None:
+        self._task.outcome.drop()
+
+    def __repr__(self) -> str:
+        state = "finished" if self._task.finished else "under way"
+        return f"<Request made at {self._site}: {state}>"
+
+
+@entry
+def waitall(requests: Iterable[Request]) -> list[Any]:
+    """Wait for all requests; return their results, in the order of the requests.
+
+    Parameters
+    ----------
+    requests : iterable of Request
+        Of any communicators, started in any order.
+
+    Raises
+    ------
+    Exception
+        The error of the first request that failed, once all have been waited for.
+    """
+    # All are started before the first is waited for, also if a generator starts them.
+    return wait_for_each(list(requests))
+
+
+class Pending(Protocol):
+    """What has a result in the end."""
+
+    def wait(self) -> Any:
+        """Return the result, or raise the error."""
+
+
+def wait_for_each(pending: Iterable[Pending]) -> list[Any]:
+    """Return all results; raise the first error once all have ended."""
+    results, errors = [], []
+    for each in pending:
+        try:
+            results.append(each.wait())
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results

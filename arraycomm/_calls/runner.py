@@ -1,0 +1,293 @@
+"""The runner: makes the calls of one communicator.
+
+It alone decides where the arrays of a call are communicated from, whether they travel with the header,
+and whether there is a header at all; and it begins the message of every argument error with the name of
+the operation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from functools import lru_cache
+from typing import Any, Final, ParamSpec, Protocol
+
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.placement import HostPlacement, Placements, StagedTreePlacement
+from arraycomm._calls.requests import Follow, Request, noting
+from arraycomm._calls.statistics import Statistics
+from arraycomm._callsite import call_site, describe_raise, trim
+from arraycomm._errors import name_operation
+from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.header import Status, encode, show, with_words
+from arraycomm._transports.base import Handle, Steps
+
+# Headers of calls that are made again and again.
+_encoded: Final = lru_cache(maxsize=1024)(encode)
+
+P = ParamSpec("P")
+
+
+class Guard(Protocol):
+    """What stands between calls and operations for a while, as `join` does."""
+
+    def check(self, name: str) -> None:
+        """Raise on this rank alone if the other ranks cannot take part in a call of this name."""
+
+    def substitute(self, operation: Any) -> Any:
+        """Return the class of operations to use for this one, or raise, so that all ranks hear of it."""
+
+    def note_error(self, error: Exception) -> None:
+        """Take note of an error that the other ranks hear of."""
+
+
+class OperationClass(Protocol[P]):
+    """A class of operations: makes one of a context and the call's arguments."""
+
+    @property
+    def name(self) -> str:
+        """The operation's name."""
+
+    def __call__(self, context: Context, /, *args: P.args, **kwargs: P.kwargs) -> Operation:
+        """Check the arguments of a call."""
+
+
+# Prepares an operation, for a placement that is given or for that of its arrays.
+Prepare = Callable[[HostPlacement | None], Operation]
+
+
+class Runner:
+    """Makes the calls of one group; `placements` says where their arrays are communicated from."""
+
+    def __init__(self, group: Group, placements: Placements) -> None:
+        self.group = group
+        self.placements = placements
+        self.statistics = Statistics()
+        # Asked before every call; see `set_guard`.
+        self.guard: Guard | None = None
+        # That of the communicator that this one is a duplicate of.
+        self.original: Runner | None = None
+
+    def call(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Make a blocking call."""
+        return self.call_within(None, operation, *args, **kwargs)
+
+    def call_within(
+        self,
+        timeout: float | None,
+        operation: OperationClass[P],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Any:
+        """Make a blocking call with a timeout of its own, or with the group's if that is None."""
+        started = time.perf_counter()
+        with self.group.turn() as engine:
+            try:
+                prepare = self._preparing(False, operation, *args, **kwargs)
+                if timeout is not None:
+                    prepare = self.group.watchdog.limited(timeout, prepare)
+                result = engine.run(self._program(operation.name, prepare, None))
+                follow = self.placements.after()
+                if follow is not None:
+                    follow()
+            except BaseException as error:
+                trim(error)
+                raise
+            finally:
+                self.group.watchdog.unlimit()
+        self.statistics.add_seconds(operation.name, time.perf_counter() - started)
+        return result
+
+    def start(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Request:
+        """Start a call that goes on while the caller does something else."""
+        site, after = call_site(), list[Follow]()
+        try:
+            with self.group.turn():
+                prepare = self._preparing(True, operation, *args, **kwargs)
+                program = self._program(operation.name, prepare, site)
+                program = noting(program, self.placements.after, after)
+                task = self.group.engine.submit(program, site)
+        except BaseException as error:
+            trim(error)
+            raise
+        return Request(self.group, task, site, after)
+
+    def set_guard(self, guard: Guard | None) -> None:
+        """Have a guard asked before every call, or none."""
+        self.guard = guard
+        for hook in self.group.on_watch:
+            hook()
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Make the other ranks' calls raise, in step, because of an error that is raised here."""
+        with self.group.turn():
+            self.group.engine.run(self._tell(name, error, describe_raise(error)))
+
+    def settle(
+        self,
+        agreeing: Generator[Handle, None, Agreement],
+        operation: OperationClass[P],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Any:
+        """Go on with a call whose header has been shown, and differs from that of other ranks.
+
+        The caller has the turn.
+        """
+        prepare = self._preparing(False, operation, *args, **kwargs)
+
+        def steps() -> Steps:
+            agreement = yield from agreeing
+            made = prepare(self.placements.host)
+            return (yield from self._go_on(made, prepare, agreement, None))
+
+        return self.group.engine.run(self.group.guarded(steps()))
+
+    def _preparing(
+        self, is_request: bool, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs
+    ) -> Prepare:
+        def prepare(given: HostPlacement | None) -> Operation:
+            make = operation if self.guard is None else self.guard.substitute(operation)
+            made = make(Context(self.group, self.placements, given, is_request), *args, **kwargs)
+            made.payload = made.pack(made.placement.inline_bytes)
+            return made
+
+        return prepare
+
+    def _program(self, name: str, prepare: Prepare, site: str | None) -> Steps:
+        """Look at the arguments now; return the steps of the call, which may run later."""
+        tracer = self.group.tracer
+        if tracer is None:
+            return self._untraced(name, prepare, site)
+        return tracer.call(self.group, self._untraced, name, prepare, site)
+
+    def _untraced(self, name: str, prepare: Prepare, site: str | None) -> Steps:
+        group = self.group
+        if group.closed is not None:
+            return _refused(group, name)
+        if self.guard is not None:
+            self.guard.check(name)
+        try:
+            operation = prepare(None)
+        except Exception as error:
+            self.statistics.count(name)
+            if self.guard is not None:
+                self.guard.note_error(error)
+            name_operation(error, name)
+            return self._failing(name, [error], describe_raise(error))
+        except BaseException as error:
+            group.close(error)
+            raise
+        self.statistics.count(name, operation.nbytes, operation.copies)
+        # What waits behind other calls may be begun by another thread.
+        site = site or (call_site() if group.engine.queue else None)
+        return group.guarded(self._steps(operation, prepare, site))
+
+    def _steps(self, operation: Operation, prepare: Prepare, site: str | None) -> Steps:
+        group, placement = self.group, operation.placement
+        if group.closed is not None:
+            raise group.closed_error(operation.name)
+        group.watchdog.current = (operation.name, site)
+        independent = operation.header_independent and operation.payload is None
+        if independent and not group.options.check:
+            # Counted as two steps, so that exit notices tell before from after.
+            group.control.step += 2
+            return (yield from self._finish(operation, NO_HEADERS))
+        deferred = placement.async_check and (independent or operation.independent_on_devices)
+        if deferred:
+            # The header is checked later, in whichever thread.
+            site = site or call_site()
+        show(group.control, operation.prefix or _prefix(operation), operation.payload)
+        signature, negotiable = operation.signature, operation.negotiable
+        agreeing = agree(group.control, signature, negotiable=negotiable, site=site)
+        if deferred:
+            # What the device is to do waits there for the other ranks.
+            group.engine.follow(group.guarded(agreeing, deferred=True))
+            return (yield from self._finish(operation, NO_HEADERS))
+        agreement = yield from agreeing
+        return (yield from self._go_on(operation, prepare, agreement, site))
+
+    def _go_on(
+        self, operation: Operation, prepare: Prepare, agreement: Agreement, site: str | None
+    ) -> Steps:
+        """Finish a call to which all ranks have come, wherever their arrays are."""
+        placement, placements = operation.placement, self.placements
+        if agreement.mixed or placement.device_flag:
+            if not placements.negotiated:
+                yield from placements.negotiate()
+                with placement.here():
+                    again = prepare(None)
+                return (yield from self._steps(again, prepare, site))
+            if placement.tree and agreement.mixed:
+                with placement.here():
+                    other = placements.of_mixed_tree(agreement)
+                    operation = prepare(other)
+                if isinstance(other, StagedTreePlacement):
+                    # All ranks see that, and show their trees once more as host memory.
+                    return (yield from self._steps(operation, prepare, site))
+            elif placement.host and not placement.tree:
+                with placement.here():
+                    joining = None if placement.device_flag else placements.joining_devices()
+                    operation = prepare(joining)
+        return (yield from self._finish(operation, agreement))
+
+    def _finish(self, operation: Operation, agreement: Agreement) -> Steps:
+        return operation.placement.run(_finished(operation, agreement))
+
+    def _failing(self, name: str, errors: list[Exception], traceback: str) -> Steps:
+        """Take part in the others' call by raising in it; no frame of the traceback keeps the error."""
+        yield from self._tell(name, errors[0], traceback)
+        raise errors.pop()
+
+    def _tell(self, name: str, error: Exception, traceback: str) -> Steps:
+        group = self.group
+        if group.closed is not None:
+            raise group.closed_error(name) from error
+        if not group.options.check:
+            # Others may be in a call without a header, in which nothing can be told in step.
+            group.close(error)
+            return
+        try:
+            together = len(group.open_together) if name == "raise_together" else 0
+            in_step = yield from fail_in_step(group.control, name, error, traceback, together)
+        except BaseException as lost:
+            group.close(lost)
+            raise error from lost
+        group.control.completed = group.control.step
+        if not in_step:
+            group.close(error)
+
+
+def _prefix(operation: Operation) -> bytes:
+    """Return the header of a call."""
+    payload = -1 if operation.payload is None else len(operation.payload)
+    flag = operation.placement.device_flag
+    prefix = _encoded(operation.signature, payload, operation.length, Status.CALLING, flag)
+    further = operation.further
+    return with_words(prefix, operation.length, further) if further else prefix
+
+
+def _finished(operation: Operation, agreement: Agreement) -> Steps:
+    """Move what has not come with the headers, and hand the result over."""
+    try:
+        yield from operation.steps(agreement)
+        try:
+            return operation.result(agreement)
+        except UndeliveredError:
+            raise
+        except Exception as error:
+            raise UndeliveredError(error) from error
+    except UndeliveredError as undelivered:
+        undelivered.name(operation.name)
+        raise
+
+
+def _refused(group: Group, operation: str) -> Steps:
+    yield from ()
+    raise group.closed_error(operation)
+
+
+# Given to operations that run without a header; they need nothing from it.
+NO_HEADERS: Final = Agreement.__new__(Agreement)
+NO_HEADERS.calls, NO_HEADERS.mixed = None, False

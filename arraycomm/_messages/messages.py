@@ -1,0 +1,627 @@
+"""Messages from one rank to another.
+
+A message is an envelope (see `envelopes.py`), and further pieces if its elements are many. The pieces
+have a tag of their own, which the envelope names, so that receives under way at the same time never
+take one another's.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.views import view
+from arraycomm._calls.arguments import check_rank
+from arraycomm._calls.placement import (
+    DeferredResultBuffer,
+    Destination,
+    HostPlacement,
+    flatten,
+)
+from arraycomm._calls.refusals import wanted_kind
+from arraycomm._calls.requests import Request, wait_for_each
+from arraycomm._calls.statistics import Statistics
+from arraycomm._callsite import call_site, describe_raise
+from arraycomm._errors import MismatchError, PeerError, name_operation
+from arraycomm._messages import envelopes
+from arraycomm._messages.fast_exchange import FastExchange, Key
+from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
+from arraycomm._protocol.agreement import UndeliveredError
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.task import Task
+from arraycomm._protocol.waiting import Watch
+from arraycomm._protocol.watchdog import MessageWait, checked_timeout
+from arraycomm._reduce.blocks import cut
+from arraycomm._transports.base import Bytes, Handle, Steps, Transport
+
+# Tags of the user's are below this, those of further pieces from it on.
+TAGS: Final = 1 << 20
+# Envelopes whose memory is kept to be used again.
+_SPARE: Final = 2
+# Fast paths that are kept; each has memory for what comes.
+_MAX_FAST: Final = 64
+
+
+class Message(NamedTuple):
+    """One rank's part in a message: its steps, the other rank, and what it is, for errors.
+
+    `peer` is None for a message from any rank, which the `status` names once it has come, together with
+    the tag and the bytes.
+    """
+
+    steps: Steps
+    peer: int | None
+    tag: int | None
+    doing: str
+    nbytes: int = 0
+    copies: int = 0
+    status: Status | None = None
+
+
+class _Finished(NamedTuple):
+    """A message that needed no request."""
+
+    result: Any = None
+
+    def wait(self) -> Any:
+        """Return what it gave."""
+        return self.result
+
+
+class _Outgoing(NamedTuple):
+    """An array on its way: its envelope, with the elements if they are few, or the elements behind it.
+
+    `room` is the memory of an envelope that can be used again. Bytes and copies are counted.
+    """
+
+    envelope: Bytes
+    room: Bytes | None
+    data: Bytes | None
+    nbytes: int
+    copies: int
+
+
+class _Wait:
+    """What a thread waits for that makes a call without a request, for errors."""
+
+    __slots__ = ("doing", "peer", "tag")
+
+    def __init__(self, doing: str, peer: int, tag: int) -> None:
+        self.doing, self.peer, self.tag = doing, peer, tag
+
+    def __str__(self) -> str:
+        return f"{self.doing} rank {self.peer} with tag {self.tag}"
+
+
+# What a result is like, and what is wrong with that.
+Wanted = tuple[BufferView, Exception | None]
+_Pending = Request | _Finished
+
+
+def _request(pending: _Pending) -> Request:
+    assert isinstance(pending, Request)
+    return pending
+
+
+def _no_place() -> int:
+    return 0
+
+
+class Messenger:
+    """Sends and receives the messages of one group.
+
+    `place` returns the place of the calling thread's call in its program, 0 outside of programs. Sender
+    and receiver must be at the same one if both are in programs.
+    """
+
+    def __init__(
+        self, group: Group, statistics: Statistics, place: Callable[[], int] = _no_place
+    ) -> None:
+        self._group = group
+        self._place = place
+        self._statistics = statistics
+        self._host = HostPlacement(group)
+        self._matcher = Matcher(group.transport)
+        self._pieces = 0
+        # Envelopes that are used again: to touch fresh memory takes longer than a short message.
+        self._spare: list[Bytes] = []
+        self._fast: dict[tuple[Any, ...], FastExchange] = {}
+        group.on_free.append(self._forget)
+
+    def isend(self, x: Any, dest: int, tag: int) -> Request:
+        """Start to send an array."""
+        return _request(self._post("send", self._sending, x, dest, tag, awaited=False))
+
+    def irecv(self, source: Any, tag: Any, like: Any, out: Any, status: Any) -> Request:
+        """Start to receive an array."""
+        arguments = (source, tag, like, out, status)
+        return _request(self._post("recv", self._receiving, *arguments, awaited=False))
+
+    def send(self, x: Any, dest: int, tag: int, *, timeout: float | None) -> None:
+        """Send an array."""
+        outgoing = self._outgoing(x) if self._is_plain((dest,), tag, None, timeout) else None
+        if outgoing is not None:
+            wait = _Wait("send to", dest, tag)
+            self._run(self._send_here(outgoing, wait), wait, "send")
+        else:
+            self._wait("send", self._send_awaited(x, dest, tag, timeout))
+
+    def recv(
+        self, source: Any, tag: Any, like: Any, out: Any, status: Any, *, timeout: float | None
+    ) -> Any:
+        """Receive an array; the arguments are those of `irecv`."""
+        if self._is_plain((source,), tag, status, timeout):
+            wait = _Wait("recv from", source, tag)
+            return self._run(self._recv_here(wait, like, out, status or Status()), wait, "recv")
+        arguments = (source, tag, like, out, status)
+        return self._wait("recv", self._recv_awaited(*arguments, timeout=timeout))[0]
+
+    def sendrecv(
+        self,
+        x: Any,
+        dest: int,
+        source: Any,
+        tag: Any,
+        like: Any,
+        out: Any,
+        status: Any,
+        *,
+        timeout: float | None,
+    ) -> Any:
+        """Send and receive at the same time; return what was received."""
+        fast = self._fast_exchange(x, dest, source, tag)
+        if fast is not None and like is timeout is None and isinstance(status, Status | None):
+            result = fast(x, out, status)
+            if result is not None:
+                return result
+        plain = self._is_plain((dest, source), tag, status, timeout)
+        outgoing = self._outgoing(x, out) if plain else None
+        if outgoing is not None:
+            wait = _Wait("recv from", source, tag)
+            result = self._run(
+                self._exchange(outgoing, dest, wait, like, out, status or Status()), wait, "recv"
+            )
+            if outgoing.room is not None:
+                self._keep(x, dest, source, tag)
+            return result
+        arguments = (source, tag, like, out, status)
+        sending = self._send_awaited(x, dest, tag, timeout, out)
+        try:
+            receiving = self._recv_awaited(*arguments, timeout=timeout)
+        except Exception:
+            # What the other rank sends is taken all the same, so that no later call gets it.
+            with suppress(PeerError):
+                self._wait("send", sending, *self._taken(source, tag))
+            raise
+        # What is wrong with its own argument is raised before what another rank has raised.
+        return self._wait("recv", sending, receiving)[1]
+
+    def _taken(self, source: Any, tag: Any) -> list[_Pending]:
+        """Begin to receive a message that nobody gets; none if there is no such rank or tag."""
+        try:
+            return [self._recv_awaited(source, tag, None, None, None, timeout=None)]
+        except Exception:
+            return []
+
+    def _send_awaited(
+        self, x: Any, dest: int, tag: int, timeout: float | None, out: Any = None
+    ) -> _Pending:
+        try:
+            found, wrong = checked_timeout(timeout), None
+        except Exception as error:
+            found, wrong = None, error
+        arguments = (x, dest, tag, out, wrong)
+        return self._post("send", self._sending, *arguments, awaited=True, timeout=found)
+
+    def _recv_awaited(self, *arguments: Any, timeout: float | None) -> _Pending:
+        return self._post("recv", self._receiving, *arguments, awaited=True, timeout=timeout)
+
+    def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
+        """Raise what is wrong with an array of `sendrecv`, and tell the rank that would have got it."""
+        doing = f"send to rank {dest} with tag {tag}"
+
+        def refusing() -> Message:
+            return Message(_send_error(self._group.transport, error, dest, tag), dest, tag, doing)
+
+        sending = self._post("sendrecv", refusing, awaited=True)
+        receiving = self._recv_awaited(source, tag, None, None, None, timeout=None)
+        self._wait("sendrecv", sending, receiving)
+
+    def _run(self, steps: Steps, wait: _Wait, operation: str) -> Any:
+        """Make a call in this thread, without a request."""
+        started = time.perf_counter()
+        with self._group.turn():
+            try:
+                return self._drive(steps, wait, operation)
+            finally:
+                self._statistics.add_seconds(operation, time.perf_counter() - started)
+
+    def _drive(self, steps: Steps, wait: _Wait, operation: str) -> Any:
+        group = self._group
+
+        def watch(waited: float) -> None:
+            group.check_message(MessageWait([wait.peer], str(wait), call_site(), None), waited)
+
+        return group.engine.run(self._delivered(steps, operation), watch)
+
+    def _wait(self, operation: str, *requests: _Pending) -> list[Any]:
+        """Wait for messages; what interrupts the wait ends them."""
+        started = time.perf_counter()
+        try:
+            return wait_for_each(requests)
+        except Exception:
+            raise
+        except BaseException as error:
+            for request in requests:
+                if isinstance(request, Request):
+                    request.give_up(error)
+            raise
+        finally:
+            self._statistics.add_seconds(operation, time.perf_counter() - started)
+
+    def _post(
+        self,
+        operation: str,
+        prepare: Any,
+        *args: Any,
+        awaited: bool,
+        timeout: float | None = None,
+    ) -> _Pending:
+        group = self._group
+        if group.closed is not None:
+            raise group.closed_error(operation)
+        # With nothing outstanding a receive that is awaited is made in this thread, and needs no request.
+        alone = awaited and operation == "recv" and group.tracer is None and group.engine.idle
+        site = "" if alone else call_site()
+        with group.turn():
+            try:
+                timeout = checked_timeout(timeout)
+                message: Message = prepare(*args)
+            except Exception as error:
+                name_operation(error, operation)
+                raise
+            self._statistics.count(operation, message.nbytes, message.copies)
+
+            task: Task | None = None
+
+            def watch(waited: float) -> None:
+                # A rank that waits cannot send to itself meanwhile.
+                peers = self._peers(message.peer, alone=task is None or task.waited_for)
+                wait = MessageWait(peers, message.doing, site or call_site(), timeout)
+                group.check_message(wait, waited)
+
+            group.unmatched += -1 if operation == "recv" else 1
+            steps = self._delivered(message.steps, operation)
+            if alone:
+                return self._received(steps, watch)
+            site = site or call_site()
+            if group.tracer is not None:
+                steps = group.tracer.message(
+                    group, operation, message, steps, site, awaited=awaited
+                )
+            task = group.engine.submit_message(steps, site, watch, awaited=awaited)
+        return Request(group, task, site, awaited=awaited)
+
+    def _received(self, steps: Steps, watch: Watch) -> _Finished:
+        """Receive a message in this thread."""
+        started = time.perf_counter()
+        try:
+            return _Finished(self._group.engine.run(steps, watch))
+        finally:
+            self._statistics.add_seconds("recv", time.perf_counter() - started)
+
+    def _peers(self, peer: int | None, *, alone: bool) -> list[int]:
+        """Return the ranks with which a message may be: another one, or itself if not waiting."""
+        rank, size = self._group.rank, self._group.size
+        if peer is not None:
+            return [peer]
+        return [each for each in range(size) if each != rank or not alone or size == 1]
+
+    def _delivered(self, steps: Steps, operation: str) -> Steps:
+        """Close the group if a message fails in the middle of its steps."""
+        undelivered: list[Exception] = []
+        try:
+            return (yield from steps)
+        except UndeliveredError as raised:
+            raised.name(operation)
+            undelivered.append(raised.error)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._group.close(error)
+            # Also if it was closed before: the transport may still hold this message's memory.
+            self._group.unfinished = True
+            raise
+        # Not kept here: its traceback has this frame, and with it the arrays.
+        raise undelivered.pop()
+
+    # In the calling thread
+
+    def _is_plain(self, peers: tuple[Any, ...], tag: Any, status: Any, timeout: Any) -> bool:
+        """Tell whether a call with these ranks needs no request: nothing is outstanding or traced."""
+        group = self._group
+        for peer in peers:
+            if type(peer) is not int or not 0 <= peer < group.size or peer == group.rank:
+                return False
+        return (
+            timeout is None
+            and type(tag) is int
+            and 0 <= tag < TAGS
+            and (status is None or type(status) is Status)
+            and group.closed is None
+            and group.tracer is None
+            and group.engine.idle
+        )
+
+    def _empty(self) -> Bytes:
+        """Return memory for an envelope."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return np.empty(envelopes.NBYTES, np.uint8)
+
+    def _give_back(self, room: Bytes | None) -> None:
+        """Use the memory of an envelope again that nothing reads any more."""
+        if room is not None and len(self._spare) < _SPARE:
+            self._spare.append(room)
+
+    def _send_here(self, outgoing: _Outgoing, wait: _Wait) -> Steps:
+        """Send a message."""
+        self._statistics.count("send", outgoing.nbytes, outgoing.copies)
+        self._group.unmatched += 1
+        yield from self._send(outgoing, wait.peer, wait.tag)
+
+    def _recv_here(self, wait: _Wait, like: Any, out: Any, status: Status) -> Steps:
+        """Receive a message."""
+        self._statistics.count("recv")
+        self._group.unmatched -= 1
+        wanted, place, envelope = _wanted_of(like, out), self._place(), self._empty()
+        # Nothing is outstanding, so no receive comes before this one.
+        yield self._group.transport.recv(envelope, wait.peer, wait.tag)
+        status.source, status.tag = wait.peer, wait.tag
+        result = yield from self.arrived(envelope, place, wanted, out, status)
+        self._give_back(envelope)
+        return result
+
+    def _exchange(
+        self, outgoing: _Outgoing, dest: int, wait: _Wait, like: Any, out: Any, status: Status
+    ) -> Steps:
+        """Receive a message beside one that is sent."""
+        self._statistics.count("send", outgoing.nbytes, outgoing.copies)
+        self._group.unmatched += 1
+        sent = self._begin(outgoing, dest, wait.tag)
+        receiving = self._recv_here(wait, like, out, status)
+        result = yield from _beside(sent, receiving, wait, dest)
+        self._give_back(outgoing.room)
+        return result
+
+    def go_on(self, sent: Handle, receiving: Steps, dest: int, source: int, tag: int) -> Any:
+        """Wait in this thread for a message that is received, and one that is sent."""
+        wait = _Wait("recv from", source, tag)
+        return self._drive(_beside([sent], receiving, wait, dest), wait, "recv")
+
+    def _fast_exchange(self, x: Any, dest: Any, source: Any, tag: Any) -> FastExchange | None:
+        if type(x) is np.ndarray and type(dest) is type(source) is type(tag) is int:
+            return self._fast.get((dest, source, tag, self._place(), x.dtype, x.shape))
+        return None
+
+    def _forget(self) -> None:
+        """Give up the fast paths."""
+        while self._fast:
+            self._fast.popitem()[1].free()
+
+    def _keep(self, x: Any, dest: int, source: int, tag: int) -> None:
+        """Keep the fast path of a `sendrecv` that has just been made, with few elements."""
+        if type(x) is not np.ndarray or not x.dtype.isnative:
+            return
+        key = Key(dest, source, tag, self._place(), x.dtype, x.shape)
+        if key not in self._fast:
+            if len(self._fast) >= _MAX_FAST:
+                self._forget()
+            self._fast[key] = FastExchange(self._group, self._statistics, self, key)
+
+    # Sending
+
+    def _sending(
+        self, x: Any, dest: int, tag: int, out: Any = None, wrong: Exception | None = None
+    ) -> Message:
+        """Return a message to send; the receiver is told what is `wrong` with another argument."""
+        transport = self._group.transport
+        dest, tag = check_rank(dest, self._group.size, "dest"), _check_tag(tag)
+        doing = f"send to rank {dest} with tag {tag}"
+        try:
+            if wrong is not None:
+                raise wrong
+            outgoing = self._read(x, out)
+        except Exception as error:
+            name_operation(error, "send")
+            return Message(_send_error(transport, error, dest, tag), dest, tag, doing)
+        steps = self._send(outgoing, dest, tag)
+        return Message(steps, dest, tag, doing, outgoing.nbytes, outgoing.copies)
+
+    def _outgoing(self, x: Any, out: Any = None) -> _Outgoing | None:
+        """Return `_read`, or None if there is something wrong with the array."""
+        try:
+            return self._read(x, out)
+        except Exception:
+            return None
+
+    def _read(self, x: Any, out: Any = None) -> _Outgoing:
+        """Return an array on its way, which may be written to as `out` meanwhile."""
+        source, place = view(x), self._place()
+        head, array = envelopes.short_head(source.dtype, source.shape, place), source.array
+        if head is not None and source.device_buffer is None:
+            room = self._empty()
+            envelope = envelopes.fill(room, head, array)
+            copies = int(source.copied) + int(not array.flags.c_contiguous)
+            return _Outgoing(envelope, room, None, array.nbytes, copies)
+        start, (flat, copies) = envelopes.start_of(source, place), flatten(source)
+        data: Bytes = flat.view(np.uint8)
+        if envelopes.has_room(start, len(data)):
+            envelope = np.frombuffer(start + data.tobytes(), np.uint8)
+            return _Outgoing(envelope, None, None, len(data), copies)
+        if out is not None and _may_change(data, out):
+            data, copies = data.copy(), copies + 1
+        envelope = np.frombuffer(bytearray(start), np.uint8)
+        return _Outgoing(envelope, None, data, len(data), copies)
+
+    def _begin(self, outgoing: _Outgoing, dest: int, tag: int) -> list[Handle]:
+        """Begin to send an envelope and what follows it."""
+        transport, envelope, data = self._group.transport, outgoing.envelope, outgoing.data
+        if data is None:
+            return [transport.send(envelope, dest, tag)]
+        # A number for the further pieces, which no message under way has.
+        self._pieces = pieces = (self._pieces + 1) % TAGS
+        envelopes.set_pieces(envelope, pieces)
+        handles = [transport.send(envelope, dest, tag)]
+        return handles + [transport.send(piece, dest, TAGS + pieces) for piece in cut(data)]
+
+    def _send(self, outgoing: _Outgoing, dest: int, tag: int) -> Steps:
+        yield from self._begin(outgoing, dest, tag)
+        self._give_back(outgoing.room)
+
+    # Receiving
+
+    def _receiving(self, source: Any, tag: Any, like: Any, out: Any, status: Any) -> Message:
+        rank = None if source is ANY_SOURCE else check_rank(source, self._group.size, "source")
+        tags = range(TAGS) if tag is ANY_TAG else range(found := _check_tag(tag), found + 1)
+        if not isinstance(status, Status | None):
+            raise TypeError(f"status must be an arraycomm.Status; got {status!r}")
+        who = "any rank" if rank is None else f"rank {rank}"
+        doing = f"recv from {who} with {'any tag' if tag is ANY_TAG else f'tag {tags[0]}'}"
+        status = status or Status()
+        steps = self._recv(rank, tags, like, out, status)
+        return Message(steps, rank, None, doing, status=status)
+
+    def _recv(self, rank: int | None, tags: range, like: Any, out: Any, status: Status) -> Steps:
+        wanted, place, envelope = _wanted_of(like, out), self._place(), self._empty()
+        receive = self._matcher.recv(envelope, rank, tags)
+        try:
+            yield receive
+        finally:
+            self._matcher.drop(receive)
+        status.source, status.tag = receive.source, receive.tag
+        result = yield from self.arrived(envelope, place, wanted, out, status)
+        self._give_back(envelope)
+        return result
+
+    def arrived(
+        self, envelope: Bytes, place: int, wanted: Wanted | None, out: Any, status: Status
+    ) -> Steps:
+        """Read a message whose envelope has come."""
+        assert status.source is not None
+        status.dtype, status.shape, status.nbytes = None, None, 0
+        if place and (wrong := self._misplaced(place, envelope, status.source)) is not None:
+            wanted = (wanted_kind(None, None, None), wrong)
+        result = envelopes.short_result(envelope, out, status) if wanted is None else None
+        if result is None:
+            wanted = wanted or _wanted(None, out)
+            result = yield from self._take(envelope, status.source, wanted, out, status)
+        return result
+
+    def _misplaced(self, place: int, envelope: Bytes, source: int) -> MismatchError | None:
+        """Return what is raised if the sender is at another place of its program."""
+        theirs = envelopes.place_of(envelope)
+        if theirs in (0, place):
+            return None
+        return MismatchError(
+            f"sendrecv: ranks must send and receive at the same place of their programs; rank "
+            f"{self._group.rank} receives in call {place} of its program what rank {source} sends in "
+            f"call {theirs}"
+        )
+
+    def _take(
+        self, envelope: Bytes, source: int, wanted: Wanted, out: Any, status: Status
+    ) -> Steps:
+        """Read an envelope, and receive what follows it."""
+        transport, (kind, wrong) = self._group.transport, wanted
+        found = envelopes.read(envelope, source, TAGS)
+        if isinstance(found, str):
+            raise UndeliveredError(wrong or _sender_raised(source, found))
+        envelopes.note(status, found.dtype, found.shape)
+        to = Destination(kind, None if wrong else out)
+        target = DeferredResultBuffer(self._host, to, found.shape, found.dtype)
+        data = target.flat.view(np.uint8)
+        if found.elements is not None:
+            data[...] = found.elements
+        else:
+            tag = TAGS + found.pieces
+            yield from [transport.recv(piece, source, tag) for piece in cut(data)]
+        if wrong is not None:
+            raise UndeliveredError(wrong)
+        try:
+            return target.deliver()
+        except UndeliveredError:
+            raise
+        except Exception as error:
+            raise UndeliveredError(error) from error
+
+
+def _beside(sent: list[Handle], receiving: Steps, wait: _Wait, dest: int) -> Steps:
+    """Wait for what is received, then for what is sent; raise what is wrong with the first after that."""
+    result, undelivered = None, list[UndeliveredError]()
+    try:
+        result = yield from receiving
+    except UndeliveredError as error:
+        undelivered.append(error)
+    wait.doing, wait.peer = "send to", dest
+    yield from sent
+    if undelivered:
+        raise undelivered.pop()
+    return result
+
+
+def _may_change(data: Bytes, out: Any) -> bool:
+    """Tell whether elements may change when `out` is written to."""
+    try:
+        into = view(out, "out")
+    except Exception:
+        # The receive raises it, and writes nothing.
+        return False
+    return into.copied or bool(np.may_share_memory(data, into.array))
+
+
+def _send_error(transport: Transport, error: Exception, dest: int, tag: int) -> Steps:
+    """Tell the receiver why there is no message, and raise."""
+    yield transport.send(envelopes.of_error(describe_raise(error)), dest, tag)
+    raise UndeliveredError(error)
+
+
+def _wanted_of(like: Any, out: Any) -> Wanted | None:
+    """Return `_wanted`; None for an array of NumPy, which can be checked when the message is here."""
+    plain = like is None and (out is None or type(out) is np.ndarray)
+    return None if plain else _wanted(like, out)
+
+
+def _wanted(like: Any, out: Any) -> Wanted:
+    """Tell what the result is like, or what is wrong with that: the message is taken all the same."""
+    try:
+        return wanted_kind(None, like, out), None
+    except Exception as error:
+        return wanted_kind(None, None, None), error
+
+
+def _sender_raised(source: int, traceback: str) -> PeerError:
+    error = PeerError(
+        f"recv: rank {source} raised instead of sending; its traceback:\n{traceback}",
+        rank=source,
+        traceback=traceback,
+    )
+    error.in_step = True
+    return error
+
+
+def _check_tag(tag: Any) -> int:
+    try:
+        found = operator.index(tag)
+    except TypeError:
+        raise TypeError(f"tag must be an integer; got {tag!r}") from None
+    if not 0 <= found < TAGS:
+        raise ValueError(f"tag must be 0 to {TAGS - 1}; got {tag}")
+    return found

@@ -1,0 +1,69 @@
+"""The chain of nodes over MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from mpi4py import MPI
+
+from arraycomm._transports.base import Bytes, Handle
+from arraycomm._transports.control import SharedControl
+from arraycomm._transports.mpi.failures import translated
+from arraycomm._transports.mpi.memory import finish, shared_memory
+from arraycomm._transports.mpi.movement import Messages
+from arraycomm._transports.mpi.pieces import Pieces
+from arraycomm._transports.mpi.routes import Places
+from arraycomm._transports.node_chain import NodeChain, is_chain
+
+# See `mpi_direct.py` and `mpi_relay.py` for the tags of other movements.
+_TAG: Final = 1 << 11
+
+
+class MpiChain(NodeChain):
+    """One rank's place in the chain; `comm` has all ranks, and no other messages of this tag."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        members: Sequence[Sequence[int]],
+        control: SharedControl,
+        pieces: Pieces,
+    ) -> None:
+        super().__init__(comm.rank, members, control)
+        self._comm, self._pieces = comm, pieces
+
+    def send(self, buffer: Bytes, peer: int) -> Handle:
+        return self._begin(self._comm.Isend, buffer, peer)
+
+    def recv(self, buffer: Bytes, peer: int) -> Handle:
+        return self._begin(self._comm.Irecv, buffer, peer)
+
+    def _begin(self, start: Callable[..., MPI.Request], buffer: Bytes, peer: int) -> Handle:
+        try:
+            requests = [start([p, MPI.BYTE], peer, _TAG) for p in self._pieces.of(buffer)]
+        except MPI.Exception as error:
+            raise translated(error) from error
+        return Messages(requests, [], buffer)
+
+
+def make_chain(
+    comm: MPI.Intracomm, between: MPI.Intracomm, places: Places, pieces: Pieces
+) -> MpiChain | None:
+    """Return the chain of all ranks' nodes, whose messages go over `between`; collective, and may block.
+
+    None, on every rank, if nodes make no chain or the ranks of one cannot share memory.
+    """
+    if not is_chain(places.members):
+        return None
+    here = comm.Split(places.node[comm.rank], comm.rank)
+    assert isinstance(here, MPI.Intracomm)
+    rank, size = here.rank, here.size
+    memory = shared_memory(here, SharedControl.nbytes(size))
+    here.Free()
+    shared = np.array([memory is not None], np.int32)
+    finish(comm.Iallreduce(MPI.IN_PLACE, shared, MPI.MIN))
+    if memory is None or not shared[0]:
+        return None
+    return MpiChain(between, places.members, SharedControl(rank, size, memory), pieces)

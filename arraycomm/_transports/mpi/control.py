@@ -1,0 +1,182 @@
+"""The control channel between nodes: shared memory on each node, and messages between nodes.
+
+A step has three parts. The ranks of a node write their slots to memory that they share. The first of them
+exchanges the slots of all with the first ranks of the other nodes, and then says so to its node, and whether all
+ranks show the same. If the ranks of a node cannot share memory, each counts as a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from mpi4py import MPI
+
+from arraycomm._transports.control import ControlChannel, message_slot
+from arraycomm._transports.mpi.failures import translated
+from arraycomm._transports.mpi.memory import finish, shared_memory
+from arraycomm._transports.mpi.nodes import NodeExchange, Pair, Rounds, native_steps
+from arraycomm._transports.mpi.notes import MpiNotes
+from arraycomm._transports.mpi.pieces import Pieces
+from arraycomm._transports.notes import fence
+
+
+class MpiControl(ControlChannel):
+    """A control channel over MPI.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The group's communicator.
+    between : MPI.Intracomm
+        A duplicate, in which nobody else sends messages of tag 0.
+    nodes : sequence of int
+        For each rank, a number that only the ranks on its node have too.
+    pieces : Pieces
+        How messages between nodes are cut.
+    """
+
+    # Keeps channels alive: MPI may still write the rows of a step that this rank has given up.
+    not_closed: ClassVar[set[MpiControl]] = set()
+
+    def __init__(
+        self, comm: MPI.Intracomm, between: MPI.Intracomm, nodes: Sequence[int], pieces: Pieces
+    ) -> None:
+        rank, size = comm.rank, comm.size
+        memory, members = _node_memory(comm, nodes)
+        slot = message_slot(size)
+        slots = memory[: 2 * size * slot].reshape(2, size, slot)
+        super().__init__(rank, size, [*slots], [*slots[:, rank]])
+        words = memory[2 * size * slot :].data.cast("q")
+        # For each parity, how many bytes of its payload a rank of this node shows; the last step that is complete
+        # on this node; and for each parity whether all ranks show the same.
+        self._lengths = [words[:size], words[size : 2 * size]]
+        self._complete, self._alike = words[2 * size :][:1], words[2 * size + 1 :]
+        own = next(number for number, ranks in enumerate(members) if rank in ranks)
+        self._neighbours = [peer for peer in members[own] if peer != rank]
+        self._stamps = [peer * self.stride for peer in self._neighbours]
+        self._leads = rank == members[own][0]
+        self._exchange: NodeExchange | None = None
+        if self._leads and size == 2 and len(members) == 2:
+            self._exchange = Pair(between, self.rows, self._lengths, pieces)
+        elif self._leads and len(members) > 1:
+            self._exchange = Rounds(between, members, own, self.rows, self._lengths, pieces)
+        if len(members) > 1 and type(self) is MpiControl:
+            self.slots = memory[: 2 * size * slot]
+            self.native = native_steps(self._exchange, memory, rank, members, slot)
+        self._pending = self._started = self._received = False
+        self.not_closed.add(self)
+        self.notes: MpiNotes = MpiNotes(comm, lambda: self.step)
+
+    def post(self, nbytes: int | None = None) -> None:
+        self.step = step = self.step + 1
+        parity = step & 1
+        self._lengths[parity][self.rank] = self.payload if nbytes is None else nbytes
+        if self._stamps:
+            fence()
+        self.my_words[parity][0] = step
+        self._pending, self._started, self._received = True, False, False
+        if not self._stamps:
+            self._start()
+
+    def resume(self) -> None:
+        reached, begun, differs, error = self.native.state()
+        if error:
+            raise translated(MPI.Exception(error))
+        self._pending, self._started, self._received = True, reached >= 0, False
+        parity = self.step & 1
+        if self._exchange is not None and self._started:
+            self._exchange.resume(parity, reached, begun, differs=differs)
+        elif self._exchange is not None:
+            # The next step like this one goes by them.
+            self._exchange.prepare(self._lengths[parity][self.rank], parity)
+
+    def done(self) -> bool:
+        if self._pending:
+            self._pending = not (self._lead() if self._leads else self._follow())
+        return not self._pending
+
+    def _follow(self) -> bool:
+        """Tell whether the first rank of this node has all slots."""
+        if self._complete[0] < self.step:
+            return False
+        fence()
+        parity = self.step & 1
+        self.alike[parity] = bool(self._alike[parity])
+        return True
+
+    def _lead(self) -> bool:
+        """Take the step further; tell whether it is complete, and nothing of it is to be sent any more."""
+        if not self._started:
+            if self._missing_here():
+                return False
+            fence()
+            self._start()
+        exchange = self._exchange
+        try:
+            if not self._received:
+                if exchange is not None and not exchange.received():
+                    return False
+                self._received = True
+                parity = self.step & 1
+                self._alike[parity] = self.alike[parity] = exchange is not None and exchange.alike
+                if self._stamps:
+                    fence()
+                    self._complete[0] = self.step
+            return exchange is None or exchange.sent()
+        except MPI.Exception as error:
+            raise translated(error) from error
+
+    def _start(self) -> None:
+        self._started = True
+        if self._exchange is not None:
+            try:
+                self._exchange.start(self.step & 1)
+            except MPI.Exception as error:
+                raise translated(error) from error
+
+    def _missing_here(self) -> bool:
+        words, step = self.words[self.step & 1], self.step
+        return any(words[stamp] < step for stamp in self._stamps)
+
+    def missing(self) -> list[int]:
+        if not self._pending:
+            return []
+        words, step = self.words[self.step & 1], self.step
+        here = [r for r in self._neighbours if words[r * self.stride] < step]
+        elsewhere = [r for r in self.peers if r not in self._neighbours]
+        return sorted(here + [r for r in elsewhere if self.notes.step(r) < step])
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.free()
+        self.not_closed.discard(self)
+        self.native = None
+        self.rows, self.words, self.mine, self.my_words = [], [], [], []
+
+
+def _node_memory(comm: MPI.Intracomm, nodes: Sequence[int]) -> tuple[Any, list[list[int]]]:
+    """Return the memory of this node's slots, and the ranks of each node; collective.
+
+    Each rank is a node of its own if some cannot share memory.
+    """
+    nbytes = _nbytes(comm.size)
+    members: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    if len(members) < comm.size:
+        here = comm.Split(nodes[comm.rank], comm.rank)
+        assert isinstance(here, MPI.Intracomm)
+        memory = shared_memory(here, nbytes) if here.size > 1 else np.zeros(nbytes, np.uint8)
+        here.Free()
+        shared = np.array([memory is not None], np.int32)
+        finish(comm.Iallreduce(MPI.IN_PLACE, shared, MPI.MIN))
+        if shared[0]:
+            return memory, list(members.values())
+    return np.zeros(nbytes, np.uint8), [[rank] for rank in range(comm.size)]
+
+
+def _nbytes(size: int) -> int:
+    """Return the bytes that the ranks of a node share: the slots, and the words about them."""
+    return 2 * size * message_slot(size) + (2 * size + 3) * 8

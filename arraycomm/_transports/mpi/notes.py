@@ -1,0 +1,115 @@
+"""The notes between nodes: short messages that a rank has left, and requests for the wait status of others.
+
+Ranks look for such messages while they wait.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+from mpi4py import MPI
+
+from arraycomm._errors import TransportError
+from arraycomm._transports.mpi.failures import translated
+from arraycomm._transports.mpi.wait_replies import ASKING, COLLECTING, WaitReplies
+from arraycomm._transports.notes import FAILED, GAVE_UP, WELL, ExitNotice, Notes
+
+# Larger than the tags of users' messages and of their further pieces.
+TAG: Final = 1 << 21
+# The number of the control channel, the kind, a step, a state, and the length of the text. Such
+# messages are short enough for MPI to send them at once.
+_MESSAGE: Final = struct.Struct("<5q")
+_MOST: Final = 3_000
+_EXITING: Final = 0
+
+
+class MpiNotes(Notes):
+    """The notes of one rank.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The group's communicator.
+    posted : callable
+        Returns the number of the last step posted by this rank.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, posted: Callable[[], int]) -> None:
+        self._comm = comm
+        self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
+        # MPI may deliver an unread message to a later communicator that has reused this one's id.
+        self._number = int.from_bytes(comm.bcast(os.urandom(7)), "little")
+        self._sent: list[tuple[MPI.Request, bytes]] = []
+        self._own: ExitNotice | None = None
+        self._notices: dict[int, ExitNotice] = {}
+        self._replies = WaitReplies(comm.rank, comm.size, posted, self._send)
+
+    def step(self, rank: int) -> int:
+        """Return the last step that a rank is known to have posted."""
+        return self._replies.step(rank)
+
+    def announce_exit(self, state: int, completed: int, text: str) -> None:
+        if self._own and state in (FAILED, GAVE_UP):
+            return
+        before = self._own
+        first = before or ExitNotice(state, completed, text)
+        self._own = first._replace(state=state)
+        # A last step of the group says it of a rank that ends well in step.
+        if state not in WELL or before is not None:
+            for peer in self._peers:
+                # A rank that has died needs no notice.
+                with suppress(TransportError):
+                    self._send(peer, _EXITING, completed, first.text, state)
+
+    def exit_notices(self) -> dict[int, ExitNotice]:
+        self.answer_requests()
+        return self._notices
+
+    def report_wait(self, status: str) -> None:
+        self._replies.status = status
+
+    def ask_wait_status(self, ranks: Sequence[int]) -> None:
+        self._replies.ask(ranks)
+
+    def wait_status(self, rank: int) -> str:
+        return self._replies.wait_status(rank)
+
+    def answer_requests(self) -> None:
+        try:
+            while message := self._comm.Improbe(MPI.ANY_SOURCE, TAG, status := MPI.Status()):
+                data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                message.Recv([data, MPI.BYTE])
+                self._read(status.Get_source(), data.tobytes())
+            self._replies.go_on()
+        except MPI.Exception as error:
+            raise translated(error) from error
+
+    def _read(self, source: int, message: bytes) -> None:
+        if len(message) < _MESSAGE.size:
+            raise TransportError(f"rank {source} sent a malformed message")
+        number, kind, step, state, length = _MESSAGE.unpack_from(message)
+        if number != self._number:
+            return
+        text = message[_MESSAGE.size : _MESSAGE.size + max(length, 0)].decode(errors="replace")
+        if kind == _EXITING:
+            first = self._notices.get(source) or ExitNotice(state, step, text)
+            self._notices[source] = first._replace(state=state)
+            return
+        if kind in (ASKING, COLLECTING) and (own := self._own) is not None:
+            self._send(source, _EXITING, own.step, own.text, own.state)
+        else:
+            self._replies.receive(source, kind, step, text)
+
+    def _send(self, peer: int, kind: int, step: int, text: str, state: int = 0) -> None:
+        data = text.encode(errors="replace")[-_MOST:]
+        message = _MESSAGE.pack(self._number, kind, step, state, len(data)) + data
+        try:
+            self._sent = [sent for sent in self._sent if not sent[0].Test()]
+            self._sent.append((self._comm.Isend([message, MPI.BYTE], peer, TAG), message))
+        except MPI.Exception as error:
+            raise translated(error) from error

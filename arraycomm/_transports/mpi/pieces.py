@@ -1,0 +1,189 @@
+"""Long messages between two ranks on different nodes, in pieces of which only few are under way.
+
+TCP sends up to 64 KiB as one packet. Of what is longer, pacing holds the rest back, and what two ranks send one another
+no longer fits into the caches: in such pieces, 64 MB each way between two network namespaces took 0.6 of the time.
+
+Each rank begins a piece once the other one's piece of that place before the last `AHEAD` has come. So nobody sends
+more than is being received, and slices that go one way only are not cut.
+
+A network card that reads and writes memory by itself takes messages whole: for each piece the processor would have to act.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from arraycomm._transports.base import Bytes
+from arraycomm._transports.mpi.memory import finish
+
+# The most bytes of a piece, but for what makes whole cache lines of it, and how many are under way.
+PIECE: Final = 64_000
+_WHOLE: Final = 1 << 62
+_LINE: Final = 64
+AHEAD: Final = 4
+# Where Linux lists cards that access memory by themselves: those of InfiniBand, RoCE, EFA and Omni-Path, and of Slingshot.
+_CARDS: Final = Path("/sys/class/infiniband"), Path("/sys/class/cxi")
+
+# A receive and a send; a null request stands for none.
+Requests = tuple[MPI.Request, MPI.Request]
+Prepared = Sequence[tuple[MPI.Prequest, MPI.Prequest]]
+
+
+class Pieces(NamedTuple):
+    """How messages between nodes are cut: the same on all ranks of a group.
+
+    Attributes
+    ----------
+    most : int
+        The most bytes of a piece.
+    """
+
+    most: int
+
+    def count(self, nbytes: int) -> int:
+        """Return how many pieces so many bytes make."""
+        return max(-(-nbytes // self.most), 1)
+
+    def count_both(self, received: int, sent: int) -> int:
+        """Return in how many pieces so many bytes go each way; both ranks find the same."""
+        longer, shorter = max(received, sent), min(received, sent)
+        return self.count(longer) if longer <= 2 * shorter else 1
+
+    def of(self, memory: Bytes) -> list[Bytes]:
+        """Return the pieces of a message that goes one way."""
+        return cut(memory, self.count(len(memory)))
+
+
+def agreed(comm: MPI.Intracomm) -> Pieces:
+    """Return how these ranks cut messages; collective."""
+    whole = np.array([any(cards.is_dir() and any(cards.iterdir()) for cards in _CARDS)], np.int32)
+    finish(comm.Iallreduce(MPI.IN_PLACE, whole, MPI.MIN))
+    return Pieces(_WHOLE if whole[0] else PIECE)
+
+
+def cut(memory: Bytes, count: int) -> list[Bytes]:
+    """Cut memory into so many pieces."""
+    if count == 1:
+        return [memory]
+    bounds = [len(memory) * number // count // _LINE * _LINE for number in range(count)]
+    return [memory[i:j] for i, j in zip(bounds, [*bounds[1:], len(memory)], strict=True)]
+
+
+class Lane(abc.ABC):
+    """The pieces between this rank and another one, as many each way.
+
+    If it has the messages of a lane `before` for its own, it begins when that one has begun all of its pieces.
+    """
+
+    def __init__(self, count: int, before: Lane | None = None) -> None:
+        self._count, self._begun, self._before = count, 0, before
+        self._receives: deque[MPI.Request] = deque()
+        self._sends: list[MPI.Request] = []
+
+    @abc.abstractmethod
+    def start(self, number: int) -> Requests:
+        """Begin a piece each way."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether all pieces have been begun."""
+        return self._begun == self._count
+
+    def begin(self) -> None:
+        """Begin as many pieces as may be under way."""
+        if self._before is not None:
+            if not self._before.begun:
+                return
+            self._before = None
+        while self._begun < self._count and len(self._receives) < AHEAD:
+            received, sent = self.start(self._begun)
+            self._begun += 1
+            self._receives.append(received)
+            self._sends.append(sent)
+
+    def done(self) -> bool:
+        """Begin what can be begun; tell whether all pieces are over. Never waits."""
+        if self._before is not None:
+            self._before.done()
+            self.begin()
+            if self._before is not None:
+                return False
+        while self._receives:
+            if not self._receives[0].Test():
+                return False
+            self._receives.popleft()
+            self.begin()
+        while self._sends:
+            if not self._sends[-1].Test():
+                return False
+            self._sends.pop()
+        return True
+
+
+class MessageLane(Lane):
+    """Pieces of messages with a rank; what is empty is not sent."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        to: tuple[int, int],
+        into: Bytes,
+        block: Bytes,
+        count: int,
+        before: Lane | None,
+    ) -> None:
+        super().__init__(count, before)
+        self._comm, self._to = comm, to
+        self._into, self._out = cut(into, count), cut(block, count)
+
+    def start(self, number: int) -> Requests:
+        into, out = self._into[number], self._out[number]
+        received, sent = MPI.Request(), MPI.Request()
+        if len(into):
+            received = self._comm.Irecv([into, MPI.BYTE], *self._to)
+        if len(out):
+            sent = self._comm.Isend([out, MPI.BYTE], *self._to)
+        return received, sent
+
+
+class PersistentLane(Lane):
+    """Pieces whose requests are made once, and of which so many have been begun."""
+
+    def __init__(self, pieces: Prepared, begun: int = 0) -> None:
+        super().__init__(len(pieces))
+        self._pieces, self._begun = pieces, begun
+        # One that is over is so at every look, until it is begun again.
+        self._receives.extend(received for received, _ in pieces[:begun])
+        self._sends.extend(sent for _, sent in pieces[:begun])
+
+    def start(self, number: int) -> Requests:
+        requests = self._pieces[number]
+        for request in requests:
+            if request:
+                request.Start()
+        return requests
+
+
+def prepared(received: Sequence[MPI.Prequest], sent: Sequence[MPI.Prequest]) -> Prepared:
+    """Return pieces of a lane, of which one way may have more."""
+    return [*zip_longest(received, sent, fillvalue=MPI.Prequest())]
+
+
+def addresses_of(pieces: Prepared) -> list[int]:
+    """Return where the native part finds the receives and sends in turn; 0 stands for none."""
+    return [MPI._addressof(request) if request else 0 for pair in pieces for request in pair]
+
+
+def free(lanes: Iterable[Prepared]) -> None:
+    """Free what MPI keeps for pieces; none is under way."""
+    for request in chain.from_iterable(chain.from_iterable(lanes)):
+        if request:
+            request.Free()

@@ -1,0 +1,218 @@
+"""Ranks as MPI processes, through mpi4py.
+
+On one node the control channel is a file that all ranks map; between nodes it sends messages. Large movements are nonblocking collectives of bytes: MPI sees no dtype, and reduces
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+from mpi4py import MPI
+
+from arraycomm._errors import TransportError
+from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
+from arraycomm._transports.control import ControlChannel, SharedControl
+from arraycomm._transports.mailbox import Mailbox
+from arraycomm._transports.mpi.chain import make_chain
+from arraycomm._transports.mpi.control import MpiControl
+from arraycomm._transports.mpi.direct import DirectMessages
+from arraycomm._transports.mpi.failures import (
+    failed_ranks,
+    shrunk,
+    survives_failures,
+    translated,
+)
+from arraycomm._transports.mpi.memory import finish, shared_memory
+from arraycomm._transports.mpi.movement import begin, vector
+from arraycomm._transports.mpi.pairs import MpiPair
+from arraycomm._transports.mpi.pieces import agreed
+from arraycomm._transports.mpi.relay import Broadcasts
+from arraycomm._transports.mpi.routes import Places
+from arraycomm._transports.pairs import Pair
+from arraycomm._transports.shared_files import SharesFiles
+
+# Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if both share the core.
+_SPINS: Final = 8
+
+
+Found = tuple[int, int] | None
+
+
+class MessageProbe:
+    """Looks for messages of other ranks, and for those of this rank, which are not MPI's."""
+
+    def __init__(self, comm: MPI.Intracomm, own: Mailbox) -> None:
+        self._comm, self._own = comm, own
+        self._own_first = False
+
+    def __call__(self, source: int | None, tags: range) -> Found:
+        """Return source and tag of a message; see `Transport.probe`."""
+        looks = [self._among_others, self._among_own]
+        # In turn, so that neither waits for the end of a stream of the other's.
+        self._own_first = not self._own_first
+        for look in looks[::-1] if self._own_first else looks:
+            found = look(source, tags)
+            if found is not None:
+                return found
+        return None
+
+    def _among_others(self, source: int | None, tags: range) -> Found:
+        rank, status = MPI.ANY_SOURCE if source is None else source, MPI.Status()
+        try:
+            come = self._comm.Iprobe(rank, tags[0] if len(tags) == 1 else MPI.ANY_TAG, status)
+        except MPI.Exception as error:
+            raise translated(error) from error
+        # Pieces of messages and control messages have tags of their own; who waits for them takes them.
+        return (status.source, status.tag) if come and status.tag in tags else None
+
+    def _among_own(self, source: int | None, tags: range) -> Found:
+        return self._own.probe(source, self._comm.rank, tags)
+
+
+class MPITransport(SharesFiles, Transport):
+    """One rank of an MPI communicator that belongs to this transport alone."""
+
+    name = "mpi"
+    spins = _SPINS
+
+    def __init__(
+        self, comm: MPI.Intracomm, *, share: bool = True, nodes: Sequence[int] | None = None
+    ) -> None:
+        self.mpi_comm: MPI.Intracomm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.outlives = self.shrinks = survives_failures()
+        self._share = share
+        # Messages of this rank to itself: MPI may finish a send only when it is received.
+        self._own = Mailbox()
+        self._probe = MessageProbe(comm, self._own)
+        self._nodes = _find_nodes(comm) if nodes is None else nodes
+        own = self._nodes[self.rank]
+        self.local_rank = self._nodes[: self.rank].count(own)
+        self.local_size = self._nodes.count(own)
+        memory = None
+        if share and self.local_size == self.size:
+            memory = shared_memory(comm, SharedControl.nbytes(self.size))
+        # Between nodes, messages that nobody finds who looks for a user's.
+        self._between: MPI.Intracomm | None = None
+        self._direct: DirectMessages | None = None
+        self._broadcasts: Broadcasts | None = None
+        self.control: ControlChannel
+        if memory is None:
+            self._between, self.overlaps = _duplicate(comm), True
+            units = self._nodes if share else range(self.size)
+            places, pieces = Places(self._nodes), agreed(comm)
+            self.control = MpiControl(comm, self._between, units, pieces)
+            if self.size > 1:
+                self._broadcasts = Broadcasts(self._between, places, pieces)
+            if 1 < self.size <= DIRECT_RANKS:
+                self._direct = DirectMessages(self._between, places, pieces)
+            if share:
+                self.chain = make_chain(comm, self._between, places, pieces)
+        else:
+            self.control = SharedControl(self.rank, self.size, memory)
+
+    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
+        if self._direct is not None:
+            return self._direct.alltoall(send, recv)
+        return begin(self.mpi_comm.Ialltoallv, vector(send), vector(recv))
+
+    def allgather(self, recv: Blocks) -> Handle:
+        if self._direct is not None:
+            return self._direct.allgather(recv)
+        return begin(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, vector(recv))
+
+    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
+        into = recv and vector(recv)
+        return begin(self.mpi_comm.Igatherv, [send, MPI.BYTE], into, root)
+
+    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
+        parts = send and vector(send)
+        return begin(self.mpi_comm.Iscatterv, parts, [recv, MPI.BYTE], root)
+
+    def bcast(self, buffer: Bytes, root: int) -> Handle:
+        if self._broadcasts is not None:
+            return self._broadcasts.bcast(buffer, root)
+        return begin(self.mpi_comm.Ibcast, [buffer, MPI.BYTE], root)
+
+    def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
+        if dest == self.rank:
+            return self._own.send((dest, dest, tag), buffer)
+        return begin(self.mpi_comm.Isend, [buffer, MPI.BYTE], dest, tag)
+
+    def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
+        if source == self.rank:
+            return self._own.recv((source, source, tag), buffer)
+        return begin(self.mpi_comm.Irecv, [buffer, MPI.BYTE], source, tag)
+
+    def pair(self, send: Bytes, dest: int, recv: Bytes, source: int, tag: int) -> Pair:
+        if self.rank in (dest, source):
+            return super().pair(send, dest, recv, source, tag)
+        return MpiPair(self.mpi_comm, send, dest, recv, source, tag)
+
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        return self._probe(source, tags)
+
+    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+        try:
+            comm = self._make_comm(color, members)
+            if comm is None:
+                return None
+            nodes = [self._nodes[member] for member in members]
+            return MPITransport(comm, share=self._share, nodes=nodes)
+        except MPI.Exception as error:
+            raise TransportError(
+                f"MPI made no further communicator: {error.Get_error_string()}; there is room for "
+                "about a thousand in some MPIs: free() those that are no longer used"
+            ) from error
+
+    def _make_comm(self, color: int | None, members: Sequence[int]) -> MPI.Intracomm | None:
+        if list(members) == list(range(self.size)):
+            return _duplicate(self.mpi_comm)
+        key = 0 if color is None else members.index(self.rank)
+        made = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else cast(MPI.Intracomm, made)
+
+    def free(self) -> None:
+        self.control.close()
+        if self.chain is not None:
+            self.chain.control.close()
+        if self._between is not None:
+            self._between.Free()
+        self.mpi_comm.Free()
+
+    def nodes(self) -> Sequence[int]:
+        return self._nodes
+
+    def progress(self) -> None:
+        self.mpi_comm.Iprobe()
+
+    def failed(self) -> list[int]:
+        return failed_ranks(self.mpi_comm)
+
+    def shrink(self) -> Transport | None:
+        if not self.outlives:
+            return None
+        try:
+            return MPITransport(shrunk(self.mpi_comm, self._between), share=self._share)
+        except MPI.Exception as error:
+            raise translated(error) from error
+
+    def abort(self, code: int) -> None:
+        self.mpi_comm.Abort(code)
+
+
+def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
+    made, request = comm.Idup()
+    finish(request)
+    return made
+
+
+def _find_nodes(comm: MPI.Intracomm) -> Sequence[int]:
+    """Return, for each rank, the first rank on its node."""
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    nodes: list[int] = comm.allgather(local.bcast(comm.rank))
+    local.Free()
+    return nodes

@@ -1,0 +1,203 @@
+"""Ranks as processes of one node that no MPI connects: they share one file in memory.
+
+It holds the control channel, and for each two ranks a ring for the movements and one for messages.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from arraycomm._errors import TransportError
+from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
+from arraycomm._transports.control import SharedControl
+from arraycomm._transports.notes import FAILED, GAVE_UP
+from arraycomm._transports.parts import Parts, PartsTransport
+from arraycomm._transports.processes.lives import DELAY, Lives
+from arraycomm._transports.processes.ring_messages import Messages
+from arraycomm._transports.processes.rings import Ring, Transfer
+from arraycomm._transports.shared_files import (
+    SharesFiles,
+    close_file,
+    make_file,
+    need_names,
+    open_file,
+)
+
+# As many polls as ranks of MPI make before they give up their cores.
+_SPINS: Final = 8
+# Memory in which parts begin has no line of a processor's cache in common with the part before.
+_LINES: Final = 128
+# The longest path of a file.
+_PATH: Final = 4096
+_Transfers = list[Transfer]
+
+
+def _capacities(size: int) -> tuple[int, int]:
+    """Return the bytes that a ring for movements and one for messages hold, of so many ranks."""
+    movements = min(max((1 << 20) // size, 32 << 10), 256 << 10)
+    # Whole lines, so that the next ring's words begin lines: a processor writes such words at once.
+    return movements // _LINES * _LINES, movements // 4 // _LINES * _LINES
+
+
+def memory_bytes(size: int) -> int:
+    """Return the bytes of zeroed memory that a group of so many ranks shares."""
+    rings = sum(map(Ring.nbytes, _capacities(size)))
+    return SharedControl.nbytes(size) // _LINES * _LINES + _LINES + size * size * rings
+
+
+class _Movement:
+    """Transfers to and from other ranks, one after the other for each."""
+
+    def __init__(self, transfers: _Transfers) -> None:
+        self._left = transfers
+
+    def done(self) -> bool:
+        """Move what can move; tell whether all has."""
+        self._left = [transfer for transfer in self._left if not transfer.done()]
+        return not self._left
+
+
+class ProcessesTransport(SharesFiles, PartsTransport):
+    """One rank of a group of processes that have mapped the same `memory`."""
+
+    name = "processes"
+    spins = _SPINS
+    outlives = True
+    death_delay = DELAY
+
+    def __init__(self, memory: Bytes, rank: int, size: int, lives: Lives) -> None:
+        self.rank = self.local_rank = rank
+        self.size = self.local_size = size
+        self.control = SharedControl(rank, size, memory)
+        ring = partial(self._ring, memory)
+        others = [other for other in range(size) if other != rank]
+        self._to = {other: ring(rank, other, 0) for other in others}
+        self._of = {other: ring(other, rank, 0) for other in others}
+        pairs = {other: (ring(rank, other, 1), ring(other, rank, 1)) for other in others}
+        self._messages = Messages(rank, pairs)
+        self._lives = lives
+        # The messages of this group and those made from it, in which others may wait for this rank.
+        self._family = [self._messages]
+
+    def _ring(self, memory: Bytes, source: int, dest: int, kind: int) -> Ring:
+        """Return one of the rings, which follow the control channel."""
+        lengths = [Ring.nbytes(capacity) for capacity in _capacities(self.size)]
+        start = memory_bytes(self.size) - (self.size * self.size) * sum(lengths)
+        start += (source * self.size + dest) * sum(lengths) + kind * lengths[0]
+        return Ring(memory[start : start + lengths[kind]])
+
+    def move(self, parts: Parts, into: Parts) -> Handle:
+        if self.rank in parts and parts[self.rank] is not into[self.rank]:
+            np.copyto(into[self.rank], parts[self.rank])
+        sends = [Transfer(self._to[r], parts[r], sending=True) for r in parts if r != self.rank]
+        recvs = [Transfer(self._of[r], into[r], sending=False) for r in into if r != self.rank]
+        return _Movement([*sends, *recvs])
+
+    def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
+        return self._messages.send(buffer, dest, tag)
+
+    def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
+        return self._messages.recv(buffer, source, tag)
+
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        return self._messages.probe(source, tags)
+
+    def progress(self) -> None:
+        for messages in self._family:
+            messages.pump()
+
+    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+        leads = color is not None and members[0] == self.rank
+        nbytes = memory_bytes(len(members))
+        own = make_file(nbytes) if leads else ""
+        paths = self._exchanged(own.encode().ljust(_PATH, b"\0"))
+        memory = None if color is None else _open(paths[members[0]], nbytes)
+        opened = self._exchanged(bytes([color is None or memory is not None]))
+        if own:
+            close_file(own)
+        if b"\0" in opened:
+            raise TransportError("not every rank could open the memory that a new group shares")
+        if memory is None:
+            return None
+        made = type(self)(memory, members.index(self.rank), len(members), self._lives.of(members))
+        self._family.append(made._messages)
+        made._family = self._family
+        return made
+
+    def _exchanged(self, mine: bytes) -> list[bytes]:
+        """Return what every rank passes, all of the same length; waits without looking after peers."""
+        rows = np.zeros((self.size, len(mine)), np.uint8)
+        rows[self.rank] = np.frombuffer(mine, np.uint8)
+        lengths = [len(mine)] * self.size
+        offsets = [r * len(mine) for r in range(self.size)]
+        handle = self.allgather(Blocks(rows.reshape(-1), lengths, offsets))
+        while not handle.done():
+            os.sched_yield()
+        return [row.tobytes() for row in rows]
+
+    def free(self) -> None:
+        self.control.close()
+        self._family.remove(self._messages)
+
+    def nodes(self) -> Sequence[int]:
+        return [0] * self.size
+
+    def failed(self) -> list[int]:
+        left = self.control.notes.exit_notices()
+        # Those that have left may have followed one that has died.
+        dead = self._lives.dead(at_once=bool(left))
+        return [rank for rank in dead if rank not in left or left[rank].state in (FAILED, GAVE_UP)]
+
+    def abort(self, code: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        self._lives.end()
+        os._exit(code)
+
+
+def _open(path: bytes, nbytes: int) -> Bytes | None:
+    return open_file(path.rstrip(b"\0").decode(), nbytes)
+
+
+# The meeting
+
+Put = Callable[[str, str], object]
+Get = Callable[[str], str]
+
+
+def meet(put: Put, get: Get, rank: int, size: int) -> Bytes | None:
+    """Return the memory that the ranks share, which rank 0 makes; None on all if one cannot open it.
+
+    `put(key, text)` and `get(key)` are those of a store that all ranks can reach; `get` waits for what
+    another rank puts.
+    """
+    memory = _share_file(partial(_under, put, "a"), partial(_under, get, "a"), rank, size)
+    if memory is None:
+        need_names()
+        memory = _share_file(partial(_under, put, "b"), partial(_under, get, "b"), rank, size)
+    return memory
+
+
+def _under(call: Callable[..., Any], prefix: str, key: str, *text: str) -> Any:
+    return call(f"{prefix}/{key}", *text)
+
+
+def _share_file(put: Put, get: Get, rank: int, size: int) -> Bytes | None:
+    nbytes = memory_bytes(size)
+    own = make_file(nbytes) if rank == 0 else ""
+    if rank == 0:
+        put("memory", own)
+    memory = open_file(get("memory"), nbytes)
+    put(f"opened/{rank}", "no" if memory is None else "yes")
+    opened = [get(f"opened/{other}") for other in range(size)]
+    if own:
+        close_file(own)
+    return memory if "no" not in opened else None
