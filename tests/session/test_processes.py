@@ -156,7 +156,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path) -> None:
 STUCK = """
 import ctypes, functools, signal, sys, time, numpy as np, arraycomm as ac
 from arraycomm._protocol import process_watch
-from arraycomm._transports import mpi_movement
+from arraycomm._transports.mpi import movement as mpi_movement
 process_watch._FOR_EVER = 2.0
 comm = ac.init()
 if comm.rank == 0:

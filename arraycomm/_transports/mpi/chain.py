@@ -17,7 +17,7 @@ from arraycomm._transports.mpi.pieces import Pieces
 from arraycomm._transports.mpi.routes import Places
 from arraycomm._transports.node_chain import NodeChain, is_chain
 
-# See `mpi_direct.py` and `mpi_relay.py` for the tags of other movements.
+# See `direct.py` and `relay.py` for the tags of other movements.
 _TAG: Final = 1 << 11
 
 

@@ -1,7 +1,7 @@
 """Movements between nodes as messages of their own, all ranks to each other; several may be under way.
 
 A block that all ranks get goes once to each other node, whose ranks take turns in receiving for the rest: the
-one that gets it passes it on there. Long messages go in pieces; see `mpi_pieces.py`.
+one that gets it passes it on there. Long messages go in pieces; see `pieces.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ that show the same words, and as many bytes, have a common record: the words onc
 with the complement of the number. So a header costs the same on any number of ranks that agree, and whoever finds
 two records that differ passes on a record for each rank.
 
-Long slots and common records go in pieces (`mpi_pieces.py`). The first one says how many follow: only then does a node
+Long slots and common records go in pieces (`pieces.py`). The first one says how many follow: only then does a node
 begin to receive these.
 If payloads are large, the first piece of a common record is what is in front of them, and they go from slot to slot;
 short ones go by way of a record.

@@ -1,6 +1,6 @@
 """Broadcasts between nodes: each rank passes on the parts that come to it, by the routes of `routes.py`.
 
-Between nodes a part goes in pieces; see `mpi_pieces.py`.
+Between nodes a part goes in pieces; see `pieces.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.pieces import AHEAD, Pieces
 from arraycomm._transports.mpi.routes import Places, Route, parts_of, route
 
-# Tags of broadcasts that may overlap; see `mpi_direct.py` for those of other movements.
+# Tags of broadcasts that may overlap; see `direct.py` for those of other movements.
 _TAG: Final = 1 << 10
 _OVERLAPPING: Final = 256
 
