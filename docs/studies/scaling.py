@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - formulas have Greek letters
-"""What an allreduce costs between nodes, by a model of header, slices and chain; writes docs/scaling.md.
+"""What an allreduce costs between nodes, by a model of header, slices and chain; writes docs/evidence/scaling.md.
 
 python -m docs.studies.scaling, after docs.studies.benchmarks.nodes has measured two nodes.
 """
@@ -20,7 +20,7 @@ from arraycomm._transports.control import PAYLOAD, message_slot
 from arraycomm.cli.bench.tables import Table, as_markdown, number_text
 
 STUDY: Final = Path(__file__).parent
-PAGE: Final = STUDY.parent / "scaling.md"
+PAGE: Final = STUDY.parent / "evidence" / "scaling.md"
 SIZES: Final = {
     "8 B": 8,
     "1 KB": 1 << 10,
@@ -38,7 +38,7 @@ TEXT: Final = """\
 
 What does an `allreduce` cost between nodes? Two nodes have been measured, and they were network namespaces of one machine.
 **The figures for more nodes are a model's, not measurements.** The model has three algorithms: an array is sent with the header, in
-slices, or along a chain of nodes. [Architecture](architecture.md#algorithms) says when each is chosen.
+slices, or along a chain of nodes. [Architecture](../architecture.md#algorithms) says when each is chosen.
 
 ## The model
 

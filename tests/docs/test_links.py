@@ -18,7 +18,7 @@ from tests.support.launcher import needs_mpiexec, run_python
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
 LINK = re.compile(r'\]\((?P<link>[^)\s]+)\)|src="(?P<source>[^"]+)"')
 
@@ -69,8 +69,10 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def test_the_navigation_has_every_page_once() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     navigation = settings.partition("\nnav:")[2].partition("\nplugins:")[0]
-    listed = re.findall(r"[\w-]+\.md", navigation)
-    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+    listed = re.findall(r"[\w/-]+\.md", navigation)
+    assert sorted(listed) == sorted(
+        page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")
+    )
 
 
 def test_the_readme_of_an_index_links_to_the_site_and_the_repository() -> None:

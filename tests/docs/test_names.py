@@ -30,7 +30,7 @@ ADAPTERS = {
     for path in [*(ROOT / "adapters").glob("[!_]*.py"), *(ROOT / "adapters").glob("*/__init__.py")]
 }
 SOURCES = [*sorted((ROOT / "arraycomm").rglob("*.py")), *sorted((ROOT / "adapters").rglob("*.py"))]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
     "optional-dependencies"
 ]

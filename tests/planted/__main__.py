@@ -1,7 +1,7 @@
 """Plant faults in a copy of the library, one by one, and say which law catches each.
 
 `python -m tests.planted` stops each run at the first law that fails, prints how many faults were
-caught, and writes the table of docs/planted.md anew. With `--all` every law runs on every fault.
+caught, and writes the table of docs/evidence/planted.md anew. With `--all` every law runs on every fault.
 """
 
 from __future__ import annotations

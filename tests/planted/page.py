@@ -1,4 +1,4 @@
-"""docs/planted.md: the table of faults, and which laws caught each when the script last ran."""
+"""docs/evidence/planted.md: the table of faults, and which laws caught each when the script last ran."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.planted.fault import Fault
 # By the fault's name: the laws that failed, and the error of each.
 Caught = Mapping[str, Mapping[str, str]]
 
-PAGE: Final = ROOT / "docs" / "planted.md"
+PAGE: Final = ROOT / "docs" / "evidence" / "planted.md"
 CAUGHT: Final = Path(__file__).with_name("caught.json")
 
 _HEAD: Final = """\
 # Mutation tests
 
 Would the tests notice if the library were wrong? The script below puts one fault at a time into a copy of the source, and runs the
-laws of `properties/` and of [`arraycomm.testing.conformance`](testing.md#conformance-tests-for-a-transport-or-a-communicator) on it.
+laws of `properties/` and of [`arraycomm.testing.conformance`](../testing.md#conformance-tests-for-a-transport-or-a-communicator) on it.
 A fault is caught if a law fails. A time limit that ends a run does not count.
 
 ```console

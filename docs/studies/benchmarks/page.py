@@ -1,4 +1,4 @@
-"""The texts, charts and tables of docs/benchmarks.md and docs/benchmark-tables.md, from the stored figures."""
+"""The texts, charts and tables of docs/benchmarks.md and docs/evidence/benchmark-tables.md, from the stored figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from docs.studies.benchmarks.runs import (
 
 DOCS: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = DOCS / "benchmarks.md"
-TABLES: Final = DOCS / "benchmark-tables.md"
+TABLES: Final = DOCS / "evidence" / "benchmark-tables.md"
 CHARTS: Final = DOCS / "figures"
 
 # From which ratio on the page calls a call slower.
@@ -43,7 +43,7 @@ other's. Ratios above 1 are in bold.
 {goals}
 
 The figures come from one machine with two cores ({processor}). {caution}No network has been measured, and GPUs in a few [figures of one card](devices.md#figures). The goals are meant for two ranks on two
-cores. Four ranks on two cores show the effect of contention. [Benchmark tables](benchmark-tables.md) has all times.
+cores. Four ranks on two cores show the effect of contention. [Benchmark tables](evidence/benchmark-tables.md) has all times.
 
 What is gained by moving fewer bytes depends on the machine, above all for large arrays and trees.
 
@@ -86,7 +86,7 @@ A training step has the same model, data and threads as with `DistributedDataPar
 TABLES_INTRODUCTION: Final = """\
 # Benchmark tables
 
-Every figure behind [Performance](benchmarks.md): `allreduce` with `op="sum"`, trees of arrays shaped like the gradients of two models, training
+Every figure behind [Performance](../benchmarks.md): `allreduce` with `op="sum"`, trees of arrays shaped like the gradients of two models, training
 steps, and compiled programs.
 
 `python -m docs.studies.benchmarks --run` measures again and writes both pages and their charts;
@@ -142,7 +142,7 @@ water" is one program with a loop: each rank has 256 × 256 cells of three field
 beside it by four calls of `sendrecv` a step. It is the same program for both libraries, which exchange the halos. The goals are at
 most 0.3 of mpi4jax's time for 8 B, 0.6 for 1 MB and 0.8 for 16 MB, and 1 for the steps.
 
-JAX dispatches programs whose calls have an order from Python, mpi4jax's among them. Programs of arraycomm are [dispatched as those without calls](jax.md#order).
+JAX dispatches programs whose calls have an order from Python, mpi4jax's among them. Programs of arraycomm are [dispatched as those without calls](../jax.md#order).
 
 ```sh
 arraycomm run -n 2 -m docs.studies.benchmarks.steps jax 5 jax.json
@@ -167,7 +167,7 @@ machine with two cores, and the link between them is TCP over a pair of virtual 
 "exchange" sends as many bytes each way, in pieces as arraycomm does: each node has to learn of the other's elements, so that the bytes of a rank's array cross the link in each direction, whoever folds them. With several ranks on a node, each
 exchanges its part. No reduction takes less, and where the link's time is most of MPI's no ratio can be much lower. The last column has that floor as a part of MPI's time.
 
-arraycomm cuts what two nodes send one another into [pieces](architecture.md#algorithms) of up to 64,000 bytes. TCP's congestion control is BBR here: once it has measured the link by larger arrays, it holds back what does not fit into 64 KiB at once. The last row is the
+arraycomm cuts what two nodes send one another into [pieces](../architecture.md#algorithms) of up to 64,000 bytes. TCP's congestion control is BBR here: once it has measured the link by larger arrays, it holds back what does not fit into 64 KiB at once. The last row is the
 third one after that.
 
 Each time, and each ratio, is the median of those that several programs found, one after the other. In each program the three take turns.

@@ -1,4 +1,4 @@
-"""Write docs/peers.md; with --try, try the laws on the libraries of this environment first."""
+"""Write docs/evidence/peers.md; with --try, try the laws on the libraries of this environment first."""
 
 from __future__ import annotations
 

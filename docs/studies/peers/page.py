@@ -1,4 +1,4 @@
-"""docs/peers.md: what each library came to when the script last ran."""
+"""docs/evidence/peers.md: what each library came to when the script last ran."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from docs.studies.peers.laws import ANY_LIBRARY, DISAGREEMENTS, OF_ARRAYCOMM
 
-PAGE: Final = Path(__file__).resolve().parents[2] / "peers.md"
+PAGE: Final = Path(__file__).resolve().parents[2] / "evidence" / "peers.md"
 RESULTS: Final = Path(__file__).with_name("results.json")
 TEXT: Final = Path(__file__).with_name("page.txt")
 
