@@ -60,7 +60,7 @@ _packages: dict[str, str] = {}
 
 
 def is_ours(filename: str) -> bool:
-    """Tell whether a file of Python code belongs to the library."""
+    """Return whether a file of Python code belongs to the library."""
     return filename.startswith(_OURS) and not filename.startswith(_USERS_FILES)
 
 
@@ -106,7 +106,7 @@ def user_level() -> int:
 
 
 def raised_by_us(error: BaseException) -> bool:
-    """Tell whether a `raise` statement of the library raised an error, with only its code between.
+    """Return whether a `raise` statement of the library raised an error, with only its code between.
 
     An error of a function that the library was given is not the library's. Neither is an error of a
     C function: the traceback ends in library code, but at a call.
@@ -176,7 +176,7 @@ def _is_hidden(filename: str) -> bool:
 
 
 def _is_inside(error: BaseException) -> bool:
-    """Tell whether an error was caught in the library."""
+    """Return whether an error was caught in the library."""
     return error.__traceback__ is not None and _step_is_ours(error.__traceback__)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Any, Final, Self
-from weakref import WeakKeyDictionary
 
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.runner import Runner
@@ -183,7 +182,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         made = type(self)(groups.shrink(self._runner))
         old, new = self._runner.group, made._runner.group
         for group in old.related:
-            _successors[group] = made
+            group.kept[_SUCCESSOR] = made
         replace_root(old, new)
         return made
 
@@ -770,13 +769,13 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         return self._runner.statistics.by_name()
 
 
-# The communicators that replace groups with dead ranks: see `shrink`.
-_successors: Final[WeakKeyDictionary[Group, Communicator]] = WeakKeyDictionary()
+# What a group with dead ranks keeps: the communicator that replaces it, see `shrink`.
+_SUCCESSOR: Final = "successor"
 
 
 def latest(comm: Communicator) -> Communicator:
     """Return the communicator by which `shrink` has replaced this one, or this one."""
-    while (successor := _successors.get(runner_of(comm).group)) is not None:
+    while (successor := group_of(comm).kept.get(_SUCCESSOR)) is not None:
         comm = successor
     return comm
 

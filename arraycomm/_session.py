@@ -218,7 +218,7 @@ def world() -> Communicator:
 
 @entry
 def is_initialized() -> bool:
-    """Tell whether `init` was called (and `finalize` was not)."""
+    """Return whether `init` was called (and `finalize` was not)."""
     return _session.world is not None
 
 

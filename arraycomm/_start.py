@@ -73,7 +73,7 @@ def _refuse_hidden_launcher() -> None:
 
 
 def _connects(launch: _launch.Launch | None) -> bool:
-    """Tell whether a launcher connects its processes by MPI, as far as the environment says."""
+    """Return whether a launcher connects its processes by MPI, as far as the environment says."""
     if launch is None or launch.launcher != _launch.SRUN:
         return launch is not None
     # srun starts any program. Who says where the processes are to meet wants no MPI.

@@ -308,7 +308,7 @@ def _parts_of(number: int, step: Step, groups: list[Groups], rank: int) -> list[
 
 
 def _may_pass(part: Part, before: Part, groups: list[Groups], rank: int) -> bool:
-    """Tell whether a request may be started before a call that comes before it."""
+    """Return whether a request may be started before a call that comes before it."""
     step, other = part.step, before.step
     if isinstance(other, Wait):
         return True

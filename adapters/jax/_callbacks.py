@@ -36,7 +36,7 @@ class Callback(DelaysErrors):
         self._place, self._count = place, count
 
     def takes_place(self, comm: Any) -> bool:
-        """Tell whether this is a call over a communicator, which ranks compare."""
+        """Return whether this is a call over a communicator, which ranks compare."""
         return self._comm is comm
 
     def __call__(self, _: Any, *buffers: Any) -> tuple[()]:

@@ -121,7 +121,7 @@ def select(inputs: Sequence[Any], used: Sequence[bool]) -> list[Any]:
 
 
 def is_elsewhere(part: Any) -> bool:
-    """Tell whether a leaf stands for one that another rank keeps."""
+    """Return whether a leaf stands for one that another rank keeps."""
     return isinstance(part, Elsewhere)
 
 

@@ -64,7 +64,7 @@ class Call(abc.ABC):
         """Return what makes the call; may be collective when a communicator is first used."""
 
     def is_identity(self, comm: ac.Communicator) -> bool:
-        """Tell whether this rank's results are its arguments, and no other rank takes part."""
+        """Return whether this rank's results are its arguments, and no other rank takes part."""
         return False
 
     def pull_back(self, cotangents: Sequence[Any], comm: ac.Communicator) -> Sequence[Any]:
@@ -184,7 +184,7 @@ def _aliases(arrays: Sequence[Any]) -> dict[int, int]:
 
 
 def _stays_the_callers(x: Any) -> bool:
-    """Tell whether a value is an argument of the program that was not donated: XLA would copy it first."""
+    """Return whether a value is an argument of the program that was not donated: XLA would copy it first."""
     if not isinstance(x, ir.BlockArgument):
         return False
     function: Any = x.owner.owner

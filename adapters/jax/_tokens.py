@@ -70,7 +70,7 @@ class ProgramToken:
         self.array: Any = None
 
     def is_on(self, devices: Sequence[Any]) -> bool:
-        """Tell whether the array is on these devices, which are one."""
+        """Return whether the array is on these devices, which are one."""
         return self.array is not None and list(self.array.sharding.device_set) == list(devices)
 
     def receive(self, array: Any) -> None:
@@ -109,7 +109,7 @@ class ProgramToken:
         return True
 
     def has_failed(self) -> bool:
-        """Tell whether the program whose callback this is has raised: it is to end without further calls."""
+        """Return whether the program whose callback this is has raised: it is to end without further calls."""
         return bool(self._errors) and self._dispatcher() in self._errors
 
     def _dispatcher(self) -> int | None:
@@ -130,7 +130,7 @@ class ProgramToken:
         self.array._replace_with(array)
 
     def orders(self, executable: Any) -> bool:
-        """Tell whether a program has the effect and no other, and is on the device of the array."""
+        """Return whether a program has this effect alone, and is on the device of the array."""
         call = getattr(executable, "unsafe_call", None)
         return (
             isinstance(call, pxla.ExecuteReplicated)
@@ -232,7 +232,7 @@ def _dispatch_without_python(token: ProgramToken) -> None:
 
 
 def _ends(executable: Any) -> bool:
-    """Tell whether a program ends whatever its calls return, also if they have failed."""
+    """Return whether a program ends whatever its calls return, also if they have failed."""
     return not any(
         _LOOP.search(part.to_string()) for part in executable.xla_executable.hlo_modules()
     )

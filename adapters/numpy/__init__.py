@@ -103,7 +103,7 @@ def _signature_of(method: Any) -> inspect.Signature | None:
 
 
 def _takes_state(method: Any) -> bool:
-    """Tell whether the argument after the gradients is the optimizer's state."""
+    """Return whether the argument after the gradients is the optimizer's state."""
     signature = _signature_of(method)
     names = [] if signature is None else list(signature.parameters)
     return len(names) > 2 and "state" in names[2]

@@ -159,7 +159,7 @@ class Sharding:
         return value
 
     def _fit(self, items: Sequence[Any]) -> bool:
-        """Tell whether these may belong to the parameters, one to each."""
+        """Return whether these may belong to the parameters, one to each."""
         pairs = zip(items, self._specs, strict=True)
         return bool(items) and all(self._fits(item, shape) for item, (_, shape) in pairs)
 
@@ -192,7 +192,7 @@ def set_state(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Tell whether two ranks have the same value, which may have arrays in it."""
+    """Return whether two ranks have the same value, which may have arrays in it."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

@@ -320,7 +320,7 @@ class _Steps:
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a step runs inside a step, as `super().step()` in a class that overrides it.
+    """Return whether a step runs inside a step, as `super().step()` in a class that overrides it.
 
     Torch calls the hooks for each of the two. A step that an exception ended is not running.
     """

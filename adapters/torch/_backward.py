@@ -68,7 +68,7 @@ class Backward:
             self.waiting[bucket] -= 1
 
     def has_ready_bucket(self) -> bool:
-        """Tell whether the next bucket, if it is not the last, can be started."""
+        """Return whether the next bucket, if it is not the last, can be started."""
         following = len(self.requests)
         if self.local or self.joined or self.repeated or not self.overlaps:
             return False

@@ -36,7 +36,7 @@ def check_unchanged(parameters: Parameters, why: str) -> None:
 
 
 def _is_in_scaler() -> bool:
-    """Tell whether a `GradScaler` takes this step."""
+    """Return whether a `GradScaler` takes this step."""
     scaler = running(GradScaler.step)
     return scaler is not None and bool(scaler.is_enabled())
 

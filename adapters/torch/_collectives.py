@@ -222,7 +222,7 @@ def call(
 
 
 def _may_be_recorded(collective: Collective, x: torch.Tensor | None, state: CallState) -> bool:
-    """Tell whether torch may record this call on any rank, if all ranks have the same modes."""
+    """Return whether torch may record this call on any rank, if all ranks have the same modes."""
     without_gradients = (
         collective.all_know_dtype
         and x is not None

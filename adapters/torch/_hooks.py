@@ -211,7 +211,7 @@ class BackwardReducer:
 
 
 def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a pass and its reductions take less time together than one after the other.
+    """Return whether a pass and its reductions take less time together than one after the other.
 
     On one node, reductions are copies and sums. If no core is left for them, they hold up the passes
     of all ranks by more than they take.

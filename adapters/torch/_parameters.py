@@ -111,7 +111,7 @@ class Parameters:
         self.gradients.compressor.forget()
 
     def is_pending(self) -> bool:
-        """Tell whether this rank has gradients that are not reduced."""
+        """Return whether this rank has gradients that are not reduced."""
         pairs = zip(self.slots, self.grads, strict=True)
         return self.gradients.has_sums or any(
             grad is not None and not slot.is_settled(grad) for slot, grad in pairs
@@ -147,7 +147,7 @@ class Parameters:
     # Steps
 
     def are_zeroed(self, numbers: Iterable[int]) -> bool:
-        """Tell whether the gradients of these parameters are None or zeros by now."""
+        """Return whether the gradients of these parameters are None or zeros by now."""
         return all(self.slots[n].was_zeroed(self.tensors[n].grad) for n in numbers)
 
     def note_skipped(self) -> None:

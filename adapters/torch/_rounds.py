@@ -140,5 +140,5 @@ class BucketRounds:
 
 
 def _need_comparison(places: Sequence[Any]) -> bool:
-    """Tell whether gradients may differ between ranks since they have been reduced."""
+    """Return whether gradients may differ between ranks since they have been reduced."""
     return any(p.replaced for p in places) or len({p.changed for p in places}) > 1

@@ -64,7 +64,7 @@ def _name(kind: type) -> str:
 
 
 def _is_known(kind: type) -> bool:
-    """Tell whether this is one of torch's classes, or does what one of them does."""
+    """Return whether this is one of torch's classes, or does what one of them does."""
     for number, base in enumerate(kind.__mro__):
         if base.__name__ in _PER_PARAMETER and base is getattr(torch.optim, base.__name__, None):
             return not any(_overrides(each, base) for each in kind.__mro__[:number])
@@ -72,7 +72,7 @@ def _is_known(kind: type) -> bool:
 
 
 def _overrides(kind: type, base: type) -> bool:
-    """Tell whether a class replaces a method of torch's; torch itself wraps `step` in each."""
+    """Return whether a class replaces a method of torch's; torch itself wraps `step` in each."""
     return any(
         inspect.unwrap(value) is not inspect.unwrap(getattr(base, name))
         for name, value in vars(kind).items()

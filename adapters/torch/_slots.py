@@ -73,22 +73,22 @@ class Slot:
         self._writable: Any = None
 
     def _is_result(self, grad: torch.Tensor | None) -> bool:
-        """Tell whether a gradient is the tensor that the last reduction has left."""
+        """Return whether a gradient is the tensor that the last reduction has left."""
         return grad is not None and self._result is not None and self._result() is grad
 
     def is_reduced(self, grad: torch.Tensor) -> bool:
-        """Tell whether a gradient has been reduced, and maybe changed since."""
+        """Return whether a gradient has been reduced, and maybe changed since."""
         return self.reduced or self._is_result(grad)
 
     def is_stale(self, grad: torch.Tensor | None) -> bool:
-        """Tell whether a gradient may be what was reduced in a step before, if its memory is the same.
+        """Return whether a gradient may be what was reduced in a step before, if its memory is the same.
 
         Gradients may have been written into it since; torch counts not all ways to do so.
         """
         return grad is not None and not self.reduced and self._is_result(grad)
 
     def is_settled(self, grad: torch.Tensor) -> bool:
-        """Tell whether a gradient has been reduced, in this step or before."""
+        """Return whether a gradient has been reduced, in this step or before."""
         return self.reduced or self.is_stale(grad)
 
     def judge_stale(self, *, same: bool) -> None:
@@ -98,11 +98,11 @@ class Slot:
             self._result = None
 
     def is_replaced(self, grad: torch.Tensor | None) -> bool:
-        """Tell whether something else has been assigned to `.grad` after it was reduced in this step."""
+        """Return whether something else has become `.grad` after it was reduced in this step."""
         return self.replaced or (self.reduced and not self._is_result(grad))
 
     def is_changed(self, grad: torch.Tensor | None) -> bool:
-        """Tell whether `.grad` has been written to after it was reduced in this step."""
+        """Return whether `.grad` has been written to after it was reduced in this step."""
         return self.reduced and grad is not None and writes_to(grad) != self.version
 
     def forget_reduced(self, grad: torch.Tensor | None) -> None:
@@ -112,7 +112,7 @@ class Slot:
         self.reduced = self.replaced = False
 
     def was_zeroed(self, grad: torch.Tensor | None) -> bool:
-        """Tell whether a gradient has been set to None or zeros since this slot last saw it."""
+        """Return whether a gradient has been set to None or zeros since this slot last saw it."""
         if grad is None:
             return True
         seen = self._result is None or self._result() is grad
@@ -187,7 +187,7 @@ class Slot:
         self.sent = self.shown = None
 
     def was_written(self) -> bool:
-        """Tell whether the gradient that is being reduced has been written to meanwhile."""
+        """Return whether the gradient that is being reduced has been written to meanwhile."""
         return self.sent is not None and writes_to(self.sent) != self.sent_version
 
     def settle(self, parameter: torch.Tensor, reduced: torch.Tensor | None) -> None:
@@ -311,7 +311,7 @@ def _memory_of(grad: torch.Tensor) -> int:
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
-    """Tell whether no other tensor and no other library has the memory of a tensor."""
+    """Return whether no other tensor and no other library has the memory of a tensor."""
     if tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
@@ -320,12 +320,12 @@ def is_alone(tensor: torch.Tensor) -> bool:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    """Tell whether another tensor has the memory of a tensor, if it is dense."""
+    """Return whether another tensor has the memory of a tensor, if it is dense."""
     return tensor.layout is torch.strided and bool(_uses_of(_memory_of(tensor)) != _ONE_TENSOR)
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
-    """Tell whether a gradient can be reduced at all; see `_check_gradient`."""
+    """Return whether a gradient can be reduced at all; see `_check_gradient`."""
     return grad.layout is torch.strided and not grad.requires_grad
 
 

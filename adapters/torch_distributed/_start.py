@@ -96,7 +96,7 @@ def _of_some(options: Any, ranks: list[int]) -> ac.Communicator:
 
 
 def _launched() -> bool:
-    """Tell whether an MPI launcher has started this process."""
+    """Return whether an MPI launcher has started this process."""
     return detect(os.environ) is not None
 
 

@@ -29,7 +29,7 @@ class _Awaitable(Work):
         self._error: BaseException | None = None
 
     def finished(self) -> bool:
-        """Tell whether the work has ended, with an error or without."""
+        """Return whether the work has ended, with an error or without."""
         raise NotImplementedError
 
     def block(self, seconds: float | None) -> None:
@@ -54,11 +54,11 @@ class _Awaitable(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Tell whether the work has ended, with an error or without."""
+        """Return whether the work has ended, with an error or without."""
         return self.finished()
 
     def is_success(self) -> bool:
-        """Tell whether the work has ended without an error."""
+        """Return whether the work has ended without an error."""
         return self.finished() and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -104,7 +104,7 @@ class Call(_Awaitable):
             settled.set_result(None)
 
     def finished(self) -> bool:
-        """Tell whether the call has ended, with an error or without."""
+        """Return whether the call has ended, with an error or without."""
         return self._ended.is_set()
 
     def block(self, seconds: float | None) -> None:

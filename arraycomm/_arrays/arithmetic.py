@@ -21,12 +21,12 @@ _KNOWN: Final = frozenset(("torch", "torchvision"))
 
 
 def numpy_subclass_has_own(kind: type) -> bool:
-    """Tell whether a subclass of NumPy's arrays has arithmetic of its own."""
+    """Return whether a subclass of NumPy's arrays has arithmetic of its own."""
     return any(getattr(kind, name) is not getattr(np.ndarray, name) for name in _OF_NUMPY)
 
 
 def torch_subclass_has_own(kind: type) -> bool:
-    """Tell whether a subclass of torch's tensors has arithmetic of its own."""
+    """Return whether a subclass of torch's tensors has arithmetic of its own."""
     torch: Any = sys.modules["torch"]
     if kind.__module__.partition(".")[0] in _KNOWN:
         return False
@@ -40,7 +40,7 @@ def _function(kind: Any) -> Any:
 
 
 def foreign_has_own(x: Any) -> bool:
-    """Tell whether an object of no framework has arithmetic of its own."""
+    """Return whether an object of no framework has arithmetic of its own."""
     return any(hasattr(type(x), name) for name in (*_OF_NUMPY, _OF_TORCH))
 
 

@@ -47,7 +47,7 @@ class working_on:  # noqa: N801
 
 
 def in_use(device: int) -> bool:
-    """Tell whether this process has a context on a device; true if CUDA does not tell."""
+    """Return whether this process has a context on a device; true if CUDA does not tell."""
     library = driver()
     if library is None:
         return True

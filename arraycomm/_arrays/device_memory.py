@@ -93,7 +93,7 @@ class DeviceBuffer:
         return made
 
     def shares(self, other: DeviceBuffer) -> bool:
-        """Tell whether the two buffers overlap."""
+        """Return whether the two buffers overlap."""
         first, last = sorted((self, other), key=lambda buffer: buffer.address)
         return bool(first.nbytes and last.nbytes) and first.address + first.nbytes > last.address
 
@@ -102,7 +102,7 @@ class Event(Protocol):
     """A point in the order of a stream."""
 
     def done(self) -> bool:
-        """Tell whether the device has reached it. Raises `TransportError` if CUDA reports an error."""
+        """Return whether the device has reached it. Raises `TransportError` for an error of CUDA."""
 
     def wait_on(self, stream: int) -> None:
         """Have another stream wait for it; the host does not wait."""

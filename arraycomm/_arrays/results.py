@@ -87,7 +87,7 @@ def _check_writable(found: BufferView, copies_back: bool) -> None:
 
 
 def _overlaps_itself(array: Array) -> bool:
-    """Tell whether two elements may share memory: no slice, transpose or diagonal does this."""
+    """Return whether two elements may share memory: no slice, transpose or diagonal does this."""
     if array.flags.forc or not array.size:
         return False
     reach = array.itemsize

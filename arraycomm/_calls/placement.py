@@ -207,7 +207,7 @@ class Destination(NamedTuple):
     must_not_alias: bool = False
 
     def takes(self, memory: Flat) -> bool:
-        """Tell whether a result can be written straight into the memory of `out`."""
+        """Return whether a result can be written straight into the memory of `out`."""
         source = self.source
         if source is None or not overlap(memory, source):
             return True

@@ -216,7 +216,7 @@ class SmallAllreduce(FastPath):
         return self._reduce_viewed(x, out)
 
     def _fits(self, into: Array | None) -> bool:
-        """Tell whether a result can be written to this memory."""
+        """Return whether a result can be written to this memory."""
         return (
             into is not None
             and into.dtype == self._dtype
@@ -293,7 +293,7 @@ class LargeAllreduce(FastPath):
         return to_framework(target, source) if into is None else commit_out(into)
 
     def _is_plain(self, x: Array, out: Array) -> bool:
-        """Tell whether arrays need not be looked at more closely: x has the dtype and the shape of this path."""
+        """Return whether arrays need not be looked at more closely: x has the dtype and the shape of this path."""
         return (
             out.dtype == self._dtype
             and out.shape == self._shape

@@ -15,7 +15,7 @@ import operator
 import os
 from functools import cache
 from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 import numpy as np
 
@@ -86,33 +86,31 @@ class _Blocks:
         return list(rows.view(flat.dtype))
 
 
-# The blocks of groups whose ranks have called `empty`.
-_blocks: Final[WeakKeyDictionary[Link, _Blocks]] = WeakKeyDictionary()
-
-
 def exist(link: Link) -> bool:
-    """Tell whether `empty` has shared memory on this group; every rank gets the same answer."""
-    return link in _blocks
+    """Return whether `empty` has shared memory on this group; every rank gets the same answer."""
+    return _Blocks in link.kept
 
 
 def place_of(link: Link, source: Flat, target: Flat) -> int:
     """Return a digest of where an array and its result lie; 0 if they are to be reduced as others."""
-    found = _blocks[link].find(source) if holds(link, source) else None
+    found = link.kept[_Blocks].find(source) if holds(link, source) else None
     if found is None:
         return 0
-    into = _blocks[link].find(target)
+    into = link.kept[_Blocks].find(target)
     # Without a common result each rank folds everything.
-    whole = link.size <= _MAX_WHOLE_FOLDS and _blocks[link].alive[found[0]].native
+    whole = link.size <= _MAX_WHOLE_FOLDS and link.kept[_Blocks].alive[found[0]].native
     return digest(found, into) if into is not None or whole else 0
 
 
 def holds(link: Link, source: Flat) -> bool:
-    """Tell whether an array lies in memory that the ranks of this group share."""
-    return link in _blocks and source.nbytes > 0 and _blocks[link].find(source) is not None
+    """Return whether an array lies in memory that the ranks of this group share."""
+    return (
+        _Blocks in link.kept and source.nbytes > 0 and link.kept[_Blocks].find(source) is not None
+    )
 
 
 def same_place(place: int, agreement: Agreement) -> bool:
-    """Tell whether the arrays of all ranks lie at this place."""
+    """Return whether the arrays of all ranks lie at this place."""
     return place != 0 and all(other == place for other in agreement.free_words())
 
 
@@ -122,7 +120,7 @@ def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
     A rank folds one slice, for all ranks, if the targets lie at one place too, and everything if not. The
     headers have told it that all ranks are here; a step tells it that they need its memory no more.
     """
-    blocks, dtype, count = _blocks[link], source.dtype, len(source)
+    blocks, dtype, count = link.kept[_Blocks], source.dtype, len(source)
     rows, outs, own = blocks.rows(source), [target], range(count)
     if blocks.find(target) is not None:
         outs = blocks.rows(target)
@@ -172,7 +170,7 @@ class Empty(Operation):
         memory, native = yield from share(transport, nbytes if nbytes <= _node_bytes() else 0)
         if memory is None:
             return
-        blocks = _blocks.setdefault(transport, _Blocks())
+        blocks = transport.kept.setdefault(_Blocks, _Blocks())
         row = blocks.add(memory, transport.rank, transport.size, native=native)
         self._array = np.ndarray(self._shape, self._dtype, row)
 

@@ -80,7 +80,7 @@ def device_of(x: Any) -> int | None:
 
 
 def on_cuda(x: Any) -> bool:
-    """Tell whether `x` is an array on a CUDA device; nothing is imported or copied."""
+    """Return whether `x` is an array on a CUDA device; nothing is imported or copied."""
     return device_of(x) is not None
 
 

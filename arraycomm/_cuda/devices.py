@@ -399,7 +399,7 @@ class _Watch:
     look : callable
         Looks at the devices of a communicator.
     busy : callable
-        Tells whether there is anything left to look at.
+        Returns whether there is anything left to look at.
     """
 
     def __init__(

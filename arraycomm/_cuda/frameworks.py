@@ -68,7 +68,7 @@ class Framework(abc.ABC):
         """Return the streams in which arrays are used now."""
 
     def captures(self, device: int) -> bool:
-        """Tell whether a CUDA graph is captured from what is put on the current stream."""
+        """Return whether a CUDA graph is captured from what is put on the current stream."""
         return False
 
     @abc.abstractmethod

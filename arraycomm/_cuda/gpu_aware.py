@@ -16,7 +16,7 @@ _VALUES: Final = {"1": True, "true": True, "0": False, "false": False}
 
 
 def gpu_aware() -> bool:
-    """Tell whether device memory may be handed to MPI.
+    """Return whether device memory may be handed to MPI.
 
     `ARRAYCOMM_GPU_AWARE_MPI` decides if it is set. Otherwise the library is asked, which is only
     possible between `MPI_Init` and `MPI_Finalize`; before and after, the answer is no.

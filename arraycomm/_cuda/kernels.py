@@ -150,7 +150,7 @@ class Kernels:
 
 
 def _packed(dtype: DType, addresses: Sequence[int]) -> bool:
-    """Tell whether all memory is aligned for packs; raise if it is not aligned for elements.
+    """Return whether all memory is aligned for packs; raise if it is not aligned for elements.
 
     A kernel that touches misaligned memory makes every later CUDA call of the process fail.
     """

@@ -250,7 +250,7 @@ class Comm:
         return rank.value, size.value
 
     def in_progress(self) -> bool:
-        """Tell whether the last operation is in progress; raise the error of any so far."""
+        """Return whether the last operation is in progress; raise the error of any so far."""
         state = ctypes.c_int()
         with self._in_use() as functions:
             self._library.check(functions.ncclCommGetAsyncError(self._handle, ctypes.byref(state)))

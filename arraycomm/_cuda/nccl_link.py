@@ -206,7 +206,7 @@ class NcclLink(DeviceLink):
 
 
 def lets_share() -> bool:
-    """Tell whether this rank's NCCL is set to let ranks share a device."""
+    """Return whether this rank's NCCL is set to let ranks share a device."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 

@@ -22,7 +22,7 @@ def order(memory: DeviceMemory, first: Iterable[int], then: Iterable[int]) -> No
 
 
 def is_same(stream: int, other: int) -> bool:
-    """Tell whether two handles name one stream; 0 and 1 both name the legacy default stream."""
+    """Return whether two handles name one stream; 0 and 1 both name the legacy default stream."""
     return stream == other or {stream, other} == {0, 1}
 
 

@@ -16,7 +16,7 @@ _ABOVE_TIE = 1.5 * 2.0**-53
 
 
 def in_ieee_mode() -> bool:
-    """Tell whether this thread rounds to nearest even and keeps subnormal numbers."""
+    """Return whether this thread rounds to nearest even and keeps subnormal numbers."""
     return (
         _SMALLEST * _ONE != 0.0
         and _SMALLEST_NORMAL * 0.5 != 0.0

@@ -51,12 +51,12 @@ TORCHRUN: Final = ("WORLD_SIZE", "RANK")
 
 
 def by_torchrun(environment: Mapping[str, str]) -> bool:
-    """Tell whether the environment is that which torchrun makes."""
+    """Return whether the environment is that which torchrun makes."""
     return all(environment.get(name) for name in (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT"))
 
 
 def has_process_manager(environment: Mapping[str, str]) -> bool:
-    """Tell whether the launcher has set what an MPI needs to connect its processes."""
+    """Return whether the launcher has set what an MPI needs to connect its processes."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "PMI_FD")
     return any(name in environment for name in names)
 

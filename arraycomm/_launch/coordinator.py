@@ -79,7 +79,7 @@ def local_name(place: Place) -> str:
 
 
 def is_own(connection: socket.socket) -> bool:
-    """Tell whether the other side of a local connection is a process of the same user."""
+    """Return whether the other side of a local connection is a process of the same user."""
     if connection.family != socket.AF_UNIX:
         return True
     size = _CREDENTIALS.size

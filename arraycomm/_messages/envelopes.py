@@ -68,7 +68,7 @@ def start_of(source: BufferView, place: int) -> bytes:
 
 
 def has_room(start: bytes, nbytes: int) -> bool:
-    """Tell whether so many bytes of elements are few enough to follow head and text in the envelope."""
+    """Return whether elements of this size follow head and text in the envelope."""
     return len(start) + nbytes <= NBYTES
 
 

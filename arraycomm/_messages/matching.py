@@ -73,7 +73,7 @@ class Receive:
         return self.source is not None and len(self.tags) == 1
 
     def takes(self, source: int, tag: int) -> bool:
-        """Tell whether a message is one that this receive may get."""
+        """Return whether a message is one that this receive may get."""
         return self.source in (None, source) and tag in self.tags
 
     def begin(self, transport: Transport, source: int, tag: int) -> None:

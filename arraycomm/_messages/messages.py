@@ -344,7 +344,7 @@ class Messenger:
     # In the calling thread
 
     def _is_plain(self, peers: tuple[Any, ...], tag: Any, status: Any, timeout: Any) -> bool:
-        """Tell whether a call with these ranks needs no request: nothing is outstanding or traced."""
+        """Return whether a call with these ranks needs no request: nothing is under way or traced."""
         group = self._group
         for peer in peers:
             if type(peer) is not int or not 0 <= peer < group.size or peer == group.rank:
@@ -578,7 +578,7 @@ def _beside(sent: list[Handle], receiving: Steps, wait: _Wait, dest: int) -> Ste
 
 
 def _may_change(data: Bytes, out: Any) -> bool:
-    """Tell whether elements may change when `out` is written to."""
+    """Return whether elements may change when `out` is written to."""
     try:
         into = view(out, "out")
     except Exception:

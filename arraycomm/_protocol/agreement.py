@@ -112,7 +112,7 @@ def agree(
 
 
 def _may_differ(calls: Sequence[CallDetail]) -> bool:
-    """Tell whether all ranks that call are in one operation, whose trees may differ."""
+    """Return whether all ranks that call are in one operation, whose trees may differ."""
     return all(call.negotiable for call in calls) and len({c.head for c in active(calls)}) == 1
 
 

@@ -268,7 +268,7 @@ class DeadlockWatch:
         return tuple(islice(held, _NAMED))
 
     def _holds(self, call: str, *, message: bool) -> bool:
-        """Tell whether this rank takes part in a call only after its own wait."""
+        """Return whether this rank takes part in a call only after its own wait."""
         name, _, step = call.rpartition(":")
         group = next((group for group in self.reports.groups if group.name == name), None)
         if group is None or not group.engine.idle:
@@ -280,7 +280,7 @@ class DeadlockWatch:
         return group.control.step < int(step) if collective else not message
 
     def _others_may_call(self) -> bool:
-        """Tell whether another thread could make the calls of this rank that others wait for."""
+        """Return whether another thread could make the calls of this rank that others wait for."""
         blocked = self._group.engine.blocked
         return any(self._may_call(t) for t in threading.enumerate() if t.ident != blocked)
 

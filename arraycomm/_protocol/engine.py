@@ -69,7 +69,7 @@ class Engine:
         self.turn: Any = threading.Lock() if compiled is None else compiled.Turn()
 
     def _has_thread(self) -> bool:
-        """Tell whether a thread pushes on what is outstanding."""
+        """Return whether a thread pushes on what is outstanding."""
         return self.threaded and not ProgressThread.refused
 
     @property
@@ -184,7 +184,7 @@ class Engine:
             self.wait_for(partial(self._pushed, task), lambda waited: None)
 
     def _absent(self, handle: Handle | None) -> bool:
-        """Tell whether only absent ranks are waited for: by the handle, and by what is outstanding."""
+        """Return whether only absent ranks are waited for: by the handle, and by what is under way."""
         waiting = [*([handle] if handle else []), *(task.waiting for task in self._active())]
         headers = bool(waiting) and all(isinstance(one, ControlChannel) for one in waiting)
         return headers and self._has_thread()

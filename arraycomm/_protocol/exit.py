@@ -265,7 +265,7 @@ def _note_status() -> None:
 
 
 def mpi_has_peers() -> bool:
-    """Tell whether the program itself communicates over MPI."""
+    """Return whether the program itself communicates over MPI."""
     module = sys.modules.get("mpi4py.MPI")
     alive = module and module.Is_initialized() and not module.Is_finalized()
     return bool(alive and module and module.COMM_WORLD.size > 1)

@@ -66,6 +66,8 @@ class Group:
         self.options = options
         self.name = name
         self.backend = transport.name
+        # What modules above keep for this group, by keys of their own.
+        self.kept: dict[Any, Any] = {}
         self.rank, self.size = transport.rank, transport.size
         # How many bytes of a payload a header can take along.
         self.inline_bytes = transport.control.payload
@@ -162,7 +164,7 @@ class Group:
     # The end
 
     def at_rest(self) -> bool:
-        """Tell whether this rank has nothing under way, so that the transport may be freed."""
+        """Return whether this rank has nothing under way, so that the transport may be freed."""
         return self.engine.idle and self.control.done() and not self.unfinished
 
     def end(self, error: BaseException) -> None:

@@ -115,7 +115,7 @@ class Headers:
         return words[field::stride].tolist() if stride else [words[field]] * self.size
 
     def agree(self) -> bool:
-        """Tell whether all ranks show the same."""
+        """Return whether all ranks show the same."""
         return not self.stride or len(set(self._all(_DIGEST))) == 1
 
     def statuses(self) -> list[Status]:
@@ -244,7 +244,7 @@ def with_words(prefix: bytes, length: int, further: Sequence[int] = ()) -> bytes
 
 
 def has_room_for(dtype: DType, shape: tuple[int, ...]) -> bool:
-    """Tell whether a header has room for this dtype and shape; see `Headers.array`."""
+    """Return whether a header has room for this dtype and shape; see `Headers.array`."""
     return dtype in BY_DTYPE and len(shape) <= MAX_DIMS
 
 

@@ -23,12 +23,12 @@ def leave_in_step(control: ControlChannel, text: str) -> Generator[Handle, None,
 
 
 def all_left(control: ControlChannel) -> bool:
-    """Tell whether every rank has come to the step of `leave_in_step`."""
+    """Return whether every rank has come to the step of `leave_in_step`."""
     return all(status is Status.LEAVING for status in Headers(control).statuses())
 
 
 def all_left_well(control: ControlChannel) -> bool:
-    """Tell whether the step of `leave_in_step` showed every rank leaving without a failure."""
+    """Return whether the step of `leave_in_step` showed every rank leaving without a failure."""
     headers = Headers(control)
     return all(
         status is Status.LEAVING and headers.payload_bytes(rank) == 0

@@ -127,7 +127,7 @@ class ProgressThread:
         return True
 
     def _has_programs(self) -> bool:
-        """Tell whether there are programs, after a moment in which one may come; if not, the thread ends."""
+        """Return whether there are programs, after a moment in which one may come; if not, the thread ends."""
         with self._state:
             if self._active():
                 return True
@@ -153,7 +153,7 @@ class ProgressThread:
         return nap_of(waited, aside=True)
 
     def _moves(self) -> bool:
-        """Tell whether data is under way, or has been until a moment ago."""
+        """Return whether data is under way, or has been until a moment ago."""
         now = clock.now()
         return any(
             now - program.since

@@ -81,12 +81,12 @@ def cut(data: Bytes) -> list[Bytes]:
 
 
 def fit(nbytes: int) -> bool:
-    """Tell whether one movement can take so many bytes."""
+    """Return whether one movement can take so many bytes."""
     return nbytes <= MAX_BYTES
 
 
 def overlap(one: Flat, other: Flat) -> bool:
-    """Tell whether two pieces of contiguous memory have a byte in common."""
+    """Return whether two pieces of contiguous memory have a byte in common."""
     if isinstance(one, DeviceBuffer) and isinstance(other, DeviceBuffer):
         return one.shares(other)
     return not isinstance(one, DeviceBuffer) and bool(np.may_share_memory(one, other))

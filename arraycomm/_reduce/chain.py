@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from math import isqrt
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -55,7 +54,7 @@ _LARGE: Final = 8 << 20
 
 
 def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> bool:
-    """Tell whether elements of these dtypes are better reduced along a chain of nodes than by slices."""
+    """Return whether elements of these dtypes are better reduced along a chain than by slices."""
     chain = transport.chain
     if chain is None:
         return False
@@ -64,7 +63,7 @@ def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> 
 
 
 def is_quicker(nbytes: int, nodes: int, lanes: int, widest: int) -> bool:
-    """Tell whether a chain is quicker than slices, on so many nodes of so many ranks.
+    """Return whether a chain is quicker than slices, on so many nodes of so many ranks.
 
     By slices, a node gets the elements of all ranks for the slices of its own, and further slices of the result.
     Along the chain it gets a total, which is `widest` times as wide as the elements, and the result: of two nodes
@@ -252,24 +251,20 @@ class _Call:
             self._sent[place] = self._chain.send(memory.sent_results[place], self._chain.before)
 
 
-# The segments of transports, or None for those that cannot have one.
-_opened: Final[WeakKeyDictionary[Transport, ChainSegment | None]] = WeakKeyDictionary()
-
-
 def segment_of(transport: Link) -> Steps:
     """Return the segment of a transport's chain, opened by the first call; collective.
 
     None, on every rank, if the ranks of a node cannot open it.
     """
     assert isinstance(transport, Transport)
-    if transport not in _opened:
-        _opened[transport] = yield from _open(transport)
-    return _opened[transport]
+    if ChainSegment not in transport.kept:
+        transport.kept[ChainSegment] = yield from _open(transport)
+    return transport.kept[ChainSegment]
 
 
 def opened(transport: Transport) -> bool:
-    """Tell whether the segment of a transport has been opened."""
-    return _opened.get(transport) is not None
+    """Return whether the segment of a transport has been opened."""
+    return transport.kept.get(ChainSegment) is not None
 
 
 def _open(transport: Transport) -> Steps:

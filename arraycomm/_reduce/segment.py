@@ -14,7 +14,6 @@ from functools import partial
 from itertools import chain, islice, repeat
 from time import perf_counter
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -299,12 +298,8 @@ class MemoryOpened(Detail):
     native: bool
 
 
-# The segments of links, or None for those that cannot have one.
-_opened: Final[WeakKeyDictionary[Link, SharedSegment | None]] = WeakKeyDictionary()
-
-
 def is_preferred(link: Link, nbytes: int) -> bool:
-    """Tell whether so many bytes are better reduced through a segment, if all ranks have the native part.
+    """Return whether so many bytes are better reduced through a segment, if all ranks have the native part.
 
     See `SharedSegment.native` and `is_quicker`.
     """
@@ -313,7 +308,7 @@ def is_preferred(link: Link, nbytes: int) -> bool:
 
 
 def is_quicker(nbytes: int, size: int) -> bool:
-    """Tell whether a segment is quicker than the transport's movements, as was measured with up to 8 ranks."""
+    """Return whether a segment is quicker than the transport's movements, as was measured with up to 8 ranks."""
     return nbytes <= _CHUNK_BYTES or size <= _MEASURED_RANKS
 
 
@@ -328,19 +323,20 @@ def segment_of(link: Link) -> Steps:
 
     None, on every rank, if the ranks do not share memory or one of them cannot open it.
     """
-    if link not in _opened:
-        _opened[link] = (yield from _open(link)) if isinstance(link, Transport) else None
-    return _opened[link]
+    if SharedSegment not in link.kept:
+        found = (yield from _open(link)) if isinstance(link, Transport) else None
+        link.kept[SharedSegment] = found
+    return link.kept[SharedSegment]
 
 
 def opened(transport: Transport) -> SharedSegment | None:
     """Return the segment of a transport if it has been opened."""
-    return _opened.get(transport)
+    return transport.kept.get(SharedSegment)
 
 
 def forbid_segment(transport: Transport) -> None:
     """Have a transport do without a segment; every rank calls this."""
-    _opened[transport] = None
+    transport.kept[SharedSegment] = None
 
 
 def _open(transport: Transport) -> Steps:

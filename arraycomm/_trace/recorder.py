@@ -223,7 +223,7 @@ class Recorder:
 
 
 def is_known(error: BaseException | None) -> bool:
-    """Tell whether a call that was recorded has raised an error, or one that led to it."""
+    """Return whether a call that was recorded has raised an error, or one that led to it."""
     while error is not None:
         if _KNOWN in vars(error):
             return True

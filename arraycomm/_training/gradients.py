@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol, Self
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from arraycomm._calls.operation import Context
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
-from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Settings
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
 from arraycomm._training.compression import Compression
@@ -53,12 +52,10 @@ class _Registry:
         self.join: Joinable | None = None
 
 
-_registries: WeakKeyDictionary[Group, _Registry] = WeakKeyDictionary()
-
-
 def registry_of(comm: Communicator) -> _Registry:
     """Return the registry of a communicator's optimizers."""
-    return _registries.setdefault(group_of(comm), _Registry())
+    registry: _Registry = group_of(comm).kept.setdefault(_Registry, _Registry())
+    return registry
 
 
 class Gradients:

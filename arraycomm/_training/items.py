@@ -100,7 +100,7 @@ class _Rows:
 
 
 def _is_iterable_only(data: Any) -> bool:
-    """Tell whether this is torch's IterableDataset, whose `__getitem__` only raises."""
+    """Return whether this is torch's IterableDataset, whose `__getitem__` only raises."""
     return any(
         kind.__name__ == "IterableDataset" and kind.__module__.startswith("torch.")
         for kind in type(data).__mro__

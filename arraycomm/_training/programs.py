@@ -9,14 +9,12 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 from arraycomm._collectives.fast_path import FastPaths
 from arraycomm._collectives.groups import hide
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._messages.matching import Status
 from arraycomm._messages.messages import TAGS, Messenger
-from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.numbered import NumberedGradients, Numbering
@@ -126,15 +124,13 @@ class ProgramCalls:
         return _At(self._guard.current, place)
 
 
-_calls: Final[WeakKeyDictionary[Group, ProgramCalls]] = WeakKeyDictionary()
-
-
 def calls_of(comm: Communicator) -> ProgramCalls:
     """Return the calls of programs over a communicator; collective when it is first asked for."""
-    group = group_of(comm)
-    if group not in _calls:
-        _calls[group] = ProgramCalls(comm)
-    return _calls[group]
+    kept = group_of(comm).kept
+    if ProgramCalls not in kept:
+        kept[ProgramCalls] = ProgramCalls(comm)
+    calls: ProgramCalls = kept[ProgramCalls]
+    return calls
 
 
 def hidden_dup(shared: Communicator) -> Communicator:

@@ -103,7 +103,7 @@ class Place:
 
 
 def agree_on_place(places: Sequence[Place]) -> bool:
-    """Tell whether the ranks are where they can reduce gradients together."""
+    """Return whether the ranks are where they can reduce gradients together."""
     if len({place.where() for place in places}) > 1:
         return False
     return all(p.stepping for p in places) or not any(p.stepping and p.worked for p in places)

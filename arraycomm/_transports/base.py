@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Generator, Sequence
+from functools import cached_property
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -114,8 +115,13 @@ class Link(abc.ABC):
     def prefixes(self, op: str, dtype: DType, rows: Sequence[Flat], outs: Sequence[Flat]) -> None:
         """Fold the rows 0 to k into `outs[k]`."""
 
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What modules above keep for this link, by keys of their own."""
+        return {}
+
     def native(self, op: str, dtype: DType) -> bool:
-        """Tell whether this link's own `allreduce` gives the promised result of this reduction."""
+        """Return whether this link's own `allreduce` gives the promised result."""
         return False
 
     def allreduce(self, source: Flat, target: Flat, op: str) -> Handle:

@@ -104,7 +104,7 @@ class ControlChannel(_Counts):  # type: ignore[misc]
         """Go on with a step that `native` has begun."""
 
     def done(self) -> bool:
-        """Tell whether every rank has posted the current step; never waits."""
+        """Return whether every rank has posted the current step; never waits."""
         raise NotImplementedError
 
     def missing(self) -> list[int]:

@@ -17,7 +17,7 @@ Bytes = np.ndarray[Any, Any]
 
 
 def is_chain(members: Sequence[Sequence[int]]) -> bool:
-    """Tell whether nodes with these ranks are several, of several ranks each, which follow one another."""
+    """Return whether nodes with these ranks are several, of several ranks each, which follow one another."""
     in_order = [rank for ranks in members for rank in ranks]
     several = len(members) > 1 and min(map(len, members)) > 1
     return several and in_order == sorted(in_order)

@@ -68,7 +68,7 @@ class Fusion:
         self._places = [self._place(slot, sizes[slot.leaf]) for slot in sorted(self._slots)]
 
     def is_of(self, specs: tuple[Spec, ...], bucket_bytes: int) -> bool:
-        """Tell whether it has these leaves, in messages of about so many bytes."""
+        """Return whether it has these leaves, in messages of about so many bytes."""
         return self.bucket_bytes == bucket_bytes and self.specs == specs
 
     def _place(self, slot: LeafSlot, nbytes: int) -> _Place:
@@ -293,7 +293,7 @@ class RecentFusions:
 
 
 def _are_apart(views: Iterable[BufferView | None]) -> bool:
-    """Tell whether no two arrays have a byte in common, as far as the ends of their memory say."""
+    """Return whether no two arrays share a byte, as far as the ends of their memory say."""
     arrays = [view.array for view in views if view is not None and view.array.size]
     ends = sorted(np.lib.array_utils.byte_bounds(array) for array in arrays)
     return all(one[1] <= other[0] for one, other in pairwise(ends))

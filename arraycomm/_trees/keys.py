@@ -30,7 +30,7 @@ class Key(NamedTuple):
 
 
 def are_plain(keys: Iterable[Any]) -> bool:
-    """Tell whether optree sorts these keys, and names them, in the same way on every rank."""
+    """Return whether optree sorts these keys, and names them, in the same way on every rank."""
     kinds = set(map(type, keys))
     return len(kinds) <= 1 and kinds <= {str, int}
 
@@ -116,6 +116,6 @@ def _by_repr(key: Any) -> Key | None:
 
 
 def _has_value(key: Any) -> bool:
-    """Tell whether a key is compared by its value, and not by its identity."""
+    """Return whether a key is compared by its value, and not by its identity."""
     kind: Any = type(key)
     return kind.__eq__ is not object.__eq__ and kind.__hash__ is not object.__hash__

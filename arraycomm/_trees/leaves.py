@@ -129,7 +129,7 @@ def tied(leaves: Sequence[Any], results: list[Any]) -> list[Any]:
 
 
 def _are_same(result: Any, other: Any) -> bool:
-    """Tell whether two results are arrays of the same bits; what is no array is the same as itself alone.
+    """Return whether two results are arrays of the same bits; what is no array is the same as itself alone.
 
     Those of a device are copied to the host for that, but only where a tree has one array twice.
     """

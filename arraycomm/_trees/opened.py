@@ -61,7 +61,7 @@ class Opened(NamedTuple):
 
 
 def stays(leaf: Any) -> bool:
-    """Tell whether a leaf is a function, a class or a random generator, which ranks do not share.
+    """Return whether a leaf is a function, a class or a random generator, which ranks do not share.
 
     A method belongs to an object, and stays if that does.
     """
@@ -79,7 +79,7 @@ def _is_framework_function(leaf: Any) -> bool:
 
 
 def says_contents(leaf: Any) -> bool:
-    """Tell whether the class of a leaf says what is in it."""
+    """Return whether the class of a leaf says what is in it."""
     return hasattr(type(leaf), _METHOD)
 
 

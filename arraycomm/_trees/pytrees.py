@@ -89,7 +89,7 @@ def flatten(tree: Any, name: str = "tree") -> Flat:
 
 
 def is_torch(obj: Any, *names: str) -> bool:
-    """Tell whether `obj` is an instance of a class of torch, given by its dotted name."""
+    """Return whether `obj` is an instance of a class of torch, given by its dotted name."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -298,7 +298,7 @@ class State(NamedTuple):
 
 
 def is_variable(leaf: Any) -> bool:
-    """Tell whether a leaf is a variable, which looks like the array that it holds."""
+    """Return whether a leaf is a variable, which looks like the array that it holds."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(leaf, nnx.Variable)
 

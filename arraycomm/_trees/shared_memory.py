@@ -136,7 +136,7 @@ class ChunkLayout:
 
 
 def _is_piece(part: Part) -> bool:
-    """Tell whether it takes less time to fold a part by itself than to copy it to the others first."""
+    """Return whether a part is folded in less time by itself than after a copy to the others."""
     return part.last - part.first >= _PIECE
 
 

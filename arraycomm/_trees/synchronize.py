@@ -228,7 +228,7 @@ def _state_part(leaf: Any, state: State) -> _Part:
 
 
 def _is_typed_key(leaf: Any) -> bool:
-    """Tell whether a leaf is a JAX random key, which has an extended dtype."""
+    """Return whether a leaf is a JAX random key, which has an extended dtype."""
     dtype = getattr(leaf, "dtype", None)
     return type(dtype).__module__.startswith("jax.") and str(dtype).startswith("key<")
 

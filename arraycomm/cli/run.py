@@ -151,7 +151,7 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _is_python(path: Path) -> bool:
-    """Tell whether only Python can run a path: a file that is no command, or a directory."""
+    """Return whether only Python can run a path: a file that is no command, or a directory."""
     if path.is_dir():
         return (path / "__main__.py").is_file()
     return path.is_file() and not os.access(path, os.X_OK)

@@ -79,7 +79,7 @@ def priority(error: BaseException | None) -> int:
 
 
 def is_skip(error: BaseException | None) -> bool:
-    """Tell whether an exception skips a test."""
+    """Return whether an exception skips a test."""
     outcomes = sys.modules.get("_pytest.outcomes")
     kinds = (unittest.SkipTest,) if outcomes is None else (unittest.SkipTest, outcomes.Skipped)
     return isinstance(error, kinds)

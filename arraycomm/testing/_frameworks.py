@@ -98,7 +98,7 @@ _NARROW: Final = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # those of ml_dty
 
 
 def _in_buffers(dtype: DType) -> bool:
-    """Tell whether the buffer protocol has a format for this dtype that NumPy can read."""
+    """Return whether the buffer protocol has a format for this dtype that NumPy can read."""
     if dtype.names is not None:
         return all(map(_in_buffers, field_dtypes(dtype)))
     return dtype.kind in "biufcSU" and name_of(dtype) not in _NARROW

@@ -94,7 +94,7 @@ def _note_all(notes: Iterable[str]) -> None:
 
 
 def ends_example(error: BaseException) -> bool:
-    """Tell whether an error is not a failure: an unsatisfied assumption, or a skipped test."""
+    """Return whether an error is not a failure: an unsatisfied assumption, or a skipped test."""
     kinds: list[type[BaseException]] = [UnsatisfiedAssumption, unittest.SkipTest]
     if (outcomes := sys.modules.get("_pytest.outcomes")) is not None:
         kinds.append(outcomes.Skipped)

@@ -66,12 +66,12 @@ def end_test(comm: Communicator) -> None:
 
 
 def is_open(comm: Communicator) -> bool:
-    """Tell whether a communicator can be used on this rank."""
+    """Return whether a communicator can be used on this rank."""
     return group_of(comm).closed is None
 
 
 def world_is_closed() -> bool:
-    """Tell whether this process has a world that an error has closed."""
+    """Return whether this process has a world that an error has closed."""
     return _session.is_initialized() and not is_open(_session.world())
 
 
@@ -191,7 +191,7 @@ class LastStep:
         return in_step and clean, clean
 
     def together(self, seconds: float) -> bool:
-        """Tell whether all ranks have come to the last step from the same one, if by errors of their own."""
+        """Return whether all ranks have come to the last step from the same one, if by errors of their own."""
         return self.complete(seconds)[1] and self._all_left
 
     @property

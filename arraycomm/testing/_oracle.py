@@ -120,7 +120,7 @@ _STEPS: Final[dict[str, Callable[[Array, Array], Array]]] = {
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """Tell whether arrays are equal bit for bit, except for the payload and sign of a NaN."""
+    """Return whether arrays are equal bit for bit, except for the payload and sign of a NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.dtype in COMPLEX:

@@ -414,7 +414,7 @@ def test_exception_of_one_rank_is_raised_by_all_and_they_go_on(on_ranks, operati
 
 
 def _folds(operation: str, count: int, elementwise: bool, rank: int) -> bool:
-    """Tell whether a rank calls the function."""
+    """Return whether a rank calls the function."""
     large = count > 3 and operation in ("allreduce", "reduce")
     return rank == 0 or (elementwise and (large or operation == "reduce_scatter"))
 

@@ -106,7 +106,7 @@ def inputs(
 
 
 def same(got: Any, want: Array | None) -> bool:
-    """Tell whether results are equal byte for byte, with dtype and shape."""
+    """Return whether results are equal byte for byte, with dtype and shape."""
     if got is None or want is None:
         return got is None and want is None
     native = want.astype(want.dtype.newbyteorder("="))

@@ -34,7 +34,7 @@ def want(name: str, arrays: Sequence[Array], rank: int, op: str) -> Array | None
 
 
 def same(got: Any, right: Array | None, op: str) -> bool:
-    """Tell whether results are equal by bits, but for the zero that min or max chose."""
+    """Return whether results are equal by bits, but for the zero that min or max chose."""
     if got is None or right is None:
         return got is None and right is None
     return same_result(got, right, op)

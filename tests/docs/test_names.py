@@ -153,7 +153,7 @@ def public_names(adapter: str) -> frozenset[str]:
 
 @cache
 def is_there(name: str) -> bool:
-    """Tell whether a name that begins with `arraycomm` exists."""
+    """Return whether a name that begins with `arraycomm` exists."""
     root, *rest = name.split(".")
     if rest[:1] == ["adapters"]:
         # A name of a name, such as a method, is that of the reference page.

@@ -232,7 +232,7 @@ def _crossed(random: Random, program: Program, rank: int, place: int) -> list[Ac
 
 
 def _shared(program: Program, rank: int, *comms: int) -> bool:
-    """Tell whether another rank is a member of these communicators too."""
+    """Return whether another rank is a member of these communicators too."""
     return len(set.intersection(*(set(program.members(c, rank)) for c in comms))) > 1
 
 
@@ -331,7 +331,7 @@ def _scarce(what: str) -> Change:
 
 
 def _needs(call: Call, what: str) -> bool:
-    """Tell whether a call may need memory, or a file of shared memory."""
+    """Return whether a call may need memory, or a file of shared memory."""
     if call.operation in ("dup", "split", "optimizer", "container", *TREES):
         return True
     return what == "memory" and (bool(call.dtype) or call.operation in OBJECTS)

@@ -178,7 +178,7 @@ class _Judge:
         return event.cause if event.error == CLOSED else event.error
 
     def _told(self, rank: int) -> bool:
-        """Tell whether the others learn that a rank has ended."""
+        """Return whether the others learn that a rank has ended."""
         end = self._ends[rank]
         if end == RETURNED or (end == OWN and self._program.kind == "leave"):
             return self._tells_return
@@ -332,7 +332,7 @@ class _Judge:
             yield member
 
     def _names(self, rank: int, culprit: int) -> bool:
-        """Tell whether the error of a rank names the culprit, and shows its traceback."""
+        """Return whether the error of a rank names the culprit, and shows its traceback."""
         event = self._traces[rank].events[-1]
         if event.error == CLOSED:
             # The error is that of an earlier call.

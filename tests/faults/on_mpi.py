@@ -160,7 +160,7 @@ def _disturbance(program: Program, folder: Path) -> Disturb:
 
 @cache
 def _hides_status(launcher: Path) -> bool:
-    """Tell whether a launcher reports 0 where a process died with 0, though it has ended all others."""
+    """Return whether a launcher reports 0 where a process died with 0, though it has ended all others."""
     said = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False)
     return "HYDRA" in said.stdout
 

@@ -44,7 +44,7 @@ def _without_torch(action: Action) -> Action:
 
 
 def takes_torch(program: Program) -> bool:
-    """Tell whether an optimizer of the program is torch's."""
+    """Return whether an optimizer of the program is torch's."""
     calls = [action.call for actions in program.actions for action in actions]
     return _WITH_TORCH and any("torch" in call.setting for call in calls if call is not None)
 

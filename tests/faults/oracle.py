@@ -21,7 +21,7 @@ def signature(call: Call, rank: int) -> tuple[Any, Any]:
 
 
 def agreed(calls: list[Call]) -> bool:
-    """Tell whether the calls of all ranks are parts of one; those that raise are left aside."""
+    """Return whether the calls of all ranks are parts of one; those that raise are left aside."""
     shown = [signature(call, rank) for rank, call in enumerate(calls) if not call.wrong]
     arrays = {array for _, array in shown if array is not None}
     return len({head for head, _ in shown}) <= 1 and len(arrays) <= 1

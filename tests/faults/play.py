@@ -163,7 +163,7 @@ class _Player:
         return ""
 
     def lacks(self, action: Action) -> bool:
-        """Tell whether an action needs what could not be made, since a rank had too little for it."""
+        """Return whether an action needs what could not be made, since a rank had too little for it."""
         if action.kind == "wait":
             return action.request not in self._requests
         return action.comm not in self._comms

@@ -175,7 +175,7 @@ class Program:
 
 
 def harms(call: Call) -> bool:
-    """Tell whether what is wrong with a call surely makes it raise."""
+    """Return whether what is wrong with a call surely makes it raise."""
     return bool(call.wrong) and call.wrong not in HARMLESS
 
 

@@ -74,7 +74,7 @@ class _Simulation:
         return moved
 
     def _done(self, rank: int, place: int, action: Action) -> bool | None:
-        """Tell whether an action ends well, or with the rank (False), or not yet (None)."""
+        """Return whether an action ends well, or with the rank (False), or not yet (None)."""
         if action.kind == "sleep":
             return None
         if action.kind in ENDING:
@@ -114,7 +114,7 @@ class _Simulation:
 
 
 def awaited(action: Action) -> bool:
-    """Tell whether a send ends only when it is received."""
+    """Return whether a send ends only when it is received."""
     return action.call is not None and action.call.shape in (LARGE, HUGE) and not harms(action.call)
 
 

@@ -47,7 +47,7 @@ def argument(call: Call, rank: int, size: int) -> Any:
 
 
 def passes_nothing(call: Call, rank: int) -> bool:
-    """Tell whether a rank passes no array to a call that takes it from the root."""
+    """Return whether a rank passes no array to a call that takes it from the root."""
     if call.operation == "synchronize":
         return rank != call.root and (call.number + rank) % 3 == 0
     return call.operation in ("bcast", "scatter") and rank != call.root

@@ -179,7 +179,7 @@ def _take_part(
 
 
 def _all_returned(control: MPI.Intracomm, size: int, returned: bool) -> bool:
-    """Tell whether all ranks of a program came to its end; the others do not take part."""
+    """Return whether all ranks of a program came to its end; the others do not take part."""
     _meet_few(control, size)
     others = [rank for rank in range(size) if rank != control.rank]
     said = [control.sendrecv(returned, rank, 0, None, rank, 0) for rank in others]

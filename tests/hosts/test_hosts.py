@@ -230,7 +230,7 @@ def _output(made: Hosts, job: subprocess.Popen[str]) -> str:
 
 
 def _ended(made: Hosts) -> bool:
-    """Tell whether no process is left on any host, or will not be in a moment."""
+    """Return whether no process is left on any host, or will not be in a moment."""
     deadline = time.monotonic() + 5
     while any(made.processes(number) for number in range(made.count)):
         if time.monotonic() > deadline:

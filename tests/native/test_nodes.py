@@ -76,7 +76,7 @@ class _Request:
                 self._wire.sent[self._route].append(self._sent)
 
     def Test(self, status: Any = None) -> bool:  # noqa: N802 - as MPI has it
-        """Tell whether the message is over. As in MPI, one that is not under way is over at once, and empty."""
+        """Return whether the message is over. As in MPI, one that is not under way is over at once, and empty."""
         if self._active and (time.monotonic() < self._until if self._sends else not self._come()):
             return False
         if self._sends and self._active:

@@ -62,7 +62,7 @@ def _parsed() -> argparse.Namespace:
 
 
 def _is_sound(copy: Copy) -> bool:
-    """Tell whether all laws hold without a fault; say which does not."""
+    """Return whether all laws hold without a fault; say which does not."""
     found = run_without_fault(copy)
     for law, error in found.errors.items():
         print(f"without a fault, {law} fails: {error}", file=sys.stderr)

@@ -125,7 +125,7 @@ def grown(comm: Communicator, act: Callable[[Communicator, int], None], number: 
 
 
 def flat(before: Held, after: Held, allowance: int = 0) -> bool:
-    """Tell whether nothing has grown, apart from `allowance` bytes."""
+    """Return whether nothing has grown, apart from `allowance` bytes."""
     return (
         after.memory <= before.memory + SLACK + allowance
         and after.files <= before.files + SPARE

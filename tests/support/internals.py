@@ -73,7 +73,7 @@ def mpi_communicator(
 
 
 def is_shared(comm: Communicator) -> bool:
-    """Tell whether the ranks share memory."""
+    """Return whether the ranks share memory."""
     return group_of(comm).control.shared
 
 
@@ -241,7 +241,7 @@ def segment(comm: Communicator) -> Any:
 
 def shared_blocks(comm: Communicator) -> Any:
     """Return the blocks of `empty` of which this rank has an array, by their numbers."""
-    blocks = shared_arrays._blocks.get(group_of(comm).transport)
+    blocks = group_of(comm).transport.kept.get(shared_arrays._Blocks)
     return {} if blocks is None else blocks.alive
 
 
@@ -255,22 +255,22 @@ def fusion(plan: Any) -> Any:
 
 
 def is_finished(request: Any) -> bool:
-    """Tell whether all is done for a request but to hand over its result."""
+    """Return whether all is done for a request but to hand over its result."""
     return bool(request._task.finished)
 
 
 def is_unfinished(comm: Member) -> bool:
-    """Tell whether a call ended before all that it had started."""
+    """Return whether a call ended before all that it had started."""
     return group(comm).unfinished
 
 
 def has_unseen_error(comm: Member) -> bool:
-    """Tell whether a request has failed that nobody has waited for."""
+    """Return whether a request has failed that nobody has waited for."""
     return bool(engine(comm).outcomes.errors())
 
 
 def waits_for_no_message(comm: Member) -> bool:
-    """Tell whether no message is outstanding that could still take what a peer sends."""
+    """Return whether no message is outstanding that could still take what a peer sends."""
     return engine(comm).idle or all(task.finished for task in engine(comm)._messages)
 
 
@@ -379,7 +379,7 @@ def unmatched(comm: Member) -> int:
 
 
 def is_at_rest(comm: Member) -> bool:
-    """Tell whether nothing of the communicator is under way."""
+    """Return whether nothing of the communicator is under way."""
     return group(comm).at_rest()
 
 
@@ -405,10 +405,10 @@ def noted_waits() -> Iterator[Callable[[Communicator], list[str]]]:
 
 
 def has_fast_paths(comm: Communicator, count: int) -> bool:
-    """Tell whether so many reductions have a fast path, as far as the native part makes any."""
+    """Return whether so many reductions have a fast path, as far as the native part makes any."""
     return compiled is None or len(comm._fast.paths) == count
 
 
 def is_traced(comm: Communicator) -> bool:
-    """Tell whether the communicator's calls are recorded."""
+    """Return whether the communicator's calls are recorded."""
     return group_of(comm).tracer is not None

@@ -42,7 +42,7 @@ LAUNCHED = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_CO
 
 @cache
 def is_open_mpi() -> bool:
-    """Tell whether the launcher of this environment is Open MPI's."""
+    """Return whether the launcher of this environment is Open MPI's."""
     if not LAUNCHER.exists():
         return False
     version = subprocess.run([LAUNCHER, "--version"], capture_output=True, text=True, check=False)

@@ -40,7 +40,7 @@ OnRanks = Callable[..., list[Any]]
 
 
 def is_spared(item: pytest.Item) -> bool:
-    """Tell whether a test goes over this control channel under the other MPI, or on other ranks.
+    """Return whether a test goes over this control channel under the other MPI, or on other ranks.
 
     Half of the tests go over shared memory under MPICH, and by messages under Open MPI; the others
     the other way round. In a job of an even number of ranks half of them take all, and the others half of
@@ -68,7 +68,7 @@ def _half(case: str) -> int:
 
 
 def _takes(number: int, size: int | None) -> bool:
-    """Tell whether the test of this number runs on so many ranks of an MPI job."""
+    """Return whether the test of this number runs on so many ranks of an MPI job."""
     return {None: True, 1: number % 4 == 0, 2: number % 2 == 0, 4: number % 2 == 1}.get(size, True)
 
 

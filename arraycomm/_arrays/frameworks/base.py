@@ -39,7 +39,7 @@ def _as_asked(_result: Any, _array: Array) -> None:
 
 
 def unconverted(source: BufferView, _like: BufferView) -> bool:
-    """Tell whether the elements of `source` were read as they are."""
+    """Return whether the elements of `source` were read as they are."""
     return not source.copied or source.device != CPU
 
 
@@ -77,7 +77,7 @@ class Framework:
     note_write: Callable[[Any], None] = _never
     # Returns an array's device without reading the elements. None if only reading tells.
     device_of: Callable[[Any], Device] | None = None
-    # Tells whether `to_framework` hands over memory of a dtype without a copy.
+    # Returns whether `to_framework` hands over memory of a dtype without a copy.
     takes_over: Callable[[DType], bool] = _any_dtype
     # Finishes a write into the view of an `out`, and returns the caller's object.
     commit_out: Callable[[BufferView], Any] = _copy_back
@@ -97,7 +97,7 @@ class Framework:
     replaces_out: bool = False
     # What `exchange` imports to make its arrays. None if `exchange` cannot be asked for it.
     module: str | None = None
-    # Tells whether the array of a view need not be exchanged for one like another view's. Both views are of
+    # Returns whether the array of a view need not be exchanged for one like another view's. Both views are of
     # this framework, on one device.
     is_already: Callable[[BufferView, BufferView], bool] = unconverted
     # Says why the framework cannot share a NumPy array's memory; None if it can.

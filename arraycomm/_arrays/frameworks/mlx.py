@@ -53,7 +53,7 @@ def _check_history(mx: Any, x: Any, name: str) -> None:
 
 
 def _is_differentiated(mx: Any, x: Any) -> bool:
-    """Tell whether an evaluated array has a history: MLX keeps one only for what it traces."""
+    """Return whether an evaluated array has a history: MLX keeps one only for what it traces."""
     graph = io.StringIO()
     mx.export_to_dot(graph, x)
     # Inputs come before what was made of them, so the last label is that of the array itself.

@@ -147,7 +147,7 @@ def without_history(x: Any, name: str) -> Any:
 
 
 def _wrapped(x: Any) -> bool:
-    """Tell whether `x` lives inside a transform of torch.func."""
+    """Return whether `x` lives inside a transform of torch.func."""
     return bool(_is_wrapped()(x))
 
 
@@ -169,7 +169,7 @@ def _check_tangent(x: Any, name: str) -> None:
 
 
 def _has_tangent(x: Any) -> bool:
-    """Tell whether `x` is a dual tensor of forward-mode differentiation."""
+    """Return whether `x` is a dual tensor of forward-mode differentiation."""
     forward_ad = _forward_ad()
     # Outside of every `dual_level` there are none; asking so takes a quarter of the time.
     if getattr(forward_ad, "_current_level", 0) < 0:

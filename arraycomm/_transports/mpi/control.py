@@ -98,7 +98,7 @@ class MpiControl(ControlChannel):
         return not self._pending
 
     def _follow(self) -> bool:
-        """Tell whether the first rank of this node has all slots."""
+        """Return whether the first rank of this node has all slots."""
         if self._complete[0] < self.step:
             return False
         fence()

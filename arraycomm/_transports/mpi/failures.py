@@ -21,7 +21,7 @@ def translated(error: MPI.Exception) -> TransportError:
 
 @cache
 def survives_failures() -> bool:
-    """Tell whether MPI was started so that the other processes survive the death of one."""
+    """Return whether MPI was started so that the other processes survive the death of one."""
     enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - Open MPI's own name
     return enabled.lower() in ("1", "true", "ulfm")
 

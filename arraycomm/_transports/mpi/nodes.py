@@ -96,10 +96,10 @@ class NodeExchange(abc.ABC):
 
     @abc.abstractmethod
     def received(self) -> bool:
-        """Tell whether the slots of all other nodes are in place; makes progress."""
+        """Return whether the slots of all other nodes are in place; makes progress."""
 
     def sent(self) -> bool:
-        """Tell whether nothing of this node's is still to be sent, once all has been received."""
+        """Return whether nothing of this node's is still to be sent, once all has been received."""
         # MPICH 5 leaves persistent requests active if null ones are among more than 64 that it tests at once.
         return MPI.Request.Testall([send for send in self._sending if send])
 
@@ -391,7 +391,7 @@ class Rounds(NodeExchange):
             self._unpack()
 
     def _have_common(self, parity: int) -> bool:
-        """Tell whether the ranks of this node have a common record."""
+        """Return whether the ranks of this node have a common record."""
         lengths, (first, *others) = self._lengths[parity], self._shown[parity]
         nbytes = lengths[self._members[0]]
         if any(lengths[rank] != nbytes for rank in self._members[1:]):

@@ -205,7 +205,7 @@ def parse_dtype(name: str) -> str:
 
 
 def installed(framework: str) -> bool:
-    """Tell whether a framework is installed, without importing it."""
+    """Return whether a framework is installed, without importing it."""
     return find_spec(framework) is not None
 
 

@@ -114,7 +114,7 @@ def name_of(line: Line) -> str:
 
 
 def _any(lines: Sequence[Line], framework: str, key: str) -> bool:
-    """Tell whether a contender was timed in any of the lines."""
+    """Return whether a contender was timed in any of the lines."""
     entries = (find(line, framework, key) for line in lines)
     return any(entry is not None and entry["status"] == "ok" for entry in entries)
 

@@ -130,7 +130,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def failed(results: dict[str, Any]) -> bool:
-    """Tell whether arraycomm itself gave a wrong result, or none, in any line."""
+    """Return whether arraycomm itself gave a wrong result, or none, in any line."""
     entries = [entry for line in results["lines"] for entry in line["contenders"]]
     return any(
         entry["key"] not in REFERENCES and entry["status"] in {"wrong", "error"}

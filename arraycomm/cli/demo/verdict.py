@@ -62,7 +62,7 @@ def flat(parameters: Linear) -> np.ndarray[Any, Any]:
 
 
 def same_bits(rows: np.ndarray[Any, Any]) -> bool:
-    """Tell whether all rows of an array, one for each rank, are the same to the bit."""
+    """Return whether all rows of an array, one for each rank, are the same to the bit."""
     return all(row.tobytes() == rows[0].tobytes() for row in rows)
 
 

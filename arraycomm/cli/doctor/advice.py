@@ -24,7 +24,7 @@ def advice_for(found: Findings) -> list[str]:
 
 
 def is_well(found: Findings) -> bool:
-    """Tell whether several ranks can communicate here."""
+    """Return whether several ranks can communicate here."""
     mpi = found["mpi"]
     can_start = "error" not in mpi and mpi.get("launcher", "") is not None
     failed = any("error" in pair for pair in found.get("pairs", []))
@@ -32,7 +32,7 @@ def is_well(found: Findings) -> bool:
 
 
 def _needs_no_mpi(found: Findings) -> bool:
-    """Tell whether the ranks that were examined communicate without MPI."""
+    """Return whether the ranks that were examined communicate without MPI."""
     return found.get("backend") == "processes"
 
 

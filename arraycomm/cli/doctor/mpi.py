@@ -43,7 +43,7 @@ def _about_library(found: dict[str, str]) -> dict[str, Any]:
 
 
 def _knows_failures(module: Any) -> bool:
-    """Tell whether the library can name processes that have died."""
+    """Return whether the library can name processes that have died."""
     try:
         module.COMM_SELF.Get_failed().Free()
     except (module.Exception, NotImplementedError):

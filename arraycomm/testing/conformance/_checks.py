@@ -68,7 +68,7 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, enum.Enum, n
 
 
 def is_array(leaf: Any) -> bool:
-    """Tell whether a leaf of a drawn tree is an array."""
+    """Return whether a leaf of a drawn tree is an array."""
     return not isinstance(leaf, _PLAIN)
 
 

@@ -109,7 +109,7 @@ class Progress:
         stream.flush()
 
     def is_stuck(self) -> bool:
-        """Tell whether a rank has said that it is stuck."""
+        """Return whether a rank has said that it is stuck."""
         return any(self._directory.glob("stuck-*"))
 
     def stacks(self) -> dict[int, str]:

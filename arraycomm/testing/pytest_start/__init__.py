@@ -100,7 +100,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def takes_comm(item: Any) -> bool:
-    """Tell whether a test takes the fixture below, and not another one of the same name."""
+    """Return whether a test takes the fixture below, and not another one of the same name."""
     found = fixtures_of(item).get("comm")
     return found is not None and found[-1].func.__module__ == __name__
 

@@ -154,7 +154,7 @@ class _Choices:
         return settled
 
     def has(self, dtype: str) -> bool:
-        """Tell whether there is any array of a dtype."""
+        """Return whether there is any array of a dtype."""
         return bool(self._fitting(dtype, ()))
 
     def case(self, draw: st.DrawFn, dtype: str, shape: Shape) -> ArrayCase:

@@ -24,7 +24,7 @@ class Claim:
     tree: str | None = None
 
     def fits(self, line: Line) -> bool:
-        """Tell whether a line of figures is of this dtype, size and tree."""
+        """Return whether a line of figures is of this dtype, size and tree."""
         about = (line["dtype"], line["nbytes"], line.get("tree"))
         return about == (self.dtype, self.nbytes, self.tree)
 

@@ -23,7 +23,7 @@ def sample(name: str) -> Any:
 
 
 def same_memory(x: Any, y: Any) -> bool:
-    """Tell whether two arrays of any frameworks share memory."""
+    """Return whether two arrays of any frameworks share memory."""
     return np.shares_memory(view(x, "interop").array, view(y, "interop").array)
 
 

@@ -112,7 +112,7 @@ class Recording:
         self._write({"law": law})
 
     def end(self) -> bool:
-        """Tell whether the law has failed."""
+        """Return whether the law has failed."""
         self._write({"done": True})
         return self._failed
 
@@ -122,7 +122,7 @@ class Recording:
                 file.write(json.dumps(line) + "\n")
 
     def is_anew(self, comm: Any) -> bool:
-        """Tell whether the last example of these ranks has failed, so that the next needs anew what it uses."""
+        """Return whether the last example of these ranks has failed, so that the next needs anew what it uses."""
         failed = comm.size in self._failed_of
         self._failed_of.discard(comm.size)
         return bool(comm.allreduce(failed, "or"))

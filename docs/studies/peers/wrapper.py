@@ -55,7 +55,7 @@ class Request:
         return self._finish(self._call.result)
 
     def test(self) -> bool:
-        """Tell whether the call is done."""
+        """Return whether the call is done."""
         return self._call.test()
 
 

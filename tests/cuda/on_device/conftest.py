@@ -271,7 +271,7 @@ def spin(stream: int, seconds: float = 0.1) -> None:
 
 
 def is_busy(stream: int) -> bool:
-    """Tell whether the device is still to do something that was put on a stream."""
+    """Return whether the device is still to do something that was put on a stream."""
     import cupy
 
     return bool(cupy.cuda.runtime.streamQuery(stream) != 0)

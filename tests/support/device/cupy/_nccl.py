@@ -66,7 +66,7 @@ class Mailbox:
         return f"\0arraycomm-{self._name}-{rank}"
 
     def connect(self) -> bool:
-        """Tell whether there are connections to all ranks now."""
+        """Return whether there are connections to all ranks now."""
         for rank in list(self._missing):
             there = socket.socket(socket.AF_UNIX)
             try:
