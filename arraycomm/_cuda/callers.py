@@ -53,25 +53,17 @@ def _cupy_stream(device: int | None) -> Any:
     return cupy.cuda.get_current_stream(-1 if device is None else device)
 
 
-def _in_cupy_stream(stream: Any) -> Any:
-    return stream
-
-
 def _grad_mode(_device: int | None) -> Any:
     torch = imported("torch")
     return None if torch is None else torch.is_grad_enabled()
-
-
-def _in_grad_mode(enabled: bool) -> Any:
-    return sys.modules["torch"].set_grad_enabled(enabled)
 
 
 STATES: Final[dict[str, State]] = {
     "torch": State(
         _torch_stream, _in_torch_stream, lambda stream: int(stream.cuda_stream), _as_torch_stream
     ),
-    "cupy": State(_cupy_stream, _in_cupy_stream, lambda stream: int(stream.ptr), cupy_stream),
-    "grad mode": State(_grad_mode, _in_grad_mode),
+    "cupy": State(_cupy_stream, lambda stream: stream, lambda stream: int(stream.ptr), cupy_stream),
+    "grad mode": State(_grad_mode, lambda on: sys.modules["torch"].set_grad_enabled(on)),
 }
 
 
@@ -142,6 +134,8 @@ class Waiters:
 
     def wait(self, event: Event) -> None:
         """Have all these streams wait for the event, and those that are current in this thread."""
+        if not self._kept:
+            return
         for state in STATES.values():
             found = None if state.handle is None else state.read(self._memory.device)
             if found is not None and state.handle is not None:

@@ -15,6 +15,7 @@ from arraycomm._arrays.views import view
 from arraycomm._calls.placement import HostPlacement, StagedTreePlacement
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Caller, Waiters
+from arraycomm._cuda.frameworks import framework_named
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import UndeliveredError
@@ -158,7 +159,9 @@ class DevicePlacement(HostPlacement):
     def empty(self, like: BufferView, shape: tuple[int, ...], dtype: DType) -> tuple[Any, Flat]:
         if like.device[0] == "cuda":
             made, flat = arrays.empty_like(like, shape, dtype, self.memory)
-            if self._waiters is not None:
+            if self._waiters is not None and framework_named(like.framework).streams(
+                like.device[1]
+            ):
                 self._waiters.add(flat.owner)
             return made, flat
         flat = self.scratch(shape, dtype)
