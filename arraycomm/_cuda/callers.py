@@ -28,6 +28,10 @@ class State(NamedTuple):
     of: Callable[[int, int], Any] | None = None
 
 
+def _torch() -> Any:
+    return sys.modules["torch"]
+
+
 def _torch_on_cuda() -> Any:
     torch = imported("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
@@ -36,14 +40,6 @@ def _torch_on_cuda() -> Any:
 def _torch_stream(device: int | None) -> Any:
     torch = _torch_on_cuda()
     return None if torch is None else torch.cuda.current_stream(device)
-
-
-def _in_torch_stream(stream: Any) -> Any:
-    return sys.modules["torch"].cuda.stream(stream)
-
-
-def _as_torch_stream(stream: int, device: int) -> Any:
-    return sys.modules["torch"].cuda.ExternalStream(stream, device=device)
 
 
 def _cupy_stream(device: int | None) -> Any:
@@ -60,10 +56,13 @@ def _grad_mode(_device: int | None) -> Any:
 
 STATES: Final[dict[str, State]] = {
     "torch": State(
-        _torch_stream, _in_torch_stream, lambda stream: int(stream.cuda_stream), _as_torch_stream
+        _torch_stream,
+        lambda stream: _torch().cuda.stream(stream),
+        lambda stream: int(stream.cuda_stream),
+        lambda stream, device: _torch().cuda.ExternalStream(stream, device=device),
     ),
     "cupy": State(_cupy_stream, lambda stream: stream, lambda stream: int(stream.ptr), cupy_stream),
-    "grad mode": State(_grad_mode, lambda on: sys.modules["torch"].set_grad_enabled(on)),
+    "grad mode": State(_grad_mode, lambda on: _torch().set_grad_enabled(on)),
 }
 
 
