@@ -42,6 +42,10 @@ def _torch_stream(device: int | None) -> Any:
     return None if torch is None else torch.cuda.current_stream(device)
 
 
+def _in_torch_stream(stream: Any) -> Any:
+    return _torch().cuda.stream(stream)
+
+
 def _cupy_stream(device: int | None) -> Any:
     cupy = imported("cupy")
     if cupy is None:
@@ -57,7 +61,7 @@ def _grad_mode(_device: int | None) -> Any:
 STATES: Final[dict[str, State]] = {
     "torch": State(
         _torch_stream,
-        lambda stream: _torch().cuda.stream(stream),
+        _in_torch_stream,
         lambda stream: int(stream.cuda_stream),
         lambda stream, device: _torch().cuda.ExternalStream(stream, device=device),
     ),
