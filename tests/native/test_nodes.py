@@ -25,10 +25,10 @@ from arraycomm._errors import TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
 from arraycomm._transports.control import PAYLOAD, message_slot
-from arraycomm._transports.mpi.transport import control as mpi_control
-from arraycomm._transports.mpi.transport import nodes as mpi_nodes
-from arraycomm._transports.mpi.transport import pairs as mpi_pairs
-from arraycomm._transports.mpi.transport import pieces as mpi_pieces
+from arraycomm._transports.mpi import control as mpi_control
+from arraycomm._transports.mpi import nodes as mpi_nodes
+from arraycomm._transports.mpi import pairs as mpi_pairs
+from arraycomm._transports.mpi import pieces as mpi_pieces
 from arraycomm._transports.notes import Notes
 
 if compiled is None:

@@ -8,7 +8,7 @@ from arraycomm import BackendUnavailableError
 from arraycomm._launch import Launch, detect, launched
 from arraycomm._launch.numbering import Numbering, Place, numbering
 from arraycomm._start import choose_start
-from arraycomm._transports.mpi.transport import files as mpi_files
+from arraycomm._transports.mpi import files as mpi_files
 
 OWN = {
     "ARRAYCOMM_COORDINATOR_ADDRESS": "127.0.0.1:4321",

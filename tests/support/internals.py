@@ -79,8 +79,8 @@ def is_shared(comm: Communicator) -> bool:
 
 def refuse_shared_memory() -> None:
     """Have this process's control channels go by messages from now on, as between nodes."""
-    from arraycomm._transports.mpi.transport import control as mpi_control
-    from arraycomm._transports.mpi.transport import transport as mpi
+    from arraycomm._transports.mpi import control as mpi_control
+    from arraycomm._transports.mpi import transport as mpi
 
     mpi.shared_memory = mpi_control.shared_memory = lambda *_: None  # type: ignore[assignment]
 
@@ -91,7 +91,7 @@ def unnamed_files_refused(*, here: bool) -> Iterator[None]:
     from unittest import mock
 
     from arraycomm._transports import shared_files
-    from arraycomm._transports.mpi.transport import memory as mpi_memory
+    from arraycomm._transports.mpi import memory as mpi_memory
 
     usual = shared_files.open_file
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
 from arraycomm._transports.control import PAYLOAD
-from arraycomm._transports.mpi.transport import nodes as mpi_nodes
-from arraycomm._transports.mpi.transport import pieces as mpi_pieces
+from arraycomm._transports.mpi import nodes as mpi_nodes
+from arraycomm._transports.mpi import pieces as mpi_pieces
 
 _ROOM = 2048
 

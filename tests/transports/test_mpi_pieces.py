@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
-from arraycomm._transports.mpi.transport import pieces as mpi_pieces
+from arraycomm._transports.mpi import pieces as mpi_pieces
 
 _NBYTES = st.one_of(st.integers(0, 10_000), st.integers(0, 40 * mpi_pieces.PIECE))
 

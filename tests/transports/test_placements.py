@@ -16,7 +16,7 @@ from arraycomm._protocol.waiting import wait_for
 from arraycomm._reduce import algorithms, chain, chunks
 from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._transports.base import Blocks, Steps, Transport
-from arraycomm._transports.mpi.transport import pieces as mpi_pieces
+from arraycomm._transports.mpi import pieces as mpi_pieces
 from arraycomm._trees import fusion, shared_memory
 from arraycomm._trees.held import Held
 from tests.collectives.test_trace import traced

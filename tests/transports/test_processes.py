@@ -20,9 +20,10 @@ from arraycomm._node_start import open_on_node
 from arraycomm._protocol.group import Group, Options
 from arraycomm._transports import shared_files
 from arraycomm._transports.notes import ENDED
+from arraycomm._transports.processes import lives
+from arraycomm._transports.processes import transport as processes
 from arraycomm._transports.processes.rings import Ring
-from arraycomm._transports.processes.transport import ProcessesTransport, lives, meet, memory_bytes
-from arraycomm._transports.processes.transport import transport as processes
+from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
 
 _SIZE = 3
 _ARGUMENTS = Arguments("auto", None, check=True, reproducible=True, timeout=60.0)
