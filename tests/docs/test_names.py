@@ -24,7 +24,6 @@ import arraycomm as ac
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "arraycomm").is_dir():
     pytest.skip("there is no checkout here, only its tests", allow_module_level=True)
-# A file, or a folder, for each framework.
 ADAPTERS = {
     path.stem if path.parent.name == "adapters" else path.parent.name: path
     for path in [*(ROOT / "adapters").glob("[!_]*.py"), *(ROOT / "adapters").glob("*/__init__.py")]
