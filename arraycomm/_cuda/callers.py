@@ -157,7 +157,6 @@ class Waiters:
         self._kept.clear()
 
     def __del__(self) -> None:
-        # Nobody has taken the result, or there is none.
         if self._kept:
-            with suppress(Exception):
+            with suppress(Exception):  # nobody has taken the result, or there is none
                 self._wait(self._memory.record())

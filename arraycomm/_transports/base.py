@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Generator, Sequence
-from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -61,6 +60,13 @@ class Link(abc.ABC):
     chunk_bytes: int = 0
     # Whether a movement may begin before those before it have finished.
     overlaps: bool = False
+    # What modules above keep for this link, by keys of their own.
+    kept: dict[Any, Any]
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        made = super().__new__(cls)
+        made.kept = {}
+        return made
 
     @property
     def slot(self) -> tuple[int, bool]:
@@ -114,11 +120,6 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def prefixes(self, op: str, dtype: DType, rows: Sequence[Flat], outs: Sequence[Flat]) -> None:
         """Fold the rows 0 to k into `outs[k]`."""
-
-    @cached_property
-    def kept(self) -> dict[Any, Any]:
-        """What modules above keep for this link, by keys of their own."""
-        return {}
 
     def native(self, op: str, dtype: DType) -> bool:
         """Return whether this link's own `allreduce` gives the promised result."""
