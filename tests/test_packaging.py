@@ -119,7 +119,10 @@ def test_every_declared_package_can_be_imported_first() -> None:
 import importlib, os, sys, numpy, optree, array_api_compat
 for package in sys.argv[1:]:
     if os.fork() == 0:
-        importlib.import_module(package)
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as lacking:  # of an adapter without its framework
+            assert package.startswith(f"arraycomm.adapters.{lacking.name}")
         os._exit(0)
     if os.wait()[1]:
         sys.exit(package)

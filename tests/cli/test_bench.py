@@ -607,9 +607,6 @@ def test_only_frameworks_that_take_part_are_imported(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# The page
-
-
 def test_pages_and_charts_are_what_the_figures_give() -> None:
     page: Any = importlib.import_module("docs.studies.benchmarks.page")
     figures = page.stored()
