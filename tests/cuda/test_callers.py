@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from arraycomm._cuda.callers import Caller
+from arraycomm._cuda.callers import Caller, Waiters
 
 
 class _Streams(threading.local):
@@ -61,6 +61,37 @@ def test_another_thread_works_in_the_callers_streams(monkeypatch: pytest.MonkeyP
         assert work() == (7, 7)
     # In the stream itself there is nothing to enter.
     assert entered == [7, 7]
+
+
+def test_a_request_works_in_its_own_stream_and_who_takes_its_result_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch, waiting, recorded = _Streams(), list[int](), list[int]()
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_stream=lambda _: SimpleNamespace(cuda_stream=torch.current),
+        stream=lambda stream: torch.within(stream.cuda_stream),
+        ExternalStream=lambda stream, device: SimpleNamespace(cuda_stream=stream),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, is_grad_enabled=bool))
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    caller = Caller(0, 5)
+    with caller.here():
+        assert torch.current == 5
+    memory: Any = SimpleNamespace(device=0, stream=5)
+    event: Any = SimpleNamespace(wait_on=waiting.append)
+    waiters = Waiters(memory)
+    waiters.wait(event)
+    assert not waiting
+    waiters.add(object(), [7, 5])
+    waiters.add(SimpleNamespace(record_stream=lambda stream: recorded.append(stream.cuda_stream)))
+    with torch.within(3):
+        waiters.wait(event)
+    assert (waiting, recorded) == ([7, 3], [3])
+    waiters.add(object(), [9])
+    memory.record = lambda: event
+    del waiters
+    assert waiting[2:] == [9]
 
 
 def test_another_thread_has_the_callers_grad_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def numbers() -> dict[str, tuple[int, int]]:
         "modules flat in one room": (max(map(flat, rooms)), 25),
         "lines of the package": (sum(map(lines, [*paths.values(), *native])), 58_360),
         "lines of the core": (sum(map(lines, [*core, *native])), 36_390),
-        "lines of the tests": (sum(map(lines, tests)), 58_018),
+        "lines of the tests": (sum(map(lines, tests)), 58_056),
         "lines of the studies": (sum(map(lines, studies)), 3_500),
         "lines over 100 columns in the package": (len(long), 1_014),
     }
