@@ -48,7 +48,7 @@ import sys
 import numpy as np
 import arraycomm as ac
 
-comm = ac.init(timeout=2)
+comm = ac.init(timeout=4)
 comm.barrier()
 sys.stdout.write("begun\\n")
 try:
@@ -200,7 +200,7 @@ def test_ranks_of_a_host_that_is_cut_off_time_out_as_all_others_do(
             time.sleep(0.05)
             errors = [text for path in tmp_path.iterdir() if (text := path.read_text())]
         assert len(errors) == 2
-        assert all("(timeout 2 s)" in error for error in errors), errors
+        assert all("(timeout 4 s)" in error for error in errors), errors
     finally:
         # The launcher cannot end what it does not reach.
         two.connect(1)

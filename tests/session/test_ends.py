@@ -49,7 +49,11 @@ place = pathlib.Path({place!r})
 me = os.getpid()
 atexit.register(lambda: (place / f"registered-{{me}}").write_text("before init"))
 {imports}
-comm = ac.init(timeout=2)
+# Ranks whose start takes longer than the limit of `init` would be ended.
+(folder_of_all := pathlib.Path({place!r}) / "starts").mkdir(exist_ok=True)
+(folder_of_all / str(me)).touch()
+while len(list(folder_of_all.iterdir())) < 3: time.sleep(0.01)
+comm = ac.init(timeout=4)
 left_open = (place / f"open-{{comm.rank}}").open("w")
 left_open.write("not flushed")
 both = open(place / f"binary-{{comm.rank}}", "wb")
@@ -60,7 +64,7 @@ try:
     comm.allreduce(1)
 except (ac.PeerError, ac.CommTimeoutError):
     if comm.rank == 0:
-        time.sleep(4.5)
+        time.sleep(6)
         (place / "checkpoint").write_text("saved")
 """
 CHILDREN = """
@@ -114,7 +118,7 @@ class TestEnds:
         done = launch(SAVES.format(place=str(tmp_path), ends=ends, imports=imports), ranks=3)
         assert done.returncode in statuses, done.stdout + done.stderr
         found = sorted(path.name.partition("-")[0] for path in tmp_path.iterdir())
-        assert found == ["binary"] * 3 + ["checkpoint"] + ["open"] * 3 + ["registered"] * 3
+        assert found == ["binary"] * 3 + ["checkpoint"] + ["open"] * 3 + ["registered"] * 3 + ["starts"]
         assert all(path.read_text() == "not flushed" for path in tmp_path.glob("open-*"))
         assert all(path.read_text() == "nor this" for path in tmp_path.glob("binary-*"))
 
