@@ -10,25 +10,14 @@ from tests.support.launcher import LAUNCHED, needs_mpiexec
 pytestmark = pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")
 
 
+# How many ranks over which channel, what comes before one raises, and in what the others wait.
 RAISING = {
-    "at once": (3, "shared", "comm = ac.init()", "comm.allreduce(np.ones(3))"),
-    "after data has moved": (
+    "at once": (2, "shared", "comm = ac.init()", "comm.allreduce(np.ones(3))"),
+    "with requests outstanding, on a duplicate that outlives the world": (
         3,
         "messages",
-        "comm = ac.init(); comm.allreduce(np.ones(10**6))",
-        "comm.allreduce(np.ones(3))",
-    ),
-    "with requests outstanding": (
-        2,
-        "shared",
-        "comm = ac.init(); request = comm.iallreduce(np.ones(10**6))",
-        "request.wait(); comm.barrier()",
-    ),
-    "on a duplicate that outlives the world": (
-        2,
-        "messages",
-        "world = ac.init(); comm = world.dup(); world.free(); assert comm.allreduce(1) == comm.size",
-        "comm.barrier()",
+        "w, x = ac.init(), np.ones(10**6); comm = w.dup(); w.free(); r = comm.iallreduce(x)",
+        "r.wait(); comm.barrier()",
     ),
 }
 
@@ -42,16 +31,13 @@ class TestFailing:
     def test_rank_that_raises_is_told_to_all(
         self, ranks: int, control: str, before: str, waits: str
     ) -> None:
-        done = launch(
-            f"""
+        program = f"""
             {before}
             if comm.rank == 1:
                 raise ValueError("on purpose")
             {waits}
-            """,
-            control,
-            ranks,
-        )
+        """
+        done = launch(program, control, ranks)
         assert done.returncode != 0
         assert done.stderr.count("PeerError: rank 1 failed") == ranks - 1, done.stderr
         # The rank's own, and one that each of the others was told.
@@ -60,7 +46,6 @@ class TestFailing:
     @pytest.mark.parametrize(
         ("ranks", "control", "leave", "said"),
         [
-            (2, "shared", "sys.exit(3)", "reached the end of its program, or called sys.exit, and"),
             (3, "messages", "pass", "reached the end of its program, or called sys.exit, and"),
             (2, "shared", "from mpi4py import MPI; MPI.Finalize()", "finalized MPI and"),
         ],
@@ -68,36 +53,27 @@ class TestFailing:
     def test_rank_that_leaves_early_is_told_to_all(
         self, ranks: int, control: str, leave: str, said: str
     ) -> None:
-        done = launch(
-            f"""
+        program = f"""
             comm = ac.init()
             comm.barrier()
             if comm.rank == 1:
                 {leave}
             else:
                 comm.allreduce(np.ones(3))
-            """,
-            control,
-            ranks,
-        )
+        """
+        done = launch(program, control, ranks)
         assert done.returncode != 0
         told = done.stderr.count(f"PeerError: rank 1 has {said} takes part no more")
         assert told == ranks - 1, done.stderr
 
-    @pytest.mark.parametrize(
-        ("ranks", "control", "handled"), [(2, "shared", ()), (4, "messages", (0, 2))]
-    )
-    def test_uncaught_mismatch_is_printed_once_and_in_one_piece(
-        self, ranks: int, control: str, handled: tuple[int, ...]
-    ) -> None:
+    def test_uncaught_mismatch_is_printed_once_and_in_one_piece(self) -> None:
         """By the lowest rank that does not handle it. A launcher mixes what ranks write in pieces."""
-        done = launch(
-            f"""
+        program = """
             class Pieces:
                 def __getattr__(self, name):
                     return getattr(sys.__stderr__, name)
                 def write(self, text):
-                    sys.stdout.write(f"a piece of {{text.count(chr(10))}} lines\\n")
+                    sys.stdout.write(f"a piece of {text.count(chr(10))} lines\\n")
                     return sys.__stderr__.write(text)
 
             comm = ac.init()
@@ -105,20 +81,16 @@ class TestFailing:
             try:
                 comm.allreduce(np.ones(5 + comm.rank))
             except ac.MismatchError:
-                if comm.rank not in {handled}:
+                if comm.rank != 0:
                     raise
-            """,
-            control,
-            ranks,
-        )
-        lowest, *others = [rank for rank in range(ranks) if rank not in handled]
+        """
+        done = launch(program, "messages", 3)
         assert done.returncode != 0
-        assert done.stdout.count("a piece of 1 lines") == len(others), done.stdout
-        assert done.stdout.count("a piece of") == 1 + len(others), done.stdout
+        assert done.stdout.count("a piece of 1 lines") == 1, done.stdout
+        assert done.stdout.count("a piece of") == 2, done.stdout
         assert done.stderr.count("MismatchError: ranks of one communicator called") == 1
-        for rank in others:
-            line = f"rank {rank} of world: arraycomm.MismatchError, as printed by rank {lowest}\n"
-            assert line in done.stderr, done.stderr
+        line = "rank 2 of world: arraycomm.MismatchError, as printed by rank 1\n"
+        assert line in done.stderr, done.stderr
 
     def test_hook_of_the_user_is_called_with_an_uncaught_mismatch(self) -> None:
         done = launch(
@@ -126,20 +98,16 @@ class TestFailing:
             sys.excepthook = lambda kind, error, trace: print(f"mine: {error}", flush=True)
             comm = ac.init()
             comm.allreduce(np.ones(3 + comm.rank))
-            """,
-            "messages",
+            """
         )
         assert done.returncode != 0
         assert done.stdout.count("mine: ranks of one communicator called") == 2, done.stdout
 
-    @pytest.mark.parametrize("wrong", ["device='cuda:0'", "timeout='soon'"])
-    def test_wrong_argument_of_init_on_one_rank_ends_the_job(self, wrong: str) -> None:
-        done = launch(
-            f"""
+    def test_wrong_argument_of_init_on_one_rank_ends_the_job(self) -> None:
+        done = launch("""
             from mpi4py import MPI
-            ac.init({wrong}) if MPI.COMM_WORLD.rank == 1 else ac.init()
-            """
-        )
+            ac.init(device="cuda:0") if MPI.COMM_WORLD.rank == 1 else ac.init()
+        """)
         assert done.returncode != 0
         assert "Error: " in done.stderr
 
@@ -174,10 +142,6 @@ class TestFailing:
         short = done.stderr.count("MismatchError, as printed by rank")
         assert whole >= 1 >= short, done.stderr
         assert done.stdout.count("raised by the next call") == 2, done.stdout
-
-    def test_exit_status_of_the_program_is_kept(self) -> None:
-        done = launch("ac.init().barrier(); sys.exit(3)")
-        assert done.returncode == 3
 
     def test_timeout_names_the_missing_rank(self) -> None:
         done = launch("""
