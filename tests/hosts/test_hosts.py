@@ -109,18 +109,27 @@ assert (rows == np.arange(comm.size)[:, None]).all()
 """
 
 
-# With more ranks than cores each law takes longer: some of them are enough.
-_ALL: Final = "not messages"
-_SOME: Final = "mpi-shared-4 or TestSharedMemory and (disagree or order)"
-
-
-@pytest.mark.parametrize(
-    ("each", "chosen"),
-    [pytest.param(1, _ALL, id="1", marks=pytest.mark.each_mpi), pytest.param(2, _SOME, id="2")],
+# Laws of each kind of movement, and of ranks that disagree, fail or leave.
+_SOME: Final = "TestSharedMemory and (disagree or order or is_an_error)"
+_LAWS: Final = (
+    f"{_SOME} or TestSharedMemory and (uneven or tree or arrive or give or groups or out)"
 )
-def test_laws_and_bits_are_those_of_one_host(two: Hosts, each: int, chosen: str) -> None:
+
+
+@pytest.mark.each_mpi
+def test_laws_and_bits_are_those_of_one_host(two: Hosts) -> None:
     before = two.received(0)
-    job = two.start(
+    _run_tests(two, 1, f"mpi-shared or {_LAWS}")
+    # They went by the network, and not by memory of the machine.
+    assert two.received(0) - before > 1_000_000
+
+
+def test_laws_and_bits_are_those_of_one_host_with_two_ranks_on_each_of_three(three: Hosts) -> None:
+    _run_tests(three, 2, f"mpi-shared-4 or {_SOME}")
+
+
+def _run_tests(made: Hosts, each: int, chosen: str) -> None:
+    job = made.start(
         each,
         *("-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-k", chosen),
         *(str(ROOT / test) for test in _TESTS),
@@ -128,23 +137,7 @@ def test_laws_and_bits_are_those_of_one_host(two: Hosts, each: int, chosen: str)
         EVERY="1",
         PYTHONPATH=str(ROOT),
     )
-    out = _output(two, job)
-    assert job.returncode == 0, out
-    assert " passed" in out, out
-    # They went by the network, and not by memory of the machine.
-    assert two.received(0) - before > 1_000_000
-
-
-def test_three_hosts_of_two_ranks_hold_laws(three: Hosts) -> None:
-    job = three.start(
-        2,
-        *("-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-k", "disagree or order"),
-        str(ROOT / _TESTS[0]),
-        EXAMPLES="1",
-        EVERY="1",
-        PYTHONPATH=str(ROOT),
-    )
-    out = _output(three, job)
+    out = _output(made, job)
     assert job.returncode == 0, out
     assert " passed" in out, out
 

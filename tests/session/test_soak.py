@@ -13,7 +13,7 @@ from tests.support.launcher import needs_mpiexec, run_python
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures processes by /proc")
 
 
-@pytest.mark.parametrize(("act", "number"), [(calls, 6_000), (made_and_freed, 30)])
+@pytest.mark.parametrize(("act", "number"), [(calls, 2_400), (made_and_freed, 20)])
 def test_threads_hold_no_more_afterwards(act, number) -> None:
     for before, after in run(2, lambda comm: grown(comm, act, number)):
         assert flat(before, after), f"{before} -> {after}"
@@ -23,7 +23,7 @@ def test_threads_hold_no_more_afterwards(act, number) -> None:
 @pytest.mark.each_mpi
 def test_processes_hold_no_more_afterwards() -> None:
     job = run_python(
-        *("-m", "tests.session.soak", "--collectives", "6000", "--communicators", "30"),
+        *("-m", "tests.session.soak", "--collectives", "2400", "--communicators", "20"),
         ranks=2,
         timeout=120,
     )

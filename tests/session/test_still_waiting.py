@@ -101,7 +101,7 @@ def test_a_request_that_nobody_waits_for_yet_is_no_wait(capsys: pytest.CaptureFi
     [
         pytest.param(3, 2, AFTER, id="3", marks=pytest.mark.each_mpi),
         # Who asks whom is the same over any MPI.
-        pytest.param(12, 0, 1.0, id="12"),
+        pytest.param(10, 0, 1.0, id="10"),
     ],
 )
 def test_between_nodes_ranks_are_asked_where_they_are(ranks: int, late: int, after: float) -> None:
