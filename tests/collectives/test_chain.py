@@ -208,7 +208,7 @@ DTYPES = [np.dtype(name) for name in ("f4", "f8", "i2", "c8", "c16", "f2")] + [
 SMALL = 4096
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     sizes=st.lists(st.integers(2, 7), min_size=2, max_size=4)
     | st.lists(st.integers(2, 3), min_size=5, max_size=8),
