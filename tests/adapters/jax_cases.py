@@ -14,8 +14,8 @@ import arraycomm as ac
 from arraycomm.adapters import jax as collectives
 
 Function = Callable[..., Any]
-# With these steps and factors, differences are exact for polynomials of degree 4, up to rounding.
-DIFFERENCES = ((1, 8 / 12), (-1, -8 / 12), (2, -1 / 12), (-2, 1 / 12))
+# With these steps and factors, differences are exact for polynomials of degree 2, up to rounding.
+DIFFERENCES = ((1, 1 / 2), (-1, -1 / 2))
 CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-8}
 
 
@@ -73,7 +73,7 @@ def derivatives_of(case: Case, comm: ac.Communicator) -> tuple[Derivatives, Any]
 
     def loss(x: Any) -> Any:
         y = case.call(x, comm=comm)
-        return (draw(comm.rank, y.shape) * (y + y**2 + y**3 / 3)).sum()
+        return (draw(comm.rank, y.shape) * (y + y**2)).sum()
 
     return Derivatives(loss, along), x
 

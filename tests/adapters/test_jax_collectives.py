@@ -32,23 +32,18 @@ ON_EACH_MPI = {
     "loops_that_carry_a_result_alone_end",
     "rows_choose_alike_on_all_ranks_or_all_raise",
 }
-RINGS = ("sendrecv", "reduce_scatter-mean")
 # Flax need not be there.
 FLAX_CHECKS = [
     "an_overflow_on_one_rank_counts_on_all",
-    "nnx_trains_as_one_process",
-    "linen_trains_as_one_process",
-    "equinox_trains_as_one_process",
+    "every_library_trains_as_one_process",
     "modules_and_states_of_nnx_get_the_values_of_the_root",
-    "what_rank_0_saves_is_loaded_everywhere",
     "what_orbax_restores_on_rank_0_is_everywhere",
 ]
 
 
 # Fewer ranks need no other code but for messages, whose ring closes with this rank or with one other.
 @pytest.mark.parametrize(
-    ("size", "name"),
-    [*((3, name) for name in cases.CASES), *((n, name) for n in (1, 2) for name in RINGS)],
+    ("size", "name"), [*((3, name) for name in cases.CASES), (1, "sendrecv"), (2, "sendrecv")]
 )
 def test_eager_derivatives_are_those_of_the_sum_of_all_losses(size: int, name: str) -> None:
     def on_rank(comm: ac.Communicator) -> None:
@@ -81,21 +76,22 @@ def test_compiled_collective_on_threads_is_refused() -> None:
     run(2, on_rank)
 
 
-@pytest.mark.parametrize("wrong", [{"x": "text"}, {"token": "text"}], ids=["x", "token"])
 @pytest.mark.parametrize(
-    ("name", "length"), [("allreduce", 2), ("alltoall", 2), ("sendrecv", 2), ("sendrecv", 10_000)]
+    ("name", "length", "wrong"),
+    [
+        *(("allreduce", 2, "x"), ("alltoall", 2, "token")),
+        *(("sendrecv", 2, "x"), ("sendrecv", 10_000, "token")),
+    ],
 )
-def test_wrong_argument_on_one_rank_raises_on_all(
-    name: str, length: int, wrong: dict[str, Any]
-) -> None:
+def test_wrong_argument_on_one_rank_raises_on_all(name: str, length: int, wrong: str) -> None:
     def on_rank(comm: ac.Communicator) -> None:
         ahead, behind = (comm.rank + 1) % 3, (comm.rank - 1) % 3
         around = {"dest": ahead, "source": behind} if name == "sendrecv" else {}
         collective = partial(getattr(collectives, name), comm=comm, **around)
         rows = jax.numpy.full((3, length), comm.rank)
         if comm.rank == 2:
-            with pytest.raises(TypeError, match=f"{name}: {next(iter(wrong))} must be"):
-                collective(**{"x": rows} | wrong)
+            with pytest.raises(TypeError, match=f"{name}: {wrong} must be"):
+                collective(**{"x": rows, wrong: "text"})
         elif comm.rank == 1 and around:
             # It receives from rank 0, and hears nothing of rank 2.
             assert collective(rows)[0, 0] == 0
@@ -191,12 +187,9 @@ jax.config.update("jax_debug_nans", True)
 comm = ac.init(timeout=60)
 
 @jax.jit
-def loss(x):
-    return jnp.sqrt(x).sum() + {within}
-
-@jax.jit
 def step(w, x):
-    return w + allreduce(x, "mean"), {derived}
+    loss = lambda x: jnp.sqrt(x).sum() + allreduce(x).sum()
+    return w + allreduce(x, "mean"), jax.grad(loss)(x)
 
 w = jnp.ones(3)
 for turn in range(4):
@@ -208,16 +201,11 @@ print("went on")
 
 @needs_mpiexec
 @pytest.mark.each_mpi
-@pytest.mark.parametrize(
-    ("within", "derived"), [("0", "loss(x)"), ("allreduce(x).sum()", "jax.grad(loss)(x)")]
-)
-def test_nan_of_one_rank_is_named_without_repeating_calls(within: str, derived: str) -> None:
+def test_nan_of_one_rank_is_named_without_repeating_calls() -> None:
     """JAX repeats a program operation by operation to find which one has made it."""
-    program = NAN_OF_ONE_RANK.format(within=within, derived=derived)
-    job = run_python("-c", program, ranks=RANKS, timeout=60)
+    job = run_python("-c", NAN_OF_ONE_RANK, ranks=RANKS, timeout=60)
     assert job.returncode
-    assert "went on" not in job.stdout
     assert "FloatingPointError: invalid value (nan)" in job.stderr
     assert "PeerError: rank 1 failed and takes part no more" in job.stderr
-    assert "MismatchError" not in job.stderr
-    assert "DeadlockError" not in job.stderr
+    unwanted = ("went on", "MismatchError", "DeadlockError")
+    assert not [text for text in unwanted if text in job.stdout + job.stderr]
