@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,24 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 
-WRONG: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] = {
+Case = tuple[type[Exception], str, Callable[[Communicator], Any]]
+
+
+def rows(c: Communicator, dtype: Any = float) -> Any:
+    """A row for each rank."""
+    return np.ones((c.size, 2), dtype)
+
+
+_FROZEN = np.broadcast_to(1.0, (3, 2))
+
+WRONG: dict[str, Case] = {
     "list": (TypeError, "allreduce.*allreduce_tree", lambda c: c.allreduce([1, 2])),
     "string": (TypeError, "bcast_object", lambda c: c.allreduce("no")),
     "object dtype": (TypeError, "Python objects", lambda c: c.allreduce(np.array([{}]))),
     "op of dtype": (TypeError, "'mean' is not defined for int64", lambda c: c.allreduce(1, "mean")),
     "sum of bool": (TypeError, 'use "or"', lambda c: c.allreduce(np.ones(2, bool))),
     "min of complex": (TypeError, "no order", lambda c: c.allreduce(1j, "min")),
-    "sum of dates": (
-        TypeError,
-        "only be moved",
-        lambda c: c.allreduce(np.zeros(1, "datetime64[s]")),
-    ),
+    "sum of dates": (TypeError, "only be moved", lambda c: c.allreduce(np.zeros(1, "M8[s]"))),
     "unknown op": (ValueError, "op must be one of sum, mean", lambda c: c.allreduce(1.0, "avg")),
     "op no string": (TypeError, "name of a reduction", lambda c: c.allreduce(1.0, ["sum"])),
     "root too large": (ValueError, "root must be a rank", lambda c: c.bcast(1.0, c.size)),
@@ -33,15 +40,11 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] = {
     "big integer": (OverflowError, "allreduce", lambda c: c.allreduce(2**70)),
     "out shape": (ValueError, "shape", lambda c: c.allreduce(np.ones(3), out=np.ones(4))),
     "out dtype": (TypeError, "dtype", lambda c: c.allreduce(np.ones(3), out=np.ones(3, "f4"))),
-    "out read-only": (
-        BufferError,
-        "read-only",
-        lambda c: c.allreduce(np.ones(3), out=np.broadcast_to(1.0, 3)),
-    ),
+    "out read-only": (BufferError, "read-only", lambda c: c.allreduce(rows(c), out=_FROZEN)),
     "bcast out read-only": (
         BufferError,
         "read-only",
-        lambda c: c.bcast(np.ones(3), c.size - 1, out=np.broadcast_to(1.0, 3)),
+        lambda c: c.bcast(rows(c), c.size - 1, out=_FROZEN),
     ),
     "color": (TypeError, "color must be an integer", lambda c: c.split("a")),
     "tree leaf": (
@@ -50,11 +53,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] = {
         lambda c: ac.allreduce_tree({"a": [1.0, "x"]}, comm=c),
     ),
     "tree op": (TypeError, r"tree\['n'\].*mean", lambda c: ac.allreduce_tree({"n": 3}, comm=c)),
-    "synchronize": (
-        TypeError,
-        r"tree\[0\]",
-        lambda c: ac.synchronize([object()], comm=c),
-    ),
+    "synchronize": (TypeError, r"tree\[0\]", lambda c: ac.synchronize([object()], comm=c)),
     "missing": (
         ValueError,
         "missing must be",
@@ -80,23 +79,13 @@ def test_wrong_argument_on_one_rank_raises_on_all_and_the_ranks_go_on(on_ranks, 
                 assert caught.value.rank == culprit
                 assert "test_arguments.py" in caught.value.traceback
             assert comm.allreduce(1) == comm.size
+        # On every rank it raises its own. All but one may pass nothing to `bcast`.
+        if case != "nothing to send":
+            with pytest.raises(kind, match=message):
+                wrong(comm)
+            assert comm.allreduce(1) == comm.size
 
     on_ranks(3, check)
-
-
-@pytest.mark.half_of_the_cases
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_argument_on_every_rank_raises_its_own(on_ranks, few, case) -> None:
-    kind, message, wrong = WRONG[case]
-
-    def check(comm: Communicator) -> None:
-        if case == "nothing to send" and comm.size > 1:
-            return
-        with pytest.raises(kind, match=message):
-            wrong(comm)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(few, check)
 
 
 # Right calls of what the cases below call wrongly, with the same root.
@@ -106,38 +95,32 @@ RIGHT: dict[str, Callable[[Communicator, int], Any]] = {
     "gatherv": lambda c, root: c.gatherv(np.ones(c.rank), root),
     "scatter": lambda c, root: c.scatter(None, root),
     "scatterv": lambda c, root: c.scatterv(None, None, root),
-    "alltoall": lambda c, _: c.alltoall(np.ones((c.size, 2))),
+    "alltoall": lambda c, _: c.alltoall(rows(c)),
     "alltoallv": lambda c, _: c.alltoallv(np.ones(c.size), [1] * c.size),
-    "reduce_scatter": lambda c, _: c.reduce_scatter(np.ones((c.size, 2))),
+    "reduce_scatter": lambda c, _: c.reduce_scatter(rows(c)),
     "scan": lambda c, _: c.scan(1.0),
     "exscan": lambda c, _: c.exscan(1.0),
     "gather_object": lambda c, root: c.gather_object(1, root),
 }
 
-_FROZEN = np.broadcast_to(1.0, (3, 2))
-_counted = lambda c, counts: c.alltoallv(np.ones((c.size, 2)), counts)  # noqa: E731
-_shared = lambda c, counts: c.scatterv(np.ones((c.size, 2)), counts, c.rank)  # noqa: E731
+_counted = lambda c, counts: c.alltoallv(rows(c), counts)  # noqa: E731
+_shared = lambda c, counts: c.scatterv(rows(c), counts, c.rank)  # noqa: E731
 
-WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] = {
+WRONG_MOVEMENTS: dict[str, Case] = {
     "allgatherv 0-d": (ValueError, "x must have an axis 0.*allgather", lambda c: c.allgatherv(1.0)),
-    "allgatherv objects": (
-        TypeError,
-        "Python objects",
-        lambda c: c.allgatherv(np.array([{}])),
-    ),
     "gatherv 0-d": (ValueError, "there is gather$", lambda c: c.gatherv(np.array(1), c.rank)),
     "gatherv root": (ValueError, "root must be a rank", lambda c: c.gatherv(np.ones(2), -1)),
     "gather list": (TypeError, "gather: x must be an array", lambda c: c.gather([1], c.rank)),
     "gather root": (ValueError, "root must be a rank", lambda c: c.gather(1.0, c.size)),
     "gather out shape": (
         ValueError,
-        "out must have the shape",
+        "must have the shape",
         lambda c: c.gather(np.ones(2), c.rank, out=np.ones(2)),
     ),
     "gather out dtype": (
         TypeError,
-        "out must have dtype",
-        lambda c: c.gather(np.ones(2), c.rank, out=np.ones((c.size, 2), "f4")),
+        "must have dtype",
+        lambda c: c.gather(np.ones(2), c.rank, out=rows(c, "f4")),
     ),
     "gather out read-only": (
         BufferError,
@@ -150,11 +133,10 @@ WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], 
         "one row for each",
         lambda c: c.scatter(np.ones(c.size + 1), c.rank),
     ),
-    "scatter 0-d": (ValueError, "one row for each", lambda c: c.scatter(1.0, c.rank)),
     "scatter out shape": (
         ValueError,
-        "out must have the shape",
-        lambda c: c.scatter(np.ones((c.size, 2)), c.rank, out=np.ones((c.size, 2))),
+        "must have the shape",
+        lambda c: c.scatter(rows(c), c.rank, out=rows(c)),
     ),
     "scatter out immutable": (
         BufferError,
@@ -174,7 +156,6 @@ WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], 
     "scatterv nothing": (TypeError, "x is None", lambda c: c.scatterv(None, [1], c.rank)),
     "scatterv 0-d": (ValueError, "there is scatter$", lambda c: c.scatterv(1.0, [1], c.rank)),
     "scatterv no counts": (TypeError, "counts must be a sequence", lambda c: _shared(c, None)),
-    "scatterv counts too few": (ValueError, "one length for each", lambda c: _shared(c, [c.size])),
     "scatterv counts too small": (
         ValueError,
         "3 in all, as x has rows",
@@ -182,8 +163,8 @@ WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], 
     ),
     "scatterv out shape": (
         ValueError,
-        "out must have the shape",
-        lambda c: c.scatterv(np.ones((c.size, 2)), [1] * c.size, c.rank, out=np.ones((2, 2))),
+        "must have the shape",
+        lambda c: c.scatterv(rows(c), [1] * c.size, c.rank, out=np.ones((2, 2))),
     ),
     "scatterv out 0-d": (
         ValueError,
@@ -191,11 +172,10 @@ WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], 
         lambda c: c.scatterv(None, None, (c.rank + 1) % c.size, out=np.ones(())),
     ),
     "alltoall rows": (ValueError, r"one row .* shape \(3, …\)", lambda c: c.alltoall(np.ones(2))),
-    "alltoall 0-d": (ValueError, "one row for each", lambda c: c.alltoall(np.ones(()))),
     "alltoall out dtype": (
         TypeError,
-        "out must have dtype",
-        lambda c: c.alltoall(np.ones((c.size, 2)), out=np.ones((c.size, 2), int)),
+        "must have dtype",
+        lambda c: c.alltoall(rows(c), out=rows(c, int)),
     ),
     "alltoallv 0-d": (ValueError, "there is alltoall$", lambda c: c.alltoallv(1.0, [1])),
     "alltoallv counts too many": (
@@ -204,7 +184,6 @@ WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], 
         lambda c: _counted(c, [1] * c.size + [0]),
     ),
     "alltoallv counts too large": (ValueError, "3 in all", lambda c: _counted(c, [2] * c.size)),
-    "alltoallv counts negative": (ValueError, "one length", lambda c: _counted(c, [-1, 2, 2])),
     "alltoallv counts of floats": (TypeError, "integers", lambda c: _counted(c, [1.0] * c.size)),
     "alltoallv counts a number": (TypeError, "sequence of integers", lambda c: _counted(c, 3)),
     "alltoallv counts text": (TypeError, "sequence of integers", lambda c: _counted(c, "111")),
@@ -213,30 +192,20 @@ WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], 
         "one row for each",
         lambda c: c.reduce_scatter(np.ones((c.size + 1, 2))),
     ),
-    "reduce_scatter op": (
-        TypeError,
-        "'mean' is not defined for int64",
-        lambda c: c.reduce_scatter(np.ones(c.size, int), "mean"),
-    ),
     "reduce_scatter out shape": (
         ValueError,
-        "out must have the shape",
-        lambda c: c.reduce_scatter(np.ones((c.size, 2)), out=np.ones((c.size, 2))),
+        "must have the shape",
+        lambda c: c.reduce_scatter(rows(c), out=rows(c)),
     ),
     "reduce_scatter counts": (
         ValueError,
         r"one length for each of the 3 ranks, 4 in all, as x has rows; got \[2, 2, 2\]",
         lambda c: c.reduce_scatter(np.ones((4, 2)), counts=[2] * c.size),
     ),
-    "reduce_scatter counts negative": (
-        ValueError,
-        "one length for each",
-        lambda c: c.reduce_scatter(np.ones((3, 2)), counts=[-1, 2, 2]),
-    ),
     "reduce_scatter counts a number": (
         TypeError,
         "sequence of integers",
-        lambda c: c.reduce_scatter(np.ones((3, 2)), counts=3),
+        lambda c: c.reduce_scatter(rows(c), counts=3),
     ),
     "reduce_scatter counts 0-d": (
         ValueError,
@@ -245,16 +214,10 @@ WRONG_MOVEMENTS: dict[str, tuple[type[Exception], str, Callable[[Communicator], 
     ),
     "reduce_scatter counts out": (
         ValueError,
-        "out must have the shape",
-        lambda c: c.reduce_scatter(np.ones((3, 2)), counts=[1] * c.size, out=np.ones(2)),
+        "must have the shape",
+        lambda c: c.reduce_scatter(rows(c), counts=[1] * c.size, out=np.ones(2)),
     ),
-    "scan op": (ValueError, "op must be one of", lambda c: c.scan(1.0, "avg")),
-    "scan dates": (TypeError, "only be moved", lambda c: c.scan(np.zeros(1, "M8[s]"))),
-    "scan out read-only": (
-        BufferError,
-        "read-only",
-        lambda c: c.scan(np.ones((3, 2)), out=_FROZEN),
-    ),
+    "scan out read-only": (BufferError, "read-only", lambda c: c.scan(rows(c), out=_FROZEN)),
     "exscan bool": (TypeError, 'use "or"', lambda c: c.exscan(np.ones(2, bool))),
     "gather_object root": (ValueError, "root must be", lambda c: c.gather_object(1, c.size)),
     "gather_object unpicklable": (
@@ -287,7 +250,7 @@ def test_wrong_argument_where_the_others_call_right_raises_on_all(on_ranks, case
     on_ranks(3, check)
 
 
-def test_exscan_looks_at_out_where_there_is_a_result(on_ranks, several) -> None:
+def test_exscan_looks_at_out_where_there_is_a_result(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         for culprit in range(1, comm.size):
             out = np.ones(5) if comm.rank in (0, culprit) else None
@@ -295,12 +258,12 @@ def test_exscan_looks_at_out_where_there_is_a_result(on_ranks, several) -> None:
                 comm.exscan(np.ones(3), out=out)
         assert comm.exscan(1) == (comm.rank or None)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 # What is wrong with an `out` whose shape is known only when all have been heard.
 WRONG_OUTS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
-    "too short": (ValueError, "out must have the shape", lambda right: right[:-1].copy()),
+    "too short": (ValueError, "must have the shape", lambda right: right[:-1].copy()),
     "rows of another shape": (ValueError, "the shape", lambda right: np.ones((len(right), 3))),
     "another dtype": (TypeError, "must have dtype", lambda right: right.astype("f4")),
     "read-only": (
@@ -345,11 +308,10 @@ def test_wrong_out_of_a_later_known_shape_concerns_its_rank_alone(on_ranks, name
     on_ranks(3, check)
 
 
-@pytest.mark.parametrize("length", [3, 9_000])
-def test_wrong_length_of_out_of_scatterv_concerns_its_rank_alone(on_ranks, several, length) -> None:
+def test_wrong_length_of_out_of_scatterv_concerns_its_rank_alone(on_ranks) -> None:
     def check(comm: Communicator) -> None:
-        x, counts = np.ones((comm.size * length, 2)), [length] * comm.size
-        for culprit in range(1, comm.size):
+        for length, culprit in product((3, 9_000), range(1, comm.size)):
+            x, counts = np.ones((comm.size * length, 2)), [length] * comm.size
             arguments = (x, counts) if comm.rank == 0 else (None, None)
             if comm.rank == culprit:
                 with pytest.raises(ValueError, match="scatterv: out must have the shape"):
@@ -358,26 +320,26 @@ def test_wrong_length_of_out_of_scatterv_concerns_its_rank_alone(on_ranks, sever
                 assert (comm.scatterv(*arguments) == x[:length]).all()
             assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_wrong_out_of_a_request_is_raised_by_wait(on_ranks, several) -> None:
+def test_wrong_out_of_a_request_is_raised_by_wait(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         for length in (2, 9_000):
             x = np.ones(length)
             request = comm.iallgatherv(x, out=np.ones(1) if comm.rank == 0 else None)
             good = comm.iallgatherv(x)
             if comm.rank == 0:
-                with pytest.raises(ValueError, match="out must have the shape"):
+                with pytest.raises(ValueError, match="must have the shape"):
                     request.wait()
             else:
                 assert len(request.wait()) == comm.size * length
             assert len(good.wait()) == comm.size * length
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_immutable_out_of_a_later_known_shape_concerns_its_rank_alone(on_ranks, several) -> None:
+def test_immutable_out_of_a_later_known_shape_concerns_its_rank_alone(on_ranks) -> None:
     jax = pytest.importorskip("jax")
 
     def check(comm: Communicator) -> None:
@@ -389,4 +351,4 @@ def test_immutable_out_of_a_later_known_shape_concerns_its_rank_alone(on_ranks, 
             assert len(comm.allgatherv(x)) == 2 * comm.size
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)

@@ -53,6 +53,8 @@ def test_tensor_that_requires_grad_is_refused_by_every_movement(on_ranks) -> Non
                 assert str(raised.value).endswith(named) == hasattr(adapter, name)
         with pytest.raises(ac.PeerError if comm.rank else TypeError):
             comm.scatter(x)
+        with torch.no_grad():
+            assert (comm.allreduce(x) == comm.size).all()
 
     on_ranks(3, check)
 
@@ -72,20 +74,26 @@ def _scatter(root: int, out: Any = None) -> Callable[[Communicator], Any]:
     return call
 
 
+def _scatterv(c: Communicator) -> Any:
+    return c.scatterv(None if c.rank else _rows(c), [1] * c.size)
+
+
 Different = dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str]]
+
+
+def _rows(c: Communicator, length: int = 2) -> Any:
+    return np.ones((c.size, length))
+
 
 DIFFERENT: Different = {
     "op": (_small, lambda c: c.allreduce(np.ones(3, np.float32), "max"), r"allreduce\(max\)"),
     "dtype": (_small, lambda c: c.allreduce(np.ones(3)), "float64"),
     "shape": (_small, lambda c: c.allreduce(np.ones((3, 1), np.float32)), r"\(3, 1\)"),
-    "size": (_small, lambda c: c.allreduce(np.ones(10**5, np.float32)), r"\(100000,\)"),
     "operation": (_small, lambda c: c.barrier(), "barrier"),
-    "python number": (_small, lambda c: c.allreduce(1), "int64"),
     "root": (lambda c: c.bcast(1.0, 0), lambda c: c.bcast(1.0, 1), "root=1"),
     "bcast shape": (lambda c: c.bcast(np.ones(3), 0), lambda c: c.bcast(np.ones(4), 0), r"\(4,\)"),
     "bcast out shape": (_receive(None), _receive(np.ones(4)), r"\(4,\)"),
     "bcast out dtype": (_receive(None), _receive(np.ones(3, "f4")), "float32"),
-    "nonblocking": (_small, lambda c: c.iallgather(np.ones(3, np.float32)).wait(), "allgather"),
     "split": (_small, lambda c: c.split(0), "split"),
     "object": (lambda c: c.bcast_object(1), lambda c: c.allgather_object(1), "allgather_object"),
     "dup": (lambda c: c.dup(), lambda c: c.dup(timeout=3.0), "timeout=3.0"),
@@ -96,11 +104,6 @@ DIFFERENT_MOVEMENTS: Different = {
         lambda c: c.allgatherv(np.ones((c.rank, 2))),
         lambda c: c.allgatherv(np.ones((c.rank, 3))),
         r"\(any, 3\)",
-    ),
-    "allgatherv dtype": (
-        lambda c: c.allgatherv(np.ones(c.rank)),
-        lambda c: c.allgatherv(np.ones(c.rank, int)),
-        "int64",
     ),
     "allgatherv of other dates": (
         lambda c: c.allgatherv(np.zeros(2, "M8[s]")),
@@ -117,43 +120,19 @@ DIFFERENT_MOVEMENTS: Different = {
         lambda c: c.gather(1.0, c.rank),
         r"gather\(root=[1-3]",
     ),
-    "gather shape": (
-        lambda c: c.gather(np.ones(2)),
-        lambda c: c.gather(np.ones((1, 2))),
-        r"\(1, 2\)",
-    ),
-    "gatherv dimensions": (
-        lambda c: c.gatherv(np.ones((2, 1))),
-        lambda c: c.gatherv(np.ones((2, 1, 1))),
-        r"\(any, 1, 1\)",
-    ),
     "scatter root": (_scatter(0), _scatter(-1), r"root=[1-3]"),
     "scatter out shape": (_scatter(0), _scatter(0, out=np.ones(4)), r"\(4,\)"),
-    "scatter out dtype": (_scatter(0), _scatter(0, out=np.ones(3, "f4")), "float32"),
-    "scatterv out rows": (
-        lambda c: c.scatterv(None if c.rank else np.ones((c.size, 2)), [1] * c.size),
-        lambda c: c.scatterv(out=np.ones((1, 3))),
-        r"\(any, 3\)",
-    ),
-    "scatterv out dtype": (
-        lambda c: c.scatterv(None if c.rank else np.ones((c.size, 2)), [1] * c.size),
-        lambda c: c.scatterv(out=np.ones((1, 2), "f2")),
-        "float16",
-    ),
+    "scatterv out rows": (_scatterv, lambda c: c.scatterv(out=np.ones((1, 3))), r"\(any, 3\)"),
+    "scatterv out dtype": (_scatterv, lambda c: c.scatterv(out=np.ones((1, 2), "f2")), "float16"),
     "alltoall shape": (
-        lambda c: c.alltoall(np.ones((c.size, 2))),
-        lambda c: c.alltoall(np.ones((c.size, 20_000))),
+        lambda c: c.alltoall(_rows(c)),
+        lambda c: c.alltoall(_rows(c, 20_000)),
         r"20000\)",
     ),
     "alltoallv rows": (
-        lambda c: c.alltoallv(np.ones((c.size, 2)), [1] * c.size),
-        lambda c: c.alltoallv(np.ones((c.size, 20_000)), [1] * c.size),
+        lambda c: c.alltoallv(_rows(c), [1] * c.size),
+        lambda c: c.alltoallv(_rows(c, 20_000), [1] * c.size),
         r"\(any, 20000\)",
-    ),
-    "reduce_scatter op": (
-        lambda c: c.reduce_scatter(np.ones(c.size)),
-        lambda c: c.reduce_scatter(np.ones(c.size), "mean"),
-        r"reduce_scatter\(mean\)",
     ),
     "reduce_scatter counts": (
         lambda c: c.reduce_scatter(np.ones(c.size), counts=[1] * c.size),
@@ -161,28 +140,18 @@ DIFFERENT_MOVEMENTS: Different = {
         r"reduce_scatter\(sum, counts=\[1, 1, 1\]\)",
     ),
     "exscan for scan": (lambda c: c.scan(1.0), lambda c: c.exscan(1.0), r"exscan\(sum\)"),
-    "scan shape": (
-        lambda c: c.scan(np.ones(9_000)),
-        lambda c: c.scan(np.ones(9_001)),
-        r"\(9001,\)",
-    ),
     "many dimensions": (
         lambda c: c.scan(np.ones((1,) * 10 + (2, 3))),
         lambda c: c.scan(np.ones((1,) * 10 + (3, 2))),
         r"1, 3, 2\)",
-    ),
-    "gather_object root": (
-        lambda c: c.gather_object(1, 0),
-        lambda c: c.gather_object(1, 1),
-        r"gather_object\(root=1\)",
     ),
 }
 
 
 @pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ_raise_mismatch_everywhere(on_ranks, several, case) -> None:
-    on_ranks(several, _mismatch, *DIFFERENT[case])
+def test_ranks_that_differ_raise_mismatch_everywhere(on_ranks, case) -> None:
+    on_ranks(3, _mismatch, *DIFFERENT[case])
 
 
 @pytest.mark.half_of_the_cases
@@ -244,7 +213,7 @@ TREES: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", TREES)
-def test_trees_that_differ_raise_with_the_first_path(on_ranks, several, case) -> None:
+def test_trees_that_differ_raise_with_the_first_path(on_ranks, case) -> None:
     usual, other, message = TREES[case]
 
     def check(comm: Communicator) -> None:
@@ -257,21 +226,19 @@ def test_trees_that_differ_raise_with_the_first_path(on_ranks, several, case) ->
         with pytest.raises(ac.MismatchError, match=message):
             ac.allreduce_tree(mine, comm=broken)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_gradients_that_differ_in_more_than_none_raise(on_ranks, several) -> None:
+def test_gradients_that_differ_in_more_than_none_raise(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         tree = [None, np.ones(2)] if comm.rank == 0 else [np.ones(3), np.ones(1 + comm.rank)]
-        if comm.size == 2:
-            tree[1] = np.ones(2 + comm.rank)
         with pytest.raises(ac.MismatchError, match=r"First difference: tree\[1\]"):
             ac.allreduce_gradients(tree, comm=comm)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_missing_gradients_can_be_made_an_error(on_ranks, several) -> None:
+def test_missing_gradients_can_be_made_an_error(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         tree = {"w": None if comm.rank else np.ones(2)}
         with pytest.raises(
@@ -279,10 +246,10 @@ def test_missing_gradients_can_be_made_an_error(on_ranks, several) -> None:
         ):
             ac.allreduce_gradients(tree, missing="error", comm=comm)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_two_threads_at_once_are_refused(on_ranks, several) -> None:
+def test_two_threads_at_once_are_refused(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         waiting, go_on = threading.Event(), threading.Event()
         other = comm.dup()
@@ -314,10 +281,10 @@ def test_two_threads_at_once_are_refused(on_ranks, several) -> None:
             other.barrier()
             comm.allreduce(1)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_freed_communicator_says_so(on_ranks, size) -> None:
+def test_freed_communicator_says_so(on_ranks, few) -> None:
     def check(comm: Communicator) -> None:
         with comm.dup() as inner:
             assert inner.allreduce(1) == comm.size
@@ -326,24 +293,10 @@ def test_freed_communicator_says_so(on_ranks, size) -> None:
                 call()
         inner.free()
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
-def test_tensor_that_requires_grad_is_refused(on_ranks, size) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        x = torch.ones(3, requires_grad=True)
-        for _ in range(2):
-            with pytest.raises(TypeError, match=r"use arraycomm\.adapters\.torch\.allreduce$"):
-                comm.allreduce(x)
-            with torch.no_grad():
-                assert (comm.allreduce(x) == comm.size).all()
-
-    on_ranks(size, check)
-
-
-def test_result_that_a_framework_refuses_is_an_error_on_all(on_ranks, several) -> None:
+def test_result_that_a_framework_refuses_is_an_error_on_all(on_ranks) -> None:
     jax = pytest.importorskip("jax")
     like = jax.numpy.ones(1)
 
@@ -358,19 +311,19 @@ def test_result_that_a_framework_refuses_is_an_error_on_all(on_ranks, several) -
                     comm.bcast(x, 0)
             assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_bucket_sizes_that_differ_raise(on_ranks, several) -> None:
+def test_bucket_sizes_that_differ_raise(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         tree = [np.ones(1, "f4"), np.ones(1, "i4"), np.ones(1, "f4")]
         with pytest.raises(ac.MismatchError, match=r"bucket_bytes=1.* on rank 0, bucket_bytes=9"):
             ac.allreduce_tree(tree, "sum", bucket_bytes=9 if comm.rank else 1, comm=comm)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_array_whose_dtype_raises_is_told_to_all(on_ranks, several) -> None:
+def test_array_whose_dtype_raises_is_told_to_all(on_ranks) -> None:
     class Uninitialized:
         @property
         def dtype(self) -> object:
@@ -381,10 +334,10 @@ def test_array_whose_dtype_raises_is_told_to_all(on_ranks, several) -> None:
             comm.allreduce(Uninitialized() if comm.rank == 0 else np.ones(2))
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_what_is_wrong_with_options_and_lines_is_told_to_all(on_ranks, several) -> None:
+def test_what_is_wrong_with_options_and_lines_is_told_to_all(on_ranks) -> None:
     class Unprintable:
         def __str__(self) -> str:
             raise ZeroDivisionError
@@ -402,12 +355,10 @@ def test_what_is_wrong_with_options_and_lines_is_told_to_all(on_ranks, several) 
                 call() if comm.rank == 0 else comm.barrier()
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(
-    on_ranks, several
-) -> None:
+def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         for count in (3, 5_000, 200_000):
             unchecked = comm.dup(check=False, timeout=10.0)
@@ -417,10 +368,10 @@ def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(
             with pytest.raises(ac.CommunicatorClosedError):
                 unchecked.barrier()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(on_ranks, several) -> None:
+def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(on_ranks) -> None:
     class Interrupting:
         def __dlpack__(self, **_: object) -> object:
             raise KeyboardInterrupt
@@ -434,10 +385,10 @@ def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(on_ranks,
                 other.allreduce(1)
         comm.barrier()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_without_the_check_there_is_one_exchange_fewer(on_ranks, several, monkeypatch) -> None:
+def test_without_the_check_there_is_one_exchange_fewer(on_ranks, monkeypatch) -> None:
     """Large arrays move at once; small ones travel with the exchange, which stays."""
     # Exchanges of the native part are not counted here.
     monkeypatch.setattr(FastPaths, "keep", lambda *_: None)
@@ -467,7 +418,7 @@ def test_without_the_check_there_is_one_exchange_fewer(on_ranks, several, monkey
         assert exchanges[True, True] == exchanges[False, True] == 1
         assert exchanges[True, False] == exchanges[False, False] + 1
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 class _Gate:
