@@ -37,6 +37,8 @@ MAY_END: Final[dict[str, frozenset[str]]] = {
     "none": frozenset({RETURNED}),
     "slow": frozenset({RETURNED}),
     **dict.fromkeys(DISAGREEING, _DISAGREED),
+    # Ranks find that they wait for one another before any of them times out.
+    "crossed": _DISAGREED - {TIMEOUT},
     # Raised, and told, inside the call: all go on.
     "argument": frozenset({RETURNED}),
     **dict.fromkeys(("raise", "interrupt", "exit"), frozenset({RETURNED, OWN, PEER})),

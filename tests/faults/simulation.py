@@ -18,7 +18,7 @@ from tests.faults.programs import (
 
 # Seconds: the timeout of a program in which ranks are to find a deadlock first, and of one whose ranks
 # are stopped for longer than that.
-CROSSED: Final = 5.0
+CROSSED: Final = 15.0
 SUSPENDED: Final = 3.0
 
 
