@@ -17,7 +17,7 @@ pytest.importorskip("sklearn")
 from docs.examples import powersgd
 
 FRAMEWORKS = ("numpy", "torch", "jax")
-SIZES = (1, 2, 3, 4)
+SIZE = 3
 SHAPES = ((6, 4), (3, 2, 5), (7,), (1, 3))
 EPS = float(np.finfo(np.float32).eps)
 
@@ -45,16 +45,15 @@ def reduced(
     return found
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_with_full_rank_it_is_the_mean(framework: str, size: int) -> None:
+def test_with_full_rank_it_is_the_mean(framework: str) -> None:
     pytest.importorskip(framework)
 
     def check(comm: ac.Communicator) -> None:
         for step, (got, states) in enumerate(
             reduced(comm, powersgd.PowerSGD(rank=9), framework, 3)
         ):
-            rows = [gradients(rank, step) for rank in range(size)]
+            rows = [gradients(rank, step) for rank in range(SIZE)]
             for n, shape in enumerate(SHAPES):
                 want = np.mean([row[n] for row in rows], axis=0, dtype="f8")
                 if len(shape) == 1:
@@ -67,14 +66,13 @@ def test_with_full_rank_it_is_the_mean(framework: str, size: int) -> None:
                 matrix = want.reshape(shape[0], -1)
                 largest = max(np.linalg.norm(row[n]) + np.linalg.norm(states[n][1]) for row in rows)
                 spanned = np.linalg.cond(states[n][0]) * np.linalg.cond(matrix)
-                bound = 4 * (sum(matrix.shape) + size) * EPS * largest * spanned
+                bound = 4 * (sum(matrix.shape) + SIZE) * EPS * largest * spanned
                 assert np.abs(got[n] - want).max() <= bound < 0.1 * np.abs(want).max()
 
-    run(size, check)
+    run(SIZE, check)
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "op"), [(1, "mean"), (SIZE, "sum")])
 def test_what_low_rank_leaves_out_is_added_to_the_next_steps(size: int, op: str) -> None:
     steps = 4
 
@@ -117,15 +115,9 @@ def test_an_overflow_or_a_gradient_of_zeros_leaves_no_trace() -> None:
 
 def test_bases_are_orthonormal_whatever_the_columns() -> None:
     random = np.random.default_rng(0)
-    full = random.normal(size=(6, 4))
-    close = np.ones((5, 3)) + 1e-5 * np.eye(5, 3)
-    for columns in (
-        full,
-        close,
-        full @ np.diag([1, 1e-9, 1e9, 1]),
-        np.zeros((4, 4)),
-        np.ones((5, 3)),
-    ):
+    full, close = random.normal(size=(6, 4)), np.ones((5, 3)) + 1e-5 * np.eye(5, 3)
+    scaled = full @ np.diag([1, 1e-9, 1e9, 1])
+    for columns in (full, close, scaled, np.zeros((4, 4)), np.ones((5, 3))):
         basis = powersgd.orthogonalized(columns)
         np.testing.assert_allclose(basis.T @ basis, np.eye(columns.shape[1]), atol=1e-14)
         np.testing.assert_allclose(
@@ -133,21 +125,11 @@ def test_bases_are_orthonormal_whatever_the_columns() -> None:
         )
 
 
-def test_digits_are_learned_about_as_well_as_without() -> None:
-    def train(comm: ac.Communicator) -> tuple[float, float]:
-        plain = powersgd.train(comm, None, 4)
-        return plain, powersgd.train(comm, powersgd.PowerSGD(rank=2), 4)
-
-    (plain, compressed), *others = run(2, train, timeout=120)
-    assert others == [(plain, compressed)]
+def test_digits_are_learned_about_as_well_as_without(capfd: pytest.CaptureFixture[str]) -> None:
+    powersgd.main(epochs=3)
+    ac.finalize()
+    said = r"accuracy (0\.\d+) without compression, (0\.\d+) with rank 2"
+    plain, compressed = map(float, re.search(said, capfd.readouterr().out).groups())
     assert plain > 0.85
     # Of 297 images; five standard deviations of what one of 90 % gets right.
     assert abs(plain - compressed) < 5 * np.sqrt(0.9 * 0.1 / 297)
-
-
-def test_the_program_prints_both_accuracies(capfd: pytest.CaptureFixture[str]) -> None:
-    powersgd.main(epochs=1)
-    ac.finalize()
-    assert re.search(
-        r"accuracy 0\.\d+ without compression, 0\.\d+ with rank 2", capfd.readouterr().out
-    )

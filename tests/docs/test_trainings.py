@@ -15,7 +15,7 @@ from tests.support.launcher import needs_mpiexec, run_python
 
 PROGRAM = str(Path(__file__).with_name("trainings.py"))
 # Losses are printed with six digits. Of float64 some hundred roundings are below. One of float32 is
-# 6e-8, and the network learns for 60 steps from hundreds of them. Of float16, it is 5e-4, in every
+# 6e-8, and the network learns for 30 steps from hundreds of them. Of float16, it is 5e-4, in every
 # gradient: means over an epoch, in which they cancel out, differ by some of them. Of bfloat16 it is 4e-3, in
 # every product, but parameters and sums are of float32.
 SLACK = {"float64": 2e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
@@ -84,24 +84,23 @@ class TestTraining:
 
     def test_two_ranks_learn_as_one(self, program: str) -> None:
         one, two = (runs()[program, ranks, "whole"].epochs for ranks in (1, 2))
-        assert sorted(one) == [1, 2, 3, 4]
-        assert one[4].accuracy > 0.85
+        assert sorted(one) == [1, 2]
+        assert one[2].accuracy > 0.8
         assert_close(two, one, SLACK[FULL[program]])
 
     def test_with_mixed_precision_they_learn_the_same(self, program: str) -> None:
-        one, two = (runs()[program, ranks, "mixed"].epochs for ranks in (1, 2))
-        assert_close(two, one, SLACK[MIXED[program]])
-        assert one != runs()[program, 1, "whole"].epochs
-        assert_close(one, runs()[program, 1, "whole"].epochs, SLACK[MIXED[program]])
+        whole, mixed = (runs()[program, 1, name].epochs for name in ("whole", "mixed"))
+        assert mixed != whole
+        assert_close(mixed, whole, SLACK[MIXED[program]])
 
-    @pytest.mark.parametrize("ranks", [1, 2])
-    def test_a_run_in_two_parts_is_the_run_in_one(self, program: str, ranks: int) -> None:
-        whole = runs()[program, ranks, "whole"]
-        first, second = (runs()[program, ranks, f"broken{how}"] for how in ("", " resumed"))
-        assert sorted(first.epochs) == [1, 2]
+    def test_a_run_in_two_parts_is_the_run_in_one(self, program: str) -> None:
+        whole, first, second = (
+            runs()[program, 2, name] for name in ("whole", "broken", "broken resumed")
+        )
+        assert sorted(first.epochs) == [1]
         assert first.epochs | second.epochs == whole.epochs
         assert second.digest == whole.digest != first.digest
 
     def test_one_rank_goes_on_where_two_have_ended(self, program: str) -> None:
         other, whole = (runs()[program, 1, name].epochs for name in ("other resumed", "whole"))
-        assert_close(other, {epoch: whole[epoch] for epoch in (3, 4)}, SLACK[FULL[program]])
+        assert_close(other, {2: whole[2]}, SLACK[FULL[program]])
