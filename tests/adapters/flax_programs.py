@@ -129,6 +129,12 @@ def modules_and_states_of_nnx_get_the_values_of_the_root() -> None:
     saved = nnx.to_pure_dict(nnx.state(root, nnx.Param)) if rank == 0 else None
     nnx.update(other, ac.synchronize(jax.tree.map(np.asarray, saved)))
     np.testing.assert_array_equal(other.last.kernel[...], expected)
+    # An optimizer that changes its model in place.
+    slope = nnx.grad(lambda model: rank * model.last.kernel[...].sum())(root)
+    optimizer = nnx.Optimizer(root, optax.sgd(0.5), wrt=nnx.Param)
+    ac.DistributedOptimizer(optimizer).update(root, slope)
+    change = np.float32(0.5 * (ac.world().size - 1) / 2)
+    np.testing.assert_allclose(root.last.kernel[...], expected - change, rtol=1e-6)
 
 
 def what_orbax_restores_on_rank_0_is_everywhere() -> None:

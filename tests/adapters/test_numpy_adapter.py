@@ -93,15 +93,6 @@ class TestContract(OptimizerContract):
     driver = NumpyDriver
 
 
-def test_the_mean_is_the_default() -> None:
-    def train(comm: ac.Communicator) -> Any:
-        return ac.DistributedOptimizer(Own(), comm=comm).update(zeros(), gradients(comm.rank, 0))
-
-    expected = Own().update(zeros(), reduced(3, 0, "mean"))
-    for params in run(3, train):
-        np.testing.assert_equal(params, expected)
-
-
 @pytest.mark.parametrize("through", ["wrapped", "plain"])
 def test_a_learning_rate_set_later_counts(through: str) -> None:
     def train(comm: ac.Communicator) -> Any:
@@ -126,18 +117,3 @@ def test_further_arguments_reach_the_optimizer() -> None:
         return result
 
     assert run(3, train) == [1.0 - 2.0 * 3.0 + 0.5] * 3
-
-
-@pytest.mark.parametrize("name", ["grads", "gradients", "updates"])
-def test_update_that_takes_gradients_first_is_refused(name: str) -> None:
-    made = type("Mine", (), {})
-    exec(f"def update(self, {name}, params): return params - {name}", scope := {})
-    made.update = scope["update"]
-
-    def check(comm: ac.Communicator) -> None:
-        optimizer = made() if comm.rank == 0 else Own()
-        with pytest.raises((TypeError, ac.PeerError), match=f"Mine.update takes '{name}' first"):
-            ac.DistributedOptimizer(optimizer, comm=comm)
-        assert comm.allreduce(1) == comm.size
-
-    run(2, check)

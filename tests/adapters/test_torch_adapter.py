@@ -6,13 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
+from tests.adapters.gradients import STEPS, gradients, reduced
 from tests.adapters.optimizer_contract import (
+    OPTIONS,
     Array,
     Batch,
     Driver,
@@ -25,9 +25,7 @@ from tests.adapters.optimizer_contract import (
 
 torch = pytest.importorskip("torch")
 
-Make = Callable[[list[Any]], Any]
-
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS: dict[str, Callable[[list[Any]], Any]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     # With an epsilon so large that the size of the gradients matters, not their sign alone.
@@ -95,9 +93,7 @@ class TorchDriver(Driver):
 class TestContract(OptimizerContract):
     driver = TorchDriver
 
-    def test_closures_are_evaluated_as_by_one_process(
-        self, on_ranks, few: int, options: dict[str, Any]
-    ) -> None:
+    def test_closures_are_evaluated_as_by_one_process(self, on_ranks, few: int) -> None:
         def steps(mine: TorchDriver, parts: list[Batch]) -> tuple[list[Any], list[float]]:
             seen, losses = [], []
             for part in parts:
@@ -112,7 +108,7 @@ class TestContract(OptimizerContract):
 
         def train(comm: ac.Communicator) -> tuple[list[Any], list[float]]:
             mine = TorchDriver(initial_parameters(0), "lbfgs")
-            mine.distribute(comm, options)
+            mine.distribute(comm, OPTIONS)
             return steps(mine, [batch(comm.rank, step) for step in range(STEPS)])
 
         one = TorchDriver(initial_parameters(0), "lbfgs")
@@ -123,98 +119,22 @@ class TestContract(OptimizerContract):
         assert all(got == pytest.approx(losses, rel=1e-12) for _, got in results)
 
 
-def sgd(parameters: list[Any]) -> Any:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def make_parameters() -> list[Any]:
-    return [torch.nn.Parameter(torch.from_numpy(array)) for array in zeros().values()]
-
-
-def step(optimizer: Any, parameters: list[Any], grads: dict[str, Any]) -> None:
-    for parameter, grad in zip(parameters, grads.values(), strict=True):
-        parameter.grad = None if grad is None else torch.from_numpy(grad.copy())
-    optimizer.step()
-
-
-def arrays(parameters: list[Any]) -> Gradients:
-    return {
-        name: parameter.detach().numpy()
-        for name, parameter in zip(("a", "b"), parameters, strict=True)
-    }
-
-
-def plain_result(make: Make, size: int, op: str) -> Gradients:
-    parameters = make_parameters()
-    optimizer = make(parameters)
-    for number in range(STEPS):
-        step(optimizer, parameters, reduced(size, number, op))
-    return arrays(parameters)
-
-
-def assert_same(got: Gradients, expected: Gradients) -> None:
-    assert got.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_array_equal(got[name], expected[name], strict=True)
-
-
-def test_small_buckets_change_nothing() -> None:
-    def train(comm: ac.Communicator) -> Gradients:
-        parameters = make_parameters()
-        optimizer = ac.DistributedOptimizer(sgd(parameters), comm=comm, bucket_bytes=1)
-        for number in range(STEPS):
-            step(optimizer, parameters, gradients(comm.rank, number))
-        return arrays(parameters)
-
-    expected = plain_result(sgd, 3, "mean")
-    for params in run(3, train):
-        assert_same(params, expected)
-
-
-def test_after_a_step_the_gradients_are_the_reduced_ones() -> None:
-    def train(comm: ac.Communicator) -> Gradients:
-        parameters = make_parameters()
-        optimizer = ac.DistributedOptimizer(sgd(parameters), comm=comm)
-        step(optimizer, parameters, gradients(comm.rank, 0))
-        return arrays([parameter.grad for parameter in parameters])
-
-    for grads in run(3, train):
-        assert_same(grads, reduced(3, 0, "mean"))
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_scheduler_made_before_or_after_wrapping_works(when: str) -> None:
-    def schedule(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    def train(comm: ac.Communicator | None, size: int = 2) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        schedulers = []
+        for moment in ("before", "after"):
+            if moment == "after" and comm is not None:
+                optimizer = ac.DistributedOptimizer(optimizer, comm=comm)
+            if moment == when:
+                schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5))
+        for step in range(STEPS):
+            mine = reduced(size, step, "mean") if comm is None else gradients(comm.rank, step)
+            weight.grad = torch.from_numpy(mine["a"].copy())
+            optimizer.step()
+            schedulers[0].step()
+        return weight.tolist()
 
-    def train(comm: ac.Communicator) -> Gradients:
-        parameters = make_parameters()
-        optimizer = sgd(parameters)
-        scheduler = schedule(optimizer) if when == "before" else None
-        optimizer = ac.DistributedOptimizer(optimizer, comm=comm)
-        scheduler = scheduler or schedule(optimizer)
-        for number in range(STEPS):
-            step(optimizer, parameters, gradients(comm.rank, number))
-            scheduler.step()
-        return arrays(parameters)
-
-    parameters = make_parameters()
-    plain = sgd(parameters)
-    scheduler = schedule(plain)
-    for number in range(STEPS):
-        step(plain, parameters, reduced(2, number, "mean"))
-        scheduler.step()
-    for params in run(2, train):
-        assert_same(params, arrays(parameters))
-
-
-def test_a_rank_without_any_gradient_steps_with_the_others() -> None:
-    def step(comm: ac.Communicator) -> list[float]:
-        weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm, op="sum")
-        if comm.rank == 1:
-            weight.grad = torch.full((2,), 3.0, dtype=torch.bfloat16)
-        optimizer.step()
-        return weight.detach().tolist()
-
-    assert run(3, step) == [[-3.0, -3.0]] * 3
+    assert run(2, train) == [train(None)] * 2
