@@ -171,11 +171,11 @@ def test_write_reaches_the_producer() -> None:
 def test_memory_is_released_once_after_its_last_use(versioned: bool) -> None:
     producer = Producer(np.arange(3.0), versioned=versioned)
     part = view(producer).array[1:].T
-    gc.collect()
+    gc.collect(0)
     assert producer.released == 0
     assert part.tolist() == [1, 2]
     del part
-    gc.collect()
+    gc.collect(0)
     assert producer.released == 1
 
 

@@ -69,20 +69,21 @@ def test_round_trip_by_bits(framework: str, other: str, name: str, copy: bool | 
     assert content(exchange(there, x, copy=copy)) == content(x)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("other", FRAMEWORKS)
 @pytest.mark.parametrize("framework", ["numpy", "torch", "array_api_strict"])
-def test_every_layout(framework: str, other: str, layout: str) -> None:
-    if other == "mlx" and layout == "empty":
-        pytest.skip("MLX forgets the other lengths of an empty array")
-    expected = np.asarray(LAYOUTS[layout](aligned("float32")))
+def test_every_layout(framework: str, other: str) -> None:
     need(other)
-    assert content(exchange(make(framework, expected), other)) == content(expected)
+    for name, layout in LAYOUTS.items():
+        # MLX forgets the other lengths of an empty array.
+        if (other, name) != ("mlx", "empty"):
+            expected = np.asarray(layout(aligned("float32")))
+            assert content(exchange(make(framework, expected), other)) == content(expected), name
 
 
 @pytest.mark.parametrize(
     ("framework", "other", "name"),
-    pairwise(t for t in TRIPLES if "mlx" not in t and t[1] != "torch"),
+    # Torch takes no memory that it may not write to.
+    pairwise(t for t in TRIPLES if "mlx" not in t and t[:2] != ("jax", "torch")),
 )
 def test_aligned_memory_is_shared(framework: str, other: str, name: str) -> None:
     need(framework)
@@ -91,14 +92,6 @@ def test_aligned_memory_is_shared(framework: str, other: str, name: str) -> None
     there = exchange(x, other, copy=False)
     assert pointer(there) == pointer(x)
     assert pointer(exchange(x, other)) == pointer(x)
-
-
-@pytest.mark.parametrize(("framework", "name"), [p for p in PAIRS if p[0] not in {"mlx", "jax"}])
-def test_torch_shares_writable_memory(framework: str, name: str) -> None:
-    need("torch")
-    x = make(framework, aligned(name))
-    there = exchange(x, "torch", copy=False)
-    assert there.data_ptr() == pointer(x)
 
 
 @pytest.mark.parametrize(("framework", "other", "name"), pairwise(TRIPLES))
@@ -138,13 +131,6 @@ def test_immutable_arrays_are_read_only_in_numpy(framework: str) -> None:
     with pytest.raises(ValueError, match="read-only"):
         there[0, 0, 0] = 1
     assert exchange(x, "numpy", copy=True).flags.writeable
-
-
-def test_array_api_strict_cannot_write_to_a_jax_array() -> None:
-    need("array_api_strict")
-    there = exchange(make("jax", sample("float32")), "array_api_strict")
-    with pytest.raises(ValueError, match="read-only"):
-        there[0, 0, 0] = 1
 
 
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
@@ -204,39 +190,27 @@ def test_lazy_conjugation_is_resolved() -> None:
         exchange(x, "numpy", copy=False)
 
 
-@pytest.mark.parametrize("number", [True, 3, 2.5, 1j, np.float32(2)])
-def test_numbers_become_arrays(number: Any) -> None:
-    x = exchange(number, "numpy")
-    assert type(x) is np.ndarray
-    assert x[()] == number
-
-
-def test_buffers_become_arrays() -> None:
+def test_numbers_buffers_and_what_shows_memory_become_arrays() -> None:
+    for number in (True, 3, 2.5, 1j, np.float32(2)):
+        x = exchange(number, "numpy")
+        assert type(x) is np.ndarray
+        assert x[()] == number
     memory = bytearray(b"\1\2")
     exchange(memory, "numpy", copy=False)[0] = 9
     assert memory[0] == 9
     assert not exchange(b"\1\2", "numpy").flags.writeable
-
-
-def test_any_array_interface_becomes_an_array() -> None:
     x = np.arange(3.0)
     assert pointer(exchange(Described(x), "numpy")) == pointer(x)
-
-
-def test_a_producer_is_asked_once() -> None:
-    producer = Producer(np.arange(3.0))
+    producer = Producer(x)
     assert exchange(producer, "numpy").tolist() == [0, 1, 2]
     assert len(producer.requests) == 1
 
 
 def test_unknown_namespaces_are_given_their_own_arrays() -> None:
-    assert type(exchange(np.ones(3), Named(np.ones(1)))) is np.ndarray
-
-
-def test_unknown_namespaces_are_not_taken_for_each_other() -> None:
     class Other(Named):
         pass
 
+    assert type(exchange(np.ones(3), Named(np.ones(1)))) is np.ndarray
     x = Named(np.ones(3))
     assert exchange(x, x) is x
     assert exchange(x, Other(np.ones(3))) is not x
@@ -265,11 +239,8 @@ def test_history_is_not_dropped() -> None:
             exchange(x, to)
     with torch.no_grad():
         assert exchange(x, "numpy").tolist() == [1, 1, 1]
-
-
-def test_a_model_for_the_result_may_require_gradients() -> None:
-    torch = need("torch")
-    assert type(exchange(np.ones(3), torch.ones(1, requires_grad=True))) is torch.Tensor
+    # The model of a result may require them.
+    assert type(exchange(np.ones(3), x)) is torch.Tensor
 
 
 @pytest.mark.parametrize(
@@ -292,12 +263,9 @@ def test_a_framework_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> N
         exchange(np.ones(3), "cupy")
 
 
-def test_copy_is_one_of_three() -> None:
+def test_wrong_copies_and_arrays() -> None:
     with pytest.raises(ValueError, match=r"^exchange: copy must be None, True or False"):
         exchange(np.ones(3), "numpy", copy="never")
-
-
-def test_lists_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^exchange: x must be an array"):
         exchange([1, 2], "numpy")
 

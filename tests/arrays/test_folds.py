@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,7 @@ from tests.support.oracle import CASES, IDS, expected, same_result, sample
 
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
 def test_fold_is_in_rank_order(dtype, op) -> None:
-    for rows, count in product((1, 2, 3, 9), (0, 1, 70_001)):
+    for rows, count in ((1, 1), (3, 0), (9, 1), (3, 70_001)):
         arrays = [sample(dtype, count, rank, op) for rank in range(rows)]
         out = np.empty(count, dtype)
         fold(op, dtype, arrays, out)
@@ -62,7 +61,7 @@ def test_float32_is_rounded_to_float16_as_numpy_does_it(extreme) -> None:
 
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
 def test_rows_of_one_array_are_folded_as_others(dtype, op) -> None:
-    for rows, count in product((1, 2, 17), (0, 1, 5)):
+    for rows, count in ((1, 1), (2, 0), (17, 5)):
         slots = np.zeros((rows, count + 7), dtype)
         slots[:, 2 : 2 + count] = [sample(dtype, count, rank, op) for rank in range(rows)]
         block = slots[:, 2 : 2 + count]
@@ -75,7 +74,7 @@ def test_rows_of_one_array_are_folded_as_others(dtype, op) -> None:
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
 def test_a_fold_in_parts_has_the_bits_of_the_whole(dtype, op) -> None:
     """Each part goes on from the total of those before; of none of a part's rows, one or several."""
-    for parts, count in product(((1,), (1, 1), (2, 1, 3), (9, 8)), (0, 1, 20_001)):
+    for parts, count in (((1,), 1), ((1, 1), 0), ((2, 1, 3), 9_001), ((9, 8), 1)):
         arrays = [sample(dtype, count, rank, op) for rank in range(sum(parts))]
         whole, result = np.empty(count, dtype), np.empty(count, dtype)
         fold(op, dtype, arrays, whole)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Piece
+from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.pinned import Staging, staged_chunks, unstaged_chunks
-from arraycomm._dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
@@ -57,34 +56,11 @@ class LateMemory(DeviceMemory):
     def record(self) -> LateMark:
         return LateMark(self, len(self.work))
 
-    def allocate(self, nbytes: int) -> DeviceBuffer:
+    def _is_not_called(self, *_: Any) -> Any:
         raise NotImplementedError
 
-    def upload(self, array: Array) -> DeviceBuffer:
-        raise NotImplementedError
-
-    def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
-        raise NotImplementedError
-
-    def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
-        raise NotImplementedError
-
-    def prefixes(
-        self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
-    ) -> None:
-        raise NotImplementedError
-
-    def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
-        raise NotImplementedError
-
-    def words(self, count: int) -> Array:
-        raise NotImplementedError
-
-    def write(self, word: Array, value: int) -> None:
-        raise NotImplementedError
-
-    def spoil(self, device_buffer: DeviceBuffer, given_up: Array) -> None:
-        raise NotImplementedError
+    allocate = upload = download = fold = prefixes = _is_not_called
+    gather_pieces = words = write = spoil = _is_not_called
 
 
 class Pins:
@@ -111,18 +87,6 @@ def waits(mark: Any) -> None:
 
 
 class TestPool:
-    def test_blocks_are_powers_of_two(self) -> None:
-        pins = Pins()
-        staging = Staging(pins)
-        kept = [staging.empty(n) for n in (1, 4096, 4097, 10000)]
-        assert [a.size for a in kept] == [1, 4096, 4097, 10000]
-        assert pins.sizes == [4096, 4096, 8192, 16384]
-
-    def test_nothing_needs_no_memory(self) -> None:
-        pins = Pins()
-        assert Staging(pins).empty(0).size == 0
-        assert not pins.sizes
-
     def test_a_block_comes_back_when_its_array_is_deleted(self) -> None:
         pins = Pins()
         staging = Staging(pins)
@@ -165,16 +129,9 @@ class TestPool:
         assert len(again) == 4
         assert len(pins.sizes) == 6  # two were kept, and two pinned anew
 
-    def test_what_is_in_use_does_not_count_as_kept(self) -> None:
-        pins = Pins()
-        staging = Staging(pins, kept=16384)
-        for _ in range(10):
-            staging.empty(8192)
-        assert pins.sizes == [8192]
-
     def test_a_block_may_come_back_while_another_is_taken(self) -> None:
         """Garbage may be collected anywhere, so also inside of `empty`, which holds a lock."""
-        staging = Staging(lambda n: (gc.collect(), np.zeros(n, np.uint8))[1])
+        staging = Staging(lambda n: (gc.collect(0), np.zeros(n, np.uint8))[1])
         for _ in range(3):
             cycle: list[Any] = [staging.empty(5000)]
             cycle.append(cycle)
@@ -182,7 +139,7 @@ class TestPool:
 
         class Collects(LateMark):
             def done(self) -> bool:
-                gc.collect()
+                gc.collect(0)
                 return True
 
         memory = LateMemory()
@@ -210,7 +167,7 @@ def filled(device_buffer: DeviceBuffer, chunk_bytes: int, staging: Staging) -> I
         yield chunk
 
 
-@pytest.mark.parametrize("count", [0, 1, 9, 10, 11, 20, 95])
+@pytest.mark.parametrize("count", [0, 1, 10, 11, 95])
 def test_staged_chunks_are_the_bytes_in_order(count: int) -> None:
     memory = LateMemory()
     source = np.arange(count, dtype=np.int16)
@@ -219,7 +176,7 @@ def test_staged_chunks_are_the_bytes_in_order(count: int) -> None:
     assert b"".join(c.tobytes() for c in found) == source.tobytes()
 
 
-@pytest.mark.parametrize("count", [0, 1, 9, 10, 11, 20, 95])
+@pytest.mark.parametrize("count", [0, 1, 10, 11, 95])
 def test_unstaged_chunks_fill_the_span_in_order(count: int) -> None:
     memory = LateMemory()
     wanted = np.arange(count, dtype=np.int16)
@@ -247,13 +204,6 @@ def test_a_filled_chunk_is_copied_while_the_next_is_filled() -> None:
         assert len(memory.work) == number
         assert memory.ran == max(number - 1, 0)
         chunk[...] = number
-
-
-def test_two_buffers_are_enough() -> None:
-    pins, memory = Pins(), LateMemory()
-    source = np.zeros(100_000, np.uint8)
-    assert sum(1 for _ in lifted(on_device(source, memory), 4096, Staging(pins))) == 25
-    assert pins.sizes == [4096, 4096]
 
 
 @pytest.mark.parametrize("chunks", [lifted, filled])

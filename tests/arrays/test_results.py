@@ -29,25 +29,19 @@ def fresh(name: str, shape: tuple[int, ...] = (3, 5)) -> Any:
     return array
 
 
-@pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_memory_is_aligned_and_its_own(shape: tuple[int, ...], name: str) -> None:
-    dtype = BY_NAME[name].dtype
-    kept = [allocate(shape, dtype) for _ in range(20)]
-    for array in kept:
-        assert (array.shape, array.dtype) == (shape, dtype)
-        assert array.flags.c_contiguous
-        assert array.flags.writeable
-        assert pointer(array) % 64 == 0
-    for number, array in enumerate(kept):
-        array.reshape(-1).view(np.uint8)[...] = number
-    for number, array in enumerate(kept):
-        assert (array.reshape(-1).view(np.uint8) == number).all()
-
-
-def test_memory_of_fields_and_strings() -> None:
-    dtype = np.dtype([("a", "i4"), ("b", "U3")])
-    assert allocate((2,), dtype).dtype == dtype
+def test_memory_is_aligned_and_its_own(shape: tuple[int, ...]) -> None:
+    dtypes = [*(known.dtype for known in BY_NAME.values()), np.dtype([("a", "i4"), ("b", "U3")])]
+    for dtype in dtypes:
+        kept = [allocate(shape, dtype) for _ in range(5)]
+        for number, array in enumerate(kept):
+            assert (array.shape, array.dtype) == (shape, dtype)
+            assert array.flags.c_contiguous
+            assert array.flags.writeable
+            assert pointer(array) % 64 == 0
+            array.reshape(-1).view(np.uint8)[...] = number
+        for number, array in enumerate(kept):
+            assert (array.reshape(-1).view(np.uint8) == number).all()
 
 
 @pytest.mark.parametrize(
@@ -74,11 +68,6 @@ def test_result_is_handed_over_without_a_copy(framework: str, name: str) -> None
         array = fresh(name, shape)
         address = pointer(array)
         assert pointer(to_framework(array, like)) == address
-
-
-@pytest.mark.parametrize("framework", ["mlx", "cupy"])
-def test_other_frameworks_copy(framework: str) -> None:
-    assert not FRAMEWORKS[framework].takes_over(np.dtype(np.float32))
 
 
 def test_mlx_copies() -> None:
@@ -129,11 +118,11 @@ def test_memory_is_freed_with_the_result(framework: str) -> None:
     memory = weakref.ref(array.base)
     result = to_framework(array, view(make(framework, sample("float32"))))
     del array
-    gc.collect()
+    gc.collect(0)
     assert memory() is not None
     assert content(result)[2] == sample("float32", (1000,)).tobytes()
     del result
-    gc.collect()
+    gc.collect(0)
     assert memory() is None
 
 
@@ -146,28 +135,18 @@ def test_python_numbers_come_back_as_themselves(number: Any) -> None:
     assert type(to_framework(np.ones(3), like)) is np.ndarray
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_numpy_scalars_come_back_as_themselves(name: str) -> None:
-    scalar = sample(name)[1, 2, 3]
-    like = view(scalar)
-    result = to_framework(like.array.copy(), like)
-    assert type(result) is type(scalar)
-    assert result.tobytes() == scalar.tobytes()
+def test_numpy_scalars_come_back_as_themselves() -> None:
+    for name in BY_NAME:
+        scalar = sample(name)[1, 2, 3]
+        like = view(scalar)
+        result = to_framework(like.array.copy(), like)
+        assert type(result) is type(scalar)
+        assert result.tobytes() == scalar.tobytes()
 
 
-def test_numpy_arrays_of_no_dimension_stay_arrays() -> None:
-    x = np.array(3.0)
-    assert type(to_framework(x.copy(), view(x))) is np.ndarray
-
-
-def test_subclasses_of_numpy_get_plain_arrays() -> None:
-    x = np.ones(3).view(np.recarray)
-    assert type(to_framework(np.ones(3), view(x))) is np.ndarray
-
-
-def test_unknown_namespaces_get_their_own() -> None:
-    result = to_framework(np.ones(3), view(Named(np.ones(3))))
-    assert type(result) is np.ndarray
+def test_arrays_without_dimensions_subclasses_and_unknown_namespaces_get_plain_arrays() -> None:
+    for x in (np.array(3.0), np.ones(3).view(np.recarray), Named(np.ones(3))):
+        assert type(to_framework(np.ones(3), view(x))) is np.ndarray
 
 
 def test_torch_results_have_no_history() -> None:

@@ -12,6 +12,10 @@ from arraycomm._collectives import scans
 from arraycomm._reduce import algorithms
 from arraycomm._reduce.chunks import overlapping_chunk, scratch_bytes
 from arraycomm._reduce.selection import GATHER_BYTES, without_segment
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs.
+pytestmark = alone
 
 SLOT = 32 << 10
 

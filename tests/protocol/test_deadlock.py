@@ -16,6 +16,7 @@ import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus, find_deadlock
 from tests.support import internals
+from tests.support.on_ranks import alone
 
 # Seconds; ranks on one node raise after 0.7, and between nodes after two questions, at 0.4 and 0.8.
 SOON = 8.0
@@ -162,6 +163,7 @@ _RANKS = st.integers(2, 7)
 _EDGES = st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)))
 
 
+@alone
 @given(_RANKS, _EDGES, _EDGES, st.sets(st.integers(0, 6)))
 def test_a_rank_is_deadlocked_if_confirmed_edges_lead_into_a_circle(
     size: int, missing: set[tuple[int, int]], held: set[tuple[int, int]], in_vain: set[int]
@@ -189,6 +191,7 @@ def test_a_rank_is_deadlocked_if_confirmed_edges_lead_into_a_circle(
         assert find_deadlock(rank, waits) == (stuck if ways[rank].any() else [])
 
 
+@alone
 @given(
     st.text(min_size=1).filter(lambda text: "\n" not in text),
     st.lists(st.tuples(*[st.integers(0, 99)] * 2)),
@@ -207,6 +210,7 @@ def test_a_status_that_was_cut_off_still_tells_what_is_waited_in(
     assert WaitStatus.decode("") is None
 
 
+@alone
 @pytest.mark.parametrize(
     ("call", "idle", "held"),
     [

@@ -10,6 +10,10 @@ from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, Transpo
 from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.threads import ThreadsTransport, make_group
 from tests.support import internals
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs.
+pytestmark = alone
 
 
 class _Unthreaded(ThreadsTransport):

@@ -14,6 +14,10 @@ from arraycomm._native import compiled
 from arraycomm._protocol import progress
 from arraycomm._protocol.progress import ProgressThread
 from arraycomm._transports.control import SharedControl
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs.
+pytestmark = alone
 
 LIMIT = 30.0
 

@@ -24,20 +24,23 @@ from arraycomm._transports.notes import FAILED, GAVE_UP, GONE
 from arraycomm._transports.processes.lives import Lives
 from arraycomm._transports.processes.transport import ProcessesTransport, memory_bytes
 from tests.support import internals
-from tests.support.on_ranks import (
-    LAUNCH,
-    TIMEOUT,
-    OnRanks,
-    alone,
-    on_ranks,
-    several,
-    size,
-    transport,
-)
+from tests.support.on_ranks import LAUNCH, SIZES, TIMEOUT, OnRanks, alone, on_ranks, transport
 
 pytestmark = pytest.mark.both_control_channels
 
-__all__ = ["on_ranks", "several", "size", "transport"]
+__all__ = ["on_ranks", "transport"]
+
+
+# One, and several; under MPI as many as there are.
+@pytest.fixture(params=[1, 3] if LAUNCH is None else [n for n in SIZES if n != 2])
+def size(request: pytest.FixtureRequest) -> int:
+    number: int = request.param
+    return number
+
+
+@pytest.fixture
+def several() -> int:
+    return 3 if LAUNCH is None else SIZES[-1]
 
 
 def _finish(*handles: Handle) -> None:
@@ -52,6 +55,11 @@ def _finish(*handles: Handle) -> None:
 def _blocks(counts: list[int], fill: int = 0) -> Blocks:
     offsets = [sum(counts[:r]) for r in range(len(counts))]
     return Blocks(np.full(sum(counts), fill, np.uint8), counts, offsets)
+
+
+def _neighbours(comm: Communicator) -> tuple[Transport, int, int]:
+    """Return the transport, and the ranks to send to and to receive from."""
+    return internals.transport(comm), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
 class TransportContract:
@@ -144,11 +152,8 @@ class TransportContract:
             for root in range(comm.size):
                 recv = _blocks([100 * r for r in range(comm.size)], 255)
                 send = np.full(100 * comm.rank, comm.rank, np.uint8)
-                _finish(
-                    internals.transport(comm).gather(
-                        send, recv if comm.rank == root else None, root
-                    )
-                )
+                into = recv if comm.rank == root else None
+                _finish(internals.transport(comm).gather(send, into, root))
                 for rank in range(comm.size):
                     want = rank if comm.rank == root else 255
                     assert (recv.block(rank) == want).all()
@@ -163,11 +168,8 @@ class TransportContract:
                     for rank in range(comm.size):
                         send.block(rank)[...] = 10 * root + rank
                     recv = np.full(scale * comm.rank, 255, np.uint8)
-                    _finish(
-                        internals.transport(comm).scatter(
-                            send if comm.rank == root else None, recv, root
-                        )
-                    )
+                    mine = send if comm.rank == root else None
+                    _finish(internals.transport(comm).scatter(mine, recv, root))
                     assert (recv == 10 * root + comm.rank).all()
 
         on_ranks(size, check)
@@ -195,11 +197,7 @@ class TransportContract:
 
     def test_messages_of_one_tag_arrive_in_order(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
-            link, right, left = (
-                internals.transport(comm),
-                (comm.rank + 1) % comm.size,
-                (comm.rank - 1) % comm.size,
-            )
+            link, right, left = _neighbours(comm)
             counts = [0, 7, 4096, 4097, 300_000, 1]
             into = [np.full(count, 255, np.uint8) for count in counts]
             recvs = [link.recv(buffer, left, 3) for buffer in into]
@@ -214,11 +212,7 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            link, right, left = (
-                internals.transport(comm),
-                (comm.rank + 1) % comm.size,
-                (comm.rank - 1) % comm.size,
-            )
+            link, right, left = _neighbours(comm)
             tags = [0, 1, (1 << 21) - 1]
             sends = [link.send(np.full(100_000, t & 7, np.uint8), right, t) for t in tags]
             for tag in reversed(tags):
@@ -234,12 +228,10 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
+            link, right, left = _neighbours(comm)
             into = np.full(100, 255, np.uint8)
-            receiving = internals.transport(comm).recv(into, (comm.rank - 1) % comm.size, 0)
-            sending = internals.transport(comm).send(
-                np.zeros(40, np.uint8), (comm.rank + 1) % comm.size, 0
-            )
-            _finish(sending, receiving)
+            receiving = link.recv(into, left, 0)
+            _finish(link.send(np.zeros(40, np.uint8), right, 0), receiving)
             assert (into[:40] == 0).all()
             assert (into[40:] == 255).all()
 
@@ -260,15 +252,11 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            receiving = internals.transport(comm).recv(
-                np.empty(10, np.uint8), (comm.rank - 1) % comm.size, 0
-            )
+            link, right, left = _neighbours(comm)
+            receiving = link.recv(np.empty(10, np.uint8), left, 0)
             assert not any(receiving.done() for _ in range(100))
             comm.barrier()
-            sending = internals.transport(comm).send(
-                np.zeros(10, np.uint8), (comm.rank + 1) % comm.size, 0
-            )
-            _finish(sending, receiving)
+            _finish(link.send(np.zeros(10, np.uint8), right, 0), receiving)
 
         on_ranks(size, check)
 
@@ -276,15 +264,11 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            sending = internals.transport(comm).send(
-                np.zeros(10**6, np.uint8), (comm.rank + 1) % comm.size, 0
-            )
+            link, right, left = _neighbours(comm)
+            sending = link.send(np.zeros(10**6, np.uint8), right, 0)
             assert not any(sending.done() for _ in range(100))
             comm.barrier()
-            receiving = internals.transport(comm).recv(
-                np.empty(10**6, np.uint8), (comm.rank - 1) % comm.size, 0
-            )
-            _finish(sending, receiving)
+            _finish(sending, link.recv(np.empty(10**6, np.uint8), left, 0))
 
         on_ranks(size, check)
 
@@ -292,11 +276,7 @@ class TransportContract:
         self, on_ranks: OnRanks, size: int
     ) -> None:
         def check(comm) -> None:
-            link, right, left = (
-                internals.transport(comm),
-                (comm.rank + 1) % comm.size,
-                (comm.rank - 1) % comm.size,
-            )
+            link, right, left = _neighbours(comm)
             into = np.full((3, 5_000), 255, np.uint8)
             recvs = [link.recv(row, left, 0) for row in into]
             sends = [link.send(np.full(5_000, k, np.uint8), right, 0) for k in range(3)]
@@ -307,13 +287,10 @@ class TransportContract:
 
     def test_messages_go_beside_movements(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
+            link, right, left = _neighbours(comm)
             into, buffer = np.empty(10**5, np.uint8), np.full(10**5, comm.rank, np.uint8)
-            receiving = internals.transport(comm).recv(into, (comm.rank - 1) % comm.size, 0)
-            moving = internals.transport(comm).bcast(buffer, 0)
-            sending = internals.transport(comm).send(
-                np.full(10**5, 9, np.uint8), (comm.rank + 1) % comm.size, 0
-            )
-            _finish(moving, receiving, sending)
+            receiving, moving = link.recv(into, left, 0), link.bcast(buffer, 0)
+            _finish(moving, receiving, link.send(np.full(10**5, 9, np.uint8), right, 0))
             assert (buffer == 0).all()
             assert (into == 9).all()
 
@@ -321,11 +298,8 @@ class TransportContract:
 
     def test_messages_of_split_groups_do_not_mix(self, on_ranks: OnRanks, size: int) -> None:
         def check(comm) -> None:
-            links = [
-                internals.transport(comm),
-                internals.transport(comm).split(0, list(range(comm.size))),
-            ]
-            right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            link, right, left = _neighbours(comm)
+            links = [link, link.split(0, list(range(comm.size)))]
             sends = [link.send(np.full(9, k, np.uint8), right, 0) for k, link in enumerate(links)]
             for k, link in reversed(list(enumerate(links))):
                 into = np.empty(9, np.uint8)

@@ -12,6 +12,10 @@ import pytest
 from arraycomm._transports import control, notes
 from arraycomm._transports.control import PAYLOAD, SharedControl, message_slot
 from tests.support import internals
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs.
+pytestmark = alone
 
 
 @pytest.fixture

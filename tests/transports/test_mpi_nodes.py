@@ -17,6 +17,10 @@ pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 from arraycomm._transports.control import PAYLOAD
 from arraycomm._transports.mpi import nodes as mpi_nodes
 from arraycomm._transports.mpi import pieces as mpi_pieces
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs.
+pytestmark = alone
 
 _ROOM = 2048
 

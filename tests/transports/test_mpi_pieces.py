@@ -15,6 +15,10 @@ from hypothesis import strategies as st
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
 from arraycomm._transports.mpi import pieces as mpi_pieces
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs.
+pytestmark = alone
 
 _NBYTES = st.one_of(st.integers(0, 10_000), st.integers(0, 40 * mpi_pieces.PIECE))
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 # For each rank the first one on its node: by number of ranks in the job. Two ranks are the first ones.
 _PLACEMENTS = {
     3: ([0, 1, 2], [0, 0, 2], [0, 1, 0], [0, 1, 1]),
-    4: ([0, 1], [0, 1, 2, 3], [0, 0, 2, 2], [0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 2, 0]),
+    4: ([0, 1], [0, 1, 2, 3], [0, 0, 2, 2], [0, 1, 0, 1], [0, 1, 1, 1]),
 }
 
 
@@ -90,7 +90,7 @@ def test_movements_that_overlap_do_not_mix(comm: Communicator) -> None:
             assert (got.block(peer) == 10 * rank + peer).all()
 
 
-@pytest.mark.parametrize("count", [3, 5_000, 20_001, 700_001])
+@pytest.mark.parametrize("count", [3, 20_001, 700_001])
 def test_sums_have_the_bits_of_the_order_of_ranks(comm: Communicator, count: int) -> None:
     """With the header, in one chunk, and in several."""
     rows = [
@@ -117,7 +117,7 @@ def test_headers_with_large_payloads_are_sent_again_and_again(comm: Communicator
         x = np.full((1 << 18) // comm.size - 16, comm.rank + 1.0, np.float32)
         out = np.empty_like(x)
         assert ac.explain(x, comm=made).algorithm == "header"
-        for _ in range(40):
+        for _ in range(10):
             made.allreduce(x, "max", out=out)
             assert (out == comm.size).all()
 
@@ -152,7 +152,7 @@ def test_chunks_that_overlap_have_the_bits_of_the_order_of_ranks(
     assert comm.scan(x, out=x).tobytes() == sums[rank].tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "int16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int16"])
 def test_a_chain_of_nodes_has_the_bits_of_slices(
     comm: Communicator, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
     # The first node sends totals, which bfloat16 has in float32, and the last one results.
     chained = [True]
     monkeypatch.setattr(chain, "is_quicker", lambda *_: chained[0])
-    wide = {"bfloat16": 4, "float8_e5m2": 4}.get(dtype, kind.itemsize)
+    wide = 4 if dtype == "bfloat16" else kind.itemsize
     explained = ac.explain(np.zeros(1000, kind), comm=comm)
     assert explained.algorithm == "header"
     explained = ac.explain(np.zeros(100_000, kind), comm=comm)
@@ -219,14 +219,14 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
             assert all(got[n].tobytes() == want[k].tobytes() for n, k in enumerate(tree))
 
 
-@pytest.mark.parametrize("kind", ["plan", "tree", "gradients", "compressed", "overwritten"])
+@pytest.mark.parametrize("kind", ["plan", "tree", "compressed", "overwritten"])
 def test_large_leaves_are_sent_from_where_they_lie(
     comm: Communicator, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If they are contiguous, which other ranks' need not be; in several messages, and with the bits of `allreduce`."""
     monkeypatch.setattr(chain, "is_quicker", lambda *_: False)
-    monkeypatch.setattr(chunks, "overlapping_chunk", lambda *_: 300 << 10)
-    monkeypatch.setattr(fusion, "_ALONE", (1 << 20) // comm.size)
+    monkeypatch.setattr(chunks, "overlapping_chunk", lambda *_: 75 << 10)
+    monkeypatch.setattr(fusion, "_ALONE", (1 << 18) // comm.size)
     sent, reduce = list[np.ndarray](), algorithms.allreduce_in_turn
 
     def noted(link: Transport, pairs: list[tuple[np.ndarray, np.ndarray]], op: str) -> Steps:
@@ -237,22 +237,21 @@ def test_large_leaves_are_sent_from_where_they_lie(
     rng = np.random.default_rng(comm.rank)
     normal = rng.standard_normal
     tree = {
-        "large": normal((1200, 500), np.float32),
+        "large": normal((600, 250), np.float32),
         "small": normal(70, np.float32),
-        "on one rank in order": normal((500, 600), np.float32),
-        "backwards": normal(300_000, np.float32)[::-1],
-        "bfloat16": normal(600_001).astype(ml_dtypes.bfloat16),
+        "on one rank in order": normal((250, 300), np.float32),
+        "backwards": normal(75_000, np.float32)[::-1],
+        "bfloat16": normal(150_001).astype(ml_dtypes.bfloat16),
         "none": np.zeros((0, 3)),
-        "locked": normal(150_000),
+        "locked": normal(37_500),
         "last": normal(3),
     }
     if comm.rank:
-        tree["on one rank in order"] = tree["on one rank in order"].reshape(600, 500).T
+        tree["on one rank in order"] = tree["on one rank in order"].reshape(300, 250).T
     tree["locked"].flags.writeable = False
     calls = {
         "plan": comm.plan(tree, "mean"),
         "tree": lambda tree: ac.allreduce_tree(tree, "mean", comm=comm),
-        "gradients": lambda tree: ac.allreduce_gradients(tree, comm=comm),
         "compressed": lambda tree: ac.allreduce_gradients(tree, compression="float16", comm=comm),
     }
 
@@ -301,7 +300,7 @@ def test_without_memory_a_chain_of_nodes_is_left_aside(
     assert {e["args"]["algorithm"] for e in events if e["name"] == "allreduce"} == {"slices"}
 
 
-@pytest.mark.parametrize("nbytes", [1 << 17, 3 << 20])
+@pytest.mark.parametrize("nbytes", [1 << 17, 2 << 20])
 def test_every_rank_gets_what_each_root_has(comm: Communicator, nbytes: int) -> None:
     """In one piece, and in so many that each is passed on while others come; without their dtype known before."""
     for root in range(comm.size):

@@ -24,6 +24,10 @@ from arraycomm._transports.processes import lives
 from arraycomm._transports.processes import transport as processes
 from arraycomm._transports.processes.rings import Ring
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs.
+pytestmark = alone
 
 _SIZE = 3
 _ARGUMENTS = Arguments("auto", None, check=True, reproducible=True, timeout=60.0)

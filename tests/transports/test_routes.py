@@ -10,6 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arraycomm._transports.mpi.routes import Places, Route, parts_of, route
+from tests.support.on_ranks import alone
+
+# Nothing in it depends on what else runs.
+pytestmark = alone
 
 
 @st.composite
