@@ -17,6 +17,8 @@ from tests.support.launcher import needs_mpiexec, run_python
 SUITE = str(Path(__file__).with_name("plugin_suite.py"))
 # Not by its entry point, which another checkout may have installed.
 PLUGIN = ("-p", "no:arraycomm", "-p", "arraycomm_pytest", "--noconftest")
+# In a directory of its own; without what takes long to import.
+ELSEWHERE = ("-c", "/dev/null", "--color=no", "-p", "no:xdist", "-p", "no:jaxtyping", *PLUGIN[:-1])
 KINDS = [
     pytest.param(None, id="threads"),
     pytest.param(3, id="mpiexec", marks=[needs_mpiexec, pytest.mark.each_mpi]),
@@ -45,14 +47,9 @@ class Report:
 def _run(ranks: int | None) -> Report:
     with TemporaryDirectory() as directory:
         junit = Path(directory, "junit.xml")
-        options = [
-            *("-rA", "-o", "junit_family=xunit1"),
-            "--hypothesis-seed=7",
-            f"--junitxml={junit}",
-            f"--basetemp={directory}/temp",
-        ]
-        if ranks is None:
-            options.append("--ranks=3")
+        options = ["-rA", "-o", "junit_family=xunit1", "--hypothesis-seed=7"]
+        options += [f"--junitxml={junit}", f"--basetemp={directory}/temp"]
+        options += ["--ranks=3"] if ranks is None else []
         job = run_pytest(*PLUGIN, *options, SUITE, ranks=ranks)
         assert job.returncode == 1, job.stdout + job.stderr
         return Report(job, junit.read_text(encoding="utf-8"))
@@ -75,35 +72,27 @@ FAILED = {
     "test_message_that_nobody_receives": ("x=6,", "rank 1 of 2"),
     "test_law": ("AssertionError: broken law", "rank 1 of 2"),
 }
-
-
 OF_PROCESSES = {
-    "test_world_is_closed_by_a_failure",
-    "test_law_of_plain_mpi4py",
+    *("test_world_is_closed_by_a_failure", "test_law_of_plain_mpi4py"),
     "test_message_that_nobody_receives",
 }
 
 
 @pytest.mark.parametrize("ranks", KINDS)
-def test_one_failing_test_fails_alone(ranks) -> None:
+def test_one_failing_test_fails_alone_and_is_reported_once_with_its_rank(ranks) -> None:
     report = _run(ranks)
     failed = {*report.outcomes("FAILED"), *report.outcomes("ERROR")}
     assert failed == set(FAILED) - (OF_PROCESSES if ranks is None else set())
-    assert {"test_after_a_failure", "test_usual_count", "test_last"} <= set(
-        report.outcomes("PASSED")
-    )
-    assert "test_expects_an_error" in report.outcomes("PASSED")
+    passed = {"test_after_a_failure", "test_usual_count", "test_last", "test_expects_an_error"}
+    assert passed <= set(report.outcomes("PASSED"))
     assert report.outcomes("XFAIL") == ["test_expected_to_fail_on_one_rank"]
-
-
-@pytest.mark.parametrize("ranks", KINDS)
-def test_each_failure_is_reported_once_with_its_rank(ranks) -> None:
-    report = _run(ranks)
-    for name in {*report.outcomes("FAILED"), *report.outcomes("ERROR")}:
+    for name in failed:
         error, rank = FAILED[name]
         said = report.section(name)
         assert error in said
         assert rank in said.splitlines()[1]
+        # It fits a screen.
+        assert len(said.splitlines()) <= 32, name
         found = re.findall(rf"^_+ (?:ERROR at \w+ of )?{name}\b", report.job.stdout, re.MULTILINE)
         assert len(found) == 1 + ("subtest" in name)
     assert report.job.stdout.count("short test summary info") == 1
@@ -121,27 +110,17 @@ def test_subtests_and_warnings_of_other_ranks_are_reported(ranks) -> None:
 
 
 @pytest.mark.parametrize("ranks", KINDS)
-def test_traceback_begins_at_the_users_line(ranks) -> None:
+def test_stacks_of_a_failure_and_of_a_hang_are_those_of_the_user(ranks) -> None:
     said = _run(ranks).section("test_fails_on_one_rank")
     assert '>           raise ValueError("planted")' in said
     assert "said by 1" in said
     assert re.search(r"ranks? 0.*raised arraycomm.PeerError: rank 1 failed", said)
     sources = re.findall(r"^(\S+):\d+: ", said, re.MULTILINE)
     assert sources == ["tests/testing/plugin_suite.py"]
-
-
-@pytest.mark.parametrize("ranks", KINDS)
-def test_report_of_a_failure_fits_a_screen(ranks) -> None:
-    for name in _run(ranks).outcomes("FAILED"):
-        assert len(_run(ranks).section(name).splitlines()) <= 32, name
-
-
-@pytest.mark.parametrize("ranks", KINDS)
-def test_hanging_test_is_shown_with_the_stack_of_every_rank(ranks) -> None:
-    said = _run(ranks).section("test_hangs_on_one_rank")
-    assert said.count("in test_hangs_on_one_rank") >= 2
-    assert "time.sleep(60.0 if LAUNCHED else 0.01)" in said
-    assert "comm.barrier()" in said
+    hanging = _run(ranks).section("test_hangs_on_one_rank")
+    assert hanging.count("in test_hangs_on_one_rank") >= 2
+    assert "time.sleep(60.0 if LAUNCHED else 0.01)" in hanging
+    assert "comm.barrier()" in hanging
 
 
 @pytest.mark.parametrize("ranks", KINDS)
@@ -183,7 +162,9 @@ import pytest
 
 RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 
-{body}
+@pytest.mark.parametrize("x", range(2 + RANK))
+def test_x(x):
+    pass
 """
 
 
@@ -191,8 +172,7 @@ RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 @pytest.mark.each_mpi
 def test_rank_that_collects_other_tests_ends_the_run_on_all(tmp_path) -> None:
     file = tmp_path / "test_different.py"
-    body = "@pytest.mark.parametrize('x', range(2 + RANK))\ndef test_x(x): pass"
-    file.write_text(DIFFERENT.format(body=body), encoding="utf-8")
+    file.write_text(DIFFERENT, encoding="utf-8")
     job = run_pytest(*PLUGIN, str(file), ranks=2)
     assert job.returncode == pytest.ExitCode.USAGE_ERROR
     assert job.stderr.count("the ranks have collected different tests") == 1
@@ -282,8 +262,7 @@ def _several_runs() -> list[str]:
         for name, text in files.items():
             Path(folder, name).write_text(text, encoding="utf-8")
         # Here the cache is part of what is tested.
-        options = ["-c", "/dev/null", f"--rootdir={folder}", "-o", "cache_dir=cache"]
-        command = ["--color=no", "-p", "no:xdist", *PLUGIN[:-1], *options]
+        command = [*ELSEWHERE, f"--rootdir={folder}", "-o", "cache_dir=cache"]
         remover = "-Werror:(rm_rf)"
         words = ["test_order.py", "-k", "alpha or beta", "--sw"]
         alone = run_python("-m", "pytest", *command, *words, cwd=Path(folder))
@@ -458,17 +437,6 @@ def test_covered(comm):
 """
 
 
-@needs_mpiexec
-def test_coverage_of_all_ranks_is_combined(tmp_path) -> None:
-    pytest.importorskip("coverage")
-    (tmp_path / "test_covered.py").write_text(COVERED, encoding="utf-8")
-    command = ("-m", "coverage", "run", "--parallel-mode", "-m", "pytest", *PLUGIN)
-    assert run_python(*command, "test_covered.py", ranks=2, cwd=tmp_path).returncode == 0
-    assert run_python("-m", "coverage", "combine", cwd=tmp_path).returncode == 0
-    report = run_python("-m", "coverage", "report", "--include=test_covered.py", cwd=tmp_path)
-    assert "100%" in report.stdout
-
-
 LATE = """
 import os
 import time
@@ -484,13 +452,22 @@ def pytest_runtestloop():
 
 
 @needs_mpiexec
-def test_pytest_cov_reports_the_coverage_of_all_ranks(tmp_path) -> None:
+def test_coverage_is_that_of_all_ranks(tmp_path) -> None:
+    """By pytest-cov, and by coverage, whose files are combined."""
+    coverage = pytest.importorskip("coverage")
     pytest.importorskip("pytest_cov")
-    (tmp_path / "test_covered.py").write_text(COVERED, encoding="utf-8")
+    file, options = tmp_path / "test_covered.py", [*ELSEWHERE, "-p", "no:cacheprovider"]
+    file.write_text(COVERED, encoding="utf-8")
+    command = ("-m", "coverage", "run", "--parallel-mode", "-m", "pytest", *options)
+    assert run_python(*command, file.name, ranks=2, cwd=tmp_path).returncode == 0
+    data = coverage.Coverage(data_file=tmp_path / ".coverage")
+    data.combine([str(tmp_path)])
+    assert data.analysis2(str(file))[3] == []
+    (tmp_path / ".coverage").unlink(missing_ok=True)
+
     # Rank 1 saves last.
     (tmp_path / "conftest.py").write_text(LATE, encoding="utf-8")
-    options = ["-c", "/dev/null", "-p", "no:xdist", "-p", "no:cacheprovider", *PLUGIN[:-1]]
-    wanted = ["--cov=.", "--cov-report=term", "--cov-fail-under=100", "test_covered.py"]
+    wanted = ["--cov=.", "--cov-report=term", "--cov-fail-under=100", file.name]
     job = run_python("-m", "pytest", *options, *wanted, ranks=2, cwd=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
     assert len(re.findall(r"^test_covered.py .* 100%$", job.stdout, re.MULTILINE)) == 1
@@ -504,8 +481,8 @@ def test_plugin_imports_little_if_it_is_not_used(tmp_path) -> None:
         "    assert {'numpy', 'mpi4py', 'hypothesis', 'jax', 'arraycomm'}.isdisjoint(sys.modules)",
         encoding="utf-8",
     )
-    options = ("-p", "no:hypothesispytest", "-p", "no:jaxtyping", "-p", "no:cacheprovider")
-    job = run_python("-m", "pytest", "-c", "/dev/null", *options, *PLUGIN, str(file))
+    options = (*ELSEWHERE, "-p", "no:hypothesispytest", "-p", "no:cacheprovider")
+    job = run_python("-m", "pytest", *options, str(file), cwd=tmp_path)
     assert job.returncode == 0, job.stdout
 
 
@@ -515,6 +492,6 @@ def test_report_in_the_documentation_is_what_pytest_prints(tmp_path) -> None:
     parts = re.findall(r"test_average.py -->\n```\w+\n(.*?)```", document, re.DOTALL)
     code, shown = parts
     (tmp_path / "test_average.py").write_text(code, encoding="utf-8")
-    command = ("-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *PLUGIN)
-    job = run_python(*command, "-c", "/dev/null", "test_average.py", ranks=3, cwd=tmp_path)
+    command = ("-m", "pytest", "-q", *ELSEWHERE, "-p", "no:cacheprovider")
+    job = run_python(*command, "test_average.py", ranks=3, cwd=tmp_path)
     assert re.sub(r"in \S+s", "", job.stdout) == re.sub(r"in \S+s", "", shown)

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -34,12 +36,8 @@ from arraycomm.testing.strategies import ArrayCase, Layer, Pair, RankValues
 HERE = ranked.installed_frameworks()
 MORE = ("V3", "i4,(2,)f8", "[('x', 'i2'), ('y', [('z', 'S2')])]")
 NAMES = [row.name for row in TABLE]
-PAIRS = [
-    (framework, name)
-    for framework in HERE
-    for name in (*NAMES, *MOVABLE, *MORE)
-    if FRAMEWORKS[framework].has(dtype_of(name))
-]
+# One of each kind of dtype.
+SOME = ["bool", "int8", "uint64", "float16", "float64", "bfloat16", "float8_e4m3fn", "complex64"]
 SHAPES = [(), (2, 0, 3), (1, 4)]
 FAST = hypothesis.settings(deadline=None, database=None, max_examples=60, derandomize=True)
 LONG = hypothesis.settings(FAST, max_examples=150)
@@ -71,10 +69,19 @@ def bits(value: Any, dtype: Any) -> bytes:
 # Descriptions of arrays -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("framework", "name"), PAIRS)
-def test_every_array_has_the_elements_of_its_description(framework, name) -> None:
-    dtype, turn = dtype_of(name), NAMES.index(name) if name in NAMES else 0
-    for number, layout in enumerate(_frameworks.layouts_in_principle(framework, dtype), turn):
+def _described(framework: str) -> Iterator[tuple[int, str, np.dtype[Any], str]]:
+    """Every dtype and layout that arrays of a framework have, with a running number."""
+    dtypes = {name: dtype_of(name) for name in (*NAMES, *MOVABLE, *MORE)}
+    number = itertools.count()
+    for name, dtype in dtypes.items():
+        if FRAMEWORKS[framework].has(dtype):
+            for layout in _frameworks.layouts_in_principle(framework, dtype):
+                yield next(number), name, dtype, layout
+
+
+@pytest.mark.parametrize("framework", HERE)
+def test_every_array_has_the_elements_of_its_description(framework) -> None:
+    for number, name, dtype, layout in _described(framework):
         for shape, seed in (((3, 4, 5), 7), (SHAPES[number % len(SHAPES)], 0)):
             case = ArrayCase(name, shape, layout, framework, False, specials(dtype)[:8], seed)
             expected = case.numpy()
@@ -82,25 +89,22 @@ def test_every_array_has_the_elements_of_its_description(framework, name) -> Non
             assert expected.dtype.isnative
             assert expected.flags.c_contiguous
             found = view(case.build())
-            assert (found.dtype, found.shape) == (dtype, shape)
-            assert found.array.tobytes() == expected.tobytes()
+            assert (found.dtype, found.shape) == (dtype, shape), case
+            assert found.array.tobytes() == expected.tobytes(), case
 
 
-def test_elements_are_repeated_in_c_order() -> None:
-    case = ArrayCase("int32", (2, 4), "fortran", elements=(1, 2, 3))
-    assert case.numpy().tolist() == [[1, 2, 3, 1], [2, 3, 1, 2]]
-    assert case.build().tolist() == [[1, 2, 3, 1], [2, 3, 1, 2]]
-
-
-def test_no_elements_are_zeros() -> None:
-    assert ArrayCase("float64", (2,)).build().tolist() == [0.0, 0.0]
-    assert ArrayCase("U2", (2,)).build().tolist() == ["", ""]
-
-
-def test_broadcast_arrays_are_constant_along_the_first_axis() -> None:
-    case = ArrayCase("int8", (3, 2), "broadcast", elements=(1, 2, 3))
-    assert case.numpy().tolist() == [[1, 2]] * 3
-    assert case.build().tolist() == [[1, 2]] * 3
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (ArrayCase("int32", (2, 4), "fortran", elements=(1, 2, 3)), [[1, 2, 3, 1], [2, 3, 1, 2]]),
+        (ArrayCase("int8", (3, 2), "broadcast", elements=(1, 2, 3)), [[1, 2]] * 3),
+        (ArrayCase("float64", (2,)), [0.0, 0.0]),
+        (ArrayCase("U2", (2,)), ["", ""]),
+    ],
+    ids=["in C order", "constant along the first axis", "zeros", "empty texts"],
+)
+def test_elements_are_repeated_and_none_are_zeros(case, expected) -> None:
+    assert case.numpy().tolist() == case.build().tolist() == expected
 
 
 def test_specials_are_what_is_known_to_go_wrong() -> None:
@@ -123,7 +127,7 @@ def test_specials_are_what_is_known_to_go_wrong() -> None:
     assert "-9223372036854775808" in of("datetime64[s]")  # NaT
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_seeds_fill_arrays_after_the_elements_with_specials_among_others(name) -> None:
     dtype = dtype_of(name)
     first = specials(dtype)[-1]
@@ -137,7 +141,7 @@ def test_seeds_fill_arrays_after_the_elements_with_specials_among_others(name) -
     assert array.tobytes() == again.tobytes() != other.tobytes()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if dtype_of(n).kind in "fV"])
+@pytest.mark.parametrize("name", ["float16", "float64", "bfloat16", "float8_e4m3fn"])
 def test_random_floats_have_exponents_from_end_to_end(name) -> None:
     dtype = dtype_of(name)
     array = ArrayCase(name, (3000,), seed=1).numpy().astype(np.float64)
@@ -176,21 +180,14 @@ def _memory(framework: str, x: Any) -> Any:
     return view(x).array if framework == "torch" else np.asarray(x)
 
 
-@pytest.mark.parametrize(
-    ("framework", "name"), [pair for pair in PAIRS if pair[0] not in {"jax", "cupy", "mlx"}]
-)
-def test_every_layout_is_what_it_is_called(framework, name) -> None:
-    for layout in _frameworks.layouts_in_principle(framework, dtype_of(name)):
-        array = _memory(framework, ArrayCase(name, (3, 4, 5), layout, framework).build())
+@pytest.mark.parametrize("framework", [name for name in HERE if name not in {"jax", "cupy", "mlx"}])
+def test_every_layout_is_what_it_is_called(framework) -> None:
+    for _, name, _, layout in _described(framework):
+        case = ArrayCase(name, (3, 4, 5), layout, framework)
+        array = _memory(framework, case.build())
         assert array.shape == (3, 4, 5)
-        assert PROMISES[layout](array), layout
-
-
-@pytest.mark.parametrize("name", ["float32", "complex128", "bfloat16"])
-def test_layouts_but_unaligned_are_aligned(name) -> None:
-    for layout in LAYOUTS:
-        array = ArrayCase(name, (2, 3), layout).build()
-        assert array.flags.aligned == (layout != "unaligned")
+        assert PROMISES[layout](array), case
+        assert array.flags.aligned == (layout != "unaligned"), case
 
 
 def test_offset_moves_arrays_without_axes_too() -> None:
@@ -220,13 +217,6 @@ KINDS = {
     "cupy": "cupy.ndarray",
     "mlx": "mlx.core.array",
 }
-
-
-@pytest.mark.parametrize("framework", HERE)
-def test_arrays_are_of_their_framework(framework) -> None:
-    kind = type(ArrayCase("float32", (2,), framework=framework).build())
-    assert kind.__module__.partition(".")[0] == KINDS[framework].partition(".")[0]
-    assert kind.__name__ == KINDS[framework].rpartition(".")[2]
 
 
 def test_objects_with_dlpack_have_nothing_else() -> None:
@@ -311,7 +301,7 @@ from arraycomm.testing.strategies import ArrayCase
 import hypothesis
 set_rank_count(2)
 cases = []
-@hypothesis.settings(max_examples=100, database=None, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=40, database=None, deadline=None, derandomize=True)
 @hypothesis.given(strategies.rank_arrays())
 def draw(drawn):
     cases.extend(drawn)
@@ -455,11 +445,13 @@ def test_descriptions_arrive_as_arrays_wherever_they_are(wrap, unwrap) -> None:
 
 
 @pytest.mark.parametrize("framework", HERE)
-def test_descriptions_arrive_as_arrays_of_their_framework(framework) -> None:
+def test_descriptions_become_and_arrive_as_arrays_of_their_framework(framework) -> None:
     case = ArrayCase("float32", (3,), framework=framework, elements=(1.0, math.nan))
-    got = trip(case)
-    assert type(got).__name__ == KINDS[framework].rpartition(".")[2]
-    assert view(got).array.tobytes() == case.numpy().tobytes()
+    for array in (case.build(), trip(case)):
+        kind = type(array)
+        assert kind.__module__.partition(".")[0] == KINDS[framework].partition(".")[0]
+        assert kind.__name__ == KINDS[framework].rpartition(".")[2]
+        assert view(array).array.tobytes() == case.numpy().tobytes()
 
 
 def test_one_object_stays_one_object() -> None:
@@ -609,7 +601,7 @@ def test_shapes_shrink_to_small_ones() -> None:
     assert minimal(ranked.shapes(), lambda shape: 0 in shape) == (0,)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *MOVABLE, *MORE])
+@pytest.mark.parametrize("name", [*SOME, "U2", "datetime64[s]", *MORE])
 def test_all_special_elements_are_drawn_and_every_element_is_exact(name) -> None:
     dtype = dtype_of(name)
     settings = hypothesis.settings(
@@ -628,9 +620,11 @@ def test_all_special_elements_are_drawn_and_every_element_is_exact(name) -> None
             assert there == element or (there != there and element != element)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_elements_shrink_to_zero(name) -> None:
-    assert repr(minimal(ranked.elements(name))) in {"0", "0.0", "False", "0j"}
+def test_elements_shrink_to_zero() -> None:
+    found = [
+        repr(minimal(ranked.elements(name))) for name in ("int8", "float32", "bool", "complex64")
+    ]
+    assert found == ["0", "0.0", "False", "0j"]
 
 
 # Strategies of arrays ---------------------------------------------------------------------------
@@ -643,14 +637,12 @@ def test_arrays_shrink_to_one_zero() -> None:
     assert minimal(movable, lambda case: "readonly" not in repr(case)) == zero
     least = minimal(movable, lambda case: case.dtype not in {"float32", "U2", "S3"})
     assert least == ArrayCase("bool", (), elements=(False,))
-    assert (
-        repr(minimal(ranked.arrays("int8", [(5, 6)]))) == "ArrayCase('int8', (5, 6), elements=(0,))"
-    )
+    least = minimal(ranked.arrays("int8", [(5, 6)]))
+    assert least == ArrayCase("int8", (5, 6), elements=(0,))
     least = minimal(ranked.arrays("float32", [(), 3]), lambda case: np.isnan(case.numpy()).any())
     assert repr(least) == "ArrayCase('float32', (), elements=(nan,))"
-    for layout, properties in LAYOUTS.items():
+    for layout, shape in (("negative", (1,)), ("transposed", (1, 1)), ("offset", ())):
         least = minimal(ranked.arrays(), lambda case, layout=layout: case.layout == layout)
-        shape = (1,) * properties.least_ndim
         assert least == ArrayCase("float32", shape, layout, elements=(0.0,))
 
 
@@ -696,31 +688,26 @@ def test_ranks_differ_in_all_but_dtype_and_shape() -> None:
 @pytest.mark.parametrize(
     ("arguments", "check"),
     [
-        ({"dtypes": "int8"}, lambda case: case.dtype == "int8"),
         ({"dtypes": np.float64}, lambda case: case.dtype == "float64"),
         ({"dtypes": ["int8", np.int16]}, lambda case: case.dtype in {"int8", "int16"}),
         ({"dtypes": ranked.dtypes("mean")}, lambda case: case.numpy().dtype.kind not in "biu"),
         ({"shapes": (2, 3)}, lambda case: case.shape == (2, 3)),
         ({"shapes": ()}, lambda case: case.shape == ()),
         ({"shapes": 4}, lambda case: case.shape == (4,)),
-        ({"shapes": [(2, 3), 4]}, lambda case: case.shape in {(2, 3), (4,)}),
         ({"shapes": ((2, 3), (4,))}, lambda case: case.shape in {(2, 3), (4,)}),
         ({"shapes": st.integers(1, 3)}, lambda case: case.shape in {(1,), (2,), (3,)}),
         ({"layouts": "negative"}, lambda case: case.layout == "negative"),
         ({"layouts": ["sliced", "swapped"]}, lambda case: case.layout in {"sliced", "swapped"}),
         ({"layouts": st.just("unaligned")}, lambda case: case.layout == "unaligned"),
-        ({"frameworks": "dlpack"}, lambda case: case.framework == "dlpack"),
         ({"frameworks": st.just("buffer")}, lambda case: case.framework == "buffer"),
-        ({"elements": 1}, lambda case: not case.seed and set(case.elements) <= {1}),
         ({"elements": [0, 1]}, lambda case: not case.seed and set(case.elements) <= {0, 1}),
         ({"elements": st.booleans()}, lambda case: set(case.elements) <= {False, True}),
         ({"readonly": True}, lambda case: case.readonly),
-        ({"readonly": False}, lambda case: not case.readonly),
     ],
     ids=lambda x: "" if callable(x) else str(x),
 )
 def test_arguments_are_values_sequences_or_strategies(arguments, check) -> None:
-    few = hypothesis.settings(FAST, max_examples=10)
+    few = hypothesis.settings(FAST, max_examples=5)
     assert all(map(check, drawn(ranked.arrays(**arguments), few)))
     for values in drawn(ranked.rank_arrays(**arguments), few):
         assert all(map(check, values))
@@ -815,9 +802,7 @@ def test_each_rank_has_a_draw_of_its_own() -> None:
     assert all(len(values) == RANKS for values in found)
     assert any(len(set(values)) == RANKS for values in found)
     assert minimal(ranked.per_rank(st.integers()), lambda v: v[2] > 4) == RankValues(0, 0, 5)
-
-
-def test_every_rank_is_a_root() -> None:
+    # Every rank is a root.
     assert set(drawn(ranked.roots())) == set(range(RANKS))
     assert minimal(ranked.roots()) == 0
 
