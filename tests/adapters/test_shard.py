@@ -18,9 +18,9 @@ from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain_adapter
 from arraycomm.testing import run
 
-SHAPES = [(5, 3), (2, 2), (7, 4), (3, 6), (4, 4)]
+# Few that differ: JAX compiles for each.
+SHAPES = [(5, 3), (2, 2), (5, 3), (5, 3), (4, 4)]
 STEPS = 3
-SIZES = [1, 2, 3, 4, 7]
 
 Train = Callable[..., Any]
 
@@ -108,16 +108,16 @@ def test_every_optimizer_of_torch_is_the_same_sharded_or_refused(torch: Any, nam
         ):
             run(1, lambda comm: train_torch(torch, comm, kind, shard=True))
         return
-    unsharded = run(3, lambda comm: train_torch(torch, comm, kind))
+    unsharded = run(2, lambda comm: train_torch(torch, comm, kind, range(2)))
     # Messages so small that there are several.
-    sharded = run(3, lambda comm: train_torch(torch, comm, kind, shard=True, bucket_bytes=100))
+    options = {"shard": True, "bucket_bytes": 100}
+    sharded = run(2, lambda comm: train_torch(torch, comm, kind, range(2), **options))
     assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_torch_on_any_number_of_ranks(torch: Any, size: int) -> None:
-    unsharded = run(size, lambda comm: train_torch(torch, comm, torch.optim.AdamW))
-    sharded = run(size, lambda comm: train_torch(torch, comm, torch.optim.AdamW, shard=True))
+def test_torch_on_more_ranks_than_parameters(torch: Any) -> None:
+    unsharded = run(7, lambda comm: train_torch(torch, comm, torch.optim.AdamW))
+    sharded = run(7, lambda comm: train_torch(torch, comm, torch.optim.AdamW, shard=True))
     assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
     # Nothing is kept twice.
     assert sum(x[2] for x in sharded) == unsharded[0][2]
@@ -161,21 +161,32 @@ def tiny(torch: Any, params: list[Any], comm: Any, **options: Any) -> Any:
     return ac.DistributedOptimizer(adam, comm=comm, **options)
 
 
-def accumulated(torch: Any, comm: Any, shard: bool) -> Any:
-    params = parameters(torch)
-    optimizer = tiny(torch, params, comm, shard=shard, accumulate=2)
-    for step in range(5):
+def take(torch: Any, optimizer: Any, params: list[Any], comm: Any, *steps: int) -> None:
+    for step in steps:
         optimizer.zero_grad()
         backward(torch, params, (step, comm.rank))
         optimizer.step()
+
+
+def accumulated(torch: Any, comm: Any, **options: Any) -> Any:
+    params = parameters(torch)
+    optimizer = tiny(torch, params, comm, accumulate=2, **options)
+    take(torch, optimizer, params, comm, *range(5))
     return params, optimizer
 
 
-def clipped_after_no_sync(torch: Any, comm: Any, shard: bool) -> Any:
+def with_error_feedback(torch: Any, comm: Any, **options: Any) -> Any:
+    params = parameters(torch)
+    optimizer = tiny(torch, params, comm, compression=ac.ErrorFeedback("bfloat16"), **options)
+    take(torch, optimizer, params, comm, *range(STEPS))
+    return params, optimizer
+
+
+def clipped_after_no_sync(torch: Any, comm: Any, **options: Any) -> Any:
     from arraycomm.adapters.torch import no_sync
 
     params = parameters(torch)
-    optimizer = tiny(torch, params, comm, shard=shard)
+    optimizer = tiny(torch, params, comm, **options)
     for step in range(6):
         with no_sync(optimizer) if step % 2 else nullcontext():
             backward(torch, params, (step, comm.rank))
@@ -186,20 +197,9 @@ def clipped_after_no_sync(torch: Any, comm: Any, shard: bool) -> Any:
     return params, optimizer
 
 
-def with_error_feedback(torch: Any, comm: Any, shard: bool) -> Any:
+def with_a_closure(torch: Any, comm: Any, **options: Any) -> Any:
     params = parameters(torch)
-    feedback = ac.ErrorFeedback("bfloat16")
-    optimizer = tiny(torch, params, comm, shard=shard, compression=feedback)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(torch, params, (step, comm.rank))
-        optimizer.step()
-    return params, optimizer
-
-
-def with_a_closure(torch: Any, comm: Any, shard: bool) -> Any:
-    params = parameters(torch)
-    optimizer = tiny(torch, params, comm, shard=shard)
+    optimizer = tiny(torch, params, comm, **options)
     for step in range(STEPS):
 
         def closure(step: int = step) -> Any:
@@ -210,9 +210,9 @@ def with_a_closure(torch: Any, comm: Any, shard: bool) -> Any:
     return params, optimizer
 
 
-def scaled_with_inf_on_one_rank(torch: Any, comm: Any, shard: bool) -> Any:
+def scaled_with_inf_on_one_rank(torch: Any, comm: Any, **options: Any) -> Any:
     params = parameters(torch)
-    optimizer = tiny(torch, params, comm, shard=shard)
+    optimizer = tiny(torch, params, comm, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(4):
         optimizer.zero_grad()
@@ -228,104 +228,61 @@ def scaled_with_inf_on_one_rank(torch: Any, comm: Any, shard: bool) -> Any:
     return params, optimizer
 
 
-def with_groups_that_come_later(torch: Any, comm: Any, shard: bool) -> Any:
+def with_groups_that_come_later(torch: Any, comm: Any, **options: Any) -> Any:
     params = parameters(torch)
-    optimizer = tiny(torch, params[:2], comm, shard=shard)
+    # One is tied, one frozen, and one has a gradient on rank 0 alone.
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(2)))
+    model[0].weight = model[1].weight = torch.nn.Parameter(torch.eye(3))
+    params[0].requires_grad_(False)
+    optimizer = tiny(torch, [*params[:3], *model.parameters()], comm, **options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for step in range(4):
         if step == 2:
-            optimizer.add_param_group({"params": params[2:], "lr": 0.1})
+            optimizer.add_param_group({"params": params[3:], "lr": 0.1})
         optimizer.zero_grad()
-        backward(torch, params, (step, comm.rank))
+        backward(torch, params[1 if comm.rank == 0 else 2 :], (step, comm.rank))
+        model(torch.full((1, 3), float(comm.rank))).square().sum().backward()
         optimizer.step()
         schedule.step()
-    return params, optimizer
+    return [*params, *model.parameters()], optimizer
 
 
-def frozen_tied_and_unused(torch: Any, comm: Any, shard: bool) -> Any:
+def joined(torch: Any, comm: Any, **options: Any) -> Any:
     params = parameters(torch)
-    params[0].requires_grad_(False)
-    model = torch.nn.Linear(3, 3, bias=False)
-    model.weight = params[3].__class__(torch.eye(3))
-    tied = torch.nn.Sequential(model, torch.nn.Linear(3, 3, bias=False))
-    tied[1].weight = model.weight
-    optimizer = tiny(torch, [*params, *tied.parameters()], comm, shard=shard)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        # Parameter 1 has a gradient on rank 0 alone, and parameter 2 on none in the last step.
-        used = [p for n, p in enumerate(params) if n >= 3 or (n, comm.rank) == (1, 0)]
-        backward(torch, [*used, *([params[2]] if step < 2 else [])], (step, comm.rank))
-        tied(torch.full((1, 3), float(comm.rank))).square().sum().backward()
-        optimizer.step()
-    return [*params, *tied.parameters()], optimizer
-
-
-def joined(torch: Any, comm: Any, shard: bool) -> Any:
-    params = parameters(torch)
-    optimizer = tiny(torch, params, comm, shard=shard)
+    optimizer = tiny(torch, params, comm, **options)
     with ac.join(comm):
-        for step in range(comm.rank + 1):
-            optimizer.zero_grad()
-            backward(torch, params, (step, comm.rank))
-            optimizer.step()
-    optimizer.zero_grad()
-    backward(torch, params, comm.rank)
-    optimizer.step()
+        take(torch, optimizer, params, comm, *range(comm.rank + 1))
+    take(torch, optimizer, params, comm, 0)
     return params, optimizer
 
 
-def without_data_on_one_rank(torch: Any, comm: Any, shard: bool) -> Any:
+def copied(torch: Any, comm: Any, **options: Any) -> Any:
     params = parameters(torch)
-    optimizer = tiny(torch, params, comm, shard=shard)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        if step % comm.size != comm.rank:
-            backward(torch, params, (step, comm.rank))
-            torch.nn.utils.clip_grad_norm_(params, 0.5)
-        optimizer.step()
-    return params, optimizer
-
-
-def copied(torch: Any, comm: Any, shard: bool) -> Any:
-    params = parameters(torch)
-    optimizer = tiny(torch, params[:3], comm, shard=shard)
+    optimizer = tiny(torch, params[:3], comm, **options)
     optimizer.add_param_group({"params": params[3:]})
-    for step in range(4):
-        if step == 2:
-            params, optimizer = copy.deepcopy((params, optimizer))
-        if step == 3:
-            optimizer = copy.copy(optimizer)
-        optimizer.zero_grad()
-        backward(torch, params, (step, comm.rank))
-        optimizer.step()
+    take(torch, optimizer, params, comm, 0, 1)
+    params, optimizer = copy.deepcopy((params, optimizer))
+    take(torch, optimizer, params, comm, 2)
+    optimizer = copy.copy(optimizer)
+    take(torch, optimizer, params, comm, 3)
     return params, optimizer
 
 
-def wrapped_with_state(torch: Any, comm: Any, shard: bool) -> Any:
+def wrapped_with_state(torch: Any, comm: Any, **options: Any) -> Any:
     params = parameters(torch)
     optimizer = torch.optim.Adam(params)
     backward(torch, params, 0)
     optimizer.step()
-    ac.DistributedOptimizer(optimizer, comm=comm, shard=shard)
-    optimizer.zero_grad()
-    backward(torch, params, comm.rank)
-    optimizer.step()
+    ac.DistributedOptimizer(optimizer, comm=comm, **options)
+    take(torch, optimizer, params, comm, 1)
     return params, optimizer
 
 
 @pytest.mark.parametrize(
     "train",
     [
-        accumulated,
-        clipped_after_no_sync,
-        with_error_feedback,
-        with_a_closure,
-        scaled_with_inf_on_one_rank,
-        with_groups_that_come_later,
-        frozen_tied_and_unused,
-        joined,
-        without_data_on_one_rank,
-        copied,
+        *(accumulated, clipped_after_no_sync, with_error_feedback, with_a_closure),
+        *(scaled_with_inf_on_one_rank, with_groups_that_come_later, joined, copied),
         wrapped_with_state,
     ],
 )
@@ -333,7 +290,7 @@ def test_training_loops_of_torch_are_the_same_sharded(torch: Any, train: Train) 
     from arraycomm.adapters.torch import gather_state
 
     def on_rank(comm: Any, shard: bool) -> Any:
-        params, optimizer = train(torch, comm, shard)
+        params, optimizer = train(torch, comm, shard=shard)
         kept = sum(map(bool, optimizer.state.values()))
         return params, [p.grad for p in params], gather_state(optimizer), kept
 
@@ -343,7 +300,7 @@ def test_training_loops_of_torch_are_the_same_sharded(torch: Any, train: Train) 
     assert sum(x[3] for x in sharded) == unsharded[0][3]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_a_whole_state_of_torch_is_loaded_on_any_number_of_ranks(torch: Any, size: int) -> None:
     def saved(comm: Any) -> Any:
         return train_torch(torch, comm, torch.optim.Adam, range(2), shard=True)
@@ -447,9 +404,9 @@ def as_tree(leaves: list[Any]) -> Any:
     return {"x": leaves[:2], "y": {"z": leaves[2]}, "a": tuple(leaves[3:])}
 
 
-def train_plain(comm: Any, shard: bool, start: Any = None, make: Any = Adam, **options: Any) -> Any:
+def train_plain(comm: Any, shard: bool, start: Any = None, **options: Any) -> Any:
     params = as_tree(arrays(0))
-    optimizer = ac.DistributedOptimizer(make(), comm=comm, shard=shard, **options)
+    optimizer = ac.DistributedOptimizer(Adam(), comm=comm, shard=shard, **options)
     if start is not None:
         params, state = copy.deepcopy(start)
         plain_adapter.load_state(optimizer, state, params)
@@ -457,32 +414,18 @@ def train_plain(comm: Any, shard: bool, start: Any = None, make: Any = Adam, **o
         if step == 2:
             optimizer = copy.deepcopy(optimizer)
         params = optimizer.update(params, as_tree(arrays((step, comm.rank))))
-    kept = nbytes([vars(optimizer._optimizer).get(n) for n in ("first", "second", "state")])
+    kept = nbytes([optimizer.first, optimizer.second])
     return params, plain_adapter.gather_state(optimizer), kept
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_objects_with_update_are_the_same_sharded(size: int) -> None:
-    unsharded = run(size, train_plain, False)
-    sharded = run(size, lambda comm: train_plain(comm, True, bucket_bytes=100))
+def test_objects_with_update_are_the_same_sharded() -> None:
+    unsharded = run(3, train_plain, False)
+    sharded = run(3, lambda comm: train_plain(comm, True, bucket_bytes=100))
     assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
     assert sum(x[2] for x in sharded) == unsharded[0][2]
     start = unsharded[0][:2]
     resumed = run(2, train_plain, True, start)
     assert_same_on_all([x[:2] for x in resumed], [x[:2] for x in run(2, train_plain, False, start)])
-
-
-@pytest.mark.parametrize("name", ["SGD", "Momentum", "Adam"])
-def test_the_optimizers_of_the_adapter_are_the_same_sharded(name: str) -> None:
-    make = getattr(plain_adapter, name)
-    unsharded = run(3, lambda comm: train_plain(comm, False, make=make))
-    sharded = run(3, lambda comm: train_plain(comm, True, make=make))
-    assert_same_on_all([x[:2] for x in sharded], [x[:2] for x in unsharded])
-    assert sum(x[2] for x in sharded) == unsharded[0][2]
-    start = unsharded[0][:2]
-    resumed = run(2, lambda comm: train_plain(comm, True, start, make=make))
-    wanted = run(2, lambda comm: train_plain(comm, False, start, make=make))
-    assert_same_on_all([x[:2] for x in resumed], [x[:2] for x in wanted])
 
 
 def test_errors_of_one_ranks_update_reach_all() -> None:
@@ -583,16 +526,11 @@ def test_parameters_that_change_and_joined_steps_are_refused() -> None:
 # Optax ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_parameters_are_divided_by_their_bytes(ranks: int) -> None:
+def test_parameters_that_come_later_go_to_the_least_loaded_rank() -> None:
     sizes = [5, 0, 9, 5, 1, 7, 2]
-    owners = divide(sizes, ranks)
-    loads = [sum(n for n, o in zip(sizes, owners, strict=True) if o == r) for r in range(ranks)]
-    # No rank could give its smallest one away and be above the least loaded rank.
-    assert max(loads) - min(loads) <= max(sizes)
-    later = divide([*sizes, 100], ranks, dict(enumerate(owners)))
-    assert later[:-1] == owners
-    assert later[-1] == loads.index(min(loads))
+    owners = divide(sizes, 3)
+    loads = [sum(n for n, o in zip(sizes, owners, strict=True) if o == r) for r in range(3)]
+    assert divide([*sizes, 100], 3, dict(enumerate(owners))) == [*owners, loads.index(min(loads))]
 
 
 def transformations() -> dict[str, Callable[[], Any]]:
@@ -606,10 +544,9 @@ def transformations() -> dict[str, Callable[[], Any]]:
             learning_rate=optax.exponential_decay(0.1, 1, 0.5), momentum=0.9
         ),
         # Its noise depends on how many leaves there are.
-        "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(0.1)),
+        "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
         "multi": lambda: optax.multi_transform(
-            {"a": optax.adafactor(0.1), "b": optax.lion(0.1)},
-            as_tree(list("ababa")),
+            {"a": optax.sgd(0.1, 0.9), "b": optax.lion(0.1)}, as_tree(list("ababa"))
         ),
     }
 
@@ -645,15 +582,13 @@ def leaves_of(results: list[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [*(("adam", n) for n in (3, 7)), ("masked", 2), ("noise", 3), ("multi", 3)]
-)
+@pytest.mark.parametrize(("name", "size"), [("adam", 3), ("masked", 7), ("noise", 2), ("multi", 3)])
 def test_optax_is_the_same_sharded(name: str, size: int) -> None:
     make = transformations()[name]
     unsharded = run(size, train_optax, make, False)
     sharded = run(size, lambda comm: train_optax(comm, make, True, bucket_bytes=100))
     assert_same_on_all(leaves_of(sharded), leaves_of(unsharded))
-    if size == 3:
+    if name == "adam":
         # A third of the moments, and the counters.
         assert max(x[2] for x in sharded) < 0.5 * unsharded[0][2]
 
@@ -804,14 +739,10 @@ class TestOnProcesses:
             total = sum(float(np.float32(rank + step)) for rank in range(world.size))
             np.testing.assert_array_equal(changes["a"], np.full(2, -total, np.float32))
 
-    def test_objects_with_update(self, world: ac.Communicator) -> None:
-        assert bits(train_plain(world, True)[:2]) == bits(train_plain(world, False)[:2])
-
-    @pytest.mark.parametrize("accumulate", [1, 2])
-    def test_compiled_optax(self, accumulate: int, world: ac.Communicator) -> None:
+    def test_compiled_optax(self, world: ac.Communicator) -> None:
         jax: Any = pytest.importorskip("jax")
         make = transformations()["adam"]
-        options = {"wrap": jax.jit, "accumulate": accumulate}
+        options = {"wrap": jax.jit, "accumulate": 2}
         unsharded = train_optax(world, make, False, **options)
         sharded = train_optax(world, make, True, **options)
         assert_same_on_all(leaves_of([sharded]), leaves_of([unsharded]))
