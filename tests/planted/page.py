@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.planted.catalogue import CATALOGUE, FAULTS
 from tests.planted.copies import ROOT
@@ -63,8 +63,14 @@ def record(found: Caught) -> None:
     kept = json.loads(CAUGHT.read_text(encoding="utf-8")) if CAUGHT.exists() else {}
     kept |= found
     known = {fault.name: dict(sorted(kept.get(fault.name, {}).items())) for fault in FAULTS}
-    CAUGHT.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    # A fault on each line.
+    lines = (f" {_as_json(name)}: {_as_json(errors)}" for name, errors in known.items())
+    CAUGHT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     PAGE.write_text(page(known), encoding="utf-8")
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def page(caught: Caught) -> str:

@@ -11,22 +11,30 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._protocol.engine import Engine
 from arraycomm.testing import Schedule, _threads, run
-from tests.support import internals
 
 
 def test_results_come_by_rank() -> None:
+    # More ranks than cores.
+    assert run(16, lambda comm: comm.allreduce(comm.rank)) == [120] * 16
+    with pytest.raises(ValueError, match="size must be at least 1"):
+        run(0, lambda comm: None)
     assert run(5, lambda comm, x: (comm.rank, comm.size, x), "x") == [
         (rank, 5, "x") for rank in range(5)
     ]
 
 
-def test_first_failure_is_raised_with_its_rank() -> None:
+def test_first_failure_is_raised_with_its_rank_and_the_others_are_told() -> None:
+    seen: list[ac.PeerError] = []
+
     def fail(comm) -> None:
         if comm.rank == 1:
             raise ZeroDivisionError("on purpose")
-        comm.barrier()
+        try:
+            comm.dup()
+        except ac.PeerError as error:
+            seen.append(error)
+            raise
 
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
         run(3, fail)
@@ -35,22 +43,6 @@ def test_first_failure_is_raised_with_its_rank() -> None:
     assert [note[:38] for note in others] == [
         f"rank {rank} raised arraycomm.PeerError: rank"[:38] for rank in (0, 2)
     ]
-
-
-def test_other_ranks_are_told_who_failed() -> None:
-    seen: list[ac.PeerError] = []
-
-    def fail(comm) -> None:
-        if comm.rank == 1:
-            raise ZeroDivisionError("on purpose")
-        part = comm.dup
-        try:
-            part()
-        except ac.PeerError as error:
-            seen.append(error)
-
-    with pytest.raises(ZeroDivisionError):
-        run(3, fail)
     assert [error.rank for error in seen] == [1, 1]
     assert all("on purpose" in error.traceback for error in seen)
 
@@ -87,30 +79,6 @@ def test_no_thread_is_left_behind_with_requests_outstanding() -> None:
             run(4, fail, timeout=5)
 
 
-def test_what_a_failed_rank_has_under_way_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is left who could wait for it; what a rank that ended well began is left alone."""
-    given_up: list[Engine] = []
-    give_up_all = Engine.give_up_all
-
-    def noted(engine: Engine, error: BaseException) -> None:
-        given_up.append(engine)
-        give_up_all(engine, error)
-
-    monkeypatch.setattr(Engine, "give_up_all", noted)
-    comms: list[ac.Communicator] = []
-
-    def part(comm) -> None:
-        if comm.rank == 1:
-            comms.extend([comm, comm.dup()])
-            comms[1].iallreduce(np.ones(50_000))
-            raise ValueError
-        comm.dup()
-
-    with pytest.raises(ValueError):
-        run(2, part, timeout=5)
-    assert set(given_up) == {internals.engine(comm) for comm in comms}
-
-
 def _deadlock(comm) -> None:
     other = comm.dup()
     (comm if comm.rank else other).barrier()
@@ -141,18 +109,6 @@ def test_rank_stuck_in_python_is_interrupted() -> None:
     [_, note] = caught.value.__notes__
     assert "rank 1 did not end in time, and was interrupted here" in note
     assert "in spin" in note
-
-
-@pytest.mark.usefixtures("_all_threads_end")
-def test_rank_that_others_waited_for_in_vain_is_named() -> None:
-    def spin(comm) -> None:
-        while comm.rank == 2:
-            time.sleep(0.001)
-        comm.barrier()
-
-    with pytest.raises(ac.CommTimeoutError, match="rank 2 is missing") as caught:
-        run(3, spin, timeout=0.5)
-    assert any("was interrupted here" in note for note in caught.value.__notes__)
 
 
 def test_rank_stuck_outside_python_is_reported_and_left_behind(
@@ -216,19 +172,19 @@ def test_own_error_is_shown_rather_than_what_followed_from_it() -> None:
         run(3, fail)
 
 
-def test_schedule_is_replayed_and_named() -> None:
+def test_schedule_is_replayed() -> None:
     def race(comm, order) -> None:
         for _ in range(5):
             order.append(comm.rank)
             comm.barrier()
 
-    orders: list[list[int]] = [[] for _ in range(20)]
+    orders: list[list[int]] = [[] for _ in range(10)]
     for seed, order in enumerate(orders):
         again: list[int] = []
         run(3, race, order, schedule=seed)
         run(3, race, again, schedule=seed)
         assert order == again
-    assert len({tuple(order) for order in orders}) > 5
+    assert len({tuple(order) for order in orders}) > 3
 
 
 def test_failure_under_a_schedule_says_how_to_replay_it() -> None:
@@ -247,12 +203,3 @@ def test_exceptions_that_are_no_errors_come_through(kind) -> None:
 
     with pytest.raises(kind, match="enough"):
         run(2, stop)
-
-
-def test_size_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="size must be at least 1"):
-        run(0, lambda comm: None)
-
-
-def test_more_ranks_than_cores() -> None:
-    assert run(16, lambda comm: comm.allreduce(comm.rank)) == [120] * 16

@@ -201,67 +201,16 @@ PROGRAMS = [small, large, groups, requests]
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.parametrize(
-    ("program", "size", "seeds"),
-    [(small, 2, 10), (small, 4, 20), (large, 3, 6), (groups, 4, 15), (requests, 3, 25)],
-)
-def test_results_are_right_whatever_the_order(
-    program: Callable[[Communicator], None], size: int, seeds: int
-) -> None:
-    for seed in range(seeds):
-        assert drive(size, seed, program).checked().baton.exact
-
-
-@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_same_seed_replays_the_same_order(program: Callable[[Communicator], None]) -> None:
-    for seed in range(5):
+    traces = set()
+    for seed in range(3):
         first = drive(3, seed, program).checked().trace
         again = drive(3, seed, program, order=[2, 0, 1]).checked().trace
         assert len(first) > 30
         assert again == first
-
-
-def test_other_seeds_lead_to_other_orders() -> None:
-    traces = {tuple(drive(3, seed, small).trace) for seed in range(40)}
-    # Where priorities seldom change, a short program has few orders.
-    assert len(traces) > 30
-
-
-def test_order_does_not_depend_on_faults_that_do_not_happen() -> None:
-    assert drive(3, Schedule(5, faults=1e-12), small).trace == drive(3, 5, small).trace
-
-
-def test_some_schedules_are_lopsided() -> None:
-    """One group is through before another has begun, for each of the groups; also in between."""
-
-    def pairs(comm: Communicator) -> None:
-        pair = comm.split(comm.rank // 2)
-        assert pair is not None
-        for _ in range(10):
-            pair.barrier()
-
-    def lead(trace: list[tuple[int, str]]) -> int:
-        """How many steps the first pair had posted when the second posted the fifth of its own."""
-        posts = [rank // 2 for rank, point in trace if point == "post"]
-        fifth = [place for place, pair in enumerate(posts) if pair == 1][8]
-        return posts[:fifth].count(0)
-
-    leads = {lead(drive(4, seed, pairs).checked().trace) for seed in range(40)}
-    # Two ranks, one split of two steps and ten barriers.
-    assert max(leads) == 24
-    assert min(leads) <= 4
-    assert len(leads) > 6
-
-
-def test_others_may_go_on_before_a_rank_reads_what_has_come() -> None:
-    found = set()
-    for seed in range(20):
-        trace = drive(3, seed, small).checked().trace
-        for (rank, point), (other, before) in zip(trace[1:], trace, strict=False):
-            if point == "step finished" and other != rank:
-                found.add(before)
-    assert "post" in found
+        traces.add(tuple(first))
+    assert len(traces) == 3
 
 
 class OneParity(SharedControl):
@@ -324,7 +273,7 @@ def faulty(schedule: Schedule, program: Callable[[Communicator], None]) -> Outco
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(
     ("program", "seeds", "faults"),
-    [(small, 50, 0.03), (large, 12, 0.006), (groups, 40, 0.03), (requests, 40, 0.03)],
+    [(small, 25, 0.03), (large, 8, 0.006), (groups, 20, 0.03), (requests, 20, 0.03)],
 )
 def test_faults_end_every_rank_with_a_right_result_or_an_error(
     program: Callable[[Communicator], None], seeds: int, faults: float
@@ -352,30 +301,22 @@ def test_rank_that_goes_on_after_a_fault_never_gets_a_wrong_number() -> None:
         return wrong
 
     lengths = set()
-    for seed in range(50):
+    for seed in range(30):
         for wrong in drive(3, Schedule(seed, faults=0.02), go_on).checked().results:
             assert not any(wrong), seed
             lengths.add(len(wrong))
     assert len(lengths) > 8
 
 
-def test_faults_are_replayed() -> None:
+def test_faults_are_replayed_and_name_their_rank_and_schedule() -> None:
     schedule = Schedule(1, faults=0.2)
     first, again = drive(3, schedule, small), drive(3, schedule, small)
     assert first.baton.faults
     assert first.baton.faults == again.baton.faults
     assert first.trace == again.trace
     assert [str(error) for error in first.errors] == [str(error) for error in again.errors]
-
-
-def test_fault_names_its_rank_and_schedule() -> None:
-    outcome = drive(2, Schedule(4, faults=1), small)
-    rank, point = outcome.baton.faults[0]
-    assert point == "post"
-    assert (
-        str(outcome.errors[rank])
-        == f"injected fault: post on rank {rank}, Schedule(seed=4, faults=1.0)"
-    )
+    rank, point = first.baton.faults[0]
+    assert str(first.errors[rank]) == f"injected fault: {point} on rank {rank}, {schedule}"
 
 
 def test_rank_that_blocks_elsewhere_does_not_stop_the_others(usual_patience: float) -> None:
@@ -407,18 +348,6 @@ def test_rank_that_never_enters_is_not_waited_for() -> None:
     assert alone is not None
     assert internals.communicator(alone).allreduce(5) == 5
     assert not baton.exact
-
-
-def test_rank_that_left_is_never_chosen() -> None:
-    def leave_early(comm: Communicator) -> int:
-        alone = comm.split(comm.rank)
-        assert alone is not None
-        for _ in range(20 * comm.rank):
-            alone.barrier()
-        return comm.rank
-
-    for seed in range(20):
-        assert drive(3, seed, leave_early).checked().baton.exact
 
 
 def test_timeout_is_reported_while_all_wait() -> None:
@@ -490,13 +419,10 @@ def test_other_threads_are_not_scheduled() -> None:
     assert drive(3, 2, beside).checked().results == [3, 3, 3]
 
 
-def test_schedule_shows_how_to_make_it_again() -> None:
+def test_schedule_shows_how_to_make_it_again_and_refuses_what_is_none() -> None:
     schedule = Schedule(12, faults=0.25)
     assert repr(schedule) == "Schedule(seed=12, faults=0.25)"
     assert eval(repr(schedule)) == schedule
-
-
-def test_schedule_refuses_what_is_no_seed_and_no_probability() -> None:
     with pytest.raises(TypeError, match="integer"):
         Schedule("1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="faults is a probability"):

@@ -29,7 +29,7 @@ thinc: Any = pytest.importorskip("thinc.api")
 jnp = jax.numpy
 
 Comm = ac.Communicator
-SIZES: Final = [size for size in (2, 3) if size in ALL_SIZES]
+SIZE: Final = max(size for size in (2, 3) if size in ALL_SIZES)
 EVERY: Final = 3
 
 
@@ -98,36 +98,13 @@ def torch_with(kind: str, right: dict[str, Any], other: dict[str, Any], **option
     return train
 
 
-for _name, _kind, _right, _other, _options, _says in (
-    ("lr", "SGD", {"lr": 0.01}, {"lr": 0.02}, {}, r"lr of group 0.*: 0.01, .*: 0.02, "),
-    ("weight_decay", "AdamW", {}, {"weight_decay": 0.5}, {}, r"weight_decay of group 0.*0.01.*0.5"),
-    ("momentum", "SGD", {"lr": 0.01}, {"momentum": 0.9}, {}, r"momentum of group 0"),
-    (
-        "nesterov",
-        "SGD",
-        {"lr": 0.01, "momentum": 0.9},
-        {"nesterov": True},
-        {},
-        "nesterov of group 0",
-    ),
-    (
-        "betas",
-        "Adam",
-        {},
-        {"betas": (0.8, 0.99)},
-        {},
-        r"betas of group 0.*\(0.9, 0.999\).*\(0.8, 0.99\)",
-    ),
-    ("accumulated_lr", "SGD", {"lr": 0.01}, {"lr": 0.1}, {"accumulate": 2}, "lr of group 0"),
-    (
-        "compressed_lr",
-        "SGD",
-        {"lr": 0.01},
-        {"lr": 0.1},
-        {"compression": "bfloat16"},
-        "lr of group 0",
-    ),
-    ("sharded_lr", "Adam", {"lr": 0.01}, {"lr": 0.1}, {"shard": True}, "lr of group 0"),
+_LR: Final = ({"lr": 0.01}, {"lr": 0.1}, "lr of group 0")
+for _name, _kind, _options, (_right, _other, _says) in (
+    ("lr", "SGD", {}, ({"lr": 0.01}, {"lr": 0.02}, r"lr of group 0.*: 0.01, .*: 0.02, ")),
+    ("betas", "Adam", {}, ({}, {"betas": (0.8, 0.9)}, r"betas of .*\(0.9, 0.999\).*\(0.8, 0.9\)")),
+    ("accumulated_lr", "SGD", {"accumulate": 2}, _LR),
+    ("compressed_lr", "SGD", {"compression": "bfloat16"}, _LR),
+    ("sharded_lr", "Adam", {"shard": True}, _LR),
 ):
     WAYS.append(Way(f"torch_{_name}", torch_with(_kind, _right, _other, **_options), _says))
 
@@ -148,14 +125,6 @@ def torch_plateau_of_own_losses(comm: Comm, wrong: bool) -> None:
 
 
 @way(r"lr of group 0")
-def torch_schedule_stepped_twice(comm: Comm, wrong: bool) -> None:
-    model = net()
-    optimizer = distributed(comm, torch.optim.SGD(model.parameters(), lr=0.01))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    steps(comm, model, optimizer, then=lambda _: [schedule.step() for _ in range(1 + wrong)])
-
-
-@way(r"lr of group 0")
 def torch_lr_assigned(comm: Comm, wrong: bool) -> None:
     model = net()
     optimizer = distributed(comm, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01)))
@@ -171,17 +140,12 @@ def changed_later(
 ) -> None:
     model = net()
     optimizer = distributed(comm, torch.optim.Adam(model.parameters(), lr=0.01), **options)
-    steps(
-        comm,
-        model,
-        optimizer,
-        then=lambda step: change(model, optimizer) if wrong and step == 1 else None,
-    )
 
+    def then(step: int) -> None:
+        if wrong and step == 1:
+            change(model, optimizer)
 
-@way(r"parameter 0 is not .* at \[0, 0\].*6 of 24 arrays differ")
-def torch_model_loaded_on_one_rank(comm: Comm, wrong: bool) -> None:
-    changed_later(comm, wrong, lambda model, _: model.load_state_dict(net(1).state_dict()))
+    steps(comm, model, optimizer, then=then)
 
 
 @way(r"parameter 3 is not .* at \[1\].*1 of 24 arrays differ.*adapter of each rank's own")
@@ -335,93 +299,74 @@ def optax_ways(compiled: bool) -> None:
     ways, begin = (COMPILED, "compiled_") if compiled else (WAYS, "")
     go = partial(descend, compiled=compiled)
 
-    def add(name: str, says: str, train: Callable[[Comm, bool], None]) -> None:
-        ways.append(Way(f"{begin}optax_{name}", train, says))
+    def sgd(wrong: bool) -> Any:
+        return optax.sgd(0.1 * (1 + wrong))
 
-    add(
-        "synchronize_forgotten",
-        r"params\['b'\] is not .*\[0\].*call arraycomm.synchronize",
-        lambda comm, wrong: go(comm, optax.sgd(0.1), params(wrong)),
-    )
-    add(
-        "learning_rate",
-        r"step_size of scale.update_fn.*-0.1.*-0.2",
-        lambda comm, wrong: go(comm, optax.sgd(0.1 * (1 + wrong))),
-    )
-    add(
-        "class",
-        r"scale_by_adam",
-        lambda comm, wrong: go(comm, optax.adam(0.1) if wrong else optax.sgd(0.1)),
-    )
-    add(
-        "schedule",
-        r"decay_steps of .*schedule.*10.*20",
-        lambda comm, wrong: go(
-            comm, optax.sgd(optax.cosine_decay_schedule(0.1, 20 if wrong else 10))
+    table: dict[str, tuple[str, Callable[[Comm, bool], None]]] = {
+        "synchronize_forgotten": (
+            r"params\['b'\] is not .*\[0\].*call arraycomm.synchronize",
+            lambda comm, wrong: go(comm, sgd(False), params(wrong)),
         ),
-    )
-    add(
-        "weight_decay",
-        r"weight_decay of add_decayed_weights",
-        lambda comm, wrong: go(comm, optax.adamw(0.1, weight_decay=0.1 + wrong)),
-    )
-    add(
-        "order_of_a_chain",
-        r"is not the same on all ranks",
-        lambda comm, wrong: go(
-            comm,
-            optax.chain(*[optax.clip(0.5), optax.scale(-0.1)][:: -1 if wrong else 1]),
+        "learning_rate": (
+            r"step_size of scale.update_fn.*-0.1.*-0.2",
+            lambda comm, wrong: go(comm, sgd(wrong)),
         ),
-    )
-    add(
-        "injected_rate",
-        r"state.hyperparams\['learning_rate'\]",
-        lambda comm, wrong: go(
-            comm, optax.inject_hyperparams(optax.sgd)(0.1), change=inject(wrong)
+        "class": (
+            "scale_by_adam",
+            lambda comm, wrong: go(comm, optax.adam(0.1) if wrong else sgd(False)),
         ),
-    )
-    add(
-        "count",
-        r"state\[0\].count",
-        lambda comm, wrong: go(comm, optax.adam(0.1), change=counted(wrong)),
-    )
-    add(
-        "moments_changed",
-        r"params\['b'\] is not .* at \[0\]",
-        lambda comm, wrong: go(comm, optax.adam(0.1), change=at_one(wrong, moments)),
-    )
-    add(
-        "parameter_changed",
-        r"params\['w'\] is not .* at \[2, 1\].*1 of 2 arrays differ",
-        lambda comm, wrong: go(comm, optax.sgd(0.1), change=at_one(wrong, one_element)),
-    )
-    add(
-        "error_feedback",
-        r"step_size of scale",
-        lambda comm, wrong: go(
-            comm, optax.sgd(0.1 * (1 + wrong)), compression=ac.ErrorFeedback("bfloat16")
+        "schedule": (
+            r"decay_steps of .*schedule.*10.*20",
+            lambda comm, wrong: go(
+                comm, optax.sgd(optax.cosine_decay_schedule(0.1, 10 + 10 * wrong))
+            ),
         ),
-    )
-    add(
-        "accumulated",
-        r"step_size of scale",
-        lambda comm, wrong: go(comm, optax.sgd(0.1 * (1 + wrong)), accumulate=2),
-    )
-    add(
-        "vmap",
-        r"step_size of scale",
-        lambda comm, wrong: mapped(comm, wrong, compiled=compiled),
-    )
-    add(
-        "second_tree",
-        r"params\['w'\] is not .* at \[2, 1\]",
-        lambda comm, wrong: twins(comm, wrong, compiled=compiled),
-    )
-    add(
-        "sharded",
-        r"step_size of scale",
-        lambda comm, wrong: go(comm, optax.adam(0.1 * (1 + wrong)), shard=True),
-    )
+        "order_of_a_chain": (
+            "is not the same on all ranks",
+            lambda comm, wrong: go(
+                comm, optax.chain(*[optax.clip(0.5), optax.scale(-0.1)][:: -1 if wrong else 1])
+            ),
+        ),
+        "injected_rate": (
+            r"state.hyperparams\['learning_rate'\]",
+            lambda comm, wrong: go(
+                comm, optax.inject_hyperparams(optax.sgd)(0.1), change=inject(wrong)
+            ),
+        ),
+        "count": (
+            r"state\[0\].count",
+            lambda comm, wrong: go(comm, optax.adam(0.1), change=counted(wrong)),
+        ),
+        "moments_changed": (
+            r"params\['b'\] is not .* at \[0\]",
+            lambda comm, wrong: go(comm, optax.adam(0.1), change=at_one(wrong, moments)),
+        ),
+        "parameter_changed": (
+            r"params\['w'\] is not .* at \[2, 1\].*1 of 2 arrays differ",
+            lambda comm, wrong: go(comm, sgd(False), change=at_one(wrong, one_element)),
+        ),
+        "error_feedback": (
+            "step_size of scale",
+            lambda comm, wrong: go(comm, sgd(wrong), compression=ac.ErrorFeedback("bfloat16")),
+        ),
+        "accumulated": (
+            "step_size of scale",
+            lambda comm, wrong: go(comm, sgd(wrong), accumulate=2),
+        ),
+        "vmap": (
+            "step_size of scale",
+            lambda comm, wrong: mapped(comm, wrong, compiled=compiled),
+        ),
+        "second_tree": (
+            r"params\['w'\] is not .* at \[2, 1\]",
+            lambda comm, wrong: twins(comm, wrong, compiled=compiled),
+        ),
+        "sharded": (
+            "step_size of scale",
+            lambda comm, wrong: go(comm, optax.adam(0.1 * (1 + wrong)), shard=True),
+        ),
+    }
+    ways += [Way(f"{begin}optax_{name}", train, says) for name, (says, train) in table.items()]
 
 
 def mapped(comm: Comm, wrong: bool, *, compiled: bool) -> None:
@@ -544,11 +489,6 @@ def numpy_function(comm: Comm, wrong: bool) -> None:
     objects(comm, descent(0.2 if wrong else 0.1))
 
 
-@way(r"learning_rate is not")
-def numpy_attribute_set_later(comm: Comm, wrong: bool) -> None:
-    objects(comm, SGD(0.1), change=lambda opt, _: setattr(opt, "learning_rate", 0.1 + 0.1 * wrong))
-
-
 @way(r"params\[1\] is not .* at \[1\]")
 def numpy_parameter_changed(comm: Comm, wrong: bool) -> None:
     def change(_: Any, now: Any) -> None:
@@ -667,15 +607,14 @@ CASES: Final = WAYS if LAUNCH is None else [*WAYS[:: 3 * SOME], *COMPILED[::SOME
 # The table --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES, ids=lambda each: each.name)
-def test_a_way_to_diverge_is_an_error_on_every_rank(on_ranks, size: int, case: Way) -> None:
+def test_a_way_to_diverge_is_an_error_on_every_rank(on_ranks, case: Way) -> None:
     def train(comm: Comm) -> str:
         with pytest.raises((ac.MismatchError, RuntimeError)) as error:
-            case.train(comm, comm.rank == size - 1)
+            case.train(comm, comm.rank == SIZE - 1)
         return str(error.value)
 
-    said = on_ranks(size, train)
+    said = on_ranks(SIZE, train)
     assert re.search(case.says, said[0], re.DOTALL), said[0]
     assert len(set(said)) == 1
     assert "rank 0" in said[0] or "ranks 0" in said[0]
@@ -683,7 +622,7 @@ def test_a_way_to_diverge_is_an_error_on_every_rank(on_ranks, size: int, case: W
 
 @pytest.mark.parametrize("case", CASES, ids=lambda each: each.name)
 def test_without_the_mistake_nothing_is_raised(on_ranks, case: Way) -> None:
-    on_ranks(max(SIZES), lambda comm: case.train(comm, False))
+    on_ranks(SIZE, lambda comm: case.train(comm, False))
 
 
 # The law ----------------------------------------------------------------------------------------------
@@ -900,7 +839,7 @@ def test_another_order_of_parameters_is_that_of_rank_0_if_names_or_values_prove_
         return [p.detach().flatten().tolist() for p in named.values()]
 
     for known in ("names", "values"):
-        trained = on_ranks(max(SIZES), train, known)
+        trained = on_ranks(SIZE, train, known)
         alone_ = trained[0]
         assert all(each == alone_ for each in trained)
 
@@ -928,7 +867,7 @@ def test_ranks_without_data_take_steps_with_the_hyperparameters_of_the_others(on
             scaler.get_scale(),
         )
 
-    size = max(SIZES)
+    size = SIZE
     first, *rest = on_ranks(size, train)
     assert all(each == first for each in rest)
     steps_taken = 2 * 2 * size
