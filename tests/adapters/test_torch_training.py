@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -83,7 +84,7 @@ def joined(batches: list[Batch]) -> Batch:
     )
 
 
-# Loops: each trains on batches with an optimizer, as on one process
+# Loops: each trains on batches with an optimizer, as in one process
 
 Loop = Callable[[Any, Any, Iterator[Batch]], None]
 
@@ -91,19 +92,6 @@ Loop = Callable[[Any, Any, Iterator[Batch]], None]
 def plain(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
     for each in batches:
         optimizer.zero_grad()
-        each.loss(model).backward()
-        optimizer.step()
-
-
-def zeroing(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    for each in batches:
-        optimizer.zero_grad(set_to_none=False)
-        each.loss(model).backward()
-        optimizer.step()
-
-
-def never_zeroing(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    for each in batches:
         each.loss(model).backward()
         optimizer.step()
 
@@ -117,16 +105,6 @@ def clipping(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
         optimizer.step()
 
 
-def replacing(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    for each in batches:
-        optimizer.zero_grad()
-        each.loss(model).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clamp(-0.1, 0.1)
-        optimizer.step()
-
-
 def scaling(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     for each in batches:
@@ -136,25 +114,6 @@ def scaling(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         scaler.step(optimizer)
         scaler.update()
-
-
-def twice(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    for each in batches:
-        optimizer.zero_grad()
-        for half in each.halves():
-            (half.loss(model) / 2).backward()
-        optimizer.step()
-
-
-def twice_at_once(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    for each in batches:
-        optimizer.zero_grad()
-        loss = each.loss(model)
-        (loss / 4).backward(retain_graph=True)
-        gradients = torch.autograd.grad(loss, model.first.weight, retain_graph=True)
-        assert (gradients[0] != 0).any()
-        (loss * 3 / 4).backward()
-        optimizer.step()
 
 
 def in_parts(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
@@ -232,10 +191,10 @@ def by_two(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
         second.step()
 
 
+# Beside what drawn loops below consist of.
 LOOPS: list[Loop] = [
-    *(plain, zeroing, never_zeroing, clipping, replacing, scaling, twice, twice_at_once, in_parts),
-    *(checkpointed(False), checkpointed(True), unfreezing, checkpointed_later),
-    *(growing, by_two),
+    *(scaling, checkpointed(False), checkpointed(True), unfreezing, growing, by_two),
+    checkpointed_later,
 ]
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -246,47 +205,45 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def parameters_of(model: Any) -> list[bytes]:
-    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+def values(model: Any) -> list[Any]:
+    return [parameter.detach().numpy() for parameter in model.parameters()]
 
 
-def train(
-    comm: ac.Communicator,
-    loop: Loop,
-    make: Callable[[Any], Any],
-    options: dict[str, Any],
-    copied: bool = False,
-) -> tuple[Any, list[Any]]:
+def train(comm: ac.Communicator, loop: Loop, name: str, copied: bool, **options: Any) -> Any:
     """Train on this rank's batches; return the parameters, and their bytes after each step."""
     model, seen = Model(), []
-    optimizer = make(model.parameters())
-    optimizer.register_step_post_hook(lambda *_: seen.append(parameters_of(model)))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer.register_step_post_hook(lambda *_: seen.append([v.tobytes() for v in values(model)]))
     ac.DistributedOptimizer(optimizer, comm=comm, **options)
     optimizer._is_distributed = comm
     if copied:
         model, optimizer = copy.deepcopy((model, optimizer))
     loop(model, optimizer, (batch(comm.rank, s, infinite=loop is scaling) for s in range(STEPS)))
-    return [parameter.detach().numpy() for parameter in model.parameters()], seen
+    return values(model), seen
 
 
-def expected(size: int, loop: Loop, make: Callable[[Any], Any]) -> list[Any]:
+def expected(size: int, loop: Loop, name: str) -> list[Any]:
     model = Model()
     batches = (
         joined([batch(rank, step, infinite=loop is scaling and size > 1) for rank in range(size)])
         for step in range(STEPS)
     )
-    loop(model, make(model.parameters()), batches)
-    return [parameter.detach().numpy() for parameter in model.parameters()]
+    loop(model, OPTIMIZERS[name](model.parameters()), batches)
+    return values(model)
+
+
+def assert_near(results: list[list[Any]], want: list[Any]) -> None:
+    """All ranks have the same bits, which are those of one process but for rounding."""
+    for parameters in results:
+        for got, first, one in zip(parameters, results[0], want, strict=True):
+            assert got.tobytes() == first.tobytes()
+            np.testing.assert_allclose(got, one, rtol=SLACK, atol=SLACK)
 
 
 def check(size: int, loop: Loop, name: str, *, copied: bool = False, **options: Any) -> None:
-    make = OPTIMIZERS[name]
-    want = expected(size, loop, make)
-    results = run(size, train, loop, make, options, copied)
-    for parameters, seen in results:
-        assert seen == results[0][1]
-        for got, parameter in zip(parameters, want, strict=True):
-            np.testing.assert_allclose(got, parameter, rtol=SLACK, atol=SLACK)
+    results = run(size, lambda comm: train(comm, loop, name, copied, **options))
+    assert all(seen == results[0][1] for _, seen in results)
+    assert_near([parameters for parameters, _ in results], expected(size, loop, name))
 
 
 @pytest.mark.parametrize("number", range(len(LOOPS)))
@@ -300,14 +257,12 @@ def test_a_copy_of_model_and_optimizer_trains_as_one_process() -> None:
     check(2, clipping, "momentum", copied=True)
 
 
-@pytest.mark.parametrize("loop", [plain, zeroing])
-def test_one_rank_alone_trains_as_without_ranks(loop: Loop) -> None:
-    check(1, loop, "adamw")
-
-
-@pytest.mark.parametrize("loop", [clipping, scaling, twice, checkpointed(True), in_parts])
+@pytest.mark.parametrize("loop", [scaling, checkpointed(True), in_parts])
 def test_inside_join_ranks_without_data_take_the_steps_of_the_others(loop: Loop) -> None:
     counts, infinite = (4, 2, 3), loop is scaling
+
+    def mine(rank: int) -> Iterator[Batch]:
+        return (batch(rank, step, infinite=infinite) for step in range(counts[rank]))
 
     def train(comm: ac.Communicator) -> list[Any]:
         model = Model()
@@ -315,33 +270,17 @@ def test_inside_join_ranks_without_data_take_the_steps_of_the_others(loop: Loop)
         ac.DistributedOptimizer(optimizer, comm=comm)
         optimizer._is_distributed = comm
         with ac.join(comm):
-            loop(
-                model,
-                optimizer,
-                (batch(comm.rank, step, infinite=infinite) for step in range(counts[comm.rank])),
-            )
+            loop(model, optimizer, mine(comm.rank))
         # All ranks are in the same step.
         plain(model, optimizer, iter([batch(comm.rank, STEPS)]))
-        return [parameter.detach().numpy() for parameter in model.parameters()]
+        return values(model)
 
     model = Model()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    loop(
-        model,
-        optimizer,
-        (
-            joined(
-                [batch(rank, step, infinite=infinite) for rank in range(3) if step < counts[rank]]
-            )
-            for step in range(max(counts))
-        ),
-    )
+    steps = itertools.zip_longest(*map(mine, range(3)))
+    loop(model, optimizer, (joined([each for each in step if each]) for step in steps))
     plain(model, optimizer, iter([joined([batch(rank, STEPS) for rank in range(3)])]))
-    results = run(3, train)
-    for parameters in results:
-        for got, first, want in zip(parameters, results[0], model.parameters(), strict=True):
-            assert got.tobytes() == first.tobytes()
-            np.testing.assert_allclose(got, want.detach().numpy(), rtol=SLACK, atol=SLACK)
+    assert_near(run(3, train), values(model))
 
 
 # Loops that are drawn
@@ -418,7 +357,7 @@ def change(how: str, parameters: list[Any]) -> None:
             parameter.grad.mul_(0.5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=int(os.environ.get("EXAMPLES") or 15), deadline=None)
 @given(steps(), st.integers(2, 3))
 def test_drawn_loops_give_what_one_process_gives(program: Any, size: int) -> None:
     want = run_program(program, list(range(size)), None)
@@ -487,22 +426,6 @@ def test_a_rank_without_data_takes_part_in_the_backward_passes_of_the_others() -
     assert run(3, train) == [[-6.5, -6.5, -5.5]] * 3
 
 
-def test_autograd_grad_reduces_nothing_and_keeps_what_was_reduced() -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm)
-        weight.sum().backward()
-        for _ in range(comm.rank):
-            (gradient,) = torch.autograd.grad((weight * 5).sum(), weight)
-            assert gradient.tolist() == [5.0, 5.0]
-            assert weight.grad.tolist() == [2.0, 2.0]
-        weight.sum().backward()
-        assert weight.grad.tolist() == [4.0, 4.0]
-        optimizer.step()
-        assert weight.tolist() == [-4.0, -4.0]
-
-    run(2, train)
-
-
 def test_ranks_may_accumulate_as_often_as_they_like_in_no_sync() -> None:
     def train(comm: ac.Communicator) -> list[float]:
         weight, optimizer = weight_and_optimizer(comm)
@@ -538,8 +461,7 @@ class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
         raise KeyError("broken")
 
 
-@pytest.mark.parametrize("count", [300, 150_000], ids=["small", "large"])
-@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize(("zero", "count"), [(True, 300), (False, 150_000)])
 def test_after_an_exception_in_backward_training_goes_on(zero: bool, count: int) -> None:
     def train(comm: ac.Communicator) -> list[float]:
         weights = [torch.nn.Parameter(torch.ones(count)) for _ in range(3)]
@@ -572,8 +494,7 @@ def test_after_an_exception_in_backward_training_goes_on(zero: bool, count: int)
     assert run(3, train) == [[-5.0, -5.0, -5.0] if zero else [-5.0, -11.0, -11.0]] * 3
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_large_gradients_are_reduced_where_they_are(size: int) -> None:
+def test_large_gradients_are_reduced_where_they_are() -> None:
     def train(comm: ac.Communicator) -> list[bytes]:
         weights = [torch.nn.Parameter(torch.zeros(n)) for n in (200_000, 7, 130_000, 300_001)]
         optimizer = torch.optim.SGD(weights, lr=1.0)
@@ -587,10 +508,10 @@ def test_large_gradients_are_reduced_where_they_are(size: int) -> None:
 
         for weight in weights:
             weight.register_post_accumulate_grad_hook(look)
-        for step in range(3):
+        for step in range(2):
             sum((w * (comm.rank + 1 + step)).sum() for w in weights).backward()
             for grad in seen:
-                assert grad.unique().tolist() == [sum(range(size + 1)) + step * size]
+                assert grad.unique().tolist() == [6 + 3 * step]
                 # Autograd is told that it has changed.
                 assert grad._version > 0
             assert {id(weight.grad) for weight in weights} == set(map(id, seen))
@@ -601,7 +522,7 @@ def test_large_gradients_are_reduced_where_they_are(size: int) -> None:
             optimizer.zero_grad()
         return [w.detach().numpy().tobytes() for w in weights]
 
-    one, *others = run(size, train)
+    one, *others = run(3, train)
     assert all(other == one for other in others)
 
 
@@ -661,64 +582,69 @@ def raises_on_all(size: int, train: Callable[[ac.Communicator], None], match: st
     run(size, check)
 
 
-def test_a_step_that_one_rank_skips_raises_on_all() -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm)
-        for step in range(4):
-            optimizer.zero_grad()
-            weight.sum().backward()
-            if (comm.rank, step) != (1, 2):
-                optimizer.step()
-
-    raises_on_all(
-        3,
-        train,
-        r"ranks 0, 2: step 3, in step\(\) after 1 backward\(\), at test_torch_training.py:\d+; "
-        r"rank 1: step 4 \(after a skipped step\), in its backward\(\) 1, at test_torch_training",
-    )
+def skipping_a_step(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    for step in range(4):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        if (comm.rank, step) != (1, 2):
+            optimizer.step()
 
 
-def test_one_rank_skipping_an_accumulated_step_raises_on_all() -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm, accumulate=2)
-        for step in range(4):
-            optimizer.zero_grad()
-            weight.sum().backward()
-            if comm.rank or step:
-                optimizer.step()
-
-    raises_on_all(2, train, r"rank 0: step 3.*rank 1: step 2")
+def skipping_an_accumulated_step(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm, accumulate=2)
+    for step in range(4):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        if comm.rank or step:
+            optimizer.step()
 
 
-def test_different_numbers_of_backward_passes_raise_on_all() -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm)
-        for _ in range(1 + comm.rank):
-            weight.sum().backward()
-        optimizer.step()
-
-    raises_on_all(
-        2, train, r"rank 0: step 1, in step\(\) after 1.*rank 1: step 1, in its backward\(\) 2"
-    )
+def different_numbers_of_backward_passes(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    for _ in range(1 + comm.rank):
+        weight.sum().backward()
+    optimizer.step()
 
 
-def test_different_numbers_of_evaluations_raise_on_all() -> None:
+def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
     class Evaluating(torch.optim.SGD):  # type: ignore[misc, name-defined]
         def step(self, closure: Any = None) -> Any:
-            for _ in range(self.evaluations):
+            for _ in range(1 + comm.rank):
                 closure()
 
-    def train(comm: ac.Communicator) -> None:
-        weight = torch.nn.Parameter(torch.zeros(2))
-        optimizer = Evaluating([weight], lr=1.0)
-        optimizer.evaluations = 1 + comm.rank
-        ac.DistributedOptimizer(optimizer, comm=comm)
-        for _ in range(2):
-            optimizer.step(lambda: weight.sum().backward())
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = ac.DistributedOptimizer(Evaluating([weight], lr=1.0), comm=comm)
+    for _ in range(2):
+        optimizer.step(lambda: weight.sum().backward())
 
-    raises_on_all(
-        2, train, "rank 0: evaluation 1 of the closure in step 2.*rank 1: evaluation 2 .* step 1"
-    )
+
+@pytest.mark.parametrize(
+    ("size", "train", "match"),
+    [
+        (
+            3,
+            skipping_a_step,
+            (
+                r"ranks 0, 2: step 3, in step\(\) after 1 backward\(\), at test_torch_training.py:\d+; "
+                r"rank 1: step 4 \(after a skipped step\), in its backward\(\) 1, at test_torch_train"
+            ),
+        ),
+        (2, skipping_an_accumulated_step, r"rank 0: step 3.*rank 1: step 2"),
+        (
+            2,
+            different_numbers_of_backward_passes,
+            r"rank 0: step 1, in step\(\) after 1.*rank 1: step 1, in its backward\(\) 2",
+        ),
+        (
+            2,
+            different_numbers_of_evaluations,
+            r"rank 0: evaluation 1 of the closure in step 2.*rank 1: evaluation 2 .* step 1",
+        ),
+    ],
+)
+def test_ranks_in_different_steps_raise_on_all(size: int, train: Any, match: str) -> None:
+    raises_on_all(size, train, match)
 
 
 @pytest.mark.parametrize("how", ["other", "added to", "in place"])
@@ -812,9 +738,8 @@ def test_local_gradients_of_accumulated_steps_must_not_be_changed(how: str) -> N
         scaler.scale(weight.sum()).backward()
         if how == "clip":
             torch.nn.utils.clip_grad_norm_([weight], 0.1)
-        with pytest.raises(
-            RuntimeError, match=r"reduced later here, in step\(\) \(with accumulate=2"
-        ):
+        said = r"reduced later here, in step\(\) \(with accumulate=2"
+        with pytest.raises(RuntimeError, match=said):
             scaler.step(optimizer)
 
     run(2, train)
@@ -836,11 +761,8 @@ def test_optimizers_of_one_parameter_must_reduce_it_alike() -> None:
 
 def test_no_sync_needs_a_distributed_optimizer() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with (
-        pytest.raises(ValueError, match="no_sync: this optimizer is not distributed"),
-        no_sync(optimizer),
-    ):
-        pass
+    with pytest.raises(ValueError, match="no_sync: this optimizer is not distributed"):
+        no_sync(optimizer).__enter__()
 
 
 def test_a_step_after_join_with_gradients_of_the_block_is_refused() -> None:
@@ -913,45 +835,32 @@ def world() -> Iterator[ac.Communicator]:
 
 
 @pytest.mark.parametrize(
-    ("cores", "bound", "nodes", "threads", "expected"),
+    ("cores", "bound", "nodes", "threads", "wanted"),
     [
-        (8, False, 1, 1, True),
-        (8, False, 1, 2, False),
-        (3, False, 1, 1, False),
-        (3, False, 2, 1, True),
-        (2, True, 1, 1, True),
-        (2, True, 1, 2, False),
+        *((8, False, 1, 1, True), (8, False, 1, 2, False), (3, False, 1, 1, False)),
+        *((3, False, 2, 1, True), (2, True, 1, 1, True), (2, True, 1, 2, False)),
     ],
 )
 def test_reductions_start_in_backward_if_a_core_is_free(
-    cores: int,
-    bound: bool,
-    nodes: int,
-    threads: int,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any, cores: int, bound: bool, nodes: int, threads: int, wanted: bool
 ) -> None:
     monkeypatch.setattr(_torch_hooks, "cores", lambda: cores)
     monkeypatch.setattr(_torch_hooks, "_machine_cores", lambda: 64 if bound else cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     transport = SimpleNamespace(local_size=4, size=4 * nodes)
     monkeypatch.setattr(_torch_hooks, "group_of", lambda _: SimpleNamespace(transport=transport))
-    comm: Any = SimpleNamespace(backend="mpi")
-    assert _torch_hooks.saves_time(comm, [torch.ones(1)]) == expected
-    comm.backend = "threads"
-    assert _torch_hooks.saves_time(comm, [torch.ones(1)])
+    for backend, found in (("mpi", wanted), ("threads", True)):
+        comm: Any = SimpleNamespace(backend=backend)
+        assert _torch_hooks.saves_time(comm, [torch.ones(1)]) == found
 
 
 class TestProcesses:
     """On as many ranks as there are processes; `test_processes` runs them on more."""
 
-    @pytest.mark.parametrize("loop", [clipping, scaling, twice, in_parts, checkpointed(True)])
+    @pytest.mark.parametrize("loop", [clipping, scaling, in_parts, checkpointed(True)])
     def test_loops(self, world: ac.Communicator, loop: Loop) -> None:
-        make = OPTIMIZERS["momentum"]
-        parameters, _ = train(world, loop, make, {"bucket_bytes": 200})
-        for got, want in zip(parameters, expected(world.size, loop, make), strict=True):
-            assert world.allgather(got).tobytes() == got.tobytes() * world.size
-            np.testing.assert_allclose(got, want, rtol=SLACK, atol=SLACK)
+        parameters, _ = train(world, loop, "momentum", copied=False, bucket_bytes=200)
+        assert_near(world.allgather_object(parameters), expected(world.size, loop, "momentum"))
 
     @pytest.mark.parametrize("free", [1, 1000])
     def test_large_buckets_are_under_way_together(
@@ -959,12 +868,12 @@ class TestProcesses:
     ) -> None:
         monkeypatch.setattr(_torch_hooks, "cores", lambda: free)
         # Each is larger than the chunks in which ranks of one node share memory.
-        weights = [torch.nn.Parameter(torch.eye(500)) for _ in range(6)]
+        weights = [torch.nn.Parameter(torch.eye(500)) for _ in range(4)]
         optimizer = ac.DistributedOptimizer(
             torch.optim.SGD(weights, lr=1.0), comm=world, bucket_bytes=1 << 20
         )
         x = torch.from_numpy(np.random.default_rng(world.rank).normal(size=(3, 500))).float()
-        for _ in range(3):
+        for _ in range(2):
             optimizer.zero_grad()
             y = x
             for weight in weights:
