@@ -73,13 +73,8 @@ def test_one_rank_needs_no_launcher_and_ends_well_if_no_picture_can_be_written(
     tmp_path: Path,
 ) -> None:
     status, out, err = run_demo(
-        tmp_path / "no" / "directory.svg",
-        "--frameworks",
-        "numpy",
-        "--ranks",
-        "1",
-        "--epochs",
-        EPOCHS,
+        *(tmp_path / "no" / "directory.svg", "--frameworks", "numpy"),
+        *("--ranks", "1", "--epochs", EPOCHS),
     )
     assert (status, err) == (0, ""), out + err
     assert "0.0e+00 from the run in one process" in out
@@ -196,11 +191,6 @@ GOOD = demo_verdict.Outcome(
 )
 
 
-def test_a_good_outcome_has_no_complaint() -> None:
-    assert demo_verdict.complaints(GOOD) == []
-    assert demo_verdict.complaints(GOOD._replace(difference=GOOD.tolerance)) == []
-
-
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
@@ -212,39 +202,19 @@ def test_a_good_outcome_has_no_complaint() -> None:
     ],
 )
 def test_each_fault_of_an_outcome_is_complained_of(wrong: dict[str, Any], complaint: str) -> None:
+    assert demo_verdict.complaints(GOOD._replace(difference=GOOD.tolerance)) == []
     (said,) = demo_verdict.complaints(GOOD._replace(**wrong))
     assert complaint in said
 
 
-def test_one_bit_on_one_rank_is_a_disagreement() -> None:
+def test_one_bit_is_a_disagreement_and_the_difference_is_the_largest_of_any_parameter() -> None:
     rows = np.zeros((3, 5), np.float32)
     assert demo_verdict.same_bits(rows)
     rows[2, 4] = -0.0
     assert not demo_verdict.same_bits(rows)
-
-
-def test_the_difference_is_the_largest_of_any_parameter() -> None:
     one = demo_data.Linear(np.zeros((2, 2), np.float32), np.zeros(2, np.float32))
     other = demo_data.Linear(np.full((2, 2), 0.5, np.float32), np.array([0, -2], np.float32))
     assert demo_verdict.difference(one, other) == 2
-
-
-def test_the_tolerance_grows_with_the_steps_and_shrinks_with_eps() -> None:
-    once = demo_verdict.tolerance(np.float32, 1, 1.0)
-    assert once > np.finfo(np.float32).eps
-    assert demo_verdict.tolerance(np.float32, 100, 1.0) == pytest.approx(100 * once)
-    assert demo_verdict.tolerance(np.float64, 1, 1.0) == pytest.approx(once / 2**29)
-
-
-def test_the_learning_rate_multiplies_without_rounding() -> None:
-    assert math.frexp(demo_verdict.LEARNING_RATE)[0] == 0.5
-
-
-@needs_digits
-def test_the_learning_rate_is_below_two_over_the_curvature() -> None:
-    train, _ = demo_data.load_digits()
-    curvature = max(float(image @ image) + 1 for image, _ in train) / 2
-    assert curvature * demo_verdict.LEARNING_RATE < 2
 
 
 # The data
@@ -252,7 +222,7 @@ def test_the_learning_rate_is_below_two_over_the_curvature() -> None:
 SAMPLES = [(np.full(demo_data.PIXELS, i, np.float32), i) for i in range(2 * 128 + 2)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_the_ranks_share_out_each_global_batch(size: int) -> None:
     """Two full batches that three ranks cannot share evenly, then one of two images."""
 
@@ -262,6 +232,8 @@ def test_the_ranks_share_out_each_global_batch(size: int) -> None:
     ranks = run(size, on_rank)
     (alone,) = run(1, on_rank)
     assert all(len(batches) == len(alone) == 3 for batches in ranks)
+    shapes = {batch.images.shape for batches in ranks for batch in batches}
+    assert shapes == {(-(-128 // size), demo_data.PIXELS)}
     for whole, *parts in zip(alone, *ranks, strict=True):
         weights = np.concatenate([part.weights for part in parts])
         labels = np.concatenate([part.labels for part in parts])
@@ -271,51 +243,34 @@ def test_the_ranks_share_out_each_global_batch(size: int) -> None:
         assert all((part.images[:, 0] == part.labels).all() for part in parts)
 
 
-def test_all_batches_of_a_rank_have_one_shape() -> None:
-    def on_rank(comm: ac.Communicator) -> set[tuple[int, ...]]:
-        part = demo_data.distribute(SAMPLES, comm)
-        return {batch.images.shape for batch in demo_data.batches(part, len(SAMPLES), comm)}
-
-    assert run(3, on_rank) == [{(43, demo_data.PIXELS)}] * 3
-
-
-def test_different_seeds_start_from_different_parameters() -> None:
-    first, second = map(demo_data.initial_parameters, (0, 1))
-    assert demo_verdict.difference(first, second) > 0.1
-
-
 # The command line
 
 
-def test_frameworks_are_repeated_over_the_ranks() -> None:
+def test_frameworks_are_repeated_over_the_ranks_if_there_are_several() -> None:
     *_, together = demo_runs.plan_runs(("numpy", "jax"), 3)
     assert together.by_rank == ("numpy", "jax", "numpy")
+    for frameworks, size in ((("numpy",), 3), (("numpy", "jax"), 1)):
+        assert len(demo_runs.plan_runs(frameworks, size)) == len(frameworks)
 
 
-@pytest.mark.parametrize(("frameworks", "size"), [(("numpy",), 3), (("numpy", "jax"), 1)])
-def test_nothing_runs_together_where_there_is_one_framework(
-    frameworks: tuple[str, ...], size: int
+@pytest.mark.parametrize(
+    ("missing", "frameworks", "said"),
+    [
+        ("torch", "numpy,torch", ("no module torch", "'arraycomm[torch]'", "--frameworks numpy")),
+        ("sklearn", "numpy", ("pip install 'arraycomm[demo]'",)),
+    ],
+)
+def test_what_is_not_installed_is_named(
+    missing: str,
+    frameworks: str,
+    said: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert len(demo_runs.plan_runs(frameworks, size)) == len(frameworks)
-
-
-def test_a_framework_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "torch" else object())
-    assert main(["demo", "--frameworks", "numpy,torch"]) == 2
-    said = capsys.readouterr().err
-    assert "got no module torch" in said
-    assert "pip install 'arraycomm[torch]'" in said
-    assert "--frameworks numpy" in said
-
-
-def test_data_that_are_not_installed_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "sklearn" else object())
-    assert main(["demo", "--frameworks", "numpy"]) == 2
-    assert "pip install 'arraycomm[demo]'" in capsys.readouterr().err
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == missing else object())
+    assert main(["demo", "--frameworks", frameworks]) == 2
+    err = capsys.readouterr().err
+    assert all(text in err for text in said), err
 
 
 @pytest.mark.parametrize(
@@ -339,10 +294,3 @@ def test_without_a_launcher_it_says_how_to_get_one(
     assert "there is none; install one with: pip install 'arraycomm[mpich]', or sit" in (
         capsys.readouterr().err
     )
-
-
-@needs_mpiexec
-def test_only_open_mpis_launcher_is_told_to_oversubscribe() -> None:
-    said = run_python("-c", "from mpi4py import MPI; print(MPI.get_vendor()[0])").stdout.strip()
-    words = demo_launch.find_launcher(os.environ).command(2)[1:]
-    assert words == [*(["--oversubscribe"] if said == "Open MPI" else []), "-n", "2"]

@@ -17,8 +17,7 @@ from tests.support.on_ranks import SIZES, alone
 BATCHES = [
     batches
     for batches in [
-        *((0,), (3,), (3, 1), (0, 2), (1, 1, 1), (5, 0, 1), (0, 0, 0)),
-        *((3, 1, 0, 2), (0, 2, 2, 2), (0, 0, 0, 3)),
+        *((3,), (3, 1), (0, 2), (5, 0, 1), (0, 0, 0), (3, 1, 0, 2), (0, 0, 0, 3)),
     ]
     if len(batches) in SIZES
 ]
@@ -66,24 +65,6 @@ def test_means_are_of_the_ranks_that_have_a_batch(on_ranks, batches, weighted) -
     on_ranks(len(batches), check)
 
 
-@pytest.mark.parametrize("batches", BATCHES)
-def test_all_ranks_get_the_values_of_one_that_went_on(on_ranks, batches) -> None:
-    def check(comm: Communicator) -> list[float]:
-        params: Any = {"w": np.zeros((3, 2), np.float32), "b": [np.zeros(4)]}
-        with ac.join(comm) as joined:
-            for step in range(batches[comm.rank]):
-                mean = ac.allreduce_gradients(_gradient(comm.rank, step), comm=comm)
-                params = {"w": params["w"] - mean["w"], "b": [params["b"][0] - mean["b"][0]]}
-        params = joined.synchronize(params)
-        steps = range(max(batches))
-        want = -sum((_mean(batches, comm.size, s)["b"][0] for s in steps), np.zeros(4))
-        assert np.allclose(params["b"][0], want, rtol=1e-13, atol=1e-13)
-        return params["w"].tolist()
-
-    results = on_ranks(len(batches), check)
-    assert results == [results[0]] * len(batches)
-
-
 def test_without_anyone_out_of_data_the_bits_are_those_of_the_plain_mean(on_ranks, size) -> None:
     def check(comm: Communicator) -> None:
         mine = _gradient(comm.rank, 0)
@@ -117,14 +98,17 @@ def test_sums_missing_gradients_and_large_trees(on_ranks, several) -> None:
     on_ranks(several, check)
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "remote"])
+@pytest.mark.parametrize(
+    ("framework", "dtype", "op"),
+    [
+        *(("numpy", "complex64", "mean"), ("numpy", "float32", "sum"), ("jax", "float32", "mean")),
+        *(("torch", "bfloat16", "mean"), ("torch", "complex64", "sum"), ("jax", "bfloat16", "sum")),
+        *(("remote", "float16", "mean"), ("remote", "float32", "sum")),
+    ],
+)
 def test_weighted_gradients_have_the_same_bits_in_every_framework(
     on_ranks, several, framework, dtype, op
 ) -> None:
-    if (framework, dtype) == ("remote", "bfloat16"):
-        dtype = "float16"
     dtype = BY_NAME[dtype].dtype
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
@@ -239,7 +223,7 @@ def test_optimizers_take_part(on_ranks, batches) -> None:
 
 # Over MPI the contract of the adapters has joins: each rank would load torch's optimizers for these two alone.
 @alone
-@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("batches", [(0, 2), (5, 0, 1), (3, 1, 0, 2)])
 def test_torch_parameters_and_state_are_the_same_without_synchronizing(on_ranks, batches) -> None:
     torch = pytest.importorskip("torch")
     size = len(batches)
