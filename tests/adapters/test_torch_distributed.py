@@ -40,7 +40,7 @@ def _over_mpi() -> Report:
 
 @lru_cache
 def _without_mpi() -> Report:
-    return Report(run_python(*_PROGRAM, "fork", timeout=120, compiles=True), _FORKED)
+    return Report(run_python(*_PROGRAM, "fork", timeout=120), _FORKED)
 
 
 @needs_mpiexec
