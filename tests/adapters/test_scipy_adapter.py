@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any, NamedTuple
 
@@ -20,8 +21,6 @@ from arraycomm.adapters.scipy import least_squares, minimize  # noqa: E402
 
 # Of the penalty of the logistic regression, so that its minimum is unique.
 LAMBDA = 1.0
-GRADIENT = ["L-BFGS-B", "BFGS", "CG", "SLSQP"]
-HESSIAN = ["Newton-CG", "trust-constr"]
 
 
 def _digits() -> tuple[Any, Any]:
@@ -64,21 +63,18 @@ def _check_minimum(w: Any) -> None:
     assert bound < 0.1
 
 
-@pytest.mark.parametrize("method", GRADIENT + HESSIAN)
+@pytest.mark.parametrize("method", ["L-BFGS-B", "BFGS", "Newton-CG", "trust-constr"])
 def test_every_method_finds_the_minimum_of_all_data(on_ranks, few: int, method: str) -> None:
     def fit(comm: Communicator) -> Any:
-        part, dims = Logistic.of(comm.rank, comm.size), 9
-        second: dict[str, Any] = {}
-        if method == "Newton-CG":
-            second = {"hessp": lambda w, p: part.hessian(w) @ p}
-        elif method in HESSIAN:
-            second = {"hess": part.hessian}
+        part, start = Logistic.of(comm.rank, comm.size), np.zeros(9)
         if method == "BFGS":
             both = lambda w: (part.value(w), part.gradient(w))  # noqa: E731
-            return minimize(both, np.zeros(dims), jac=True, method=method, comm=comm)
-        return minimize(
-            part.value, np.zeros(dims), jac=part.gradient, method=method, comm=comm, **second
-        )
+            return minimize(both, start, jac=True, method=method, comm=comm)
+        second = {
+            "Newton-CG": {"hessp": lambda w, p: part.hessian(w) @ p},
+            "trust-constr": {"hess": part.hessian},
+        }.get(method, {})
+        return minimize(part.value, start, jac=part.gradient, method=method, comm=comm, **second)
 
     results = on_ranks(few, fit)
     _check_minimum(results[0].x)
@@ -86,7 +82,7 @@ def test_every_method_finds_the_minimum_of_all_data(on_ranks, few: int, method: 
     assert all(result.fun == results[0].fun for result in results)
 
 
-def test_methods_without_derivatives_bounds_constraints_and_args(on_ranks, several: int) -> None:
+def test_methods_without_derivatives_bounds_constraints_and_args(on_ranks) -> None:
     """Rosenbrock's function, whose terms are spread over the ranks."""
 
     def fit(comm: Communicator) -> list[Any]:
@@ -95,9 +91,8 @@ def test_methods_without_derivatives_bounds_constraints_and_args(on_ranks, sever
             return sum(parts[comm.rank :: comm.size])
 
         start, found = np.array([-1.0, 2.0]), []
-        tight = {"xatol": 1e-10, "fatol": 1e-12}
         for options in (
-            {"method": "Nelder-Mead", "options": tight},
+            {"method": "Nelder-Mead", "options": {"xatol": 1e-5, "fatol": 1e-8}},
             {"method": "L-BFGS-B", "jac": "3-point", "bounds": [(None, 0.5), (None, None)]},
             {
                 "method": "SLSQP",
@@ -109,14 +104,14 @@ def test_methods_without_derivatives_bounds_constraints_and_args(on_ranks, sever
             found.append((result.x, result.fun))
         return found
 
-    for free, bounded, constrained in on_ranks(several, fit):
+    for free, bounded, constrained in on_ranks(3, fit):
         # At a distance d from the minimum the function is at least 0.2 d², its least curvature / 2.
-        assert np.linalg.norm(free[0] - 1) <= np.sqrt(free[1] / 0.2) < 1e-3
+        assert np.linalg.norm(free[0] - 1) <= np.sqrt(free[1] / 0.2) < 1e-2
         assert np.allclose(bounded[0], [0.5, 0.25], atol=1e-4)
         assert abs(constrained[0].sum() - 1) < 1e-9
 
 
-@pytest.mark.parametrize("jac", ["rows", "sparse rows", "2-point", "cs"])
+@pytest.mark.parametrize("jac", ["rows", "sparse rows", "cs"])
 def test_least_squares_has_the_residuals_of_all_ranks(on_ranks, few: int, jac: str) -> None:
     x, y = datasets.load_diabetes(return_X_y=True)
     y = (y - y.mean()) / y.std()
@@ -141,7 +136,7 @@ def test_least_squares_has_the_residuals_of_all_ranks(on_ranks, few: int, jac: s
         assert bound < 1e-2
 
 
-def test_callbacks_are_called_on_all_ranks_and_may_communicate(on_ranks, several: int) -> None:
+def test_callbacks_are_called_on_all_ranks_and_may_communicate(on_ranks) -> None:
     def fit(comm: Communicator) -> tuple[Any, ...]:
         part, seen = Logistic.of(comm.rank, comm.size), []
 
@@ -163,11 +158,11 @@ def test_callbacks_are_called_on_all_ranks_and_may_communicate(on_ranks, several
         run(by_point if comm.rank == 1 else None)
         return stopped.nit, values, len(seen)
 
-    results = on_ranks(several, fit)
+    results = on_ranks(3, fit)
     assert {nit for nit, *_ in results} == {3}
     assert all(values == results[0][1] and len(values) == 3 for _, values, _ in results)
     assert results[0][1] == sorted(results[0][1], reverse=True)
-    assert [calls > 3 for *_, calls in results] == [rank == 1 for rank in range(several)]
+    assert [calls > 3 for *_, calls in results] == [rank == 1 for rank in range(3)]
 
 
 def _raising_fun(comm: Communicator) -> Any:
@@ -188,50 +183,41 @@ def _raising_callback(comm: Communicator) -> Any:
 
 
 @pytest.mark.parametrize("fit", [_raising_fun, _raising_callback])
-def test_error_of_one_rank_is_raised_on_all(on_ranks, several: int, fit: Any) -> None:
+def test_error_of_one_rank_is_raised_on_all(on_ranks, fit: Any) -> None:
     def check(comm: Communicator) -> None:
-        if comm.rank == 1:
-            with pytest.raises(ZeroDivisionError, match="no such point"):
-                fit(comm)
-        else:
-            with pytest.raises(ac.PeerError, match="no such point") as caught:
-                fit(comm)
-            assert caught.value.rank == 1
+        kind = ZeroDivisionError if comm.rank == 1 else ac.PeerError
+        with pytest.raises(kind, match="no such point") as caught:
+            fit(comm)
+        assert comm.rank == 1 or caught.value.rank == 1
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "said"),
-    [
-        ({"method": "steepest"}, ValueError, "Unknown solver steepest"),
-        ({"constraints": {"type": "eq", "fun": lambda x: 1 / 0}}, ZeroDivisionError, "division"),
-    ],
-)
-def test_error_of_scipy_on_rank_0_is_raised_on_all(
-    on_ranks, several: int, arguments: dict[str, Any], kind: type[Exception], said: str
-) -> None:
+def test_error_of_scipy_on_rank_0_is_raised_on_all(on_ranks) -> None:
+    constraint = {"type": "eq", "fun": lambda x: 1 / 0}
+
     def check(comm: Communicator) -> None:
-        wanted = kind if comm.rank == 0 else ac.PeerError
-        with pytest.raises(wanted, match=said):
-            minimize(lambda x: (x**2).sum(), np.ones(2), comm=comm, **arguments)
-        assert comm.allreduce(1) == comm.size
+        for kind, said, arguments in (
+            (ValueError, "Unknown solver steepest", {"method": "steepest"}),
+            (ZeroDivisionError, "division", {"constraints": constraint}),
+        ):
+            with pytest.raises(ac.PeerError if comm.rank else kind, match=said):
+                minimize(lambda x: (x**2).sum(), np.ones(2), comm=comm, **arguments)
+            assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_functions_that_ranks_lack_are_named(on_ranks, several: int) -> None:
+def test_functions_that_ranks_lack_are_named(on_ranks) -> None:
     def value(x: Any) -> Any:
         return (x**2).sum()
 
     def check(comm: Communicator) -> None:
         last = comm.rank == comm.size - 1
         pattern = None if comm.rank == 1 else np.ones((2, 2))
-        with pytest.raises(
-            TypeError if last else ac.PeerError,
-            match="rank 0 has a callable jac; this rank has none",
-        ):
+        said = "rank 0 has a callable jac; this rank has none"
+        with pytest.raises(TypeError if last else ac.PeerError, match=said):
             minimize(value, np.ones(2), jac=None if last else lambda x: 2 * x, comm=comm)
         with pytest.raises(TypeError if last else ac.PeerError, match="need a callable fun"):
             minimize(None if last else value, np.ones(2), comm=comm)
@@ -239,7 +225,7 @@ def test_functions_that_ranks_lack_are_named(on_ranks, several: int) -> None:
             least_squares(lambda x: x, np.ones(2), jac_sparsity=pattern, comm=comm)
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 # SciPy's conventions -------------------------------------------------------------------------------
@@ -264,8 +250,12 @@ def _value(x: Any, *args: Any) -> Any:
     return (_shifted(x, *args) ** 2).sum()
 
 
+def _gradient(x: Any, *args: Any) -> Any:
+    return 2 * _shifted(x, *args)
+
+
 def _with_gradient(x: Any, *args: Any) -> Any:
-    return _value(x, *args), 2 * _shifted(x, *args)
+    return _value(x, *args), _gradient(x, *args)
 
 
 def _scalar_method(fun: Any, x0: Any, args: Any = (), **options: Any) -> Any:
@@ -286,7 +276,7 @@ MINIMIZE: dict[str, dict[str, Any]] = {
     "plain": {},
     "x0 of numbers": {"x0": [1, 2]},
     "x0 of one": {"x0": 3.0},
-    "jac": {"jac": lambda x, *args: 2 * _shifted(x, *args)},
+    "jac": {"jac": _gradient},
     "jac is True": {"fun": _with_gradient, "jac": True},
     "jac of text": {"jac": "3-point"},
     "jac as a column": {"jac": lambda x, *args: 2 * _shifted(x, *args)[:, None]},
@@ -297,14 +287,10 @@ MINIMIZE: dict[str, dict[str, Any]] = {
     "tol": {"tol": 1e-3, "method": "Nelder-Mead"},
     "options": {"options": {"maxiter": 2}, "method": "CG"},
     "constraints": {"constraints": {"type": "eq", "fun": lambda x: x[0] - 1}},
-    "hessp": {
-        "method": "Newton-CG",
-        "jac": lambda x, *args: 2 * _shifted(x, *args),
-        "hessp": lambda x, p, *args: 2 * p,
-    },
+    "hessp": {"method": "Newton-CG", "jac": _gradient, "hessp": lambda x, p, *args: 2 * p},
     "hess": {
         "method": "trust-exact",
-        "jac": lambda x, *args: 2 * _shifted(x, *args),
+        "jac": _gradient,
         "hess": lambda x, *args: 2 * np.eye(len(x)),
     },
     "own method of numbers": {"method": _scalar_method},
@@ -326,41 +312,39 @@ LEAST_SQUARES: dict[str, dict[str, Any]] = {
 }
 
 
-def _pairs(cases: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """Every case with a tuple and with what is none, and every kind of `args` in the first case."""
+def _rows(cases: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """Every kind of `args` in the first case, and others with a tuple or with what is none."""
     first, *others = cases
-    return [(first, args) for args in ARGS] + [(c, a) for c in others for a in ("tuple", "array")]
+    turns = zip(others, itertools.cycle(("tuple", "array")), strict=False)
+    return [*((first, args) for args in ARGS), *turns]
 
 
-@pytest.mark.parametrize(("case", "args"), _pairs(MINIMIZE))
-def test_minimize_takes_every_argument_as_scipy_does(
-    on_ranks, few: int, case: str, args: str
-) -> None:
+def _assert_as_scipy(on_ranks: Any, name: str, options: dict[str, Any], factor: bool) -> None:
+    want = _outcome(lambda: getattr(scipy_optimize, name)(**options))
+    ours = {"minimize": minimize, "least_squares": least_squares}[name]
+
+    def check(comm: Communicator) -> None:
+        got = _outcome_of_ranks(comm, lambda: ours(**options, comm=comm), want)
+        if isinstance(want, type) or isinstance(got, type):
+            assert got == want
+        else:
+            got = np.array(got) / (comm.size if factor else 1)
+            np.testing.assert_allclose(got, want, atol=2e-3)
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize(("case", "args"), _rows(MINIMIZE))
+def test_minimize_takes_every_argument_as_scipy_does(on_ranks, case: str, args: str) -> None:
     """The sum of equal parts has the minimum of each; what SciPy refuses is refused on every rank."""
     options = {"fun": _value, "x0": X0, **MINIMIZE[case], "args": ARGS[args]}
-    want = _outcome(lambda: scipy_optimize.minimize(**options))
-
-    def check(comm: Communicator) -> None:
-        got = _outcome_of_ranks(comm, lambda: minimize(**options, comm=comm), want)
-        if case == "own method of numbers":
-            got = [got[0] / comm.size]
-        _check_outcome(got, want)
-
-    on_ranks(few, check)
+    _assert_as_scipy(on_ranks, "minimize", options, factor=case == "own method of numbers")
 
 
-@pytest.mark.parametrize(("case", "args"), _pairs(LEAST_SQUARES))
-def test_least_squares_takes_every_argument_as_scipy_does(
-    on_ranks, few: int, case: str, args: str
-) -> None:
+@pytest.mark.parametrize(("case", "args"), _rows(LEAST_SQUARES))
+def test_least_squares_takes_every_argument_as_scipy_does(on_ranks, case: str, args: str) -> None:
     options = {"fun": _shifted, "x0": X0, **LEAST_SQUARES[case], "args": ARGS[args]}
-    want = _outcome(lambda: scipy_optimize.least_squares(**options))
-
-    def check(comm: Communicator) -> None:
-        got = _outcome_of_ranks(comm, lambda: least_squares(**options, comm=comm), want)
-        _check_outcome(got, want)
-
-    on_ranks(few, check)
+    _assert_as_scipy(on_ranks, "least_squares", options, factor=False)
 
 
 def _outcome_of_ranks(comm: Communicator, call: Any, want: Any) -> Any:
@@ -373,38 +357,30 @@ def _outcome_of_ranks(comm: Communicator, call: Any, want: Any) -> Any:
     return want if isinstance(want, type) and isinstance(got, type) else got
 
 
-def _check_outcome(got: Any, want: Any) -> None:
-    if isinstance(want, type) or isinstance(got, type):
-        assert got == want
-    else:
-        np.testing.assert_allclose(got, want, atol=2e-3)
-
-
-def test_jac_is_true_on_all_ranks_or_on_none(on_ranks, several: int) -> None:
+def test_jac_is_true_on_all_ranks_or_on_none(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         own = _with_gradient if comm.rank == 0 else _value
         with pytest.raises(TypeError, match=r"jac must be True on all ranks.*rank 0 alone"):
             minimize(own, X0, jac=comm.rank == 0, comm=comm)
         comm.barrier()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_shape_of_one_rank_is_an_error_on_all(on_ranks, several: int, odd: int) -> None:
+def test_shape_of_one_rank_is_an_error_on_all(on_ranks, odd: int) -> None:
     def check(comm: Communicator) -> None:
         wide = np.ones(3 if comm.rank == odd else 2)
         error = ValueError if comm.rank == odd else ac.PeerError
-        with pytest.raises(
-            error, match=r"jac must return an array of shape \(2,\); got shape \(3,\)"
-        ):
+        said = r"jac must return an array of shape \(2,\); got shape \(3,\)"
+        with pytest.raises(error, match=said):
             minimize(_value, X0, jac=lambda x: wide, comm=comm)
         comm.barrier()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_a_method_may_go_on_behind_an_error(on_ranks, several: int) -> None:
+def test_a_method_may_go_on_behind_an_error(on_ranks) -> None:
     """The other ranks hear of the error, and evaluate what comes next."""
 
     def brave(fun: Any, x0: Any, args: Any = (), **options: Any) -> Any:
@@ -426,4 +402,4 @@ def test_a_method_may_go_on_behind_an_error(on_ranks, several: int) -> None:
         assert found.fun == comm.size * _value(X0 + 1)
         comm.barrier()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
