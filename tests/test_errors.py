@@ -12,13 +12,13 @@ from arraycomm._arrays.views import view
 from arraycomm._errors import name_operation, naming
 
 
-def raised(call: Callable[[], Any]) -> Exception:
-    """Return what a call raises."""
-    try:
+def raised(call: Callable[[], Any], *, skip: int = 2) -> Exception:
+    """Return what a call raises, without the frames of this test, which are not the library's."""
+    with pytest.raises(Exception) as caught:
         call()
-    except Exception as error:
-        return error
-    raise AssertionError("nothing was raised")
+    for _ in range(skip):
+        caught.value.__traceback__ = caught.value.__traceback__.tb_next
+    return caught.value
 
 
 class Producer:
@@ -36,18 +36,13 @@ class Producer:
 def test_the_operation_comes_before_the_message(x: Any) -> None:
     error = raised(lambda: view(x))
     message = str(error)
-    # The test's own frame is not the library's; the runner's is.
-    error.__traceback__ = error.__traceback__.tb_next.tb_next
-    name_operation(error, "allreduce")
-    assert str(error) == f"allreduce: {message}"
-    name_operation(error, "allreduce")
-    name_operation(error, "bcast")
-    assert str(error) == f"allreduce: {message}"
+    for operation in ("allreduce", "allreduce", "bcast"):
+        name_operation(error, operation)
+        assert str(error) == f"allreduce: {message}"
 
 
 def test_a_name_that_is_there_already_is_not_repeated() -> None:
     error = raised(lambda: view(None, "bcast: x"))
-    error.__traceback__ = error.__traceback__.tb_next.tb_next
     name_operation(error, "bcast")
     assert str(error).startswith("bcast: x must be an array")
 
@@ -61,13 +56,12 @@ def test_what_the_caller_raised_stays_as_it_is(error: Exception) -> None:
     def fail() -> None:
         raise error
 
-    name_operation(raised(fail), "allreduce")
+    name_operation(raised(fail, skip=0), "allreduce")
     assert error.args == before
 
 
 def test_what_a_function_of_the_caller_raised_inside_the_library_stays_as_it_is() -> None:
     error = raised(lambda: view(Producer(MemoryError("none left"))))
-    error.__traceback__ = error.__traceback__.tb_next.tb_next
     name_operation(error, "allreduce")
     assert str(error) == "none left"
 
@@ -76,7 +70,6 @@ def test_what_a_compiled_function_raised_stays_as_it_is() -> None:
     from arraycomm._arrays.buffer import allocate
 
     error = raised(lambda: allocate((1 << 62,), np.dtype("f8")))
-    error.__traceback__ = error.__traceback__.tb_next.tb_next
     assert isinstance(error, (ValueError, OverflowError))
     before = str(error)
     name_operation(error, "allreduce")

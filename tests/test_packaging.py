@@ -10,6 +10,7 @@ import tomllib
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,49 +20,39 @@ import arraycomm.testing
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-EXTRAS = {
-    "cuda12",
-    "cuda13",
-    "demo",
-    "dist",
-    "docs",
-    "jax",
-    "keras",
-    "lint",
-    "mlx",
-    "mpich",
-    "openmpi",
-    "plot",
-    "scipy",
-    "sklearn",
-    "test",
-    "test-jax",
-    "testing",
-    "thinc",
-    "torch",
-}
+EXTRAS = (
+    "cuda12 cuda13 demo dist docs jax keras lint mlx mpich openmpi plot scipy sklearn test test-jax "
+    "testing thinc torch"
+)
+PUBLIC = """
+    ANY_SOURCE ANY_TAG ArrayCommError BackendUnavailableError CommTimeoutError Communicator
+    CommunicatorClosedError Compression ConcurrentUseError DeadlockError DistributedDataContainer
+    DistributedOptimizer ErrorFeedback Join MismatchError NotInitializedError PeerError Plan Request
+    Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
+    is_initialized join mean_metrics op println raise_on_difference raise_on_nan raise_together
+    synchronize waitall world
+"""
+PUBLIC_OF_TESTING = "ArrayCase RankValues Schedule conformance given per_rank run strategies"
 FOREIGN = {"cupy", "jax", "keras", "matplotlib", "mpi4py", "mlx", "tensorflow", "torch"}
 
 
-def modules_after(statement: str) -> set[str]:
-    """Return the top-level modules that a fresh interpreter holds after `statement`."""
-    listing = f"{statement}; import sys; print(*{{m.partition('.')[0] for m in sys.modules}})"
-    run = subprocess.run(
-        [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=120
+def run_here(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        **options,
     )
-    return set(run.stdout.split())
 
 
-def test_importing_arraycomm_imports_no_framework_and_no_mpi() -> None:
-    assert modules_after("import arraycomm") & FOREIGN == set()
-
-
-def test_importing_the_testing_tools_imports_no_framework_and_no_mpi() -> None:
-    assert modules_after("import arraycomm.testing") & FOREIGN == set()
-
-
-def test_a_world_of_one_process_needs_no_mpi() -> None:
-    assert "mpi4py" not in modules_after("import arraycomm; arraycomm.init(backend='self')")
+def test_neither_importing_nor_a_world_of_one_process_needs_a_framework_or_mpi() -> None:
+    program = "import sys, arraycomm, arraycomm.testing; arraycomm.init(backend='self'); "
+    done = run_here("-c", program + "print(*{name.partition('.')[0] for name in sys.modules})")
+    assert "arraycomm" in done.stdout, done.stderr
+    assert set(done.stdout.split()) & FOREIGN == set()
 
 
 def test_the_installed_version_is_the_projects() -> None:
@@ -78,7 +69,7 @@ def test_the_readme_of_the_wheel_has_whole_addresses_only() -> None:
 
 
 def test_the_installed_extras_are_these() -> None:
-    assert set(metadata.metadata("arraycomm").get_all("Provides-Extra") or ()) == EXTRAS
+    assert set(metadata.metadata("arraycomm").get_all("Provides-Extra")) == set(EXTRAS.split())
 
 
 def test_no_framework_is_required() -> None:
@@ -87,17 +78,11 @@ def test_no_framework_is_required() -> None:
     assert names == {"array_api_compat", "ml_dtypes", "mpi4py", "numpy", "optree"}
 
 
-def test_the_command_runs_the_command_line_interface() -> None:
+def test_the_command_and_the_plugin_are_found_and_the_package_is_typed() -> None:
     (command,) = metadata.entry_points(group="console_scripts", name="arraycomm")
     assert command.value == "arraycomm.cli:main"
-
-
-def test_pytest_finds_the_plugin() -> None:
     (plugin,) = metadata.entry_points(group="pytest11", name="arraycomm")
     assert plugin.value == "arraycomm_pytest"
-
-
-def test_the_package_says_that_it_is_typed() -> None:
     assert files("arraycomm").joinpath("py.typed").is_file()
 
 
@@ -127,66 +112,13 @@ for package in sys.argv[1:]:
     if os.wait()[1]:
         sys.exit(package)
 """
-    command = [sys.executable, "-c", program, *SETUPTOOLS["packages"]]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert run.returncode == 0, run.stderr
+    done = run_here("-c", program, *SETUPTOOLS["packages"])
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_public_names_are_these_and_sorted() -> None:
-    assert ac.__all__ == [
-        "ANY_SOURCE",
-        "ANY_TAG",
-        "ArrayCommError",
-        "BackendUnavailableError",
-        "CommTimeoutError",
-        "Communicator",
-        "CommunicatorClosedError",
-        "Compression",
-        "ConcurrentUseError",
-        "DeadlockError",
-        "DistributedDataContainer",
-        "DistributedOptimizer",
-        "ErrorFeedback",
-        "Join",
-        "MismatchError",
-        "NotInitializedError",
-        "PeerError",
-        "Plan",
-        "Request",
-        "Status",
-        "TransportError",
-        "allreduce_gradients",
-        "allreduce_tree",
-        "borrow",
-        "exchange",
-        "explain",
-        "finalize",
-        "init",
-        "is_initialized",
-        "join",
-        "mean_metrics",
-        "op",
-        "println",
-        "raise_on_difference",
-        "raise_on_nan",
-        "raise_together",
-        "synchronize",
-        "waitall",
-        "world",
-    ]
-
-
-def test_the_public_names_of_the_testing_tools_are_these() -> None:
-    assert arraycomm.testing.__all__ == [
-        "ArrayCase",
-        "RankValues",
-        "Schedule",
-        "conformance",
-        "given",
-        "per_rank",
-        "run",
-        "strategies",
-    ]
+    assert ac.__all__ == PUBLIC.split()
+    assert arraycomm.testing.__all__ == PUBLIC_OF_TESTING.split()
 
 
 def test_program_that_is_saved_beside_the_sources_has_the_adapters(tmp_path: Path) -> None:
@@ -200,33 +132,20 @@ def test_program_that_is_saved_beside_the_sources_has_the_adapters(tmp_path: Pat
         "ac.init()\n"
         "print(arraycomm.adapters.__file__, ac.DistributedOptimizer(lambda params, grads: params))\n"
     )
-    hello = [
-        sys.executable,
-        "-c",
-        "import runpy, sys; sys.path[:] = sys.argv[1:]; runpy.run_path('hello.py')",
-    ]
     # Without the finder of an editable installation.
-    paths = [path for path in sys.path if "arraycomm" not in path]
-    off = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
-    hello[2] = off + hello[2]
-    done = subprocess.run(
-        [*hello, str(tmp_path), *paths], capture_output=True, text=True, check=False, cwd=tmp_path
+    hello = (
+        "import runpy, sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
+        "sys.path[:] = sys.argv[1:]; runpy.run_path('hello.py')"
     )
+    paths = [path for path in sys.path if "arraycomm" not in path]
+    done = run_here("-c", hello, str(tmp_path), *paths, cwd=tmp_path)
     assert done.stdout.startswith(str(tmp_path / "adapters" / "__init__.py")), done.stderr
 
 
 def test_wheel_without_a_compiler_is_for_any_platform() -> None:
     pytest.importorskip("setuptools")
-    command = [sys.executable, "-c", "import setup; print(setup.native_part())"]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "CC": "/no/compiler"},
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
+    program = "import setup; print(setup.native_part())"
+    done = run_here("-c", program, env={**os.environ, "CC": "/no/compiler"}, cwd=ROOT)
     assert done.stdout == "{}\n"
-    assert (
-        "arraycomm: built without its native part, since C cannot be compiled here" in done.stderr
-    )
+    said = "arraycomm: built without its native part, since C cannot be compiled here"
+    assert said in done.stderr

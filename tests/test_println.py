@@ -27,10 +27,7 @@ def _printed(size: int, call: Callable[[Communicator, Any], None]) -> str:
 
 LINES: dict[str, tuple[dict[str, Any], str]] = {
     "as it is": ({}, f"{TIME}\\[0/2\\] a 0\n{TIME}\\[1/2\\] a 1\n"),
-    "sep and end": (
-        {"sep": "-", "end": "; ", "timestamp": False},
-        r"\[0/2\] a-0; \[1/2\] a-1; ",
-    ),
+    "sep and end": ({"sep": "-", "end": "; ", "timestamp": False}, r"\[0/2\] a-0; \[1/2\] a-1; "),
     "as print": ({"sep": None, "end": None, "timestamp": False}, r"\[0/2\] a 0\n\[1/2\] a 1\n"),
     "one rank": ({"ranks": 1}, rf"{TIME}\[1/2\] a 1\n"),
     "several ranks": ({"ranks": (1, 0), "timestamp": False}, r"\[0/2\] a 0\n\[1/2\] a 1\n"),

@@ -32,13 +32,7 @@ from arraycomm.cli.bench.tables import (
     ratio_text,
     size_text,
 )
-from arraycomm.cli.bench.timing import (
-    measure,
-    no_garbage_collection,
-    plan,
-    ratio,
-    rotated,
-)
+from arraycomm.cli.bench.timing import measure, no_garbage_collection, plan, ratio, rotated
 from tests.support.launcher import needs_mpiexec, run_python
 
 

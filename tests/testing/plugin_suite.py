@@ -194,9 +194,7 @@ def test_law(comm, x) -> None:
 
 
 @settings(
-    database=None,
-    max_examples=5,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    database=None, max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(ranks=2, x=st.integers())
 def test_seed(comm, x, record_property) -> None:

@@ -28,10 +28,7 @@ FEW = hypothesis.settings(
     phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
 )
 
-KINDS = [
-    pytest.param(None, id="threads"),
-    pytest.param(3, id="mpiexec", marks=needs_mpiexec),
-]
+KINDS = [pytest.param(None, id="threads"), pytest.param(3, id="mpiexec", marks=needs_mpiexec)]
 # Places of a failure between messages, which do not differ on processes.
 ON_THREADS = (
     *("test_inside_a_collective", "test_between_collectives", "test_after_a_collective"),

@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 
 from arraycomm.testing._elements import as_array, random_elements, specials
-from arraycomm.testing._oracle import (
-    BOOL,
-    CASES,
-    FLOAT,
-    NARROW,
-    expected,
-    same_bits,
-    same_result,
-)
+from arraycomm.testing._oracle import BOOL, CASES, FLOAT, NARROW, expected, same_bits, same_result
 
 IDS = [f"{dtype.name}-{op}" for dtype, op in CASES]
 

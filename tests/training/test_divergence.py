@@ -353,10 +353,7 @@ def optax_ways(compiled: bool) -> None:
             "step_size of scale",
             lambda comm, wrong: go(comm, sgd(wrong), accumulate=2),
         ),
-        "vmap": (
-            "step_size of scale",
-            lambda comm, wrong: mapped(comm, wrong, compiled=compiled),
-        ),
+        "vmap": ("step_size of scale", lambda comm, wrong: mapped(comm, wrong, compiled=compiled)),
         "second_tree": (
             r"params\['w'\] is not .* at \[2, 1\]",
             lambda comm, wrong: twins(comm, wrong, compiled=compiled),

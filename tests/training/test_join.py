@@ -16,9 +16,7 @@ from tests.support.on_ranks import SIZES, alone
 # How many batches each rank has.
 BATCHES = [
     batches
-    for batches in [
-        *((3,), (3, 1), (0, 2), (5, 0, 1), (0, 0, 0), (3, 1, 0, 2), (0, 0, 0, 3)),
-    ]
+    for batches in [*((3,), (3, 1), (0, 2), (5, 0, 1), (0, 0, 0), (3, 1, 0, 2), (0, 0, 0, 3))]
     if len(batches) in SIZES
 ]
 

@@ -68,10 +68,7 @@ KINDS: dict[str, tuple[Callable[[int], Any], str]] = {
     "old generator": (np.random.RandomState, r"tree.state\[1\]"),
     "python generator": (random.Random, r"tree.state\[1\]"),
     "torch generator": (lambda n: torch.Generator().manual_seed(n), r"tree.state is not"),
-    "optimizer": (
-        lambda n: trained(0.1 + n),
-        r"tree\['model'\].weight is not .* at \[0, 0\]",
-    ),
+    "optimizer": (lambda n: trained(0.1 + n), r"tree\['model'\].weight is not .* at \[0, 0\]"),
     "containers": (lambda n: [(1, 2), [1, 2]][n], "the type of tree is not .*tuple.*list"),
     "missing": (lambda n: {"a": 1} if n else {"a": 1, "b": 2}, r"tree\['b'\].*missing"),
 }
