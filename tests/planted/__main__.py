@@ -31,7 +31,7 @@ def main() -> int:
     faults = [fault for fault in FAULTS if not arguments.only or fault.name in arguments.only]
     if arguments.list:
         for fault in faults:
-            print(f"{fault.name}: {fault.what}")
+            print(fault.says)
         return 0
     try:
         for fault in faults:

@@ -19,24 +19,21 @@ _PLACEMENT: Final = "arraycomm/_calls/placement.py"
 
 FOLDS: Final = (
     Fault(
-        "wrong op for bool",
-        "`xor` of booleans is `or`",
+        "wrong op for bool: `xor` of booleans is `or`",
         _FOLDS,
         '"xor": np.logical_xor,',
         '"xor": np.logical_or,',
         ("every_dtype_has_its_ops",),
     ),
     Fault(
-        "NaN dropped",
-        "`min` of floats ignores a NaN",
+        "NaN dropped: `min` of floats ignores a NaN",
         _FOLDS,
         '"min": np.minimum,',
         '"min": np.fmin,',
         ("every_dtype_has_its_ops",),
     ),
     Fault(
-        "NaN of the first rank dropped",
-        "`max` keeps a NaN only if it is not the first rank's",
+        "NaN of the first rank dropped: `max` keeps a NaN only if it is not the first rank's",
         _FOLDS,
         "            ufunc(rows[0], rows[1], out=out)",
         "            ufunc(rows[0], rows[1], out=out)\n"
@@ -45,24 +42,21 @@ FOLDS: Final = (
         ("every_dtype_has_its_ops",),
     ),
     Fault(
-        "fifth rank skipped",
-        "a fold stops after four ranks",
+        "fifth rank skipped: a fold stops after four ranks",
         _FOLDS,
         "        for row in rows[2:]:",
         "        for row in rows[2:4]:",
         ("integers_commute", "integers_associate", "min_and_max_commute"),
     ),
     Fault(
-        "one rank alone",
-        "on one rank a mean is divided by two",
+        "one rank alone: on one rank a mean is divided by two",
         _FOLDS,
         "            divide(out, len(rows))",
         "            divide(out, max(len(rows), 2))",
         ("one_rank_alone_gets_what_it_gave", "mean_of_equal_values_is_that_value"),
     ),
     Fault(
-        "rounded at every rank",
-        "16- and 8-bit floats are rounded after each rank's, not once",
+        "rounded at every rank: 16- and 8-bit floats are rounded after each rank's, not once",
         _FOLDS,
         "            ufunc(accumulator, wide, out=accumulator)",
         "            ufunc(accumulator, wide, out=accumulator)\n"
@@ -70,7 +64,7 @@ FOLDS: Final = (
         ("every_dtype_has_its_ops",),
     ),
     Fault(
-        "complex division",
+        "complex division: "
         "the mean of complex numbers divides them as such, so that infinities become NaN",
         _FOLDS,
         'for part in (total.real, total.imag) if total.dtype.kind == "c" else (total,):',
@@ -78,32 +72,28 @@ FOLDS: Final = (
         ("every_dtype_has_its_ops",),
     ),
     Fault(
-        "mean by the reciprocal",
-        "a mean is multiplied by 1/n, which rounds twice",
+        "mean by the reciprocal: a mean is multiplied by 1/n, which rounds twice",
         _FOLDS,
         "        np.divide(part, part.dtype.type(count), out=part)",
         "        np.multiply(part, 1 / part.dtype.type(count), out=part)",
         ("every_dtype_has_its_ops",),
     ),
     Fault(
-        "mean of prefixes",
-        "`scan` divides by one rank less",
+        "mean of prefixes: `scan` divides by one rank less",
         "arraycomm/_folds/totals.py",
         "enumerate(zip(rows[1:], outs[1:], strict=True), 2)",
         "enumerate(zip(rows[1:], outs[1:], strict=True), 1)",
         ("scan_is_the_fold_of_the_ranks_so_far",),
     ),
     Fault(
-        "last block skipped",
-        "a fold leaves out the last block of a long row, if it is not full",
+        "last block skipped: a fold leaves out the last block of a long row, if it is not full",
         _FOLDS,
         "    for start in range(0, len(out), count):",
         "    for start in range(0, len(out) - count + 1, count):",
         ("block_size_does_not_matter",),
     ),
     Fault(
-        "subnormal halves",
-        "subnormal float16 are rounded as if they were normal",
+        "subnormal halves: subnormal float16 are rounded as if they were normal",
         _HALVES,
         "_LEAST_EXPONENT = np.int32((127 - 14) << 23)",
         "_LEAST_EXPONENT = np.int32((127 - 15) << 23)",
@@ -113,8 +103,7 @@ FOLDS: Final = (
 
 ALGORITHMS: Final = (
     Fault(
-        "own array first",
-        "small reductions are folded from each rank's own array on",
+        "own array first: small reductions are folded from each rank's own array on",
         _REDUCTIONS,
         "        return self.rows(agreement)\n\n\nclass Allreduce(Reduction)",
         "        rows, rank = self.rows(agreement), self.group.rank\n"
@@ -122,15 +111,14 @@ ALGORITHMS: Final = (
         ("every_rank_gets_the_same_bits", "every_schedule_gives_all_ranks_the_same_bits"),
     ),
     Fault(
-        "last rank skipped",
-        "a rank does not fold the last row of its slice",
+        "last rank skipped: a rank does not fold the last row of its slice",
         _ALGORITHMS,
         "        link.fold(op, dtype, rows, into)\n",
         "        link.fold(op, dtype, rows[:-1], into)\n",
         ("way_does_not_matter",),
     ),
     Fault(
-        "places not compared",
+        "places not compared: "
         "arrays of one block of shared memory are reduced there, wherever in it they lie on each rank",
         _SHARED,
         "return digest(found, into)",
@@ -138,7 +126,7 @@ ALGORITHMS: Final = (
         ("arrays_in_shared_memory_give_the_same_bits",),
     ),
     Fault(
-        "slice kept from the last rank",
+        "slice kept from the last rank: "
         "a slice folded in shared memory is written to all ranks but the last",
         _SHARED,
         "        outs = blocks.rows(target)",
@@ -146,8 +134,7 @@ ALGORITHMS: Final = (
         ("arrays_in_shared_memory_give_the_same_bits",),
     ),
     Fault(
-        "last rank skipped in one slice",
-        "rank 0 folds its slice without the last rank's",
+        "last rank skipped in one slice: rank 0 folds its slice without the last rank's",
         _ALGORITHMS,
         "        link.fold(op, dtype, rows, into)",
         "        most = size - (rank == 0 < len(source) > 1000)\n"
@@ -155,7 +142,7 @@ ALGORITHMS: Final = (
         ("way_does_not_matter",),
     ),
     Fault(
-        "end of the slices",
+        "end of the slices: "
         "elements that are left over once all slices are equally long belong to none",
         "arraycomm/_reduce/chunks.py",
         "    return [count * rank // size for rank in range(size + 1)]",
@@ -163,15 +150,14 @@ ALGORITHMS: Final = (
         ("size_does_not_matter",),
     ),
     Fault(
-        "start of a chunk",
-        "slices of a second chunk begin where those of the first do",
+        "start of a chunk: slices of a second chunk begin where those of the first do",
         "arraycomm/_reduce/chunks.py",
         "        own = slice(*(chunk.start + bound // itemsize for bound in bounds[rank : rank + 2]))",
         "        own = slice(*(bound // itemsize for bound in bounds[rank : rank + 2]))",
         ("chunk_size_does_not_matter",),
     ),
     Fault(
-        "other order of ranks",
+        "other order of ranks: "
         "rows that came with the headers are folded from the last rank to the first",
         _REDUCTIONS,
         "            fold(self.op, self.flat.dtype, self.folded_rows(agreement), self.target.flat)",
@@ -179,31 +165,28 @@ ALGORITHMS: Final = (
         ("allreduce_is_the_fold_in_rank_order",),
     ),
     Fault(
-        "root off by one",
-        "the rank after the root gets the result of `reduce`",
+        "root off by one: the rank after the root gets the result of `reduce`",
         _REDUCTIONS,
         "        if self.group.rank == root:",
         "        if self.group.rank == (root + 1) % self.group.size:",
         ("reduce_is_the_fold_on_the_root_alone", "allreduce_is_reduce_then_bcast"),
     ),
     Fault(
-        "root ignored",
-        "a long array is broadcast by rank 0",
+        "root ignored: a long array is broadcast by rank 0",
         _MOVEMENTS,
         "            yield from algorithms.bcast(self.placement.link, into, self.root)",
         "            yield from algorithms.bcast(self.placement.link, into, 0)",
         ("bcast_copies", "bcast_needs_nothing_of_the_others"),
     ),
     Fault(
-        "exclusive is inclusive",
-        "`exscan` of small arrays contains the rank's own",
+        "exclusive is inclusive: `exscan` of small arrays contains the rank's own",
         "arraycomm/_collectives/scans.py",
         "        return self.rows(agreement)[: self._count]",
         "        return self.rows(agreement)[: self.group.rank + 1]",
         ("scan_is_the_fold_of_the_ranks_so_far",),
     ),
     Fault(
-        "shares of the shortest",
+        "shares of the shortest: "
         "`reduce_scatter` with counts moves as many rows as the smallest share has",
         _ALGORITHMS,
         "    longest = max(end - start for start, end in pairwise(bounds))",
@@ -211,15 +194,14 @@ ALGORITHMS: Final = (
         ("reduce_scatter_with_counts_is_a_share_of_allreduce",),
     ),
     Fault(
-        "row of the left neighbour",
-        "`reduce_scatter` of small arrays gives rank r row r - 1",
+        "row of the left neighbour: `reduce_scatter` of small arrays gives rank r row r - 1",
         _REDUCTIONS,
         "        start, end = self._bounds[self.group.rank : self.group.rank + 2]",
         "        start, end = self._bounds[max(self.group.rank - 1, 0) :][:2]",
         ("reduce_scatter_is_a_row_of_allreduce",),
     ),
     Fault(
-        "rows not exchanged",
+        "rows not exchanged: "
         "`alltoall` of small arrays gives rank r the rows that the others have for themselves",
         _MOVEMENTS,
         "            into[start:end] = row[bounds[rank] : bounds[rank + 1]]",
@@ -227,23 +209,21 @@ ALGORITHMS: Final = (
         ("alltoall_transposes",),
     ),
     Fault(
-        "row of another rank",
-        "`scatter` gives a root that is not rank 0 the first row",
+        "row of another rank: `scatter` gives a root that is not rank 0 the first row",
         _MOVEMENTS,
         "            into[...] = source[part]",
         "            into[...] = source[: into.size]",
         ("scatter_hands_out_rows",),
     ),
     Fault(
-        "uneven rows shifted",
-        "`alltoallv` of small arrays takes the wrong rows of each rank",
+        "uneven rows shifted: `alltoallv` of small arrays takes the wrong rows of each rank",
         _UNEVEN,
         "            first = int(tables[rank, : group.rank].sum()) * elements",
         "            first = int(tables[rank, group.rank + 1 :].sum()) * elements",
         ("uneven_forms_join_rows",),
     ),
     Fault(
-        "counts of the others",
+        "counts of the others: "
         "the v-forms return the counts in the order of the requests, from the last rank on",
         _UNEVEN,
         "        return (result, self.received) if with_counts else result",
@@ -251,8 +231,7 @@ ALGORITHMS: Final = (
         ("uneven_forms_join_rows",),
     ),
     Fault(
-        "gathered on all",
-        "`gather` gives the result to rank 0 as well",
+        "gathered on all: `gather` gives the result to rank 0 as well",
         _MOVEMENTS,
         "        if root in {None, self.group.rank}:\n"
         "            shape = (self.group.size, *self.source.shape)",
@@ -261,8 +240,7 @@ ALGORITHMS: Final = (
         ("gather_is_allgather_on_the_root_alone",),
     ),
     Fault(
-        "signs of zeros",
-        "`allgather` of small float arrays makes every zero positive",
+        "signs of zeros: `allgather` of small float arrays makes every zero positive",
         _MOVEMENTS,
         "            join_inline(agreement, bounds, into)\n\n\nclass Gather(Allgather)",
         "            join_inline(agreement, bounds, into)\n"
@@ -270,15 +248,14 @@ ALGORITHMS: Final = (
         ("allgather_stacks",),
     ),
     Fault(
-        "function from the right",
-        "a function of the user's gets its arguments in the other order",
+        "function from the right: a function of the user's gets its arguments in the other order",
         "arraycomm/_calls/custom_ops.py",
         "            total = self._op.fn(total, self._array(row, shape))",
         "            total = self._op.fn(self._array(row, shape), total)",
         ("functions_are_folded_in_rank_order",),
     ),
     Fault(
-        "slices of a function",
+        "slices of a function: "
         "the slices of an elementwise function are gathered from their last element on",
         _FUNCTIONS,
         "        yield from algorithms.gatherv(link, part, target, bounds, root)",
@@ -286,8 +263,7 @@ ALGORITHMS: Final = (
         ("functions_are_folded_in_rank_order",),
     ),
     Fault(
-        "exscan by a function",
-        "`exscan` by a function gives what `scan` gives",
+        "exscan by a function: `exscan` by a function gives what `scan` gives",
         _FUNCTIONS,
         "        made = np.roll(made, 1, axis=0)",
         "        made = np.roll(made, 0, axis=0)",
@@ -297,24 +273,21 @@ ALGORITHMS: Final = (
 
 ARRAYS: Final = (
     Fault(
-        "layout ignored",
-        "elements are sent in the order in which they lie in memory",
+        "layout ignored: elements are sent in the order in which they lie in memory",
         _PLACEMENT,
         "    flat: Array = source.array.reshape(-1)",
         "    flat: Array = source.array.reshape(-1, order='A')",
         ("layout_and_framework_do_not_matter",),
     ),
     Fault(
-        "byte order ignored",
-        "numbers of the other byte order are sent as they are",
+        "byte order ignored: numbers of the other byte order are sent as they are",
         "arraycomm/_arrays/buffer.py",
         '        array = array.astype(dtype.newbyteorder("="))',
         '        array = array.view(dtype.newbyteorder("="))',
         ("byte_order_does_not_matter",),
     ),
     Fault(
-        "kind of the result",
-        "a result for a torch tensor is NumPy's",
+        "kind of the result: a result for a torch tensor is NumPy's",
         "arraycomm/_arrays/frameworks/torch.py",
         "    to_framework=_to_torch,",
         "    to_framework=lambda array, like: array,",
@@ -322,16 +295,14 @@ ARRAYS: Final = (
         frameworks=True,
     ),
     Fault(
-        "kind of a number",
-        "a reduced Python number is an array without dimensions",
+        "kind of a number: a reduced Python number is an array without dimensions",
         "arraycomm/_arrays/frameworks/python.py",
         "    return array.item() if array.ndim == 0 else array",
         "    return array",
         ("numbers_come_back_as_their_type",),
     ),
     Fault(
-        "out not filled",
-        "a second result for an `out` of torch that is not contiguous is lost",
+        "out not filled: a second result for an `out` of torch that is not contiguous is lost",
         _FAST,
         "        into.array[...] = target",
         "        pass",
@@ -339,7 +310,7 @@ ARRAYS: Final = (
         frameworks=True,
     ),
     Fault(
-        "layout of out ignored",
+        "layout of out ignored: "
         "a result is written side by side into an `out` whose elements do not lie so",
         _PLACEMENT,
         "        return array.reshape(-1) if array.flags.c_contiguous and array.flags.aligned else None",
@@ -348,8 +319,7 @@ ARRAYS: Final = (
         ("moved_data_fills_any_out",),
     ),
     Fault(
-        "result is the argument",
-        "from the second call on, NumPy's arrays are reduced in place",
+        "result is the argument: from the second call on, NumPy's arrays are reduced in place",
         _FAST,
         "                out = allocate(self._shape, self._dtype)\n            elif (",
         "                out = x if x.flags.carray else allocate(self._shape, self._dtype)\n"
@@ -357,8 +327,7 @@ ARRAYS: Final = (
         ("results_are_nobody_elses",),
     ),
     Fault(
-        "argument in place",
-        "a rank that scatters or exchanges rows writes into its own",
+        "argument in place: a rank that scatters or exchanges rows writes into its own",
         _MOVEMENTS,
         "        for row, (start, end) in zip(self.rows(agreement), pairwise(bounds), strict=True):",
         "        if flat.flags.writeable:\n            flat[:1] = flat[-1:]\n"
@@ -366,7 +335,7 @@ ARRAYS: Final = (
         ("input_is_not_modified",),
     ),
     Fault(
-        "out cleared",
+        "out cleared: "
         "`out` is cleared before the call reads its argument, which may be the same array",
         _PLACEMENT,
         "            self.flat, self._direct, self.copies = direct, True, 0",
@@ -375,16 +344,14 @@ ARRAYS: Final = (
         ("out_may_be_the_input",),
     ),
     Fault(
-        "stale buffer",
-        "the memory of a tree's results is used again while a caller still has them",
+        "stale buffer: the memory of a tree's results is used again while a caller still has them",
         "arraycomm/_trees/buffers.py",
         "(idle if kept[1]() is None else used).append(kept)",
         "idle.append(kept)",
         ("results_are_nobody_elses",),
     ),
     Fault(
-        "remembered without its op",
-        "what folds a dtype by one op is taken for another op",
+        "remembered without its op: what folds a dtype by one op is taken for another op",
         "arraycomm/_folds/by_numpy.py",
         "    step = fold_function(op, dtype)",
         "    step = vars(fold).setdefault(dtype, fold_function(op, dtype))",
@@ -394,8 +361,7 @@ ARRAYS: Final = (
 
 MESSAGES: Final = (
     Fault(
-        "send complete too early",
-        "a long message counts as sent before it is received",
+        "send complete too early: a long message counts as sent before it is received",
         "arraycomm/_transports/mailbox.py",
         "        self._taken = len(buffer) <= _COPIED\n"
         "        self._buffer: Bytes = buffer.copy() if self._taken else buffer",
@@ -404,8 +370,7 @@ MESSAGES: Final = (
         ("finished_requests_are_finished",),
     ),
     Fault(
-        "collective complete too early",
-        "a rank goes on while others still read its memory",
+        "collective complete too early: a rank goes on while others still read its memory",
         "arraycomm/_transports/threads.py",
         "        if min(group.read) < number:\n            return False\n",
         "",
@@ -416,16 +381,14 @@ MESSAGES: Final = (
         ),
     ),
     Fault(
-        "finished too early",
-        "`Request.test` says yes before the result is there",
+        "finished too early: `Request.test` says yes before the result is there",
         "arraycomm/_calls/requests.py",
         "        return self._task.finished\n\n    def give_up",
         "        return True\n\n    def give_up",
         ("finished_requests_are_finished",),
     ),
     Fault(
-        "tag ignored",
-        "messages of one sender arrive in the order of sending, whatever their tags",
+        "tag ignored: messages of one sender arrive in the order of sending, whatever their tags",
         "arraycomm/_transports/threads.py",
         "        return self._group.mailbox.recv((source, self.rank, tag), buffer)",
         "        sent = [t for s, t in sorted((k[0], k[2]) for k in self._group.mailbox._messages"
@@ -434,64 +397,56 @@ MESSAGES: Final = (
         ("messages_arrive_as_they_were_sent",),
     ),
     Fault(
-        "latest message first",
-        "a receive from any rank takes the last message that has come",
+        "latest message first: a receive from any rank takes the last message that has come",
         "arraycomm/_transports/mailbox.py",
         "        _, (sender, _, tag) = min(found)",
         "        _, (sender, _, tag) = max(found)",
         ("messages_arrive_as_they_were_sent",),
     ),
     Fault(
-        "status of a message",
-        "a status gives the bytes of one element less",
+        "status of a message: a status gives the bytes of one element less",
         "arraycomm/_messages/envelopes.py",
         "    status.dtype, status.shape, status.nbytes = dtype, shape, nbytes",
         "    status.dtype, status.shape, status.nbytes = dtype, shape, max(nbytes - 1, 0)",
         ("messages_arrive_as_they_were_sent",),
     ),
     Fault(
-        "results in another order",
-        "`waitall` returns the last request's result first",
+        "results in another order: `waitall` returns the last request's result first",
         "arraycomm/_calls/requests.py",
         "    return wait_for_each(list(requests))",
         "    return wait_for_each(list(requests)[::-1])",
         ("every_rank_gets_what_the_model_says",),
     ),
     Fault(
-        "order of calls",
-        "a blocking call overtakes the requests that were started before it",
+        "order of calls: a blocking call overtakes the requests that were started before it",
         "arraycomm/_protocol/engine.py",
         "        if self.queue:\n            return self.finish(self.submit(program))\n",
         "",
         ("every_rank_gets_what_the_model_says", "no_schedule_shows_in_what_ranks_get"),
     ),
     Fault(
-        "second request lost",
-        "of several requests, the one that was started last is made first",
+        "second request lost: of several requests, the one that was started last is made first",
         "arraycomm/_protocol/engine.py",
         "        self.queue.append(task)\n        return self._begin(task)",
         "        self.queue.insert(1, task)\n        return self._begin(task)",
         ("requests_give_what_blocking_calls_give",),
     ),
     Fault(
-        "request of the wrong root",
-        "`igather` collects on rank 0",
+        "request of the wrong root: `igather` collects on rank 0",
         "arraycomm/_collectives/nonblocking.py",
         "        return self._runner.start(Gather, x, root, out)",
         "        return self._runner.start(Gather, x, 0, out)",
         ("every_request_gives_what_its_blocking_call_gives",),
     ),
     Fault(
-        "objects of one rank",
-        "`gather_object` gives every rank the list",
+        "objects of one rank: `gather_object` gives every rank the list",
         "arraycomm/_collectives/objects.py",
         "        if not self.receives:\n",
         "        if not self.received:\n",
         ("objects_arrive_equal",),
     ),
     Fault(
-        "objects of every rank",
-        "`allgather_object` of long objects gives this rank's own last",
+        "objects of every rank: `allgather_object` of long objects gives this rank's own last",
         "arraycomm/_collectives/objects.py",
         "            self.received = [into[start:end] for start, end in pairwise(bounds)]\n",
         "            self.received = [into[start:end] for start, end in pairwise(bounds)]\n"

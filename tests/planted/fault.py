@@ -15,8 +15,8 @@ class Fault:
 
     Attributes
     ----------
-    name, what : str
-        What the table calls it, and what is wrong with it.
+    says : str
+        What the table calls it, a colon, and what is wrong with it.
     file : str
         The module, as in the installed package.
     before, after : str
@@ -31,8 +31,7 @@ class Fault:
         Whether ranks wait for one another for ever.
     """
 
-    name: str
-    what: str
+    says: str
     file: str
     before: str
     after: str
@@ -40,6 +39,16 @@ class Fault:
     run: str = "threads"
     frameworks: bool = False
     hangs: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        return self.says.partition(": ")[0]
+
+    @property
+    def what(self) -> str:
+        """What is wrong with it."""
+        return self.says.partition(": ")[2]
 
     def source(self, root: Path) -> Path:
         """Return the file in a checkout."""

@@ -67,7 +67,7 @@ def _catch_named(copy: Copy, fault: Fault) -> Catch:
 
 def run_without_fault(copy: Copy) -> Catch:
     """Run all laws on the copy as it is: none may fail."""
-    nothing = Fault("none", "nothing", "pyproject.toml", "[project]", "[project]", ())
+    nothing = Fault("none: nothing", "pyproject.toml", "[project]", "[project]", ())
     return _run(copy, nothing, (), _ALL, first=False)
 
 

@@ -25,7 +25,7 @@ def test_every_fault_still_applies() -> None:
 
 
 def test_a_stale_fault_is_named() -> None:
-    stale = Fault("off by one", "", "arraycomm/_launch/__init__.py", "no such text", "", ())
+    stale = Fault("off by one", "arraycomm/_launch/__init__.py", "no such text", "", ())
     with pytest.raises(StaleFaultError, match=r"'off by one' is stale: .* has its text 0 times"):
         stale.applied("some other text")
 

@@ -25,7 +25,7 @@ _BATCH_NORM: Final = ("batch_norm_of_ranks_is_that_of_the_whole_batch",)
 
 DATA: Final = (
     Fault(
-        "item seen twice after resume",
+        "item seen twice after resume: "
         "a batch counts as consumed when the loop asks for the next one",
         _DATA,
         "            self._taken = min(first + n, rounds)\n"
@@ -36,8 +36,7 @@ DATA: Final = (
         _RESUMED,
     ),
     Fault(
-        "items lost at resume",
-        "after a resume ranks take turns as if nothing had been consumed",
+        "items lost at resume: after a resume ranks take turns as if nothing had been consumed",
         _ORDER,
         "        return np.arange(self.start + self.rank, stop, self.size, dtype=np.int64)",
         "        first = self.start - self.start % self.size\n"
@@ -45,32 +44,28 @@ DATA: Final = (
         _RESUMED,
     ),
     Fault(
-        "consumed beyond the end",
-        "a state counts padding as items",
+        "consumed beyond the end: a state counts padding as items",
         _ORDER,
         "        return min(self.start + rounds * self.size, self.stop)",
         "        return self.start + rounds * self.size",
         _RESUMED,
     ),
     Fault(
-        "shuffled alike",
-        "every rank count shuffles in an order of its own",
+        "shuffled alike: every rank count shuffles in an order of its own",
         _ORDER,
         "        index = order_of(count, seed, epoch)[index]",
         "        index = order_of(count, seed + size - 1, epoch)[index]",
         ("container_holds_every_item_exactly_once",),
     ),
     Fault(
-        "padding counts",
-        'the items repeated by "pad" have weight 1',
+        'padding counts: the items repeated by "pad" have weight 1',
         _ORDER,
         "    return Part(epoch, share, index, (positions < count).astype(np.float32))",
         "    return Part(epoch, share, index, np.ones(len(index), np.float32))",
         ("weighted_mean_is_exact",),
     ),
     Fault(
-        "other rows of a tree",
-        "a batch of a tree of NumPy arrays has its rows in order of the data",
+        "other rows of a tree: a batch of a tree of NumPy arrays has its rows in order of the data",
         "arraycomm/_training/items.py",
         "        return array[index]",
         "        return array[np.sort(index)]",
@@ -80,32 +75,28 @@ DATA: Final = (
 
 WEIGHTS: Final = (
     Fault(
-        "NaN of weight 0",
-        "what a rank of weight 0 has measured is multiplied by 0",
+        "NaN of weight 0: what a rank of weight 0 has measured is multiplied by 0",
         _METRICS,
         "    if weight:\n        with np.errstate",
         "    if weight is not None:\n        with np.errstate",
         ("metrics_are_means_by_weight",),
     ),
     Fault(
-        "mean over ranks",
-        "metrics are divided by the number of ranks with a weight",
+        "mean over ranks: metrics are divided by the number of ranks with a weight",
         _METRICS,
         "        total = sums[-1][0]",
         "        total = sums[-1][0] and self.group.size",
         ("metrics_are_means_by_weight",),
     ),
     Fault(
-        "weight forgotten",
-        "inside `join` every batch has weight 1",
+        "weight forgotten: inside `join` every batch has weight 1",
         _WEIGHTED,
         '        return weight if self._op == "mean" else float(weight > 0)',
         "        return float(weight > 0)",
         ("join_is_the_mean_over_the_batches_of_each_step",),
     ),
     Fault(
-        "last rank of a join",
-        "after `join` everyone gets the values of the rank that ended first",
+        "last rank of a join: after `join` everyone gets the values of the rank that ended first",
         _JOIN,
         "        self._last = steps.index(max(steps))",
         "        self._last = steps.index(min(steps))",
@@ -115,24 +106,21 @@ WEIGHTS: Final = (
 
 OPTIMIZERS: Final = (
     Fault(
-        "mean of accumulated steps",
-        "accumulated gradients are summed, not averaged",
+        "mean of accumulated steps: accumulated gradients are summed, not averaged",
         _GRADIENTS,
         "        return restored(divided(self.array, self.last, steps), self.last)",
         "        return restored(divided(self.array, self.last, min(steps, 1)), self.last)",
         _OPTIMIZERS,
     ),
     Fault(
-        "accumulated step forgotten",
-        "the gradients of a step that is only accumulated are dropped",
+        "accumulated step forgotten: the gradients of a step that is only accumulated are dropped",
         _GRADIENTS,
         "            self._sums = self._added(tree)\n",
         "            self._sums = []\n",
         _OPTIMIZERS,
     ),
     Fault(
-        "op of an optimizer",
-        "gradients that are reduced by a mean are summed",
+        "op of an optimizer: gradients that are reduced by a mean are summed",
         _GRADIENTS,
         "        super().__init__(context, memory, sent, gradients.op, *counted, **options)\n"
         "        made = self.signature",
@@ -141,8 +129,7 @@ OPTIMIZERS: Final = (
         _OPTIMIZERS,
     ),
     Fault(
-        "offset of a shard",
-        "a rank reads the second parameter of another one where the first is",
+        "offset of a shard: a rank reads the second parameter of another one where the first is",
         _SHARDS,
         "        end = self.offsets[index] + nbytes_of(spec)\n"
         "        return memory[self.offsets[index] : end]",
@@ -152,7 +139,7 @@ OPTIMIZERS: Final = (
         _OPTIMIZERS,
     ),
     Fault(
-        "other messages of shards",
+        "other messages of shards: "
         "of several messages of updated parameters only the first is used",
         _SHARDS,
         "        for number, request in enumerate(requests):\n"
@@ -163,15 +150,14 @@ OPTIMIZERS: Final = (
         _OPTIMIZERS,
     ),
     Fault(
-        "owner of a shard",
-        "the first parameters do not count when parameters are divided",
+        "owner of a shard: the first parameters do not count when parameters are divided",
         _SHARDS,
         "        loads[owner] += sizes[number]\n    return [owners",
         "        loads[owner] += sizes[number] * (number > 1)\n    return [owners",
         ("shards_are_even",),
     ),
     Fault(
-        "state of other shards",
+        "state of other shards: "
         "a state that is loaded gives each rank the state of the parameters after its own",
         f"{_ADAPTERS}/numpy/_shards.py",
         "            return [item for item, owner in pairs if owner == rank]",
@@ -179,7 +165,7 @@ OPTIMIZERS: Final = (
         _STATES,
     ),
     Fault(
-        "state gathered in another order",
+        "state gathered in another order: "
         "a whole state has the parameters of each rank from the last one on",
         f"{_ADAPTERS}/numpy/_shards.py",
         "            for number, item in zip(own, part, strict=True):\n                whole[number] = item",
@@ -187,16 +173,14 @@ OPTIMIZERS: Final = (
         _STATES,
     ),
     Fault(
-        "moment of Adam",
-        "Adam takes the mean of gradients without the correction for its start",
+        "moment of Adam: Adam takes the mean of gradients without the correction for its start",
         f"{_ADAPTERS}/numpy/_optimizers.py",
         "        change = mean / (1 - beta1**count) / (root + self.epsilon)",
         "        change = mean / (root + self.epsilon)",
         ("adam_takes_a_first_step_of_its_rate",),
     ),
     Fault(
-        "residual dropped",
-        "what rounding loses is not added to the next gradient",
+        "residual dropped: what rounding loses is not added to the next gradient",
         "arraycomm/_training/feedback.py",
         "            lost = total - sent",
         "            lost = gradient - sent",
@@ -206,23 +190,21 @@ OPTIMIZERS: Final = (
 
 TORCH: Final = (
     Fault(
-        "order of buckets",
-        "each rank divides its parameters in the order of its own gradients",
+        "order of buckets: each rank divides its parameters in the order of its own gradients",
         f"{_ADAPTERS}/torch/_buckets.py",
         "            order, indices = rows[int(rows[:, 0, 0].argmax()), :, 1:]",
         "            order, indices = rows[self._gradients.comm.rank, :, 1:]",
         _TORCH,
     ),
     Fault(
-        "bucket reduced too early",
-        "a bucket is reduced when all but one of its gradients are there",
+        "bucket reduced too early: a bucket is reduced when all but one of its gradients are there",
         f"{_ADAPTERS}/torch/_backward.py",
         "        return not self.waiting[following]",
         "        return self.waiting[following] < 2",
         _TORCH,
     ),
     Fault(
-        "other buckets of a backward pass",
+        "other buckets of a backward pass: "
         "of several buckets only the first one's gradients are used",
         f"{_ADAPTERS}/torch/_rounds.py",
         "        for reduced in every:",
@@ -230,7 +212,7 @@ TORCH: Final = (
         _TORCH,
     ),
     Fault(
-        "parameter of another shard",
+        "parameter of another shard: "
         "a sharded step leaves the first parameter as it was on ranks that do not own it",
         f"{_ADAPTERS}/torch/_shards.py",
         "        for number, values in self._shards.exchange(shards):\n"
@@ -240,7 +222,7 @@ TORCH: Final = (
         _TORCH,
     ),
     Fault(
-        "gradients not given back",
+        "gradients not given back: "
         "after a sharded step the gradients of other ranks' parameters are lost",
         f"{_ADAPTERS}/torch/_shards.py",
         "            parameter.grad = gradient",
@@ -248,32 +230,28 @@ TORCH: Final = (
         _TORCH,
     ),
     Fault(
-        "gradient of a mean",
-        "the gradient of a mean is that of a sum",
+        "gradient of a mean: the gradient of a mean is that of a sum",
         f"{_ADAPTERS}/torch/_collectives.py",
         '        return Allgather(mean=self.op == "mean")',
         "        return Allgather()",
         _TRANSPOSES,
     ),
     Fault(
-        "gradient of bcast",
-        "the gradient of `bcast` is the root's alone",
+        "gradient of bcast: the gradient of `bcast` is the root's alone",
         f"{_ADAPTERS}/torch/_collectives.py",
         '        total: torch.Tensor | None = comm.reduce(x, "sum", self.root)',
         '        total: torch.Tensor | None = comm.reduce(x, "max", self.root)',
         _TRANSPOSES,
     ),
     Fault(
-        "variance of ranks",
-        "the variance of a batch leaves out that between ranks",
+        "variance of ranks: the variance of a batch leaves out that between ranks",
         f"{_ADAPTERS}/torch/_batchnorm.py",
         "    variance = (parts * (variances + (means - mean).square())).sum(0)",
         "    variance = (parts * variances).sum(0)",
         _BATCH_NORM,
     ),
     Fault(
-        "mean of means",
-        "batch norm weighs ranks alike, however many samples they have",
+        "mean of means: batch norm weighs ranks alike, however many samples they have",
         f"{_ADAPTERS}/torch/_batchnorm.py",
         "    parts = torch.tensor(counts, dtype=wide.dtype, device=x.device)[:, None] / count",
         "    parts = (torch.tensor(counts, dtype=wide.dtype, device=x.device)[:, None] > 0) / len(counts)",
@@ -283,8 +261,7 @@ TORCH: Final = (
 
 JAX: Final = (
     Fault(
-        "place of a call",
-        "every call of a compiled program says that it is the first",
+        "place of a call: every call of a compiled program says that it is the first",
         f"{_ADAPTERS}/jax/_primitive.py",
         "    place = 1 + sum(",
         "    place = 1 + 0 * sum(",
@@ -293,8 +270,7 @@ JAX: Final = (
         frameworks=True,
     ),
     Fault(
-        "gradient of a JAX mean",
-        "the gradient of `reduce_scatter` by a mean is that of a sum",
+        "gradient of a JAX mean: the gradient of `reduce_scatter` by a mean is that of a sum",
         f"{_ADAPTERS}/jax/_linear.py",
         '        return rows / comm.size if self.op == "mean" else rows',
         "        return rows",
@@ -303,8 +279,7 @@ JAX: Final = (
         frameworks=True,
     ),
     Fault(
-        "batch axis",
-        "under `vmap` the result of `allgather` has the batch in front of the ranks",
+        "batch axis: under `vmap` the result of `allgather` has the batch in front of the ranks",
         f"{_ADAPTERS}/jax/_linear.py",
         '    name = "allgather"\n    result_axis = 1',
         '    name = "allgather"\n    result_axis = 0',

@@ -16,15 +16,14 @@ _REDUCE: Final = "arraycomm/_trees/reduce.py"
 
 TREES: Final = (
     Fault(
-        "tied leaf comes back as two",
-        "the results of an array that a tree has twice are two arrays",
+        "tied leaf comes back as two: the results of an array that a tree has twice are two arrays",
         _LEAVES,
         "        if other != number and _are_same(results[number], results[other]):",
         "        if False:",
         ("ties_stay_ties", "ties_are_each_ranks_own_matter"),
     ),
     Fault(
-        "tied leaf comes back as one",
+        "tied leaf comes back as one: "
         "the results of an array that a tree has twice are one array, whatever other ranks have",
         _LEAVES,
         "        if other != number and _are_same(results[number], results[other]):",
@@ -32,31 +31,28 @@ TREES: Final = (
         ("ties_are_each_ranks_own_matter",),
     ),
     Fault(
-        "leaves that overlap",
-        "a leaf begins before the end of the one before it",
+        "leaves that overlap: a leaf begins before the end of the one before it",
         _LAYOUT,
         "        ends[kind] = offset + nbytes + -nbytes % ALIGNMENT",
         "        ends[kind] = offset + nbytes - nbytes % ALIGNMENT",
         ("every_leaf_has_one_place_of_its_own", "allreduce_tree_reduces_every_leaf"),
     ),
     Fault(
-        "leaf not aligned",
-        "leaves follow one another without a gap",
+        "leaf not aligned: leaves follow one another without a gap",
         _LAYOUT,
         "        ends[kind] = offset + nbytes + -nbytes % ALIGNMENT",
         "        ends[kind] = offset + nbytes",
         ("every_leaf_has_one_place_of_its_own",),
     ),
     Fault(
-        "bucket in the wrong order",
-        "the leaves of a message are listed from the last one on",
+        "bucket in the wrong order: the leaves of a message are listed from the last one on",
         _LAYOUT,
         "        waiting.setdefault(kind, []).append(Piece(leaf, offset, nbytes))",
         "        waiting.setdefault(kind, []).insert(0, Piece(leaf, offset, nbytes))",
         ("large_leaves_of_one_dtype_and_the_others_keep_their_order",),
     ),
     Fault(
-        "large leaf sent with others",
+        "large leaf sent with others: "
         "a message of several leaves has the large one behind them as well",
         _LAYOUT,
         "                yield Message(bucket.dtype, start, base + offset, None)",
@@ -64,32 +60,28 @@ TREES: Final = (
         ("every_leaf_lies_in_one_message_and_a_large_one_alone",),
     ),
     Fault(
-        "cut leaf",
-        "a leaf that ends where a chunk does is left out of it",
+        "cut leaf: a leaf that ends where a chunk does is left out of it",
         _LAYOUT,
         "            while first < len(pieces) and pieces[first].offset < stop:",
         "            while first < len(pieces) and pieces[first].offset + 64 < stop:",
         ("every_byte_of_every_leaf_lies_in_one_chunk",),
     ),
     Fault(
-        "end of a chunk",
-        "every part of a leaf that is cut is taken from its beginning",
+        "end of a chunk: every part of a leaf that is cut is taken from its beginning",
         _SHARED,
         "                self.ends.append((leaf, slice(first, last), part))",
         "                self.ends.append((leaf, slice(0, last - first), part))",
         ("shared_memory_does_not_matter",),
     ),
     Fault(
-        "chunk folded too early",
-        "a chunk is folded before every rank has published it",
+        "chunk folded too early: a chunk is folded before every rank has published it",
         _SEGMENT,
         "            if number:\n                yield self.control",
         "            if number > 1:\n                yield self.control",
         ("shared_memory_does_not_matter",),
     ),
     Fault(
-        "last rank's part of a chunk",
-        "nobody folds the last rank's part of a chunk",
+        "last rank's part of a chunk: nobody folds the last rank's part of a chunk",
         _SEGMENT,
         "        fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])",
         "        if self.control.rank < self.control.size - 1:\n"
@@ -97,7 +89,7 @@ TREES: Final = (
         ("shared_memory_does_not_matter",),
     ),
     Fault(
-        "no zeros for a missing gradient",
+        "no zeros for a missing gradient: "
         "the memory of a gradient that a rank lacks keeps what was in it",
         _BUFFERS,
         "            if source is None:\n                slot[...] = 0",
@@ -105,39 +97,35 @@ TREES: Final = (
         ("missing_gradients_count_as_zeros",),
     ),
     Fault(
-        "missing on all ranks",
-        "a gradient that no rank has becomes zeros",
+        "missing on all ranks: a gradient that no rank has becomes zeros",
         _REDUCE,
         "        self._present = [n for n, leaf in enumerate(agreed) if leaf.kind != NONE]",
         "        self._present = [n for n, leaf in enumerate(agreed) if leaf.kind != NONE][:1]",
         ("missing_gradients_count_as_zeros",),
     ),
     Fault(
-        "plan of another op",
-        "a plan sums, whatever its op",
+        "plan of another op: a plan sums, whatever its op",
         "arraycomm/_trees/plan.py",
         "            fusion.fold_payloads(self.group, packed, agreement, plan.op)",
         '            fusion.fold_payloads(self.group, packed, agreement, "sum" if plan.op == "mean" else plan.op)',
         ("a_plan_does_what_allreduce_tree_does",),
     ),
     Fault(
-        "last bucket forgotten",
-        "the last of several buckets of a tree is not reduced",
+        "last bucket forgotten: the last of several buckets of a tree is not reduced",
         "arraycomm/_trees/fusion.py",
         "            yield from algorithms.allreduce_in_turn(link, pairs, op)",
         "            yield from algorithms.allreduce_in_turn(link, pairs[:-1] or pairs, op)",
         ("buckets_do_not_matter",),
     ),
     Fault(
-        "last bucket of small trees",
-        "the last of several dtypes of a small tree is not reduced",
+        "last bucket of small trees: the last of several dtypes of a small tree is not reduced",
         "arraycomm/_trees/fusion.py",
         "        for number, bucket in enumerate(self.buckets):",
         "        for number, bucket in enumerate(self.buckets[:-1] or self.buckets):",
         ("allreduce_tree_reduces_every_leaf",),
     ),
     Fault(
-        "arrays of rank 0",
+        "arrays of rank 0: "
         "`synchronize` takes numbers and strings from the root, arrays from rank 0",
         _SYNCHRONIZE,
         "            yield from algorithms.bcast(transport, memory, self.root)",
@@ -145,8 +133,7 @@ TREES: Final = (
         ("synchronize_gives_all_the_values_of_root", "synchronize_is_idempotent"),
     ),
     Fault(
-        "containers changed",
-        "a list comes back as a tuple",
+        "containers changed: a list comes back as a tuple",
         _SYNCHRONIZE,
         "        return self._flat.rebuild(tied(leaves, results[: len(leaves)]))",
         "        rebuilt = self._flat.rebuild(tied(leaves, results[: len(leaves)]))\n"
@@ -154,15 +141,14 @@ TREES: Final = (
         ("synchronize_gives_all_the_values_of_root",),
     ),
     Fault(
-        "generator copied",
-        "a random generator is replaced by a copy",
+        "generator copied: a random generator is replaced by a copy",
         "arraycomm/_trees/pytrees.py",
         "        return _Node([], [], lambda _: leaf, stayed=[(path, leaf)])",
         "        import copy\n\n        return _Node([], [], lambda _: copy.copy(leaf))",
         ("synchronize_leaves_functions_and_generators_alone",),
     ),
     Fault(
-        "whole tree of the wrong kind",
+        "whole tree of the wrong kind: "
         "if some rank passes None, arrays of others become those of the root's kind",
         _SYNCHRONIZE,
         '            arrays.append(_part(leaf, "tree").array or part.array)',
