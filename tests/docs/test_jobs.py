@@ -26,9 +26,9 @@ case "$1" in --version) echo "$FAMILY"; exit ;; esac
 echo "${0##*/} $* [$OMP_NUM_THREADS ${SRUN_CPUS_PER_TASK:-} $ARRAYCOMM_TIMEOUT]"
 exit "${STATUS:-0}"
 """
-DOCTOR, TRAIN = "python -m arraycomm doctor --frameworks numpy", "python train.py"
+DOCTOR = "python -m arraycomm doctor --frameworks numpy"
 SRUN = "srun --mpi={} --cpu-bind=cores --kill-on-bad-exit=1 "
-IN_CONTAINER = SRUN + "apptainer exec --bind {{here}} train.sif "
+OF_OPEN_MPI = "--bind-to none -x OMP_NUM_THREADS -x ARRAYCOMM_TIMEOUT"
 
 
 def name_of(script: Path) -> str:
@@ -73,36 +73,21 @@ def test_commands_of_arraycomm_have_these_options(script: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("script", "settings", "expected"),
     [
-        ("slurm.sh", {}, [SRUN.format("pmix") + DOCTOR, SRUN.format("pmix") + TRAIN]),
-        (
-            "slurm.sh",
-            {"PLUGIN": "pmi2"},
-            [SRUN.format("pmi2") + DOCTOR, SRUN.format("pmi2") + TRAIN],
-        ),
-        (
-            "container.sh",
-            {},
-            [
-                IN_CONTAINER.format("pmix") + DOCTOR,
-                IN_CONTAINER.format("pmix") + "python {here}/train.py",
-            ],
-        ),
-        ("pbs.sh", {"FAMILY": "HYDRA"}, [f"mpiexec -n 3 {DOCTOR}", f"mpiexec -n 3 {TRAIN}"]),
-        (
-            "pbs.sh",
-            {"FAMILY": "mpirun (Open MPI) 5.0.8"},
-            [
-                f"mpiexec -n 3 --bind-to none -x OMP_NUM_THREADS -x ARRAYCOMM_TIMEOUT {words}"
-                for words in (DOCTOR, TRAIN)
-            ],
-        ),
+        ("slurm.sh", {}, SRUN.format("pmix")),
+        ("slurm.sh", {"PLUGIN": "pmi2"}, SRUN.format("pmi2")),
+        ("container.sh", {}, SRUN.format("pmix") + "apptainer exec --bind {here} train.sif "),
+        ("pbs.sh", {"FAMILY": "HYDRA"}, "mpiexec -n 3 "),
+        ("pbs.sh", {"FAMILY": "mpirun (Open MPI) 5.0.8"}, f"mpiexec -n 3 {OF_OPEN_MPI} "),
     ],
 )
 def test_a_job_starts_the_doctor_and_the_program(tmp_path, script, settings, expected) -> None:
     job = run_job(tmp_path, script, settings)
+    program = "python {here}/train.py" if script == "container.sh" else "python train.py"
     found = "[4  600]" if script == "pbs.sh" else "[4 4 600]"
     assert job.stderr == ""
-    assert job.stdout.splitlines() == [f"{line} {found}".format(here=tmp_path) for line in expected]
+    assert job.stdout.splitlines() == [
+        f"{expected}{command} {found}".format(here=tmp_path) for command in (DOCTOR, program)
+    ]
     assert job.returncode == 0
 
 
