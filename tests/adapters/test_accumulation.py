@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import arraycomm as ac
 from arraycomm.testing import run
@@ -49,12 +49,11 @@ def train_torch(comm: ac.Communicator, steps: list[Any], options: dict[str, Any]
     return seen
 
 
-def train_jax(comm: ac.Communicator, steps: list[Any], options: dict[str, Any]) -> Any:
-    return optax_steps(comm, steps, options, lambda update: update)
-
-
 def optax_steps(
-    comm: ac.Communicator, steps: list[Any], options: dict[str, Any], wrap: Callable[[Any], Any]
+    comm: ac.Communicator,
+    steps: list[Any],
+    options: dict[str, Any],
+    wrap: Callable[[Any], Any] = lambda update: update,
 ) -> Any:
     jax: Any = pytest.importorskip("jax")
     optax: Any = pytest.importorskip("optax")
@@ -68,50 +67,7 @@ def optax_steps(
     return seen
 
 
-TRAINERS: dict[str, Train] = {"numpy": train_numpy, "torch": train_torch, "jax": train_jax}
-
-
-def wanted(size: int, op: str, count: int) -> list[NDArray[np.float32]]:
-    """The parameter `a` after each step."""
-    params, seen = np.zeros(SHAPE, np.float32), []
-    for step in range(MICRO):
-        if step % count == count - 1:
-            total = None
-            for rank in range(size):
-                mean = gradients(rank, step - count + 1)["a"]
-                for before in range(step - count + 2, step + 1):
-                    mean = mean + gradients(rank, before)["a"]
-                mean = mean / np.float32(count)
-                total = mean if total is None else total + mean
-            assert total is not None
-            params = params - (total / np.float32(size) if op == "mean" else total)
-        seen.append(params)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("framework", "op", "size"),
-    [
-        *(("numpy", "mean", 1), ("numpy", "sum", 2), ("numpy", "mean", 3), ("numpy", "sum", 4)),
-        *(("torch", "sum", 1), ("torch", "mean", 2), ("torch", "sum", 3), ("torch", "mean", 4)),
-        *(("jax", "mean", 2), ("jax", "sum", 3)),
-    ],
-)
-def test_parameters_change_by_the_mean_gradient_of_every_three_steps(
-    framework: str, op: str, size: int
-) -> None:
-    def train(comm: ac.Communicator) -> list[Gradients]:
-        steps = [gradients(comm.rank, step) for step in range(MICRO)]
-        return TRAINERS[framework](comm, steps, {"op": op, "accumulate": 3})
-
-    expected = wanted(size, op, 3)
-    results = run(size, train)
-    # XLA multiplies by the reciprocal in place of a division: one rounding more.
-    slack = np.finfo(np.float32).eps * 4 if framework == "jax" else 0
-    for seen in results:
-        for params, want in zip(seen, expected, strict=True):
-            np.testing.assert_allclose(params["a"], want, rtol=slack, atol=slack)
-        assert [p["a"].tobytes() for p in seen] == [p["a"].tobytes() for p in results[0]]
+TRAINERS: dict[str, Train] = {"numpy": train_numpy, "torch": train_torch, "jax": optax_steps}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -183,8 +139,7 @@ def test_sums_of_narrow_gradients_are_wide() -> None:
     assert run(2, train) == [-65.0] * 2
 
 
-@pytest.mark.parametrize("wrong", ["shape", "structure"])
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(("step", "wrong"), [(1, "shape"), (2, "structure")])
 def test_gradients_that_change_are_an_error_and_training_goes_on(step: int, wrong: str) -> None:
     def train(comm: ac.Communicator) -> Any:
         optimizer = ac.DistributedOptimizer(SGD(), comm=comm, accumulate=3, op="sum")
@@ -204,8 +159,9 @@ def test_gradients_that_change_are_an_error_and_training_goes_on(step: int, wron
     assert run(2, train) == [[-2.0, -2.0]] * 2
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("framework", "name"), [("numpy", "float16"), *((kind, "bfloat16") for kind in FRAMEWORKS)]
+)
 def test_compressed_gradients_are_rounded_before_and_after_the_sum(
     framework: str, name: str
 ) -> None:
@@ -223,7 +179,7 @@ def test_compressed_gradients_are_rounded_before_and_after_the_sum(
         np.testing.assert_array_equal(seen[0]["a"], -want)
 
 
-@pytest.mark.parametrize("count", [3, 30_000, 300_000])
+@pytest.mark.parametrize("count", [3, 300_000])
 def test_compression_halves_the_bytes_and_leaves_other_dtypes_alone(count: int) -> None:
     def reduce(comm: ac.Communicator) -> float:
         tree = {
@@ -241,38 +197,25 @@ def test_compression_halves_the_bytes_and_leaves_other_dtypes_alone(count: int) 
             "i4": np.int32,
             "c8": np.complex64,
         }
-        assert (got["f4"] == 2).all()
-        assert (got["f8"] == 2).all()
-        assert (got["missing"] == 1.5).all()
-        assert got["large"] == np.inf
-        assert (got["i4"] == 2**21 + 2).all()
-        assert (got["c8"] == 2 + 2.0**-11).all()
+        values = {"f4": 2, "f8": 2, "missing": 1.5, "large": np.inf, "i4": 2**21 + 2}
+        for name, value in (values | {"c8": 2 + 2.0**-11}).items():
+            assert (got[name] == value).all(), name
         return comm.stats()["allreduce_gradients"]["bytes"]
 
     for nbytes in run(2, reduce):
         assert count * (2 + 2 + 4 + 8) <= nbytes < count * (2 + 2 + 4 + 8) + 64 * 7
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("accumulate", 0),
-        ("accumulate", -1),
-        ("accumulate", 2.0),
-        ("accumulate", True),
-        ("accumulate", None),
-        ("compression", "float8"),
-        ("compression", np.float16),
-        ("compression", True),
-        ("bucket_bytes", 0),
-    ],
-)
+WRONG = [*(("accumulate", value) for value in (0, -1, 2.0, True, None)), ("bucket_bytes", 0)]
+WRONG += [("compression", value) for value in ("float8", np.float16, True)]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
 def test_a_wrong_argument_on_one_rank_raises_on_all(name: str, value: Any) -> None:
     def wrap(comm: ac.Communicator) -> None:
-        wrong = comm.rank == 1
-        options = {name: value} if wrong else {}
-        match = f"DistributedOptimizer: {name} must be"
-        with pytest.raises(ValueError if wrong else ac.PeerError, match=match):
+        options = {name: value} if comm.rank == 1 else {}
+        kind = ValueError if comm.rank == 1 else ac.PeerError
+        with pytest.raises(kind, match=f"DistributedOptimizer: {name} must be"):
             ac.DistributedOptimizer(SGD(), comm=comm, **options)
 
     run(2, wrap)
@@ -296,9 +239,12 @@ class TestCompiled:
         jax: Any = pytest.importorskip("jax")
         world = ac.init()
         steps = [gradients(world.rank, step) for step in range(MICRO)]
-        seen = optax_steps(world, steps, {"accumulate": 3}, jax.jit)
-        for params, want in zip(seen, wanted(world.size, "mean", 3), strict=True):
-            np.testing.assert_allclose(params["a"], want, rtol=1e-6, atol=1e-6)
+        total, mean_of = np.zeros(SHAPE, np.float32), np.float32(3 * world.size)
+        for step, params in enumerate(optax_steps(world, steps, {"accumulate": 3}, jax.jit)):
+            if step % 3 == 2:
+                for rank, before in itertools.product(range(world.size), range(step - 2, step + 1)):
+                    total -= gradients(rank, before)["a"] / mean_of
+            np.testing.assert_allclose(params["a"], total, rtol=1e-6, atol=1e-6)
         options = {"op": "sum", "compression": "bfloat16"}
         (params,) = optax_steps(world, steps[:1], options, jax.jit)
         rows = [gradients(rank, 0)["a"].astype(ml_dtypes.bfloat16) for rank in range(world.size)]
