@@ -55,6 +55,7 @@ _NOT_IN_SOFTWARE = (
     "test_kernels_on_device.py",
     "test_reading_waits_for_the_current_stream",
     "-314572800]",
+    "-67108860]",
     "jax",
     "torch",
     "OfTorch",
@@ -71,6 +72,8 @@ _NOT_ON_ONE_RANK = (
     "test_the_host_does_not_wait",
     "test_calls_in_several_streams",
 )
+# Laws of what is beside links or above them: those over NCCL say it.
+_NOT_OVER_MPI = ("dup", "join", "metrics", "objects", "split", "synchronize", "ties")
 _NOT_ON_RANKS = ("test_door.py", "test_failures_on_device.py")
 SPIN = """
 extern "C" __global__ void spin(long long nanoseconds) {
@@ -114,7 +117,8 @@ def _choose_for_software(config: pytest.Config, items: list[pytest.Item]) -> Non
     names = _NOT_IN_SOFTWARE + (_NOT_ON_ONE_RANK if LAUNCH is None else _NOT_ON_RANKS)
     chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
-        chosen[not any(name in item.nodeid for name in names)].append(item)
+        left_out = names + (_NOT_OVER_MPI if "::TestMpi::" in item.nodeid else ())
+        chosen[not any(name in item.nodeid for name in left_out)].append(item)
     config.hook.pytest_deselected(items=chosen[False])
     # Programs that mostly sleep begin first, on one half of the workers.
     items[:] = sorted(chosen[True], key=lambda item: "test_failures" not in item.nodeid)

@@ -13,7 +13,6 @@ from arraycomm._cuda.gpu_aware import gpu_aware
 from tests.cuda.on_device.conftest import Framework, Job, OnRanks
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
-from tests.support.oracle import expected, same_bits, sample
 
 Array = np.ndarray[Any, Any]
 
@@ -33,6 +32,14 @@ def check_like(got: Any, like: Any) -> None:
         assert str(got.device) == str(like.device)
 
 
+def check_same(framework: Framework, got: Any, want: Array | None) -> None:
+    if want is None:
+        assert got is None
+        return
+    found = got if isinstance(got, np.ndarray) else framework.back(got)
+    assert (found.tobytes(), found.shape) == (want.tobytes(), want.shape)
+
+
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_device_gives_what_the_host_gives(
     on_ranks: OnRanks, framework: Framework, name: str
@@ -44,26 +51,10 @@ def test_device_gives_what_the_host_gives(
             mine = framework.make(x)
             for _ in range(2):
                 got = COLLECTIVES[name](comm, mine)
-                if want is None:
-                    assert got is None
-                    continue
-                if name not in ROOTED or comm.rank == 0:
+                check_same(framework, got, want)
+                if got is not None and (name not in ROOTED or comm.rank == 0):
                     check_like(got, mine)
-                found = got if isinstance(got, np.ndarray) else framework.back(got)
-                assert found.tobytes() == want.tobytes()
-                assert tuple(got.shape) == want.shape
             assert framework.back(mine).tobytes() == x.tobytes()
-
-    on_ranks(check)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "complex64"])
-def test_allreduce_is_the_fold(on_ranks: OnRanks, framework: Framework, dtype: str) -> None:
-    def check(comm: Communicator) -> None:
-        for count in (5, 40_000):
-            arrays = [sample(np.dtype(dtype), count, rank) for rank in range(comm.size)]
-            got = framework.back(comm.allreduce(framework.make(arrays[comm.rank])))
-            assert same_bits(got, expected(arrays, "sum"))
 
     on_ranks(check)
 
@@ -79,12 +70,7 @@ def test_host_and_device_arrays_meet(on_ranks: OnRanks, framework: Framework, na
             for odd in range(comm.size):
                 for on_host in (True, False):
                     mine = x if (comm.rank == odd) == on_host else framework.make(x)
-                    got = COLLECTIVES[name](comm, mine)
-                    if want is None:
-                        assert got is None
-                        continue
-                    found = got if isinstance(got, np.ndarray) else framework.back(got)
-                    assert found.tobytes() == want.tobytes()
+                    check_same(framework, COLLECTIVES[name](comm, mine), want)
 
     on_ranks(check)
 
@@ -130,26 +116,6 @@ def test_root_sends_to_ranks_that_say_what_it_is_like(
     on_ranks(check)
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_out_is_written(on_ranks: OnRanks, writable: Framework, step: int) -> None:
-    def check(comm: Communicator) -> None:
-        x = rows(comm, 500)
-        mine, want = writable.make(x), comm.allreduce(x)
-        whole = writable.make(np.zeros((step * comm.size, 500), np.float32))
-        for own in (mine, x):
-            out = whole[::step]
-            assert comm.allreduce(own, out=out) is out
-            assert writable.back(whole)[::step].tobytes() == want.tobytes()
-            assert (writable.back(whole)[1::step] == 0).all() or step == 1
-        on_host = np.zeros_like(x)
-        assert comm.allreduce(mine, out=on_host) is on_host
-        assert on_host.tobytes() == want.tobytes()
-        assert comm.allreduce(mine, out=mine) is mine
-        assert writable.back(mine).tobytes() == want.tobytes()
-
-    on_ranks(check)
-
-
 def test_jax_is_no_out(on_ranks: OnRanks, framework: Framework) -> None:
     if framework.name != "jax":
         pytest.skip("can be written")
@@ -158,17 +124,6 @@ def test_jax_is_no_out(on_ranks: OnRanks, framework: Framework) -> None:
         x = framework.make(np.ones(1000, np.float32))
         with pytest.raises(BufferError, match="immutable"):
             comm.allreduce(x, out=x)
-
-    on_ranks(check)
-
-
-def test_strided_arrays_are_read(on_ranks: OnRanks, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        x = rows(comm, 600)
-        there = framework.make(x)
-        for part, want in ((there[:, ::2], x[:, ::2]), (there.T, x.T), (there[:, 3], x[:, 3])):
-            got = comm.allreduce(part)
-            assert framework.back(got).tobytes() == comm.allreduce(want.copy()).tobytes()
 
     on_ranks(check)
 
@@ -212,25 +167,12 @@ def test_leaves_are_reduced_where_they_are(
     on_ranks(check)
 
 
-def test_leaves_may_be_elsewhere_on_other_ranks(on_ranks: OnRanks, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        x = np.full(1000, comm.rank, np.float32)
-        tree = {"a": framework.make(x) if comm.rank else x, "b": framework.make(x)}
-        total = sum(range(comm.size))
-        for _ in range(2):
-            got = ac.allreduce_tree(tree, "sum", comm=comm)
-            assert (framework.back(got["b"]) == total).all()
-            found = framework.back(got["a"]) if comm.rank else got["a"]
-            assert (found == total).all()
-
-    on_ranks(check)
-
-
-def test_thousands_of_leaves_are_reduced(on_ranks: OnRanks, framework: Framework) -> None:
+def test_hundreds_of_leaves_are_reduced(on_ranks: OnRanks, framework: Framework) -> None:
     def check(comm: Communicator) -> None:
         x = np.arange(3, dtype="float32") + comm.rank
         one = framework.make(x)
-        tree = [one] * 2500
+        # Some launches of the kernel that gathers them.
+        tree = [one] * 600
         want = comm.allreduce(x)
         got = ac.allreduce_tree(tree, "sum", comm=comm)
         assert all((framework.back(leaf) == want).all() for leaf in got[::97])
@@ -248,28 +190,5 @@ def test_trees_are_synchronized(on_ranks: OnRanks, framework: Framework) -> None
         check_like(same["device"], mine["device"])
         assert (framework.back(same["device"]) == comm.size - 1).all()
         assert (same["host"] == comm.size - 1).all()
-
-    on_ranks(check)
-
-
-def test_messages_arrive(on_ranks: OnRanks, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        mine = framework.make(np.full(1000, comm.rank, np.float32))
-        before = (comm.rank - 1) % comm.size
-        got = comm.sendrecv(mine, (comm.rank + 1) % comm.size, before)
-        found = got if isinstance(got, np.ndarray) else framework.back(got)
-        assert (found == before).all()
-
-    on_ranks(check)
-
-
-def test_requests_give_what_calls_give(on_ranks: OnRanks, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        x = rows(comm, 9000)
-        there = framework.make(x)
-        requests = [comm.iallreduce(there), comm.iallgather(there), comm.ibcast(there, 0)]
-        wanted = [comm.allreduce(x), comm.allgather(x), comm.bcast(x, 0)]
-        for request, want in zip(requests, wanted, strict=True):
-            assert framework.back(request.wait()).tobytes() == want.tobytes()
 
     on_ranks(check)
