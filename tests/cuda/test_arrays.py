@@ -169,9 +169,7 @@ def same_error(here: Callable[[], Any], there: Callable[[], Any]) -> None:
 
 
 @OUTS
-def test_cupy_out_is_written_in_place(
-    cupy: Any, memory: LoggedMemory, dtype: DType, layout: str
-) -> None:
+def test_cupy_out_is_written_in_place(cupy, memory, dtype, layout) -> None:
     whole = as_cupy(np.zeros((3, 4), dtype))
     out = LAYOUTS[layout](whole)
     values = (1 + np.arange(out.size)).astype(dtype)
@@ -239,9 +237,7 @@ def test_streams_in_which_no_call_can_take_its_place_are_refused(cupy: Any) -> N
         arrays.check_stream(x)
 
 
-def test_the_default_stream_is_not_asked_whether_it_is_captured(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_stream_is_not_asked_whether_it_is_captured(cupy, monkeypatch) -> None:
     """CUDA refuses to say."""
     x = as_cupy(some(float))
     null = cupy.cuda.Stream.null
@@ -277,9 +273,7 @@ def test_cupys_copies_are_in_the_memorys_stream(cupy: Any, memory: LoggedMemory)
 
 
 @pytest.mark.parametrize(("stream", "other", "same"), [(0, 1, True), (1, 0, True), (0, 2, False)])
-def test_the_legacy_stream_has_two_names(
-    memory: LoggedMemory, stream: int, other: int, same: bool
-) -> None:
+def test_the_legacy_stream_has_two_names(memory, stream, other, same) -> None:
     streams.order(memory, (stream,), (other,))
     assert [waiting for waiting, _, _ in memory.log] == ([] if same else [other])
 
@@ -303,9 +297,7 @@ def test_dtypes_that_do_not_travel_are_refused(cupy: Any, memory: LoggedMemory) 
         (lambda: np.lib.stride_tricks.as_strided(some(float), (3, 2), (0, 8)), (3, 2), float),
     ],
 )
-def test_errors_of_out_are_the_hosts(
-    cupy: Any, memory: LoggedMemory, make: Any, shape: Any, dtype: Any
-) -> None:
+def test_errors_of_out_are_the_hosts(cupy, memory, make, shape, dtype) -> None:
     wanted = shape, np.dtype(dtype)
     same_error(
         lambda: host_out.view_out(make(), *wanted),
@@ -364,9 +356,7 @@ def on_cuda(capsule: Any, dtype: DType, place: tuple[int, int] = (2, 0)) -> Any:
 
 
 @EACH
-def test_dlpack_is_read_where_it_is(
-    cupy: Any, memory: LoggedMemory, dtype: DType, layout: str
-) -> None:
+def test_dlpack_is_read_where_it_is(cupy, memory, dtype, layout) -> None:
     array = np.asarray(LAYOUTS[layout](some(dtype)), dtype)
     x = Producer(array)
     assert arrays.device_of(x) == 0
@@ -415,9 +405,7 @@ def test_managed_memory_is_of_every_device(cupy: Any) -> None:
         (lambda _: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_is_no_capsule_of_a_device_is_refused(
-    cupy: Any, memory: LoggedMemory, answer: Any, said: str
-) -> None:
+def test_what_is_no_capsule_of_a_device_is_refused(cupy, memory, answer, said) -> None:
     class Wrong(Producer):
         def __dlpack__(self, **options: Any) -> Any:
             return answer(self.array)
@@ -453,9 +441,7 @@ def placed(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "empty"])
-def test_the_array_interface_is_read_where_it_is(
-    placed: Any, memory: LoggedMemory, layout: str
-) -> None:
+def test_the_array_interface_is_read_where_it_is(placed, memory, layout) -> None:
     array = np.asarray(LAYOUTS[layout](some(np.float32)))
     found = arrays.device_view(Interface(array), "x", memory)
     assert (found.framework, found.shape, found.dtype) == ("cupy", array.shape, array.dtype)
@@ -463,9 +449,7 @@ def test_the_array_interface_is_read_where_it_is(
     assert found.copied != array.flags.c_contiguous
 
 
-def test_the_array_interfaces_stream_waits_both_ways(
-    placed: Any, cupy: Any, memory: LoggedMemory
-) -> None:
+def test_the_array_interfaces_stream_waits_both_ways(placed, cupy, memory) -> None:
     producer = side(cupy, PRODUCER)
     out = Interface(some(float), stream=producer.ptr)
     found = arrays.view_out(out, (3, 4), np.dtype(float), memory)
@@ -477,12 +461,7 @@ def test_the_array_interfaces_stream_waits_both_ways(
 
 @pytest.mark.parametrize(("offset", "unit"), [(0, 4), (1, 1), (2, 2)])
 def test_elements_are_copied_by_what_their_places_allow(
-    placed: Any,
-    cupy: Any,
-    memory: LoggedMemory,
-    monkeypatch: pytest.MonkeyPatch,
-    offset: int,
-    unit: int,
+    placed, cupy, memory, monkeypatch, offset, unit
 ) -> None:
     units, made = set(), cupy.ndarray
 
@@ -526,7 +505,7 @@ def test_an_array_interface_without_elements_is_on_no_device(placed: Any) -> Non
     ],
 )
 def test_a_malformed_array_interface_is_refused(
-    placed: Any, memory: LoggedMemory, changes: Any, error: Any, match: str, monkeypatch: Any
+    placed, memory, changes, error, match, monkeypatch
 ) -> None:
     monkeypatch.setattr(frameworks._Protocols, "device", lambda *_: 0)
     with pytest.raises(error, match=match) as caught:
@@ -571,9 +550,7 @@ def bits(tensor: Any) -> bytes:
 
 
 @EACH
-def test_torch_is_read_where_it_is(
-    torch: Any, memory: LoggedMemory, dtype: DType, layout: str
-) -> None:
+def test_torch_is_read_where_it_is(torch, memory, dtype, layout) -> None:
     x = LAYOUTS[layout](tensor_of(torch, dtype))
     found = arrays.device_view(x, "x", memory)
     assert (found.framework, found.shape, found.dtype) == ("torch", tuple(x.shape), dtype)
@@ -596,9 +573,7 @@ def test_torchs_copies_are_between_the_memorys_work(torch: Any, memory: LoggedMe
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_of_torch_are_in_its_own_memory(
-    torch: Any, memory: LoggedMemory, dtype: DType
-) -> None:
+def test_results_of_torch_are_in_its_own_memory(torch, memory, dtype) -> None:
     like = arrays.device_view(torch.ones(3), "x", memory)
     memory.log.clear()
     made, device_buffer = arrays.empty_like(like, (2, 3), dtype, memory)
@@ -618,9 +593,7 @@ def test_a_dtype_that_torch_lacks_is_told(torch: Any, memory: LoggedMemory) -> N
 
 
 @OUTS
-def test_torch_out_is_written_in_place(
-    torch: Any, memory: LoggedMemory, dtype: DType, layout: str
-) -> None:
+def test_torch_out_is_written_in_place(torch, memory, dtype, layout) -> None:
     whole = torch.zeros((3, 4), dtype=getattr(torch, dtype.name))
     out = LAYOUTS[layout](whole)
     version = whole._version
@@ -731,9 +704,7 @@ def test_jax_is_read_where_it_is(jax: Any, memory: LoggedMemory, dtype: DType) -
     assert jax.asked == [memory.stream]
 
 
-def test_jaxs_memory_is_read_only_whatever_its_capsule_says(
-    jax: Any, memory: LoggedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jaxs_memory_is_read_only_whatever_its_capsule_says(jax, memory, monkeypatch) -> None:
     def by_dlpack(*arguments: Any) -> Any:
         return layouts.by_dlpack(*arguments)._replace(readonly=False)
 
@@ -773,9 +744,7 @@ def test_results_of_jax_have_any_shape(jax: Any, memory: LoggedMemory, shape: An
     assert bool(memory.log) == bool(result.size)  # memory of no bytes is not handed over
 
 
-def test_memory_that_jax_reads_is_kept_until_it_has(
-    jax: Any, memory: LoggedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_jax_reads_is_kept_until_it_has(jax, memory, monkeypatch) -> None:
     """JAX's stream may come to it long after; the memory's pool knows nothing of that stream."""
     copy, ready = frameworks._copy_in_jax(), threading.Event()
 

@@ -63,9 +63,7 @@ def test_another_thread_works_in_the_callers_streams(monkeypatch: pytest.MonkeyP
     assert entered == [7, 7]
 
 
-def test_a_request_works_in_its_own_stream_and_who_takes_its_result_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_works_in_its_own_stream_and_who_takes_its_result_waits(monkeypatch) -> None:
     torch, waiting, recorded = _Streams(), list[int](), list[int]()
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
@@ -121,9 +119,7 @@ def test_a_process_without_cuda_has_nothing_to_take_along(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("framework", ["torch", "cupy"])
-def test_a_framework_that_another_thread_imports_is_not_there_yet(
-    framework: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_framework_that_another_thread_imports_is_not_there_yet(framework, monkeypatch) -> None:
     begun = ModuleType(framework)
     spec: Any = ModuleSpec(framework, None)
     begun.__spec__, spec._initializing = spec, True

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,9 +61,7 @@ def values(memory: CudaMemory, device_buffer: Any) -> list[int]:
     return into.tolist()
 
 
-def test_memory_is_of_the_device_and_in_the_order_of_the_stream(
-    cuda: Any, memory: CudaMemory
-) -> None:
+def test_memory_is_of_the_device_and_in_the_order_of_the_stream(cuda, memory) -> None:
     import cupy
 
     found = memory.allocate(100)
@@ -77,9 +74,7 @@ def test_memory_is_of_the_device_and_in_the_order_of_the_stream(
     assert cupy.cuda.get_current_stream().ptr == 0
 
 
-def test_older_cupy_has_no_streams_from_outside(
-    cuda: Any, memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_cupy_has_no_streams_from_outside(cuda, memory, monkeypatch) -> None:
     cupy = sys.modules["cupy"]
     monkeypatch.delattr(cupy.cuda.Stream, "from_external")
     space: Any = memory.allocate(1).owner
@@ -129,9 +124,7 @@ def test_what_is_empty_is_not_copied(cuda: Any, memory: CudaMemory) -> None:
     assert {note.what for note in cuda.log} <= {"record", "synchronize"}
 
 
-def test_an_error_of_the_device_is_not_taken_for_work_that_never_ends(
-    cuda: Any, memory: CudaMemory
-) -> None:
+def test_an_error_of_the_device_is_not_taken_for_work_that_never_ends(cuda, memory) -> None:
     mark = memory.record()
     cuda.fail(ILLEGAL_ADDRESS)
     with pytest.raises(TransportError, match="CUDA reported: cudaError 700"):
@@ -149,9 +142,7 @@ int cuEventQuery(void *event) {
 """
 
 
-def test_a_look_at_an_event_holds_up_no_other_thread(
-    cuda: Any, memory: CudaMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_at_an_event_holds_up_no_other_thread(cuda, memory, tmp_path, monkeypatch) -> None:
     """What CUDA waits for may be an abort, which another thread of Python calls."""
     compiler = shutil.which("cc") or pytest.skip("needs a C compiler")
     path, source = tmp_path / "driver.so", tmp_path / "driver.c"
@@ -224,9 +215,7 @@ def test_words_are_written_once_the_device_comes_to_them(cuda: Any, memory: Cuda
 
 
 @pytest.mark.parametrize("given_up", [0, 1])
-def test_results_are_spoilt_if_they_are_given_up_by_then(
-    cuda: Any, memory: CudaMemory, given_up: int
-) -> None:
+def test_results_are_spoilt_if_they_are_given_up_by_then(cuda, memory, given_up) -> None:
     word, device_buffer = memory.words(1), memory.upload(np.float32([1, 2]))
     held = hold(cuda, memory)
     memory.spoil(device_buffer, word)
@@ -305,9 +294,7 @@ def test_the_device_in_use_is_current_afterwards(cuda: Any, memory: CudaMemory) 
     assert (cuda.here.device, cuda.contexts) == (0, {0, 1})
 
 
-def test_threads_of_arraycomm_spare_the_captures_of_others(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_of_arraycomm_spare_the_captures_of_others(cuda, monkeypatch) -> None:
     class Over:
         pass
 
@@ -356,9 +343,7 @@ def test_a_missing_cupy_is_said_with_how_to_install_it(monkeypatch: pytest.Monke
     ("local_rank", "wanted", "chosen"),
     [(0, None, 0), (1, None, 1), (2, None, 0), (5, "cuda", 1), (0, "cuda:1", 1), (7, "cuda:0", 0)],
 )
-def test_ranks_take_the_devices_in_turn(
-    cuda: Any, local_rank: int, wanted: str | None, chosen: int
-) -> None:
+def test_ranks_take_the_devices_in_turn(cuda, local_rank, wanted, chosen) -> None:
     assert device.choose_device(local_rank, wanted) == chosen
 
 

@@ -602,9 +602,7 @@ def test_what_the_environment_takes_away_is_said(monkeypatch: pytest.MonkeyPatch
         ("there is no device", None, "there is no device"),
     ],
 )
-def test_what_is_missing_is_named(
-    monkeypatch: pytest.MonkeyPatch, device_lacks: str | None, error: Any, words: str
-) -> None:
+def test_what_is_missing_is_named(monkeypatch, device_lacks, error, words) -> None:
     def load() -> Library:
         raise error
 

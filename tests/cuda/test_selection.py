@@ -74,9 +74,7 @@ class TestOffer:
         )
 
     @pytest.mark.parametrize("module", [device, kernels])
-    def test_without_a_device_there_is_no_nccl(
-        self, capable: pytest.MonkeyPatch, module: Any
-    ) -> None:
+    def test_without_a_device_there_is_no_nccl(self, capable, module) -> None:
         capable.setattr(module, "missing", lambda: "CuPy cannot be imported; install it")
         offer = selection.capabilities(_group(), AUTO)
         assert offer.device == offer.nccl == "CuPy cannot be imported; install it"
@@ -101,9 +99,7 @@ class TestOffer:
         assert offer.nccl == offer.device
 
     @pytest.mark.parametrize("backend", ["self", "processes"])
-    def test_processes_without_mpi_have_no_mpi_that_reads_a_device(
-        self, capable: pytest.MonkeyPatch, backend: str
-    ) -> None:
+    def test_processes_without_mpi_have_no_mpi_that_reads_a_device(self, capable, backend) -> None:
         offer = selection.capabilities(_group(backend=backend), AUTO)
         assert (offer.device, offer.nccl, offer.gpu_aware) == ("", "", False)
 
@@ -130,9 +126,7 @@ class TestChoice:
     def test_nccl_where_every_rank_can(self, capable: pytest.MonkeyPatch) -> None:
         assert _choose(_offers()) == ("the link of NCCL", "")
 
-    def test_one_rank_alone_needs_nccl_only_where_it_is_asked_for(
-        self, capable: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_rank_alone_needs_nccl_only_where_it_is_asked_for(self, capable) -> None:
         (first, _) = _offers()
         link, reason = _choose([first])
         assert (type(link), link.memory) == (LoneLink, MEMORY)
@@ -142,7 +136,7 @@ class TestChoice:
 
     @pytest.mark.parametrize(("version", "hosts"), [((2, 29, 9), 1), ((2, 30, 0), 0)])
     def test_an_older_nccl_is_told_of_a_host_for_each_rank_of_a_device(
-        self, capable: pytest.MonkeyPatch, version: tuple[int, ...], hosts: int
+        self, capable, version, hosts
     ) -> None:
         capable.delenv("NCCL_HOSTID", raising=False)
         apart = [replace(offer, version=version, lets_share=True) for offer in _offers()]
@@ -181,9 +175,7 @@ class TestChoice:
 
     @pytest.mark.parametrize("local", ["0", "1"])
     @pytest.mark.parametrize("shares", [(True, True), (True, False), (False, True)])
-    def test_ranks_with_one_device_go_by_what_all_have_said(
-        self, capable: pytest.MonkeyPatch, local: str, shares: tuple[bool, bool]
-    ) -> None:
+    def test_ranks_with_one_device_go_by_what_all_have_said(self, capable, local, shares) -> None:
         """Whatever this rank's own environment says, which another rank's may not."""
         offers = _offers(uuid="device 0")
         both = [
@@ -198,9 +190,7 @@ class TestChoice:
         assert (link == "the link of NCCL") == all(shares)
         assert ("on every rank" in reason) != all(shares)
 
-    def test_copies_where_the_mpi_of_one_rank_reads_no_device_memory(
-        self, capable: pytest.MonkeyPatch
-    ) -> None:
+    def test_copies_where_the_mpi_of_one_rank_reads_no_device_memory(self, capable) -> None:
         link, reason = _choose(_offers(nccl="no libnccl.so.2", gpu_aware=False))
         assert isinstance(link, HostStagedLink)
         assert (link.memory, reason) == (MEMORY, "rank 1: no libnccl.so.2")

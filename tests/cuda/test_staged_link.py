@@ -238,9 +238,7 @@ def test_movement_keeps_to_the_stream_in_which_it_began(on_ranks: OnRanks, sever
     on_ranks(several, check)
 
 
-def test_pinned_memory_is_kept_while_the_device_copies_from_it(
-    on_ranks: OnRanks, several: int, cuda: Any
-) -> None:
+def test_pinned_memory_is_kept_while_the_device_copies_from_it(on_ranks, several, cuda) -> None:
     class Later(Told):
         """Copies nothing back before it may."""
 

@@ -180,9 +180,7 @@ def test_nobody_waits_for_a_rank_that_left_during_a_call(two: Hosts) -> None:
     assert _ended(two)
 
 
-def test_ranks_of_a_host_that_is_cut_off_time_out_as_all_others_do(
-    two: Hosts, tmp_path: Path
-) -> None:
+def test_ranks_of_a_host_that_is_cut_off_time_out_as_all_others_do(two, tmp_path) -> None:
     job = two.start(1, "-u", "-c", _CUT, str(tmp_path), PYTHONPATH=str(ROOT))
     _wait_for(2, job)
     two.connect(1, connected=False)

@@ -111,7 +111,7 @@ class TestEnds:
         ],
     )
     def test_rank_that_goes_on_is_waited_for_and_everything_is_done_at_the_end(
-        self, ends: str, imports: str, statuses: tuple[int, ...], tmp_path: Path
+        self, ends, imports, statuses, tmp_path
     ) -> None:
         done = launch(SAVES.format(place=str(tmp_path), ends=ends, imports=imports), ranks=3)
         assert done.returncode in statuses, done.stdout + done.stderr
@@ -150,9 +150,7 @@ def test_request_that_fails_unseen_is_a_status_without_mpi_too() -> None:
 
 
 @pytest.mark.parametrize(("goes", "after_error", "own", "other"), GOES.values(), ids=GOES)
-def test_process_that_is_gone_is_not_waited_for(
-    goes: str, after_error: bool, own: int, other: int
-) -> None:
+def test_process_that_is_gone_is_not_waited_for(goes, after_error, own, other) -> None:
     job, statuses = start_numbered(
         2,
         "-c",

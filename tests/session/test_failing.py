@@ -28,9 +28,7 @@ class TestFailing:
     """Programs that end with a status other than 0, each in a job of its own."""
 
     @pytest.mark.parametrize(("ranks", "control", "before", "waits"), RAISING.values(), ids=RAISING)
-    def test_rank_that_raises_is_told_to_all(
-        self, ranks: int, control: str, before: str, waits: str
-    ) -> None:
+    def test_rank_that_raises_is_told_to_all(self, ranks, control, before, waits) -> None:
         program = f"""
             {before}
             if comm.rank == 1:
@@ -50,9 +48,7 @@ class TestFailing:
             (2, "shared", "from mpi4py import MPI; MPI.Finalize()", "finalized MPI and"),
         ],
     )
-    def test_rank_that_leaves_early_is_told_to_all(
-        self, ranks: int, control: str, leave: str, said: str
-    ) -> None:
+    def test_rank_that_leaves_early_is_told_to_all(self, ranks, control, leave, said) -> None:
         program = f"""
             comm = ac.init()
             comm.barrier()

@@ -102,9 +102,7 @@ def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["same number", "two coordinators", "another size", "some missing", "no coordinator"],
 )  # fmt: skip
-def test_every_process_is_told_what_is_wrong(
-    numbers: list[tuple[int, int]], error: type[Exception], said: str
-) -> None:
+def test_every_process_is_told_what_is_wrong(numbers, error, said) -> None:
     place = free_place()
     for found in outcomes(*(process(rank, size, place, 0.5) for rank, size in numbers)):
         with pytest.raises(error, match=f"^init: {said}"):

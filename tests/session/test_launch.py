@@ -81,9 +81,7 @@ def test_processes_are_numbered_by_what_started_them() -> None:
         ),
     ],
 )  # fmt: skip
-def test_variables_that_do_not_fit_are_refused(
-    changed: dict[str, str], error: type[Exception], said: str
-) -> None:
+def test_variables_that_do_not_fit_are_refused(changed, error, said) -> None:
     with pytest.raises(error, match=f"^init: .*{said}"):
         numbering(OWN | changed)
 

@@ -59,7 +59,7 @@ class TestEndingWell:
 
     @pytest.mark.parametrize("control", CONTROLS)
     def test_requests_that_nobody_waited_for_are_completed_for_the_last_rank_too(
-        self, control: str
+        self, control
     ) -> None:
         ranks = 2 if control == "shared" else 3
         program = """
@@ -87,7 +87,7 @@ class TestEndingWell:
         ],
     )  # fmt: skip
     def test_errors_that_nobody_waited_for_are_printed_and_fail_the_job(
-        self, calls: str, errors: list[str]
+        self, calls, errors
     ) -> None:
         done = launch(f"""
             comm, failing = ac.init(), ac.op(lambda a, b: 1 / 0)

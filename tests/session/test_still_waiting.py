@@ -38,9 +38,7 @@ def late(comm: Communicator, rank: int) -> None:
     comm.allreduce(1)
 
 
-def test_rank_0_says_it_once_a_wait_and_another_one_only_if_rank_0_is_late(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_rank_0_says_it_once_a_wait_and_another_one_only_if_rank_0_is_late(capsys) -> None:
     def check(comm: Communicator) -> None:
         late(comm, 2)
         late(comm, 0)
@@ -75,9 +73,7 @@ def test_ranks_at_one_place_are_named_together(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("seconds", [None, 60.0])
-def test_nothing_is_said_before_or_if_it_is_turned_off(
-    seconds: float | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_said_before_or_if_it_is_turned_off(seconds, capsys) -> None:
     still_waiting.choose(seconds)
     run(2, late, 1)
     assert lines(capsys.readouterr().err) == []

@@ -41,9 +41,7 @@ def check_same(framework: Framework, got: Any, want: Array | None) -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_device_gives_what_the_host_gives(
-    on_ranks: OnRanks, framework: Framework, name: str
-) -> None:
+def test_device_gives_what_the_host_gives(on_ranks, framework, name) -> None:
     def check(comm: Communicator) -> None:
         for count in (0, 1, 5, 9000, 300_000):
             x = rows(comm, count)
@@ -104,9 +102,7 @@ def test_frameworks_meet(on_ranks: OnRanks, framework: Framework) -> None:
     on_ranks(check)
 
 
-def test_root_sends_to_ranks_that_say_what_it_is_like(
-    on_ranks: OnRanks, framework: Framework
-) -> None:
+def test_root_sends_to_ranks_that_say_what_it_is_like(on_ranks, framework) -> None:
     def check(comm: Communicator) -> None:
         mine = framework.make(np.full((2, 3), comm.rank, np.float32))
         got = comm.bcast(mine if comm.rank == 0 else None, 0, like=mine)
@@ -138,9 +134,7 @@ def tree_of(comm: Communicator) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("where", ["abcde", "ad", "b"])
-def test_leaves_are_reduced_where_they_are(
-    on_ranks: OnRanks, framework: Framework, where: str
-) -> None:
+def test_leaves_are_reduced_where_they_are(on_ranks, framework, where) -> None:
     def check(comm: Communicator) -> None:
         plain = tree_of(comm)
 

@@ -95,9 +95,7 @@ def test_kernels_do_what_the_host_does(memory: Any, dtype: Any, op: str, check: 
 
 @both
 @pytest.mark.parametrize(("dtype", "op"), CARRIED, ids=str)
-def test_rows_of_several_launches_are_rounded_once(
-    memory: Any, dtype: Any, op: str, check: Any
-) -> None:
+def test_rows_of_several_launches_are_rounded_once(memory, dtype, op, check) -> None:
     many = 2 * MAX_ROWS + 3
     check(memory, dtype, op, [values_of(dtype, 37, rank) for rank in range(many)], [0] * many)
 

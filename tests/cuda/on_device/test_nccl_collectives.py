@@ -67,9 +67,7 @@ def test_long_arrays_go_in_chunks(nccl_job: Job, framework: Framework, nbytes: i
 
 @pytest.mark.parametrize("op", ["sum", "prod", "mean"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "bfloat16"])
-def test_an_order_of_nccls_own_gives_all_ranks_the_same(
-    nccl_job: Job, framework: Framework, dtype: str, op: str
-) -> None:
+def test_an_order_of_nccls_own_gives_all_ranks_the_same(nccl_job, framework, dtype, op) -> None:
     kind = BY_NAME[dtype].dtype
 
     def check(comm: Communicator) -> None:

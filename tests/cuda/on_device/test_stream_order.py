@@ -79,9 +79,7 @@ def begun(comm: Communicator, writable: Framework) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_read_what_is_still_to_be_written(
-    on_ranks: OnRanks, writable: Framework, name: str
-) -> None:
+def test_calls_read_what_is_still_to_be_written(on_ranks, writable, name) -> None:
     call, wanted = CALLS[name]
 
     def check(comm: Communicator) -> None:
@@ -103,9 +101,7 @@ def test_calls_read_what_is_still_to_be_written(
 
 
 @pytest.mark.parametrize(("name", "late"), [(name, i % 2) for i, name in enumerate(CALLS)])
-def test_input_may_be_overwritten_while_others_are_missing(
-    nccl_job: Job, writable: Framework, name: str, late: int
-) -> None:
+def test_input_may_be_overwritten_while_others_are_missing(nccl_job, writable, name, late) -> None:
     call, wanted = CALLS[name]
 
     def check(comm: Communicator) -> None:
@@ -128,9 +124,7 @@ def test_input_may_be_overwritten_while_others_are_missing(
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "tree"])
-def test_the_host_does_not_wait_for_the_device(
-    nccl_job: Job, writable: Framework, name: str
-) -> None:
+def test_the_host_does_not_wait_for_the_device(nccl_job, writable, name) -> None:
     call, wanted = CALLS[name]
 
     def check(comm: Communicator) -> None:
@@ -262,9 +256,7 @@ def test_calls_are_refused_while_a_graph_is_captured(on_ranks: OnRanks) -> None:
     on_ranks(check)
 
 
-def test_a_request_may_be_waited_for_in_another_stream(
-    on_ranks: OnRanks, writable: Framework
-) -> None:
+def test_a_request_may_be_waited_for_in_another_stream(on_ranks, writable) -> None:
     def check(comm: Communicator) -> None:
         begun(comm, writable)
         with writable.side():
@@ -279,9 +271,7 @@ def test_a_request_may_be_waited_for_in_another_stream(
     on_ranks(check)
 
 
-def test_requests_of_two_communicators_may_be_in_any_order(
-    on_ranks: OnRanks, writable: Framework
-) -> None:
+def test_requests_of_two_communicators_may_be_in_any_order(on_ranks, writable) -> None:
     """The ranks start and take them in orders of their own, and one call waits for another's result."""
 
     def check(comm: Communicator) -> None:
@@ -335,9 +325,7 @@ def test_memory_of_requests_is_not_used_too_early(on_ranks: OnRanks, writable: F
 
 
 @pytest.mark.filterwarnings("ignore:the request made:RuntimeWarning")
-def test_a_request_that_nobody_waits_for_keeps_its_memory(
-    on_ranks: OnRanks, writable: Framework
-) -> None:
+def test_a_request_that_nobody_waits_for_keeps_its_memory(on_ranks, writable) -> None:
     def check(comm: Communicator) -> None:
         begun(comm, writable)
         with writable.side():
