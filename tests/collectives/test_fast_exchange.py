@@ -38,7 +38,7 @@ def _assert_ring(comm: Communicator, *numbers: int) -> None:
     assert np.array_equal(got, _numbered(left, *numbers))
 
 
-def test_each_call_gets_its_own_elements(on_ranks, size) -> None:
+def test_each_call_gets_its_own_elements(on_ranks, few) -> None:
     def check(comm: Communicator) -> None:
         right, left = _ring(comm)
         status, kept, paths = ac.Status(), [], []
@@ -66,7 +66,7 @@ def test_each_call_gets_its_own_elements(on_ranks, size) -> None:
             assert counts["send"]["bytes"] == 16 * 8 * SHORT
             assert counts["recv"]["calls"] == 16
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
 # What one rank sends while the others have a fast path for another array.
@@ -82,7 +82,7 @@ OTHERS: dict[str, Callable[[], Array]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_an_array_that_is_not_like_those_before_arrives(on_ranks, several, other) -> None:
+def test_an_array_that_is_not_like_those_before_arrives(on_ranks, other) -> None:
     def check(comm: Communicator) -> None:
         right, left = _ring(comm)
         _warm(comm)
@@ -93,10 +93,10 @@ def test_an_array_that_is_not_like_those_before_arrives(on_ranks, several, other
         assert np.array_equal(got, wanted)
         _warm(comm)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_wrong_arguments_on_one_rank_are_raised_as_before(on_ranks, several) -> None:
+def test_wrong_arguments_on_one_rank_are_raised_as_before(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         right, left = _ring(comm)
         _warm(comm)
@@ -119,7 +119,7 @@ def test_wrong_arguments_on_one_rank_are_raised_as_before(on_ranks, several) -> 
                 assert np.array_equal(comm.sendrecv(mine, right, left), _numbered(left))
             _assert_ring(comm, 7)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 def test_receives_from_any_rank_come_before_later_exchanges(on_ranks) -> None:
@@ -185,8 +185,6 @@ for turn in range(5):
     with comm.dup() as other:
         for _ in range(3):
             other.sendrecv(np.ones(3), peer, peer)
-if sys.argv[1] == "finalizes":
-    ac.finalize()
 if sys.argv[1] == "raises" and comm.rank == 1:
     raise ValueError("rank 1 is broken")
 if sys.argv[1] == "raises":
@@ -196,7 +194,7 @@ if sys.argv[1] == "raises":
 
 @needs_mpiexec
 @pytest.mark.each_mpi
-@pytest.mark.parametrize("how", ["ends", "finalizes", "raises"])
+@pytest.mark.parametrize("how", ["ends", "raises"])
 def test_program_ends_as_without_fast_paths(how) -> None:
     job = run_python("-c", PROGRAM, how, ranks=2, timeout=60)
     assert (job.returncode == 0) == (how != "raises"), job.stderr

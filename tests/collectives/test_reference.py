@@ -15,31 +15,31 @@ from arraycomm._training.data import DistributedDataContainer
 from tests.support.oracle import DTYPES, FLOAT, expected, same_bits, sample
 
 
-def test_rank_and_size_and_printing(on_ranks, size, capsys) -> None:
+def test_rank_and_size_and_printing(on_ranks, few, capsys) -> None:
     def check(comm: Communicator) -> tuple[int, int]:
         ac.println("rank", comm.rank, "says", "x" * comm.rank, comm=comm)
         return comm.rank, comm.size
 
-    assert on_ranks(size, check) == [(rank, size) for rank in range(size)]
+    assert on_ranks(few, check) == [(rank, few) for rank in range(few)]
     lines = [line for line in capsys.readouterr().out.splitlines() if "says" in line]
     if lines:
-        ends = [f"[{rank}/{size}] rank {rank} says {'x' * rank}" for rank in range(size)]
+        ends = [f"[{rank}/{few}] rank {rank} says {'x' * rank}" for rank in range(few)]
         assert [line.split(" ", 1)[1] for line in lines] == ends
 
 
-def test_lines_of_many_rounds_come_in_order(on_ranks, size, capsys) -> None:
+def test_lines_of_many_rounds_come_in_order(on_ranks, few, capsys) -> None:
     def check(comm: Communicator) -> None:
         for number in range(50):
             ac.println(f"round {number}", comm=comm)
 
-    on_ranks(size, check)
+    on_ranks(few, check)
     lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     if lines:
-        assert lines == [f"[{r}/{size}] round {n}" for n in range(50) for r in range(size)]
+        assert lines == [f"[{r}/{few}] round {n}" for n in range(50) for r in range(few)]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 4, 7, 10, 13])
-def test_container_covers_the_data_and_sums_agree(on_ranks, size, count) -> None:
+@pytest.mark.parametrize("count", [0, 2, 7])
+def test_container_covers_the_data_and_sums_agree(on_ranks, few, count) -> None:
     data = np.arange(count, dtype=np.float64) ** 2
 
     def check(comm: Communicator) -> list[float]:
@@ -49,13 +49,13 @@ def test_container_covers_the_data_and_sums_agree(on_ranks, size, count) -> None
         assert comm.allreduce(local) == data.sum()
         return [float(item) for item in container]
 
-    parts = on_ranks(size, check)
+    parts = on_ranks(few, check)
     assert sorted(item for part in parts for item in part) == data.tolist()
     lengths = [len(part) for part in parts]
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_allreduce_of_different_values(on_ranks, size) -> None:
+def test_allreduce_of_different_values(on_ranks, few) -> None:
     def check(comm: Communicator) -> None:
         for dtype in DTYPES:
             arrays = [np.full((2, 3), rank + 1).astype(dtype) for rank in range(comm.size)]
@@ -65,10 +65,10 @@ def test_allreduce_of_different_values(on_ranks, size) -> None:
                 got = comm.iallreduce(arrays[comm.rank], op).wait()
                 assert same_bits(got, want), (dtype, op)
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
-def test_bcast_of_two_by_three_from_every_root(on_ranks, size) -> None:
+def test_bcast_of_two_by_three_from_every_root(on_ranks, few) -> None:
     def check(comm: Communicator) -> None:
         for dtype, root in product(DTYPES, range(comm.size)):
             mine = sample(dtype, 6, comm.rank).reshape(2, 3)
@@ -81,14 +81,14 @@ def test_bcast_of_two_by_three_from_every_root(on_ranks, size) -> None:
             assert comm.bcast(mine, root, out=mine) is mine
             assert same_bits(mine, want), dtype
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
 @pytest.mark.parametrize("dtype", FLOAT, ids=str)
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_five_hundred_twelve_elements_from_fill(on_ranks, size, dtype, op) -> None:
-    total = sum(range(1, size + 1))
-    want = total / size if op == "mean" else total
+def test_five_hundred_twelve_elements_from_fill(on_ranks, few, dtype, op) -> None:
+    total = sum(range(1, few + 1))
+    want = total / few if op == "mean" else total
 
     def check(comm: Communicator) -> None:
         x = np.full(512, comm.rank + 1, dtype)
@@ -104,7 +104,7 @@ def test_five_hundred_twelve_elements_from_fill(on_ranks, size, dtype, op) -> No
         assert comm.allreduce(x, op, out=x) is x
         assert (x == want).all()
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
 class Layer(NamedTuple):
@@ -129,7 +129,7 @@ def _state(value: float, name: str) -> dict[str, Any]:
     }
 
 
-def test_synchronize_nested_state_from_every_root(on_ranks, size) -> None:
+def test_synchronize_nested_state_from_every_root(on_ranks, few) -> None:
     def check(comm: Communicator) -> None:
         for root in range(comm.size):
             mine = _state(float(comm.rank + 1), f"rank{comm.rank}")
@@ -139,10 +139,10 @@ def test_synchronize_nested_state_from_every_root(on_ranks, size) -> None:
             assert repr(mine) == repr(_state(float(comm.rank + 1), f"rank{comm.rank}"))
             assert list(got) == list(mine)
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
-def test_unused_parameters(on_ranks, size) -> None:
+def test_unused_parameters(on_ranks, few) -> None:
     """A leaf, a branch, none: missing on some ranks, on all, on none; dtype and shape are kept."""
 
     def check(comm: Communicator) -> None:
@@ -164,4 +164,4 @@ def test_unused_parameters(on_ranks, size) -> None:
         mean = ac.allreduce_gradients(gradients, comm=comm)
         assert mean["branch"][0].tolist() == [3 / comm.size] * 2
 
-    on_ranks(size, check)
+    on_ranks(few, check)

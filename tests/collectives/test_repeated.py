@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import fast_path, shared_arrays
+from arraycomm._collectives import shared_arrays
 from arraycomm._reduce import chunks, selection
 from arraycomm._transports.base import Transport
 from tests.support import internals
+from tests.support.layouts import LAYOUTS
 from tests.support.on_ranks import OnRanks
 
 # More elements than travel with a header.
@@ -36,7 +37,7 @@ def warmed(comm: ac.Communicator) -> None:
     assert internals.has_fast_paths(comm, 1)
 
 
-def test_repeated_calls_reduce_what_they_are_given(on_ranks: OnRanks, size: int) -> None:
+def test_repeated_calls_reduce_what_they_are_given(on_ranks: OnRanks, few: int) -> None:
     def check(comm: ac.Communicator) -> None:
         warmed(comm)
         before = comm.stats()["allreduce"]
@@ -46,59 +47,37 @@ def test_repeated_calls_reduce_what_they_are_given(on_ranks: OnRanks, size: int)
             results.append(comm.allreduce(x))
             np.testing.assert_array_equal(x, own(comm.rank, turn))
         for turn, result in enumerate(results):
-            np.testing.assert_array_equal(result, total(size, turn))
+            np.testing.assert_array_equal(result, total(few, turn))
             assert result.flags.writeable
             assert result.flags.owndata or result.base is not None
         after = comm.stats()["allreduce"]
         assert after["calls"] - before["calls"] == 3
         assert after["bytes"] - before["bytes"] == 3 * COUNT * 8
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
-def whole(x: Any, memory: Any) -> tuple[Any, Any]:
-    return x, memory[:COUNT]
+def _into(memory: Any, x: Any) -> Any:
+    memory[...] = x
+    return memory
 
 
-def in_place(x: Any, memory: Any) -> tuple[Any, Any]:
-    memory[:COUNT] = x
-    return memory[:COUNT], memory[:COUNT]
-
-
-def overlapping(x: Any, memory: Any) -> tuple[Any, Any]:
-    memory[:COUNT] = x
-    return memory[:COUNT], memory[7 : COUNT + 7]
-
-
-def every_other(x: Any, memory: Any) -> tuple[Any, Any]:
-    return x, memory[: 2 * COUNT : 2]
-
-
-def strided(x: Any, memory: Any) -> tuple[Any, Any]:
-    spread = np.zeros(2 * COUNT)
-    spread[::2] = x
-    return spread[::2], memory[:COUNT]
-
-
-def unaligned(x: Any, memory: Any) -> tuple[Any, Any]:
-    moved = np.zeros(8 * COUNT + 1, np.uint8)[1:].view(np.float64)
-    moved[...] = x
-    return moved, memory[:COUNT]
-
-
-def read_only(x: Any, memory: Any) -> tuple[Any, Any]:
-    x.flags.writeable = False
-    return x, memory[:COUNT]
-
-
-PLACES = [whole, in_place, overlapping, every_other, strided, unaligned, read_only]
+# Where x and out are, in memory for more than two of them.
+PLACES: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "whole": lambda x, memory: (x, memory[:COUNT]),
+    "in place": lambda x, memory: (_into(memory[:COUNT], x), memory[:COUNT]),
+    "overlapping": lambda x, memory: (_into(memory[:COUNT], x), memory[7 : COUNT + 7]),
+    "every other": lambda x, memory: (x, memory[: 2 * COUNT : 2]),
+    "strided": lambda x, memory: (_into(np.zeros(2 * COUNT)[::2], x), memory[:COUNT]),
+    "unaligned": lambda x, memory: (LAYOUTS["unaligned"](x), memory[:COUNT]),
+    "read-only": lambda x, memory: (LAYOUTS["read-only"](x), memory[:COUNT]),
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_memory_of_each_kind_gives_the_same(
     on_ranks: OnRanks,
-    several: int,
-    place: Callable[..., tuple[Any, Any]],
+    place: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One rank alone, or all, have arrays of a kind for which there may be no fast path."""
@@ -110,14 +89,14 @@ def test_memory_of_each_kind_gives_the_same(
         memory = np.zeros(2 * COUNT + 8)
         for turn, unusual in enumerate((0, comm.size - 1, comm.size)):
             memory[...] = -1
-            where = place if comm.rank == unusual or unusual == comm.size else whole
-            x, out = where(own(comm.rank, turn), memory)
+            where = place if comm.rank == unusual or unusual == comm.size else "whole"
+            x, out = PLACES[where](own(comm.rank, turn), memory)
             assert comm.allreduce(x, out=out) is out
             np.testing.assert_array_equal(out, total(comm.size, turn))
             untouched = np.count_nonzero(memory == -1)
             assert untouched >= COUNT + 1
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 @pytest.mark.parametrize(
@@ -130,32 +109,30 @@ def test_memory_of_each_kind_gives_the_same(
         (lambda comm, x: comm.allreduce(x[:3]), r"\(3,\)"),
     ],
 )
-def test_another_call_on_one_rank_raises_on_all(
-    on_ranks: OnRanks, several: int, other: Any, said: str
-) -> None:
+def test_another_call_on_one_rank_raises_on_all(on_ranks: OnRanks, other: Any, said: str) -> None:
     def check(comm: ac.Communicator) -> None:
         warmed(comm)
         call = other if comm.rank == 1 else type(comm).allreduce
         with pytest.raises(ac.MismatchError, match=said):
             call(comm, own(comm.rank))
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_what_is_wrong_with_one_rank_raises_in_step(on_ranks: OnRanks, several: int) -> None:
+def test_what_is_wrong_with_one_rank_raises_in_step(on_ranks: OnRanks) -> None:
     def check(comm: ac.Communicator) -> None:
         warmed(comm)
         x, small = own(comm.rank), np.zeros(3)
-        wrong = comm.rank == several - 1
+        wrong = comm.rank == 2
         with pytest.raises(ValueError if wrong else ac.PeerError, match="shape"):
             comm.allreduce(x, out=small if wrong else None)
-        np.testing.assert_array_equal(comm.allreduce(x), total(several))
+        np.testing.assert_array_equal(comm.allreduce(x), total(3))
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 def test_too_little_memory_on_one_rank_raises_in_step(
-    on_ranks: OnRanks, several: int, monkeypatch: pytest.MonkeyPatch
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve, have_little = chunks.reserve, set[int]()
 
@@ -169,24 +146,18 @@ def test_too_little_memory_on_one_rank_raises_in_step(
 
     def check(comm: ac.Communicator) -> None:
         warmed(comm)
-        if comm.rank == several - 1:
+        if comm.rank == 2:
             have_little.add(comm.rank)
         with pytest.raises((MemoryError, ac.PeerError), match="planted"):
             comm.allreduce(own(comm.rank))
         have_little.discard(comm.rank)
-        np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(several))
+        np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
 
-    on_ranks(several, check)
-
-
-def _twice(comm: ac.Communicator, x: Any) -> None:
-    """Reduce again: who has its result by then learns of an error in the next call."""
-    comm.allreduce(x)
-    comm.allreduce(x)
+    on_ranks(3, check)
 
 
 def test_error_on_the_way_ends_the_communicator(
-    on_ranks: OnRanks, several: int, monkeypatch: pytest.MonkeyPatch
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fold, failing = Transport.fold, set[int]()
 
@@ -202,22 +173,22 @@ def test_error_on_the_way_ends_the_communicator(
     def check(comm: ac.Communicator) -> None:
         part = comm.dup()
         warmed(part)
-        wrong = comm.rank == several - 1
+        wrong = comm.rank == 2
         if wrong:
             failing.add(comm.rank)
-        raised = pytest.raises(RuntimeError if wrong else ac.PeerError, match="planted")
-        with raised:
-            _twice(part, own(comm.rank))
+        # Who has its result by then learns of an error in the next call.
+        with pytest.raises(RuntimeError if wrong else ac.PeerError, match="planted"):
+            _ = [part.allreduce(own(comm.rank)) for _ in range(2)]
         with pytest.raises(ac.CommunicatorClosedError):
             part.barrier()
         failing.discard(comm.rank)
         comm.barrier()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 def test_arrays_that_ranks_share_are_reduced_where_they_are(
-    on_ranks: OnRanks, several: int, monkeypatch: pytest.MonkeyPatch
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reduced = list[int]()
     reduce = shared_arrays.allreduce
@@ -233,64 +204,31 @@ def test_arrays_that_ranks_share_are_reduced_where_they_are(
         x, out = (comm.empty(COUNT, np.float64) for _ in range(2))
         for turn in range(2):
             x[...] = own(comm.rank, turn)
-            np.testing.assert_array_equal(comm.allreduce(x, out=out), total(several, turn))
-            np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(several))
+            np.testing.assert_array_equal(comm.allreduce(x, out=out), total(3, turn))
+            np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
         if shared_arrays.exist(internals.transport(comm)):
             assert reduced.count(comm.rank) == 2
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_calls_without_headers_have_none(on_ranks: OnRanks, several: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        unchecked = comm.dup(check=False)
-        for turn in range(3):
-            np.testing.assert_array_equal(
-                unchecked.allreduce(own(comm.rank, turn)), total(several, turn)
-            )
-        assert internals.has_fast_paths(unchecked, 0)
-
-    on_ranks(several, check)
-
-
-def test_arrays_that_have_to_be_copied_are_not_looked_at_each_time(
-    on_ranks: OnRanks, several: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked, view = list[int](), fast_path.view
-
-    def counted(x: Any) -> Any:
-        looked.append(x.nbytes)
-        return view(x)
-
-    monkeypatch.setattr(fast_path, "view", counted)
-
-    def check(comm: ac.Communicator) -> int:
-        swapped = own(comm.rank).astype(">f8")
-        for _ in range(3):
-            np.testing.assert_array_equal(comm.allreduce(swapped), total(several))
-        return len(looked)
-
-    # Once on each rank, of which those of threads count together.
-    assert max(on_ranks(several, check)) <= several
-
-
-def test_requests_that_are_outstanding_come_first(on_ranks: OnRanks, several: int) -> None:
+def test_requests_that_are_outstanding_come_first(on_ranks: OnRanks) -> None:
     def check(comm: ac.Communicator) -> None:
         warmed(comm)
-        late = comm.rank == several - 1
+        late = comm.rank == 2
         if late:
             time.sleep(0.05)
         request = comm.iallreduce(own(comm.rank, 1))
         if late:
-            np.testing.assert_array_equal(request.wait(), total(several, 1))
-        np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(several))
-        np.testing.assert_array_equal(request.wait(), total(several, 1))
+            np.testing.assert_array_equal(request.wait(), total(3, 1))
+        np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
+        np.testing.assert_array_equal(request.wait(), total(3, 1))
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 @pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
-def test_tensors_get_tensors(on_ranks: OnRanks, several: int) -> None:
+def test_tensors_get_tensors(on_ranks: OnRanks) -> None:
     import torch
 
     def check(comm: ac.Communicator) -> None:
@@ -298,12 +236,12 @@ def test_tensors_get_tensors(on_ranks: OnRanks, several: int) -> None:
             x = torch.from_numpy(own(comm.rank, turn))
             got = comm.allreduce(x)
             assert isinstance(got, torch.Tensor)
-            np.testing.assert_array_equal(got.numpy(), total(several, turn))
+            np.testing.assert_array_equal(got.numpy(), total(3, turn))
             out = torch.empty(COUNT, dtype=torch.float64)
             assert comm.allreduce(x, out=out) is out
-            np.testing.assert_array_equal(out.numpy(), total(several, turn))
+            np.testing.assert_array_equal(out.numpy(), total(3, turn))
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 # Small tensors, which are read in a quicker way from the second call on.
@@ -359,7 +297,7 @@ def test_tensors_that_are_refused_are_refused_also_later(
 
 @pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
-def test_small_tensors_get_tensors(on_ranks: OnRanks, several: int, dtype: str) -> None:
+def test_small_tensors_get_tensors(on_ranks: OnRanks, dtype: str) -> None:
     import torch
 
     kind = getattr(torch, dtype)
@@ -381,7 +319,7 @@ def test_small_tensors_get_tensors(on_ranks: OnRanks, several: int, dtype: str) 
                 with pytest.raises((BufferError, ac.PeerError), match="elements of out share"):
                     comm.allreduce(x, "max", out=torch.empty(1, dtype=kind).expand(2, 2))
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 @pytest.mark.skipif(not find_spec("torch"), reason="needs torch")

@@ -85,7 +85,7 @@ def test_call_waits_as_long_as_its_own_timeout_says(name) -> None:
     assert max(run(2, check)) < 5
 
 
-def test_timeout_holds_for_one_call_on_one_rank(on_ranks, several) -> None:
+def test_timeout_holds_for_one_call_on_one_rank(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         impatient = comm.dup(timeout=0.4)
         assert impatient.allreduce(1, timeout=30 if comm.rank else None) == comm.size
@@ -94,10 +94,10 @@ def test_timeout_holds_for_one_call_on_one_rank(on_ranks, several) -> None:
                 impatient.allreduce(1)
         comm.barrier()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_wrong_timeout_is_raised_on_all_ranks_which_go_on(on_ranks, several) -> None:
+def test_wrong_timeout_is_raised_on_all_ranks_which_go_on(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         for wrong, kind in (
             (0, ValueError),
@@ -122,7 +122,7 @@ def test_wrong_timeout_is_raised_on_all_ranks_which_go_on(on_ranks, several) -> 
                     comm.recv(1)
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 @alone

@@ -64,24 +64,24 @@ def traced(comm: ac.Communicator, calls: Callable[[ac.Communicator], None]) -> d
     return found
 
 
-def test_file_follows_the_trace_event_format(on_ranks: OnRanks, size: int) -> None:
+def test_file_follows_the_trace_event_format(on_ranks: OnRanks, few: int) -> None:
     def check(comm: ac.Communicator) -> None:
         trace = traced(comm, some_of_each)
         check_format(trace)
         events = trace["traceEvents"]
         assert {event["ph"] for event in events} == set("MXsf")
         named = [e["pid"] for e in events if e["name"] == "process_name"]
-        assert named == list(range(size))
+        assert named == list(range(few))
         comm.barrier()
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
-def test_each_call_is_there_with_what_it_was(on_ranks: OnRanks, several: int) -> None:
+def test_each_call_is_there_with_what_it_was(on_ranks: OnRanks) -> None:
     def check(comm: ac.Communicator) -> None:
         trace = traced(comm, some_of_each)
         calls = [e for e in trace["traceEvents"] if e["ph"] == "X" and "args" in e]
-        for rank in range(several):
+        for rank in range(3):
             own = [e for e in calls if e["pid"] == rank]
             found = [(e["cat"], e["name"], e["args"]["bytes"]) for e in own]
             assert found.count(("call", "allreduce", 16)) == 4
@@ -98,7 +98,7 @@ def test_each_call_is_there_with_what_it_was(on_ranks: OnRanks, several: int) ->
         steps = [
             sorted((e["args"]["communicator"], e["args"]["step"], e["name"]) for e in calls
                    if e["pid"] == rank and "step" in e["args"])
-            for rank in range(several)
+            for rank in range(3)
         ]  # fmt: skip
         assert all(own == steps[0] for own in steps)
         large = ac.explain(np.ones(ELEMENTS), comm=comm).algorithm
@@ -109,10 +109,10 @@ def test_each_call_is_there_with_what_it_was(on_ranks: OnRanks, several: int) ->
         } == {large}
         comm.barrier()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_no_call_does_anything_for_a_trace_that_is_over(on_ranks: OnRanks, several: int) -> None:
+def test_no_call_does_anything_for_a_trace_that_is_over(on_ranks: OnRanks) -> None:
     def check(comm: ac.Communicator) -> None:
         x = np.ones(2)
         comm.allreduce(x)
@@ -133,13 +133,13 @@ def test_no_call_does_anything_for_a_trace_that_is_over(on_ranks: OnRanks, sever
                 )
                 for name in ("one.json", "two.json")
             ]
-            assert names == [2 * several, several]
+            assert names == [6, 3]
         assert not internals.is_traced(comm)
         assert not internals.is_traced(made)
         comm.allreduce(x)
         assert internals.has_fast_paths(comm, 1)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 def end_on_rank_1(_: int, rank: int) -> None:
@@ -147,9 +147,7 @@ def end_on_rank_1(_: int, rank: int) -> None:
         raise RuntimeError("no more data")
 
 
-def test_exception_in_the_block_raises_everywhere_and_leaves_the_parts(
-    on_ranks: OnRanks, several: int
-) -> None:
+def test_exception_in_the_block_raises_everywhere_and_leaves_the_parts(on_ranks: OnRanks) -> None:
     def check(comm: ac.Communicator) -> None:
         with folder_of_all(comm) as folder:
             path = os.path.join(folder, "run.json")
@@ -159,7 +157,7 @@ def test_exception_in_the_block_raises_everywhere_and_leaves_the_parts(
             # All are in step, and the file has the calls of all of them.
             comm.barrier()
             found = [e for e in read(path)["traceEvents"] if e["name"] == "allreduce"]
-            assert sorted(e["pid"] for e in found) == list(range(several))
+            assert sorted(e["pid"] for e in found) == list(range(3))
             comm.barrier()
             # An error that all ranks know of is not told again.
             with pytest.raises(ValueError if comm.rank == 1 else ac.PeerError), comm.trace(path):
@@ -170,10 +168,10 @@ def test_exception_in_the_block_raises_everywhere_and_leaves_the_parts(
             comm.barrier()
             assert os.listdir(folder) == ["run.json"]
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_path_that_is_wrong_raises_on_every_rank(on_ranks: OnRanks, several: int) -> None:
+def test_path_that_is_wrong_raises_on_every_rank(on_ranks: OnRanks) -> None:
     def check(comm: ac.Communicator) -> None:
         with folder_of_all(comm) as folder:
             nowhere = os.path.join(folder, "none", "run.json")
@@ -184,14 +182,14 @@ def test_path_that_is_wrong_raises_on_every_rank(on_ranks: OnRanks, several: int
                     comm.trace(wrong).__enter__()
             comm.barrier()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_ranks_that_name_different_files_raise_a_mismatch(on_ranks: OnRanks, several: int) -> None:
+def test_ranks_that_name_different_files_raise_a_mismatch(on_ranks: OnRanks) -> None:
     def check(comm: ac.Communicator) -> None:
         with folder_of_all(comm) as folder:
             path = os.path.join(folder, f"{min(comm.rank, 1)}.json")
             with pytest.raises(ac.MismatchError, match=r"trace\(begin .*1\.json\)"):
                 comm.dup().trace(path).__enter__()
 
-    on_ranks(several, check)
+    on_ranks(3, check)

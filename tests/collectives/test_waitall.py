@@ -10,7 +10,7 @@ from arraycomm._communicator import Communicator
 from tests.support import internals
 
 
-def test_results_are_in_the_order_of_the_requests(on_ranks, size) -> None:
+def test_results_are_in_the_order_of_the_requests(on_ranks, few) -> None:
     def check(comm: Communicator) -> None:
         other = comm.dup()
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -28,19 +28,12 @@ def test_results_are_in_the_order_of_the_requests(on_ranks, size) -> None:
         assert results[2] is None
         assert results[3] is None
         assert results[4].tolist() == list(range(comm.size))
+        assert ac.waitall([]) == []
 
-    on_ranks(size, check)
-
-
-def test_none_are_waited_for_at_once(on_ranks, size) -> None:
-    on_ranks(size, lambda comm: _check_equal(ac.waitall([]), []))
+    on_ranks(few, check)
 
 
-def _check_equal(got: object, want: object) -> None:
-    assert got == want
-
-
-def test_error_of_the_first_is_raised_once_all_are_finished(on_ranks, several) -> None:
+def test_error_of_the_first_is_raised_once_all_are_finished(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         requests = [
             comm.iallreduce(np.ones(40_000)),
@@ -53,10 +46,10 @@ def test_error_of_the_first_is_raised_once_all_are_finished(on_ranks, several) -
         assert all(internals.is_finished(request) for request in requests)
         assert (requests[3].wait() == comm.size).all()
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
-def test_requests_of_a_generator_are_all_started_first(on_ranks, size) -> None:
+def test_requests_of_a_generator_are_all_started_first(on_ranks, few) -> None:
     def check(comm: Communicator) -> None:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         mine = np.full(20_000, comm.rank)
@@ -64,4 +57,4 @@ def test_requests_of_a_generator_are_all_started_first(on_ranks, size) -> None:
         results = ac.waitall(start() for start in starts)
         assert (results[1] == left).all()
 
-    on_ranks(size, check)
+    on_ranks(few, check)
