@@ -34,24 +34,10 @@ from sybil import Document, Example, Region, Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 RANK = next((os.environ[n] for n in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if n in os.environ), "")
-FRAMEWORKS = {
-    "cupy",
-    "equinox",
-    "flax",
-    "jax",
-    "keras",
-    "mlx",
-    "mpi4py",
-    "optax",
-    "orbax",
-    "scipy",
-    "sklearn",
-    "thinc",
-    "torch",
-}
+FRAMEWORKS = "cupy equinox flax jax keras mlx mpi4py optax orbax scipy sklearn thinc torch"
 
-# What takes longest to import; torch loads its compiler with the first optimizer.
-LOADED = ("torch", "torch._dynamo", "jax", "optax", "hypothesis", "sklearn.linear_model")
+# What takes longest to import.
+LOADED = ("torch", "jax", "optax", "hypothesis", "sklearn.linear_model")
 
 
 def needed_module(dotted: str) -> str:
@@ -87,7 +73,9 @@ class Names:
     """The names that the blocks so far have bound, and those that blocks left out would have."""
 
     def __init__(self) -> None:
-        self._absent = {name for name in FRAMEWORKS if importlib.util.find_spec(name) is None}
+        self._absent = {
+            name for name in FRAMEWORKS.split() if importlib.util.find_spec(name) is None
+        }
         self._bound: set[str] = set()
         self._unbound: set[str] = set()
 

@@ -43,10 +43,8 @@ def _report(documents: tuple[Path, ...], ranks: int | None) -> str:
         documents = (*documents, *here)
     with TemporaryDirectory() as directory:
         paths = map(str, documents)
-        # Alone, the documents compile models; and all share what is imported.
-        job = run_python(
-            *COMMAND, *paths, ranks=ranks, cwd=Path(directory), timeout=480, compiles=ranks is None
-        )
+        # All share what is imported.
+        job = run_python(*COMMAND, *paths, ranks=ranks, cwd=Path(directory), timeout=480)
     return f"{job.stdout}\n{job.stderr}\n<the job ended with {job.returncode}>"
 
 

@@ -13,7 +13,6 @@ from hypothesis.database import InMemoryExampleDatabase
 
 import arraycomm as ac
 from arraycomm.testing import RankValues, given, per_rank
-from arraycomm.testing import strategies as ranked
 from tests.support.launched import run_pytest
 from tests.support.launcher import is_open_mpi, needs_mpiexec, run_python
 
@@ -311,26 +310,18 @@ def test_seeds_and_settings_apply_on_either_side() -> None:
     assert len(outer) == FEW.max_examples
 
 
-def test_every_rank_count_up_to_four_is_drawn() -> None:
-    seen: set[int] = set()
-
-    @FEW
-    @given()
-    def test(comm) -> None:
-        seen.add(comm.size)
-
-    test()
-    assert seen == {1, 2, 3, 4}
-
-
 @pytest.mark.parametrize(
-    ("ranks", "expected"), [(3, {3}), ([2, 5], {2, 5}), (st.sampled_from([1, 6]), {1, 6})]
+    ("asked", "expected"),
+    [
+        *(({}, {1, 2, 3, 4}), ({"ranks": 3}, {3}), ({"ranks": [2, 5]}, {2, 5})),
+        ({"ranks": st.sampled_from([1, 6])}, {1, 6}),
+    ],
 )
-def test_rank_counts_are_those_asked_for(ranks, expected) -> None:
+def test_rank_counts_are_those_asked_for_or_up_to_four(asked, expected) -> None:
     seen: set[int] = set()
 
     @FEW
-    @given(ranks=ranks)
+    @given(**asked)
     def test(comm) -> None:
         seen.add(comm.size)
 
@@ -430,15 +421,6 @@ def test_keyboard_interrupt_in_a_rank_comes_through() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         test()
-
-
-def test_roots_are_ranks() -> None:
-    @FEW
-    @given(root=ranked.roots())
-    def test(comm, root) -> None:
-        assert 0 <= root < comm.size
-
-    test()
 
 
 WITHOUT_HYPOTHESIS = """

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -360,47 +359,6 @@ def test_timeout_is_reported_while_all_wait() -> None:
     # Who is told of another's end before its own time is up raises that.
     assert ac.CommTimeoutError in kinds
     assert set(kinds) <= {ac.CommTimeoutError, ac.PeerError}
-
-
-@pytest.fixture
-def one_rank_waiting_for_the_baton() -> Iterator[tuple[Outcome, int, threading.Event]]:
-    """A run in which one rank blocks, holding the baton, and the other waits for it."""
-    over, blocked = threading.Event(), threading.Event()
-    holder: list[int] = []
-
-    def hold(comm: Communicator) -> None:
-        alone = comm.split(comm.rank)
-        assert alone is not None
-        if not holder:
-            holder.append(comm.rank)
-            blocked.set()
-            over.wait(_LIMIT)
-        while True:
-            alone.barrier()
-            if over.is_set():
-                return
-
-    outcome = start(2, 3, hold)
-    assert blocked.wait(_LIMIT)
-    yield outcome, 1 - holder[0], over
-    over.set()
-    outcome.ended()
-
-
-def test_asynchronous_exception_ends_a_rank_that_waits_for_the_baton(
-    one_rank_waiting_for_the_baton: tuple[Outcome, int, threading.Event],
-) -> None:
-    outcome, waiting, over = one_rank_waiting_for_the_baton
-    thread = outcome.threads[waiting]
-    ident = ctypes.c_ulong(thread.ident or 0)
-    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
-    # While the other rank still holds the baton.
-    thread.join(_LIMIT / 2)
-    assert not thread.is_alive()
-    assert isinstance(outcome.errors[waiting], KeyboardInterrupt)
-    over.set()
-    outcome.ended()
-    assert outcome.errors[1 - waiting] is None
 
 
 @pytest.mark.usefixtures("usual_patience")

@@ -141,17 +141,6 @@ def test_seeds_fill_arrays_after_the_elements_with_specials_among_others(name) -
     assert array.tobytes() == again.tobytes() != other.tobytes()
 
 
-@pytest.mark.parametrize("name", ["float16", "float64", "bfloat16", "float8_e4m3fn"])
-def test_random_floats_have_exponents_from_end_to_end(name) -> None:
-    dtype = dtype_of(name)
-    array = ArrayCase(name, (3000,), seed=1).numpy().astype(np.float64)
-    finite = np.abs(array[np.isfinite(array) & (array != 0)])
-    limits = [x for x in specials(dtype) if 0 < x < math.inf]
-    there = math.frexp(max(limits))[1] - math.frexp(min(limits))[1]
-    assert len(set(np.frexp(finite)[1])) > there / 4
-    assert ((finite > 0.1) & (finite < 10)).sum() > 500
-
-
 PROMISES = {
     "contiguous": lambda a: a.flags.c_contiguous,
     "fortran": lambda a: a.flags.f_contiguous and not a.flags.c_contiguous,
@@ -488,9 +477,8 @@ def test_rank_values_inside_of_rank_values_are_chosen_from_too() -> None:
 @pytest.mark.parametrize("value", [lambda: 1, threading.Lock(), (x for x in "a")])
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: RankValues(0, x), lambda x: [x]])
 def test_what_cannot_be_pickled_is_said_with_a_remedy(value, wrap) -> None:
-    with pytest.raises(
-        TypeError, match=r"cannot be sent to the other ranks: .*; draw a description of it, and"
-    ):
+    said = r"cannot be sent to the other ranks: .*; draw a description of it, and"
+    with pytest.raises(TypeError, match=said):
         dump(wrap(value))
 
 
@@ -516,21 +504,19 @@ def test_all_dtypes_are_drawn() -> None:
     assert minimal(ranked.dtypes()) == "float32"
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_dtypes_of_an_op_have_it(op) -> None:
-    found = set(drawn(ranked.dtypes(op)))
-    for name in NAMES:
-        try:
-            check_reducible(dtype_of(name), op)
-        except TypeError:
-            assert name not in found
-        else:
-            assert name in found
+def _is_defined(name: str, op: str) -> bool:
+    try:
+        check_reducible(dtype_of(name), op)
+    except TypeError:
+        return False
+    return True
 
 
 def test_all_reductions_are_drawn_and_no_others() -> None:
     found = set(drawn(ranked.reductions(), hypothesis.settings(LONG, max_examples=1000)))
-    assert found == {(name, op) for name in NAMES for op in set(drawn(ranked.ops(name), FAST))}
+    assert found == {(name, op) for name in NAMES for op in OPS if _is_defined(name, op)}
+    for op in ("mean", "xor"):
+        assert set(drawn(ranked.dtypes(op))) == {name for name in NAMES if _is_defined(name, op)}
     assert minimal(ranked.reductions()) == ("float32", "sum")
     assert set(drawn(ranked.ops())) == set(OPS)
     assert set(drawn(ranked.ops(np.bool_))) == {"min", "max", "and", "or", "xor"}

@@ -280,38 +280,21 @@ def test_no_weight_leaves_torch_parameters_untouched(on_ranks, size) -> None:
 
 
 @pytest.mark.parametrize("shadows", [False, True])
-def test_an_exception_in_one_block_reaches_the_others(on_ranks, several, shadows) -> None:
-    def check(comm: Communicator) -> None:
-        def block() -> None:
-            with ac.join(comm):
-                if shadows and comm.rank == 0:
-                    return
-                for step in range(3):
-                    if step == 1 and comm.rank == 1:
-                        raise KeyError("no such batch")
-                    ac.allreduce_gradients(np.ones(2), comm=comm)
-
-        mine = comm.rank == 1
-        with pytest.raises(KeyError if mine else ac.PeerError, match="no such batch") as caught:
-            block()
-        assert mine or caught.value.rank == 1
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(several, check)
-
-
-@pytest.mark.parametrize("shadows", [False, True])
-@pytest.mark.parametrize("wrong", ["other", "weight", "op", "leaf", "nested"])
+@pytest.mark.parametrize("wrong", ["exception", "other", "weight", "op", "leaf", "nested"])
 def test_what_is_wrong_in_one_block_raises_in_all(on_ranks, several, wrong, shadows) -> None:
     errors = {"other": RuntimeError, "nested": RuntimeError, "leaf": TypeError}
+    errors["exception"] = KeyError
 
     def check(comm: Communicator) -> None:
         def block() -> None:
             with ac.join(comm) as joined:
                 if shadows and comm.rank == 0:
                     return
+                ac.allreduce_gradients(np.ones(2), comm=comm)
                 if comm.rank != 1:
                     ac.allreduce_gradients(np.ones(2), comm=comm)
+                elif wrong == "exception":
+                    raise KeyError("no such batch of join")
                 elif wrong == "other":
                     comm.allreduce(1.0)
                 elif wrong == "nested":
@@ -326,8 +309,9 @@ def test_what_is_wrong_in_one_block_raises_in_all(on_ranks, several, wrong, shad
 
         mine = comm.rank == 1
         error = errors.get(wrong, ValueError) if mine else ac.PeerError
-        with pytest.raises(error, match=r"join|allreduce_gradients"):
+        with pytest.raises(error, match=r"join|allreduce_gradients") as caught:
             block()
+        assert mine or caught.value.rank == 1
         assert comm.allreduce(1) == comm.size
 
     on_ranks(several, check)
