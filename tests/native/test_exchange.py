@@ -31,7 +31,7 @@ if compiled is None:
 _KINDS = [
     (op, np.dtype(dtype), shape)
     for op, dtype in (("sum", np.float32), ("max", ml_dtypes.bfloat16), ("prod", np.complex64))
-    for shape in ((), (3,), (2, 5), (0,), (1,) * 9, (70,), (2, 1, 2))
+    for shape in ((), (2, 5), (0,), (1,) * 9, (70,), (2, 1, 2))
 ]
 
 
@@ -124,30 +124,6 @@ def test_what_is_unlike_the_call_before_is_made_in_full(in_python: mock.Mock) ->
     comm.allreduce(x, out=apart[::2])
     assert apart.tolist() == [0, 0, 1, 0, 2, 0, 3, 0]
     assert comm.allreduce(x.view(np.recarray), out=out).tolist() == [0, 1, 2, 3]
-
-
-def test_a_call_waits_behind_what_is_outstanding() -> None:
-    def check(comm: Communicator) -> None:
-        x, out = np.ones(2), np.empty(2)
-        for turn in range(20):
-            request = comm.iallreduce(np.full(3, turn))
-            comm.allreduce(x, out=out)
-            assert out.tolist() == [2, 2]
-            assert request.wait().tolist() == [2 * turn] * 3
-
-    run(2, check)
-
-
-def test_a_rank_that_is_late_is_waited_for() -> None:
-    def check(comm: Communicator) -> None:
-        x, out = np.ones(2), np.empty(2)
-        for turn in range(4):
-            if turn % 2 == comm.rank:
-                time.sleep(0.02)
-            comm.allreduce(x, out=out)
-            assert out.tolist() == [2, 2]
-
-    run(2, check)
 
 
 _X = np.arange(6.0).reshape(2, 3)

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from arraycomm._dtypes import BY_NAME
 from arraycomm._folds import by_numpy, totals
 from arraycomm._folds.ieee import in_ieee_mode
 from arraycomm._native import compiled
@@ -143,9 +144,11 @@ _LARGE: Final = (2 << 20) + 700
 
 
 @pytest.mark.parametrize(
-    ("dtype", "op"), [case for case in CASES if case[1] in ("mean", "xor")], ids=str
+    ("name", "op"),
+    [("float32", "mean"), ("bfloat16", "mean"), ("complex64", "mean"), ("int8", "xor")],
 )
-def test_several_threads_give_the_same_bits(threads, dtype, op) -> None:
+def test_several_threads_give_the_same_bits(threads, name, op) -> None:
+    dtype = BY_NAME[name].dtype
     _check(op, dtype, [_values(dtype, _LARGE // dtype.itemsize, row) for row in range(3)])
 
 
@@ -173,7 +176,7 @@ compiled.use_threads(4)
 rows = [np.full(2_000_000, k, np.float32) for k in range(4)]
 
 def fold():
-    for _ in range(20):
+    for _ in range(5):
         out = np.empty_like(rows[0])
         in_c.fold("sum", out.dtype, rows, out)
         assert (out == 6).all()

@@ -74,6 +74,7 @@ class _Request:
             self._sent = [self._memory, self._memory.copy()]
             with self._wire.lock:
                 self._wire.sent[self._route].append(self._sent)
+                self._wire.lengths.append(len(self._memory))
 
     def Test(self, status: Any = None) -> bool:  # noqa: N802 - as MPI has it
         """Return whether the message is over. As in MPI, one that is not under way is over at once, and empty."""
@@ -127,6 +128,7 @@ class _Wire:
         # The most receives between two ranks that were under way at once.
         self.most_wanted = 0
         self.seconds_of_sends = 0.0
+        self.lengths: list[int] = []
         self.error = 0
         # Kept: the native part has their addresses.
         self._start, self._test = _START(self._start_one), _TEST(self._test_one)
@@ -354,6 +356,8 @@ _NODES = [
     [0, 0, 2, 0, 2, 5],
     [0, 1, 1, 3, 4],
     [0, 0, 2, 3, 3, 5, 6, 6],
+    [0, 1, 0, 3, 1, 0],
+    [0, 1, 2, 3, 4, 5, 6],
 ]
 _COUNTS = st.sampled_from([0, 1, 2, 33, 250, 300, 700])
 
@@ -378,7 +382,7 @@ def _steps(draw: st.DrawFn) -> tuple[list[int], list[_Step]]:
 
 
 @given(_steps())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_steps_end_alike_whoever_is_late_or_differs(
     drawn: tuple[list[int], list[_Step]],
 ) -> None:
@@ -400,6 +404,21 @@ def test_steps_that_repeat_need_no_python(nodes: list[int], count: int) -> None:
             if before == [rank.in_python for rank in cluster.ranks]:
                 return
     pytest.fail("every step was made in Python")
+
+
+@pytest.mark.parametrize(("nodes", "rounds"), [(3, 2), (5, 3)])
+def test_messages_are_few(nodes: int, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header of all ranks for each round and node; elements go without the words in front of them."""
+    monkeypatch.setattr(mpi_nodes, "_LARGE", 1 << 20)
+    ranks = 2 * nodes
+    with _Cluster([rank // 2 * 2 for rank in range(ranks)]) as cluster:
+        for count in (0, 4):
+            cluster.step(count, [0] * ranks, None)
+            cluster.wire.lengths.clear()
+            cluster.step(count, [0] * ranks, None)
+            assert len(cluster.wire.lengths) == nodes * rounds
+            elements = nodes * (nodes - 1) * 2 * 4 * count
+            assert sum(cluster.wire.lengths) == nodes * rounds * PAYLOAD + elements
 
 
 def test_messages_of_many_lengths_are_prepared_anew() -> None:
