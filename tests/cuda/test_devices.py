@@ -17,7 +17,7 @@ from arraycomm._cuda import streams
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
 from tests.support.device import in_own_stream, linked_devices
-from tests.support.on_ranks import LAUNCH, SIZES, OnRanks
+from tests.support.on_ranks import LAUNCH, SIZES, OnRanks, alone, by
 
 Array = np.ndarray[Any, Any]
 
@@ -97,61 +97,52 @@ def _wait_until(found: Any) -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_device_gives_what_the_host_gives(on_devices, size, name, any_link) -> None:
-    def check(comm: Communicator) -> None:
-        for count in (0, 1, 5, 9000):
-            x = _values(comm, count)
-            want = COLLECTIVES[name](comm, x)
-            for _ in range(3):
-                got = COLLECTIVES[name](comm, _there(x))
-                if want is None:
-                    assert got is None
-                    continue
-                # Where the root's array alone tells where, it may be on the host.
-                assert _is_there(got) or "bcast" in name or "scatter" in name
-                assert _host(got).dtype == want.dtype
-                assert np.array_equal(_host(got), want)
-        assert internals.device_link(comm) is not None
-
-    on_devices(size, check)
+@by("on_devices", "size")
+def test_device_gives_what_the_host_gives(comm, name, any_link) -> None:
+    for count in (0, 1, 5, 9000):
+        x = _values(comm, count)
+        want = COLLECTIVES[name](comm, x)
+        for _ in range(3):
+            got = COLLECTIVES[name](comm, _there(x))
+            if want is None:
+                assert got is None
+                continue
+            # Where the root's array alone tells where, it may be on the host.
+            assert _is_there(got) or "bcast" in name or "scatter" in name
+            assert _host(got).dtype == want.dtype
+            assert np.array_equal(_host(got), want)
+    assert internals.device_link(comm) is not None
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_ranks_whose_arrays_are_on_the_host_meet_the_others(
-    on_devices, several, name, any_link
-) -> None:
+@by("on_devices", "several")
+def test_ranks_whose_arrays_are_on_the_host_meet_the_others(comm, name, any_link) -> None:
     """On every rank in turn; each result is where that rank's own array is."""
-
-    def check(comm: Communicator) -> None:
-        for count in (2, 9000):
-            x = _values(comm, count)
-            want = COLLECTIVES[name](comm, x)
-            for odd in range(comm.size):
-                for on_host in (True, False):
-                    mine = x if (comm.rank == odd) == on_host else _there(x)
-                    got = COLLECTIVES[name](comm, mine)
-                    assert (got is None) == (want is None)
-                    assert want is None or np.array_equal(_host(got), want)
-
-    on_devices(several, check)
+    for count in (2, 9000):
+        x = _values(comm, count)
+        want = COLLECTIVES[name](comm, x)
+        for odd in range(comm.size):
+            for on_host in (True, False):
+                mine = x if (comm.rank == odd) == on_host else _there(x)
+                got = COLLECTIVES[name](comm, mine)
+                assert (got is None) == (want is None)
+                assert want is None or np.array_equal(_host(got), want)
 
 
-def test_out_is_written_wherever_it_is(on_devices, size, any_link) -> None:
-    def check(comm: Communicator) -> None:
-        x = _values(comm, 4)
-        want = comm.allreduce(x)
-        comm.allreduce(_there(x))
-        strided = _there(np.zeros((2 * comm.size, 4), "float32"))[::2]
-        for out in (np.zeros_like(x), _there(np.zeros_like(x)), strided):
-            for mine in (x, _there(x)):
-                assert comm.allreduce(mine, out=out) is out
-                assert np.array_equal(_host(out), want)
-        for call in (comm.allreduce, comm.alltoall):
-            same = _there(x.copy())
-            assert call(same, out=same) is same
-            assert np.array_equal(_host(same), call(x))
-
-    on_devices(size, check)
+@by("on_devices", "size")
+def test_out_is_written_wherever_it_is(comm, any_link) -> None:
+    x = _values(comm, 4)
+    want = comm.allreduce(x)
+    comm.allreduce(_there(x))
+    strided = _there(np.zeros((2 * comm.size, 4), "float32"))[::2]
+    for out in (np.zeros_like(x), _there(np.zeros_like(x)), strided):
+        for mine in (x, _there(x)):
+            assert comm.allreduce(mine, out=out) is out
+            assert np.array_equal(_host(out), want)
+    for call in (comm.allreduce, comm.alltoall):
+        same = _there(x.copy())
+        assert call(same, out=same) is same
+        assert np.array_equal(_host(same), call(x))
 
 
 def test_without_a_device_on_one_rank_all_are_staged(on_devices, several) -> None:
@@ -196,25 +187,22 @@ def test_requests_may_begin_before_the_choice_of_a_link_or_after(on_devices, sev
         on_devices(several, check)
 
 
-def test_call_returns_before_the_others_have_come(on_devices, several, cuda) -> None:
+@by("on_devices", "several")
+def test_call_returns_before_the_others_have_come(comm, cuda) -> None:
     """Only the header is still to be seen to; the next call waits for it."""
-
-    def check(comm: Communicator) -> None:
-        with comm.dup() as together:
-            x = _there(np.ones(5, "float32"))
-            comm.allreduce(x)
-            together.barrier()
-            if comm.rank:
-                together.recv(0)
-            got = comm.allreduce(x)
-            if comm.rank == 0:
-                for rank in range(1, comm.size):
-                    together.send(np.ones(1), rank)
-            comm.barrier()
-            together.barrier()
-            assert (_host(got) == comm.size).all()
-
-    on_devices(several, check)
+    with comm.dup() as together:
+        x = _there(np.ones(5, "float32"))
+        comm.allreduce(x)
+        together.barrier()
+        if comm.rank:
+            together.recv(0)
+        got = comm.allreduce(x)
+        if comm.rank == 0:
+            for rank in range(1, comm.size):
+                together.send(np.ones(1), rank)
+        comm.barrier()
+        together.barrier()
+        assert (_host(got) == comm.size).all()
 
 
 def _note_aborts(comm: Communicator) -> list[float]:
@@ -236,50 +224,42 @@ def _then_barrier(comm: Communicator, call: Any) -> None:
     comm.barrier()
 
 
-def test_mismatch_of_a_call_that_went_ahead_is_raised_by_the_next(
-    on_devices, several, cuda
-) -> None:
-    def check(comm: Communicator) -> None:
-        comm.allreduce(_there(np.ones(5, "float32")))
-        aborted = _note_aborts(comm)
-        x = _there(np.ones(5 + comm.rank % 2, "float32"))
-        with pytest.raises(ac.MismatchError, match=r"allreduce\(sum\) float32 \(6,\) at test_dev"):
-            _then_barrier(comm, lambda: comm.allreduce(x))
-        with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
+@by("on_devices", "several")
+def test_mismatch_of_a_call_that_went_ahead_is_raised_by_the_next(comm, cuda) -> None:
+    comm.allreduce(_there(np.ones(5, "float32")))
+    aborted = _note_aborts(comm)
+    x = _there(np.ones(5 + comm.rank % 2, "float32"))
+    with pytest.raises(ac.MismatchError, match=r"allreduce\(sum\) float32 \(6,\) at test_dev"):
+        _then_barrier(comm, lambda: comm.allreduce(x))
+    with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
+        comm.barrier()
+    assert aborted
+
+
+@by("on_devices", "several")
+def test_wrong_argument_ends_what_others_have_put_on_their_devices(comm, cuda) -> None:
+    x = _there(np.ones(5, "float32"))
+    comm.allreduce(x)
+    aborted = _note_aborts(comm)
+    if comm.rank == 0:
+        with pytest.raises(TypeError, match="allreduce: x must be an array"):
+            comm.allreduce("no array")
+        with pytest.raises(ac.ArrayCommError, match="rank"):
             comm.barrier()
-        assert aborted
-
-    on_devices(several, check)
-
-
-def test_wrong_argument_ends_what_others_have_put_on_their_devices(
-    on_devices, several, cuda
-) -> None:
-    def check(comm: Communicator) -> None:
-        x = _there(np.ones(5, "float32"))
-        comm.allreduce(x)
-        aborted = _note_aborts(comm)
-        if comm.rank == 0:
-            with pytest.raises(TypeError, match="allreduce: x must be an array"):
-                comm.allreduce("no array")
-            with pytest.raises(ac.ArrayCommError, match="rank"):
-                comm.barrier()
-        else:
-            with pytest.raises(ac.PeerError, match="rank"):
-                _then_barrier(comm, lambda: comm.allreduce(x))
-        assert comm.rank == 0 or aborted
-
-    on_devices(several, check)
+    else:
+        with pytest.raises(ac.PeerError, match="rank"):
+            _then_barrier(comm, lambda: comm.allreduce(x))
+    assert comm.rank == 0 or aborted
 
 
+# Over MPI other ranks would wait for the data of one that is given up.
+@alone
 @pytest.mark.parametrize("within", [False, True], ids=["while nothing is called", "within a call"])
-def test_rank_that_does_not_come_is_noticed(on_devices, several, transport, cuda, within) -> None:
+def test_rank_that_does_not_come_is_noticed(on_devices, several, cuda, within) -> None:
     """The caller may be waiting for its device: the watch ends what is under way there.
 
     Within a call it waits as to see whether leaves are tied; then its end is not on the stream yet.
     """
-    if transport != "threads":
-        pytest.skip("one rank times out alone, which the other ranks' MPI does not")
 
     def check(comm: Communicator) -> None:
         x = _there(np.ones(5, "float32"))
@@ -313,12 +293,10 @@ def test_rank_that_does_not_come_is_noticed(on_devices, several, transport, cuda
     on_devices(several, check)
 
 
-def test_device_that_does_not_come_to_the_end_is_given_up(
-    on_devices, several, transport, cuda
-) -> None:
+# Over MPI other ranks would wait for the data of one that is given up.
+@alone
+def test_device_that_does_not_come_to_the_end_is_given_up(on_devices, several, cuda) -> None:
     """Every rank has called; but the data moves no more, and no error tells why."""
-    if transport != "threads":
-        pytest.skip("what is under way would be freed with the other ranks' MPI")
 
     def check(comm: Communicator) -> None:
         x = _there(np.ones(5, "float32"))
@@ -348,82 +326,65 @@ def test_device_that_does_not_come_to_the_end_is_given_up(
     on_devices(several, check)
 
 
-def test_own_work_before_a_call_may_take_longer_than_the_timeout(on_devices, several, cuda) -> None:
+@by("on_devices", "several")
+def test_own_work_before_a_call_may_take_longer_than_the_timeout(comm, cuda) -> None:
     """Other ranks are waited for from where the device comes to the call."""
-
-    def check(comm: Communicator) -> None:
-        x = _there(np.ones(5, "float32"))
-        comm.allreduce(x)
-        aborted, together = _note_aborts(comm), comm.dup()
-        internals.set_timeout(comm, 0.4)
-        together.barrier()
-        held = _hold(cuda)
-        got = comm.allreduce(x)
-        time.sleep(0.8)
-        together.barrier()
-        held.set()
-        assert (_host(got) == comm.size).all()
-        comm.barrier()
-        assert not aborted
-
-    on_devices(several, check)
+    x = _there(np.ones(5, "float32"))
+    comm.allreduce(x)
+    aborted, together = _note_aborts(comm), comm.dup()
+    internals.set_timeout(comm, 0.4)
+    together.barrier()
+    held = _hold(cuda)
+    got = comm.allreduce(x)
+    time.sleep(0.8)
+    together.barrier()
+    held.set()
+    assert (_host(got) == comm.size).all()
+    comm.barrier()
+    assert not aborted
 
 
-def test_small_reductions_of_the_host_stay_short_and_meet_devices(
-    on_devices, several, any_link
-) -> None:
-    def check(comm: Communicator) -> None:
-        x = np.ones(3, "float32")
-        for _ in range(3):
-            assert comm.allreduce(x)[0] == comm.size
+@by("on_devices", "several")
+def test_small_reductions_of_the_host_stay_short_and_meet_devices(comm, any_link) -> None:
+    x = np.ones(3, "float32")
+    for _ in range(3):
+        assert comm.allreduce(x)[0] == comm.size
+    got = comm.allreduce(_there(x) if comm.rank == 0 else x)
+    assert _host(got)[0] == comm.size
+    for _ in range(3):
+        assert comm.allreduce(x)[0] == comm.size
         got = comm.allreduce(_there(x) if comm.rank == 0 else x)
         assert _host(got)[0] == comm.size
-        for _ in range(3):
-            assert comm.allreduce(x)[0] == comm.size
-            got = comm.allreduce(_there(x) if comm.rank == 0 else x)
-            assert _host(got)[0] == comm.size
-
-    on_devices(several, check)
 
 
-def test_parts_and_duplicates_have_links_of_their_own(on_devices, several, any_link) -> None:
-    def check(comm: Communicator) -> None:
-        x = _there(np.ones(3, "float32"))
-        comm.allreduce(x)
-        part = comm.split(comm.rank % 2)
-        assert part is not None
-        with part, comm.dup() as same:
-            for _ in range(2):
-                assert _host(part.allreduce(x))[0] == part.size
-                assert _host(same.allreduce(x))[0] == comm.size
-            assert internals.device_link(same) is not internals.device_link(comm)
-
-    on_devices(several, check)
+@by("on_devices", "several")
+def test_parts_and_duplicates_have_links_of_their_own(comm, any_link) -> None:
+    x = _there(np.ones(3, "float32"))
+    comm.allreduce(x)
+    part = comm.split(comm.rank % 2)
+    assert part is not None
+    with part, comm.dup() as same:
+        for _ in range(2):
+            assert _host(part.allreduce(x))[0] == part.size
+            assert _host(same.allreduce(x))[0] == comm.size
+        assert internals.device_link(same) is not internals.device_link(comm)
 
 
-def test_without_the_check_arrays_are_staged_unless_a_link_is_there(
-    on_devices, several, cuda
-) -> None:
-    def check(comm: Communicator) -> None:
-        x = _there(np.full(9000, comm.rank, "float32"))
-        with comm.dup(check=False) as unchecked:
-            for _ in range(2):
-                assert _host(unchecked.allreduce(x))[0] == sum(range(comm.size))
-            assert internals.device_link(unchecked) is None
-
-    on_devices(several, check)
+@by("on_devices", "several")
+def test_without_the_check_arrays_are_staged_unless_a_link_is_there(comm, cuda) -> None:
+    x = _there(np.full(9000, comm.rank, "float32"))
+    with comm.dup(check=False) as unchecked:
+        for _ in range(2):
+            assert _host(unchecked.allreduce(x))[0] == sum(range(comm.size))
+        assert internals.device_link(unchecked) is None
 
 
-def test_functions_of_ones_own_get_the_array_by_way_of_the_host(
-    on_devices, several, any_link
-) -> None:
-    def check(comm: Communicator) -> None:
-        x = _there(np.full(4, comm.rank + 1.0))
-        comm.allreduce(x)
-        got = comm.allreduce(x, ac.op(lambda a, b: a * b))
-        assert _host(got)[0] == np.prod(np.arange(comm.size) + 1.0)
-
-    on_devices(several, check)
+@by("on_devices", "several")
+def test_functions_of_ones_own_get_the_array_by_way_of_the_host(comm, any_link) -> None:
+    x = _there(np.full(4, comm.rank + 1.0))
+    comm.allreduce(x)
+    got = comm.allreduce(x, ac.op(lambda a, b: a * b))
+    assert _host(got)[0] == np.prod(np.arange(comm.size) + 1.0)
 
 
 # Trees ------------------------------------------------------------------------------------------
@@ -441,106 +402,90 @@ def _same(got: Any, want: Any) -> bool:
 
 
 @pytest.mark.parametrize("where", ["abcde", "ad", "b"])
-def test_tree_is_reduced_leaf_by_leaf_where_it_is(on_devices, size, where, any_link) -> None:
-    def check(comm: Communicator) -> None:
-        want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
-        plan = comm.plan(_tree(comm, where), "sum")
-        for _ in range(2):
-            for got in (
-                ac.allreduce_tree(_tree(comm, where), "sum", comm=comm),
-                ac.allreduce_gradients(_tree(comm, where), "sum", comm=comm),
-                plan(_tree(comm, where)),
-            ):
-                assert _same(got, want)
-        kinds = {name: _is_there(leaf) for name, leaf in got.items()}
-        assert kinds == {name: name in where for name in got}
-        assert internals.device_link(comm) is not None
-
-    on_devices(size, check)
-
-
-def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(
-    on_devices, several, any_link
-) -> None:
-    def check(comm: Communicator) -> None:
-        want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
-        plan = comm.plan(_tree(comm, ""), "sum")
-        for where in ("abcde"[comm.rank :], "" if comm.rank else "abcde", "ae", "abcde"):
-            got = ac.allreduce_tree(_tree(comm, where), "sum", comm=comm)
+@by("on_devices", "size")
+def test_tree_is_reduced_leaf_by_leaf_where_it_is(comm, where, any_link) -> None:
+    want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
+    plan = comm.plan(_tree(comm, where), "sum")
+    for _ in range(2):
+        for got in (
+            ac.allreduce_tree(_tree(comm, where), "sum", comm=comm),
+            ac.allreduce_gradients(_tree(comm, where), "sum", comm=comm),
+            plan(_tree(comm, where)),
+        ):
             assert _same(got, want)
-            assert _same(plan(_tree(comm, where)), want)
-        assert np.array_equal(_host(comm.allreduce(_there(want["a"]))), want["a"] * comm.size)
+    kinds = {name: _is_there(leaf) for name, leaf in got.items()}
+    assert kinds == {name: name in where for name in got}
+    assert internals.device_link(comm) is not None
 
-    on_devices(several, check)
+
+@by("on_devices", "several")
+def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(comm, any_link) -> None:
+    want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
+    plan = comm.plan(_tree(comm, ""), "sum")
+    for where in ("abcde"[comm.rank :], "" if comm.rank else "abcde", "ae", "abcde"):
+        got = ac.allreduce_tree(_tree(comm, where), "sum", comm=comm)
+        assert _same(got, want)
+        assert _same(plan(_tree(comm, where)), want)
+    assert np.array_equal(_host(comm.allreduce(_there(want["a"]))), want["a"] * comm.size)
 
 
 @pytest.mark.parametrize("name", ["allreduce_tree", "Plan"])
-def test_tree_on_devices_goes_ahead_of_its_header(on_devices, several, name, cuda) -> None:
+@by("on_devices", "several")
+def test_tree_on_devices_goes_ahead_of_its_header(comm, name, cuda) -> None:
     """As one array does: the host waits for no other, and what differs is raised by the next call."""
-
-    def check(comm: Communicator) -> None:
-        together = comm.dup()
-        tree = _tree(comm, "abcde")
-        plan = comm.plan(tree, "sum")
-        call = plan if name == "Plan" else lambda tree: ac.allreduce_tree(tree, "sum", comm=comm)
-        call(tree)
-        together.barrier()
-        if comm.rank:
-            together.recv(0)
-        got = call(tree)
-        if comm.rank == 0:
-            for rank in range(1, comm.size):
-                together.send(np.ones(1), rank)
-        comm.barrier()
-        want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
-        assert _same(got, want)
-        differing = (lambda: call(tree)) if comm.rank else (lambda: comm.allreduce(tree["a"]))
-        with pytest.raises(ac.MismatchError, match=rf"allreduce\(sum\).*{name}\(sum\) of 5 leaves"):
-            _then_barrier(comm, differing)
-        together.barrier()
-
-    on_devices(several, check)
+    together = comm.dup()
+    tree = _tree(comm, "abcde")
+    plan = comm.plan(tree, "sum")
+    call = plan if name == "Plan" else lambda tree: ac.allreduce_tree(tree, "sum", comm=comm)
+    call(tree)
+    together.barrier()
+    if comm.rank:
+        together.recv(0)
+    got = call(tree)
+    if comm.rank == 0:
+        for rank in range(1, comm.size):
+            together.send(np.ones(1), rank)
+    comm.barrier()
+    want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
+    assert _same(got, want)
+    differing = (lambda: call(tree)) if comm.rank else (lambda: comm.allreduce(tree["a"]))
+    with pytest.raises(ac.MismatchError, match=rf"allreduce\(sum\).*{name}\(sum\) of 5 leaves"):
+        _then_barrier(comm, differing)
+    together.barrier()
 
 
-def test_leaves_of_the_host_join_those_that_went_ahead(on_devices, several, cuda) -> None:
-    def check(comm: Communicator) -> None:
-        comm.allreduce(_there(np.ones(1)))
-        want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
-        plan = comm.plan(_tree(comm, ""), "sum")
-        for odd in range(comm.size):
-            for where in ("", "ae", "b"):
-                tree = _tree(comm, where if comm.rank == odd else "abcde")
-                for got in (ac.allreduce_tree(tree, "sum", comm=comm), plan(tree)):
-                    assert _same(got, want)
-                    assert [type(x) for x in got.values()] == [type(x) for x in tree.values()]
-
-    on_devices(several, check)
+@by("on_devices", "several")
+def test_leaves_of_the_host_join_those_that_went_ahead(comm, cuda) -> None:
+    comm.allreduce(_there(np.ones(1)))
+    want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
+    plan = comm.plan(_tree(comm, ""), "sum")
+    for odd in range(comm.size):
+        for where in ("", "ae", "b"):
+            tree = _tree(comm, where if comm.rank == odd else "abcde")
+            for got in (ac.allreduce_tree(tree, "sum", comm=comm), plan(tree)):
+                assert _same(got, want)
+                assert [type(x) for x in got.values()] == [type(x) for x in tree.values()]
 
 
-def test_first_gradients_of_all_may_be_missing(on_devices, several, any_link) -> None:
+@by("on_devices", "several")
+def test_first_gradients_of_all_may_be_missing(comm, any_link) -> None:
     """Where the ranks are yet to choose a link, and this one has no array to tell of."""
-
-    def check(comm: Communicator) -> None:
-        x = np.arange(5, dtype="float32")
-        for _ in range(2):
-            tree = {"a": None if comm.rank == 0 else _there(x)}
-            got = ac.allreduce_gradients(tree, "sum", comm=comm)
-            assert np.array_equal(_host(got["a"]), x * (comm.size - 1))
-
-    on_devices(several, check)
+    x = np.arange(5, dtype="float32")
+    for _ in range(2):
+        tree = {"a": None if comm.rank == 0 else _there(x)}
+        got = ac.allreduce_gradients(tree, "sum", comm=comm)
+        assert np.array_equal(_host(got["a"]), x * (comm.size - 1))
 
 
-def test_gradient_that_a_rank_does_not_have_counts_as_zeros(on_devices, several, any_link) -> None:
-    def check(comm: Communicator) -> None:
-        for _ in range(2):
-            tree = _tree(comm, "abcde")
-            tree["b"] = None if comm.rank == 0 else tree["b"]
-            got = ac.allreduce_gradients(tree, "sum", comm=comm)
-            part = _tree(comm, "")
-            part["b"] = part["b"] * (comm.rank > 0)
-            assert _same(got, ac.allreduce_tree(part, "sum", comm=comm))
-
-    on_devices(several, check)
+@by("on_devices", "several")
+def test_gradient_that_a_rank_does_not_have_counts_as_zeros(comm, any_link) -> None:
+    for _ in range(2):
+        tree = _tree(comm, "abcde")
+        tree["b"] = None if comm.rank == 0 else tree["b"]
+        got = ac.allreduce_gradients(tree, "sum", comm=comm)
+        part = _tree(comm, "")
+        part["b"] = part["b"] * (comm.rank > 0)
+        assert _same(got, ac.allreduce_tree(part, "sum", comm=comm))
 
 
 # Threads and streams ----------------------------------------------------------------------------
@@ -556,60 +501,53 @@ def _calls_of(comm: Communicator, x: Any) -> list[Any]:
     ]
 
 
-def test_steps_keep_to_the_callers_stream_in_whichever_thread(
-    on_devices, several, any_link
-) -> None:
+@by("on_devices", "several")
+def test_steps_keep_to_the_callers_stream_in_whichever_thread(comm, any_link) -> None:
     """The first calls choose the link, in the progress thread too."""
+    import cupy
 
-    def check(comm: Communicator) -> None:
-        import cupy
-
-        mine = cupy.cuda.get_current_stream()
-        x = _there(_values(comm, 900))
-        comm.barrier()
-        any_link.log.clear()
-        comm.barrier()
-        requests = [request for _ in range(2) for request in _calls_of(comm, x)]
-        with cupy.cuda.Stream(non_blocking=True):
-            # Nobody waits: the progress thread has to do it all.
-            _wait_until(lambda: internals.engine(comm).idle)
-        blocking = [comm.allgatherv(x), comm.allreduce(x)]
-        results = [request.wait() for request in requests] + blocking
-        assert all(map(_is_there, results))
-        mine.synchronize()
-        comm.barrier()
-        # Its own is for calls that other ranks' arrays bring to devices before the link is chosen here.
-        own = internals.device_link(comm).memory.own_stream
-        streams = {stream for pair in comm.allgather_object((mine.ptr, own)) for stream in pair}
-        notes = [note for note in any_link.log if note.what != "free"]
-        elsewhere = [note for note in notes if note.stream not in streams]
-        assert not elsewhere
-        assert any(note.thread == "arraycomm-progress" for note in notes)
-
-    on_devices(several, check)
+    mine = cupy.cuda.get_current_stream()
+    x = _there(_values(comm, 900))
+    comm.barrier()
+    any_link.log.clear()
+    comm.barrier()
+    requests = [request for _ in range(2) for request in _calls_of(comm, x)]
+    with cupy.cuda.Stream(non_blocking=True):
+        # Nobody waits: the progress thread has to do it all.
+        _wait_until(lambda: internals.engine(comm).idle)
+    blocking = [comm.allgatherv(x), comm.allreduce(x)]
+    results = [request.wait() for request in requests] + blocking
+    assert all(map(_is_there, results))
+    mine.synchronize()
+    comm.barrier()
+    # Its own is for calls that other ranks' arrays bring to devices before the link is chosen here.
+    own = internals.device_link(comm).memory.own_stream
+    streams = {stream for pair in comm.allgather_object((mine.ptr, own)) for stream in pair}
+    notes = [note for note in any_link.log if note.what != "free"]
+    elsewhere = [note for note in notes if note.stream not in streams]
+    assert not elsewhere
+    assert any(note.thread == "arraycomm-progress" for note in notes)
 
 
-def test_who_waits_in_another_stream_finds_its_result_there(on_devices, several, any_link) -> None:
-    def check(comm: Communicator) -> None:
-        import cupy
+@by("on_devices", "several")
+def test_who_waits_in_another_stream_finds_its_result_there(comm, any_link) -> None:
+    import cupy
 
-        mine, other = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
-        x = _there(np.ones(900, "float32"))
-        comm.allreduce(x)
-        request = comm.iallreduce(x)
-        with other:
-            got = request.wait()
-            assert (_host(got) == comm.size).all()
-        assert {other.ptr, mine.ptr} <= {stream for stream, _ in _waits(any_link)}
-        before = len(_waits(any_link))
-        request = comm.iallreduce(x)
-        while not request._task.finished:
-            time.sleep(0.001)
-        assert mine.ptr not in [stream for stream, _ in _waits(any_link)[before:]]
-        assert (_host(request.wait()) == comm.size).all()
-        assert mine.ptr in [stream for stream, _ in _waits(any_link)[before:]]
-
-    on_devices(several, check)
+    mine, other = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
+    x = _there(np.ones(900, "float32"))
+    comm.allreduce(x)
+    request = comm.iallreduce(x)
+    with other:
+        got = request.wait()
+        assert (_host(got) == comm.size).all()
+    assert {other.ptr, mine.ptr} <= {stream for stream, _ in _waits(any_link)}
+    before = len(_waits(any_link))
+    request = comm.iallreduce(x)
+    while not request._task.finished:
+        time.sleep(0.001)
+    assert mine.ptr not in [stream for stream, _ in _waits(any_link)[before:]]
+    assert (_host(request.wait()) == comm.size).all()
+    assert mine.ptr in [stream for stream, _ in _waits(any_link)[before:]]
 
 
 def _waits(machine: Any) -> list[tuple[int, int]]:
@@ -617,69 +555,60 @@ def _waits(machine: Any) -> list[tuple[int, int]]:
     return [(note.stream, note.after) for note in machine.log if note.after is not None]
 
 
-def test_capture_on_one_rank_is_an_error_on_all(on_devices, several, cuda) -> None:
-    def check(comm: Communicator) -> None:
-        import cupy
+@by("on_devices", "several")
+def test_capture_on_one_rank_is_an_error_on_all(comm, cuda) -> None:
+    import cupy
 
-        x = _there(np.ones(5, "float32"))
-        captured = cupy.cuda.Stream(non_blocking=True)
-        if comm.rank == 0:
-            captured.begin_capture()
-        with captured if comm.rank == 0 else cupy.cuda.get_current_stream():
-            with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
-                comm.allreduce(x)
-            with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
-                ac.allreduce_tree({"a": x}, "sum", comm=comm)
-        captured.end_capture()
-        assert (_host(comm.allreduce(x)) == comm.size).all()
-
-    on_devices(several, check)
+    x = _there(np.ones(5, "float32"))
+    captured = cupy.cuda.Stream(non_blocking=True)
+    if comm.rank == 0:
+        captured.begin_capture()
+    with captured if comm.rank == 0 else cupy.cuda.get_current_stream():
+        with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
+            comm.allreduce(x)
+        with pytest.raises(ac.PeerError if comm.rank else ValueError, match="CUDA graph"):
+            ac.allreduce_tree({"a": x}, "sum", comm=comm)
+    captured.end_capture()
+    assert (_host(comm.allreduce(x)) == comm.size).all()
 
 
 # What waits outside Python ----------------------------------------------------------------------
 
 
+# Over MPI other ranks would wait for the data of one that is given up.
+@alone
 @pytest.mark.parametrize("call", ["allreduce", "iallreduce"])
-def test_header_is_checked_while_a_thread_waits_for_cuda(on_devices, transport, cuda, call) -> None:
+@by("on_devices", "several")
+def test_header_is_checked_while_a_thread_waits_for_cuda(comm, call, cuda) -> None:
     """As one does that takes memory, or loads a kernel, behind a movement whose peers do not come."""
-    if transport != "threads":
-        pytest.skip("the ranks would wait for one another's data over MPI")
+    comm.allreduce(_there(np.ones(5, "float32")))
+    link: Any = internals.device_link(comm)
+    aborted = _note_aborts(comm)
+    fold = link.memory.fold
 
-    def check(comm: Communicator) -> None:
-        comm.allreduce(_there(np.ones(5, "float32")))
-        link: Any = internals.device_link(comm)
-        aborted = _note_aborts(comm)
-        fold = link.memory.fold
+    def wait_for_an_abort(*arguments: Any) -> None:
+        _wait_until(lambda: aborted)
+        fold(*arguments)
 
-        def wait_for_an_abort(*arguments: Any) -> None:
-            _wait_until(lambda: aborted)
-            fold(*arguments)
-
-        link.memory.fold = wait_for_an_abort
-        # Nothing is under way any more, and the other rank is late.
-        time.sleep(0.15 * (1 + comm.rank))
-        x = _there(np.ones(5 + comm.rank, "float32"))
-        with pytest.raises(ac.MismatchError, match=r"float32 \(6,\)"):
-            _then_barrier(comm, lambda: getattr(comm, call)(x))
-
-    on_devices(2, check)
+    link.memory.fold = wait_for_an_abort
+    # Nothing is under way any more, and the other rank is late.
+    time.sleep(0.15 * (1 + comm.rank))
+    x = _there(np.ones(5 + comm.rank, "float32"))
+    with pytest.raises(ac.MismatchError, match=r"float32 \(6,\)"):
+        _then_barrier(comm, lambda: getattr(comm, call)(x))
 
 
-def test_what_the_device_has_finished_with_is_let_go_between_calls(on_devices, cuda) -> None:
-    class Kept:
-        """As an array of JAX, which cannot be donated meanwhile."""
-
-    def check(comm: Communicator) -> None:
-        x = _there(np.ones(5, "float32"))
-        comm.allreduce(x)
-        kept = Kept()
-        streams.LEASES.add(internals.device_link(comm).memory.record(), kept)
-        there = weakref.ref(kept)
-        del kept
-        comm.allreduce(x)
-        deadline = time.monotonic() + 10
-        while there() is not None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert there() is None
-
-    on_devices(2, check)
+@by("on_devices", "several")
+def test_what_the_device_has_finished_with_is_let_go_between_calls(comm, cuda) -> None:
+    """As an array of JAX, which cannot be donated meanwhile."""
+    x = _there(np.ones(5, "float32"))
+    comm.allreduce(x)
+    kept = threading.Event()
+    streams.LEASES.add(internals.device_link(comm).memory.record(), kept)
+    there = weakref.ref(kept)
+    del kept
+    comm.allreduce(x)
+    deadline = time.monotonic() + 10
+    while there() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert there() is None

@@ -7,6 +7,8 @@ knows.
 from __future__ import annotations
 
 import ctypes
+import functools
+import inspect
 import threading
 import time
 import weakref
@@ -97,16 +99,28 @@ def new_name() -> bytes:
     return Library(new_nccl()).unique_id()
 
 
-def on_links(size: int, check: Callable[[NcclLink, Nccl], Any], **options: Any) -> list[Any]:
-    """Run `check` on every rank's link, each in a thread."""
-    name = new_name()
+def on_links(*sizes: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every rank's link, each in a thread; with each of these numbers of ranks."""
 
-    def rank(number: int) -> Any:
-        nccl = new_nccl()
-        return check(drive(opening(nccl, number, size, name, **options)), nccl)
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_all(**given: Any) -> None:
+            for size in sizes:
+                name = new_name()
 
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(rank, range(size)))
+                def rank(number: int, size: int = size, name: bytes = name) -> None:
+                    nccl = new_nccl()
+                    test(drive(opening(nccl, number, size, name, **options)), nccl, **given)
+
+                with ThreadPoolExecutor(size) as threads:
+                    list(threads.map(rank, range(size)))
+
+        signature = inspect.signature(test)
+        own = list(signature.parameters.values())[2:]
+        on_all.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return on_all
+
+    return decorate
 
 
 def alone(**options: Any) -> tuple[NcclLink, Nccl]:
@@ -154,74 +168,63 @@ def blocks(link: NcclLink, counts: list[int], value: int = 0) -> Blocks:
     return Blocks(buffer, counts, offsets)
 
 
-size = pytest.mark.parametrize("size", [1, 3])
-
-
 # Movements -----------------------------------------------------------------------------------------
 
 
-@size
-def test_alltoall_of_different_lengths(size: int) -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
-        for scale in (0, 1, 1000):
-            send = blocks(link, [scale * (r + link.rank) for r in range(size)])
-            for rank in range(size):
-                fill(send.block(rank), 10 * link.rank + rank)
-            recv = blocks(link, [scale * (r + link.rank) for r in range(size)], 255)
-            finish(link.alltoall(send, recv))
-            for rank in range(size):
-                assert (values(recv.block(rank)) == 10 * rank + link.rank).all()
-
-    on_links(size, check)
+@on_links(1, 3)
+def test_alltoall_of_different_lengths(link, nccl) -> None:
+    size = link.size
+    for scale in (0, 1, 1000):
+        send = blocks(link, [scale * (r + link.rank) for r in range(size)])
+        for rank in range(size):
+            fill(send.block(rank), 10 * link.rank + rank)
+        recv = blocks(link, [scale * (r + link.rank) for r in range(size)], 255)
+        finish(link.alltoall(send, recv))
+        for rank in range(size):
+            assert (values(recv.block(rank)) == 10 * rank + link.rank).all()
 
 
-@size
 @pytest.mark.parametrize("even", [True, False])
-def test_allgather_is_in_place(size: int, even: bool) -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
-        for scale in (0, 3, 5000):
-            counts = [scale * (1 if even else r) for r in range(size)]
-            recv = blocks(link, counts, 255)
-            fill(recv.block(link.rank), link.rank)
-            finish(link.allgather(recv))
-            for rank in range(size):
-                assert (values(recv.block(rank)) == rank).all()
-        assert ("ncclAllGather" in nccl.calls) == even
-
-    on_links(size, check)
-
-
-def test_blocks_with_gaps_between_them_are_broadcast_and_empty_ones_are_not() -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
-        for counts in ([4, 4, 4], [5, 0, 3]):
-            nccl.calls.clear()
-            recv = Blocks(blocks(link, [30], 255).buffer, counts, [0, 10, 20])
-            fill(recv.block(link.rank), link.rank)
-            finish(link.allgather(recv))
-            want = np.full(30, 255)
-            for rank in range(3):
-                want[10 * rank : 10 * rank + counts[rank]] = rank
-            assert values(recv.buffer).tolist() == want.tolist()
-            assert nccl.calls.count("ncclBroadcast") == np.count_nonzero(counts)
-
-    on_links(3, check)
+@on_links(1, 3)
+def test_allgather_is_in_place(link, nccl, even) -> None:
+    size = link.size
+    for scale in (0, 3, 5000):
+        counts = [scale * (1 if even else r) for r in range(size)]
+        recv = blocks(link, counts, 255)
+        fill(recv.block(link.rank), link.rank)
+        finish(link.allgather(recv))
+        for rank in range(size):
+            assert (values(recv.block(rank)) == rank).all()
+    assert ("ncclAllGather" in nccl.calls) == even
 
 
-def test_movements_are_groups_of_bytes_on_the_current_stream() -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
+@on_links(3)
+def test_blocks_with_gaps_between_them_are_broadcast_and_empty_ones_are_not(link, nccl) -> None:
+    for counts in ([4, 4, 4], [5, 0, 3]):
         nccl.calls.clear()
-        other = new_memory()
-        link.memory.stream = other.own_stream
-        finish(link.alltoall(blocks(link, [2, 5, 7]), blocks(link, [[2, 5, 7][link.rank]] * 3)))
-        asked = [name for name in nccl.calls if name != "ncclCommGetAsyncError"]
-        assert asked[0] == "ncclGroupStart"
-        assert asked[-1] == "ncclGroupEnd"
-        assert Counter(asked[1:-1]) == {"ncclSend": 2, "ncclRecv": 2}
-        assert nccl.streams == {other.own_stream}
-        assert {dtype for _, dtype, _ in nccl.asked} == {libnccl.UINT8}
-        values(link.empty(1, UINT8))
+        recv = Blocks(blocks(link, [30], 255).buffer, counts, [0, 10, 20])
+        fill(recv.block(link.rank), link.rank)
+        finish(link.allgather(recv))
+        want = np.full(30, 255)
+        for rank in range(3):
+            want[10 * rank : 10 * rank + counts[rank]] = rank
+        assert values(recv.buffer).tolist() == want.tolist()
+        assert nccl.calls.count("ncclBroadcast") == np.count_nonzero(counts)
 
-    on_links(3, check)
+
+@on_links(3)
+def test_movements_are_groups_of_bytes_on_the_current_stream(link, nccl) -> None:
+    nccl.calls.clear()
+    other = new_memory()
+    link.memory.stream = other.own_stream
+    finish(link.alltoall(blocks(link, [2, 5, 7]), blocks(link, [[2, 5, 7][link.rank]] * 3)))
+    asked = [name for name in nccl.calls if name != "ncclCommGetAsyncError"]
+    assert asked[0] == "ncclGroupStart"
+    assert asked[-1] == "ncclGroupEnd"
+    assert Counter(asked[1:-1]) == {"ncclSend": 2, "ncclRecv": 2}
+    assert nccl.streams == {other.own_stream}
+    assert {dtype for _, dtype, _ in nccl.asked} == {libnccl.UINT8}
+    values(link.empty(1, UINT8))
 
 
 def test_what_is_empty_asks_nothing_of_nccl() -> None:
@@ -274,39 +277,35 @@ def test_nccl_reduces_only_what_the_contract_lets_it(reproducible: bool) -> None
     assert not link.native("sum", np.dtype("M8[s]"))
 
 
-def test_allreduce_names_type_and_operation_rightly() -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
-        for op, name in sorted(EXACT | ROUNDED):
-            dtype = np.dtype(name)
-            rows = [(np.arange(7) * 3 + r + 1).astype(dtype) * dtype.type(1 + r) for r in range(3)]
-            want = np.empty(7, dtype)
-            _folds.fold(op, dtype, rows, want)
-            source, target = device_buffer(rows[link.rank], link.memory), link.empty(7, dtype)
-            finish(link.allreduce(source, target, op))
-            assert values(target).tobytes() == want.tobytes(), (op, name)
-            finish(link.allreduce(source, source, op))
-            assert values(source).tobytes() == want.tobytes(), (op, name)
-
-    on_links(3, check, reproducible=False)
+@on_links(3, reproducible=False)
+def test_allreduce_names_type_and_operation_rightly(link, nccl) -> None:
+    for op, name in sorted(EXACT | ROUNDED):
+        dtype = np.dtype(name)
+        rows = [(np.arange(7) * 3 + r + 1).astype(dtype) * dtype.type(1 + r) for r in range(3)]
+        want = np.empty(7, dtype)
+        _folds.fold(op, dtype, rows, want)
+        source, target = device_buffer(rows[link.rank], link.memory), link.empty(7, dtype)
+        finish(link.allreduce(source, target, op))
+        assert values(target).tobytes() == want.tobytes(), (op, name)
+        finish(link.allreduce(source, source, op))
+        assert values(source).tobytes() == want.tobytes(), (op, name)
 
 
 @pytest.mark.parametrize(
     ("op", "name"), [("mean", "float32"), ("sum", "bfloat16"), ("sum", "int32")]
 )
-def test_algorithms_reduce_over_the_link_in_rank_order(op: str, name: str) -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
-        link.chunk_bytes = 4096
-        dtype = BY_NAME[name].dtype
-        rng = np.random.default_rng(7)
-        rows = [(rng.standard_normal(9001) * 1000).astype(dtype) for _ in range(3)]
-        want = np.empty(9001, dtype)
-        _folds.fold(op, dtype, rows, want)
-        source, target = device_buffer(rows[link.rank], link.memory), link.empty(9001, dtype)
-        drive(algorithms.allreduce(link, source, target, op))
-        assert values(target).tobytes() == want.tobytes()
-        assert ("ncclAllReduce" in nccl.calls) == (name == "int32")
-
-    on_links(3, check)
+@on_links(3)
+def test_algorithms_reduce_over_the_link_in_rank_order(link, nccl, op, name) -> None:
+    link.chunk_bytes = 4096
+    dtype = BY_NAME[name].dtype
+    rng = np.random.default_rng(7)
+    rows = [(rng.standard_normal(9001) * 1000).astype(dtype) for _ in range(3)]
+    want = np.empty(9001, dtype)
+    _folds.fold(op, dtype, rows, want)
+    source, target = device_buffer(rows[link.rank], link.memory), link.empty(9001, dtype)
+    drive(algorithms.allreduce(link, source, target, op))
+    assert values(target).tobytes() == want.tobytes()
+    assert ("ncclAllReduce" in nccl.calls) == (name == "int32")
 
 
 # In progress ---------------------------------------------------------------------------------------
@@ -341,15 +340,13 @@ def test_an_error_of_a_call_is_raised_in_nccl_s_words_and_closes_the_group() -> 
     assert nccl.calls.count("ncclGroupEnd") == nccl.calls.count("ncclGroupStart")
 
 
-def test_after_a_failed_call_no_more_of_the_group_is_issued() -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
-        nccl.fails["ncclSend"] = INVALID_ARGUMENT
-        nccl.calls.clear()
-        with pytest.raises(TransportError):
-            link.alltoall(blocks(link, [1] * 3), blocks(link, [1] * 3))
-        assert nccl.calls[:3] == ["ncclGroupStart", "ncclSend", "ncclGroupEnd"]
-
-    on_links(3, check)
+@on_links(3)
+def test_after_a_failed_call_no_more_of_the_group_is_issued(link, nccl) -> None:
+    nccl.fails["ncclSend"] = INVALID_ARGUMENT
+    nccl.calls.clear()
+    with pytest.raises(TransportError):
+        link.alltoall(blocks(link, [1] * 3), blocks(link, [1] * 3))
+    assert nccl.calls[:3] == ["ncclGroupStart", "ncclSend", "ncclGroupEnd"]
 
 
 def test_only_nccl_takes_calls_ahead_of_their_headers() -> None:
@@ -381,30 +378,26 @@ def test_the_per_thread_stream_is_refused() -> None:
 # Splitting -----------------------------------------------------------------------------------------
 
 
-def test_split_makes_links_of_the_members_in_their_order() -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
-        members = [3, 1] if link.rank % 2 else [0, 2]
-        child = drive(link.split(link.rank % 2, members.index(link.rank)))
-        assert (child.rank, child.size) == (members.index(link.rank), 2)
-        assert child.memory is not link.memory
-        child.memory.stream = child.memory.own_stream
-        recv = blocks(child, [1, 1])
-        fill(recv.block(child.rank), link.rank)
-        finish(child.allgather(recv))
-        assert values(recv.buffer).tolist() == members
-        finish(link.bcast(link.empty(1, UINT8), 0))
-
-    on_links(4, check)
+@on_links(4)
+def test_split_makes_links_of_the_members_in_their_order(link, nccl) -> None:
+    members = [3, 1] if link.rank % 2 else [0, 2]
+    child = drive(link.split(link.rank % 2, members.index(link.rank)))
+    assert (child.rank, child.size) == (members.index(link.rank), 2)
+    assert child.memory is not link.memory
+    child.memory.stream = child.memory.own_stream
+    recv = blocks(child, [1, 1])
+    fill(recv.block(child.rank), link.rank)
+    finish(child.allgather(recv))
+    assert values(recv.buffer).tolist() == members
+    finish(link.bcast(link.empty(1, UINT8), 0))
 
 
-def test_a_rank_of_no_color_takes_part_in_a_split_and_gets_none() -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
-        out = link.rank == 1
-        child = drive(link.split(None if out else 0, link.rank))
-        assert (child is None) == out
-        assert len(nccl.comms) == (1 if out else 2)
-
-    on_links(3, check)
+@on_links(3)
+def test_a_rank_of_no_color_takes_part_in_a_split_and_gets_none(link, nccl) -> None:
+    out = link.rank == 1
+    child = drive(link.split(None if out else 0, link.rank))
+    assert (child is None) == out
+    assert len(nccl.comms) == (1 if out else 2)
 
 
 def test_a_split_keeps_whether_floats_are_summed_in_rank_order() -> None:
@@ -536,17 +529,15 @@ def test_an_error_is_not_waited_for_while_a_thread_is_in_nccl() -> None:
         assert time.monotonic() - began < 1
 
 
-def test_close_finalizes_and_then_destroys() -> None:
-    def check(link: NcclLink, nccl: Nccl) -> None:
-        nccl.calls.clear()
-        link.close()
-        ends = [name for name in nccl.calls if name != "ncclCommGetAsyncError"]
-        assert ends == ["ncclCommFinalize", "ncclCommDestroy"]
-        link.abort()
-        link.close()
-        assert nccl.only.gone == "destroyed"
-
-    on_links(3, check)
+@on_links(3)
+def test_close_finalizes_and_then_destroys(link, nccl) -> None:
+    nccl.calls.clear()
+    link.close()
+    ends = [name for name in nccl.calls if name != "ncclCommGetAsyncError"]
+    assert ends == ["ncclCommFinalize", "ncclCommDestroy"]
+    link.abort()
+    link.close()
+    assert nccl.only.gone == "destroyed"
 
 
 @pytest.mark.usefixtures("soon")

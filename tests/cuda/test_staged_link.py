@@ -19,7 +19,7 @@ from arraycomm._protocol.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle
 from tests.support import internals
 from tests.support.device import software_device
-from tests.support.on_ranks import OnRanks, on_ranks, several, size, transport
+from tests.support.on_ranks import OnRanks, by, on_ranks, several, size, transport
 
 __all__ = ["on_ranks", "several", "size", "transport"]
 
@@ -98,62 +98,56 @@ def _logging(comm: Communicator, memory: Told, name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 2000])
-def test_allreduce_folds_chunk_by_chunk(on_ranks: OnRanks, several: int, count: int) -> None:
-    def check(comm: Communicator) -> None:
-        link, memory = _link(comm)
-        x = (np.arange(count) * 7 % 23 + comm.rank).astype("float32")
-        source, target = memory.upload(x), memory.upload(np.zeros_like(x))
-        _finish(link.allreduce(source, target, "mean"))
-        want = comm.allreduce(x, "mean")
-        assert memory.elements(target).tobytes() == want.tobytes()
-        _finish(link.allreduce(source, source, "mean"))
-        assert memory.elements(source).tobytes() == want.tobytes()
-
-    on_ranks(several, check)
+@by("on_ranks", "several")
+def test_allreduce_folds_chunk_by_chunk(comm, count) -> None:
+    link, memory = _link(comm)
+    x = (np.arange(count) * 7 % 23 + comm.rank).astype("float32")
+    source, target = memory.upload(x), memory.upload(np.zeros_like(x))
+    _finish(link.allreduce(source, target, "mean"))
+    want = comm.allreduce(x, "mean")
+    assert memory.elements(target).tobytes() == want.tobytes()
+    _finish(link.allreduce(source, source, "mean"))
+    assert memory.elements(source).tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("name", ["allreduce", "bcast", "allgather"])
-def test_copies_go_on_while_mpi_has_a_chunk(on_ranks: OnRanks, several: int, name: str) -> None:
-    # Of which the host reduces each in one round of alltoall.
+@by("on_ranks", "several")
+def test_copies_go_on_while_mpi_has_a_chunk(comm, name) -> None:
     chunk = 1 << 20 if name == "allreduce" else CHUNK
-
-    def check(comm: Communicator) -> None:
-        with comm.dup() as apart:
-            internals.forbid_segment(apart)
-            pins = Pins()
-            link, memory = _link(apart, pins, chunk)
-            x = np.arange(9 * chunk // 4, dtype="float32") + comm.rank
-            device_buffer = memory.upload(x).view("u1")
-            chunks = 9
-            _logging(apart, memory, "alltoall" if name == "allreduce" else name)
-            if name == "allreduce":
-                _finish(link.allreduce(device_buffer.view("f4"), device_buffer.view("f4"), "max"))
-            elif name == "bcast":
-                _finish(link.bcast(device_buffer, 0))
-            else:
-                counts = [len(device_buffer) // apart.size // 4 * 4] * apart.size
-                offsets = [counts[0] * rank for rank in range(apart.size)]
-                _finish(link.allgather(Blocks(device_buffer[: sum(counts)], counts, offsets)))
-                chunks = -(-counts[0] // (chunk // apart.size))
-            log = memory.log
-            if name == "bcast" and comm.rank:
-                assert log == ["mpi", *["back", "mpi"] * 8, "back"]
-            else:
-                # The next chunk is on its way before MPI has this one.
-                places = [place for place, what in enumerate(log) if what == "mpi"]
-                outs = [log[:place].count("out") for place in places]
-                assert outs == [min(number + 2, chunks) for number in range(chunks)]
-            got = memory.elements(device_buffer.view("f4"))
-            first = x - comm.rank
-            if name == "allgather":
-                count = counts[0] // 4
-                first = first[: count * apart.size] + np.arange(apart.size).repeat(count)
-                got = got[: len(first)]
-            assert np.array_equal(got, first + (apart.size - 1) * (name == "allreduce"))
-            # However long the array, only so much memory is pinned.
-            assert sum(pins.sizes) <= 4 * max(chunk, 4096)
-
-    on_ranks(several, check)
+    with comm.dup() as apart:
+        internals.forbid_segment(apart)
+        pins = Pins()
+        link, memory = _link(apart, pins, chunk)
+        x = np.arange(9 * chunk // 4, dtype="float32") + comm.rank
+        device_buffer = memory.upload(x).view("u1")
+        chunks = 9
+        _logging(apart, memory, "alltoall" if name == "allreduce" else name)
+        if name == "allreduce":
+            _finish(link.allreduce(device_buffer.view("f4"), device_buffer.view("f4"), "max"))
+        elif name == "bcast":
+            _finish(link.bcast(device_buffer, 0))
+        else:
+            counts = [len(device_buffer) // apart.size // 4 * 4] * apart.size
+            offsets = [counts[0] * rank for rank in range(apart.size)]
+            _finish(link.allgather(Blocks(device_buffer[: sum(counts)], counts, offsets)))
+            chunks = -(-counts[0] // (chunk // apart.size))
+        log = memory.log
+        if name == "bcast" and comm.rank:
+            assert log == ["mpi", *["back", "mpi"] * 8, "back"]
+        else:
+            # The next chunk is on its way before MPI has this one.
+            places = [place for place, what in enumerate(log) if what == "mpi"]
+            outs = [log[:place].count("out") for place in places]
+            assert outs == [min(number + 2, chunks) for number in range(chunks)]
+        got = memory.elements(device_buffer.view("f4"))
+        first = x - comm.rank
+        if name == "allgather":
+            count = counts[0] // 4
+            first = first[: count * apart.size] + np.arange(apart.size).repeat(count)
+            got = got[: len(first)]
+        assert np.array_equal(got, first + (apart.size - 1) * (name == "allreduce"))
+        # However long the array, only so much memory is pinned.
+        assert sum(pins.sizes) <= 4 * max(chunk, 4096)
 
 
 def _scattered(lengths: list[int], fill: int) -> tuple[Array, list[int]]:

@@ -9,6 +9,8 @@ test, and a job one with most. EVERY=1 runs all of both.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -37,6 +39,32 @@ SIZES = [s for s in ALL_SIZES if EVERY or LAUNCH is None or (LAUNCH.size - s) % 
 alone = pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alone")
 
 OnRanks = Callable[..., list[Any]]
+
+
+def by(runner: str, *counts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let the ranks of a fixture run a test, which takes the communicator as `comm`.
+
+    The fixture is called with the values of the fixtures `counts`, and with what a rank does.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(test)
+        own = [name for name in signature.parameters if name != "comm"]
+
+        @functools.wraps(test)
+        def on_all(**given: Any) -> None:
+            arguments = {name: given[name] for name in own}
+            given[runner](*(given[name] for name in counts), lambda comm: test(comm, **arguments))
+
+        # What pytest passes.
+        wanted = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+            for name in dict.fromkeys((runner, *counts, *own))
+        ]
+        on_all.__signature__ = inspect.Signature(wanted)  # type: ignore[attr-defined]
+        return on_all
+
+    return decorate
 
 
 def is_spared(item: pytest.Item) -> bool:

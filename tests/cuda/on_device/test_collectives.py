@@ -10,9 +10,10 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._cuda.gpu_aware import gpu_aware
-from tests.cuda.on_device.conftest import Framework, Job, OnRanks
+from tests.cuda.on_device.conftest import Framework, OnRanks
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
+from tests.support.on_ranks import by
 
 Array = np.ndarray[Any, Any]
 
@@ -41,51 +42,44 @@ def check_same(framework: Framework, got: Any, want: Array | None) -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_device_gives_what_the_host_gives(on_ranks, framework, name) -> None:
-    def check(comm: Communicator) -> None:
-        for count in (0, 1, 5, 9000, 300_000):
-            x = rows(comm, count)
-            want = COLLECTIVES[name](comm, x)
-            mine = framework.make(x)
-            for _ in range(2):
-                got = COLLECTIVES[name](comm, mine)
-                check_same(framework, got, want)
-                if got is not None and (name not in ROOTED or comm.rank == 0):
-                    check_like(got, mine)
-            assert framework.back(mine).tobytes() == x.tobytes()
-
-    on_ranks(check)
+@by("on_ranks")
+def test_device_gives_what_the_host_gives(comm, framework, name) -> None:
+    for count in (0, 1, 5, 9000, 300_000):
+        x = rows(comm, count)
+        want = COLLECTIVES[name](comm, x)
+        mine = framework.make(x)
+        for _ in range(2):
+            got = COLLECTIVES[name](comm, mine)
+            check_same(framework, got, want)
+            if got is not None and (name not in ROOTED or comm.rank == 0):
+                check_like(got, mine)
+        assert framework.back(mine).tobytes() == x.tobytes()
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_host_and_device_arrays_meet(on_ranks: OnRanks, framework: Framework, name: str) -> None:
+@by("on_ranks")
+def test_host_and_device_arrays_meet(comm, framework, name) -> None:
     """Each rank in turn is the odd one; results are where that rank's own array is."""
-
-    def check(comm: Communicator) -> None:
-        for count in (2, 9000):
-            x = rows(comm, count)
-            want = COLLECTIVES[name](comm, x)
-            for odd in range(comm.size):
-                for on_host in (True, False):
-                    mine = x if (comm.rank == odd) == on_host else framework.make(x)
-                    check_same(framework, COLLECTIVES[name](comm, mine), want)
-
-    on_ranks(check)
+    for count in (2, 9000):
+        x = rows(comm, count)
+        want = COLLECTIVES[name](comm, x)
+        for odd in range(comm.size):
+            for on_host in (True, False):
+                mine = x if (comm.rank == odd) == on_host else framework.make(x)
+                check_same(framework, COLLECTIVES[name](comm, mine), want)
 
 
-def test_mpi_that_reads_no_device_memory_is_handed_copies(mpi_job: Job) -> None:
-    def check(comm: Communicator) -> None:
-        cupy = pytest.importorskip("cupy")
-        # Several chunks, and a part of one.
-        x = rows(comm, 3_000_001)
-        got = comm.allreduce(cupy.asarray(x))
-        assert got.get().tobytes() == comm.allreduce(x).tobytes()
-        link = internals.device_link(comm)
-        assert link is not None
-        several = "mpi" if gpu_aware() else "staged"
-        assert link.name == ("self" if comm.size == 1 else several)
-
-    mpi_job(check)
+@by("mpi_job")
+def test_mpi_that_reads_no_device_memory_is_handed_copies(comm) -> None:
+    cupy = pytest.importorskip("cupy")
+    # Several chunks, and a part of one.
+    x = rows(comm, 3_000_001)
+    got = comm.allreduce(cupy.asarray(x))
+    assert got.get().tobytes() == comm.allreduce(x).tobytes()
+    link = internals.device_link(comm)
+    assert link is not None
+    several = "mpi" if gpu_aware() else "staged"
+    assert link.name == ("self" if comm.size == 1 else several)
 
 
 def test_frameworks_meet(on_ranks: OnRanks, framework: Framework) -> None:
@@ -102,14 +96,12 @@ def test_frameworks_meet(on_ranks: OnRanks, framework: Framework) -> None:
     on_ranks(check)
 
 
-def test_root_sends_to_ranks_that_say_what_it_is_like(on_ranks, framework) -> None:
-    def check(comm: Communicator) -> None:
-        mine = framework.make(np.full((2, 3), comm.rank, np.float32))
-        got = comm.bcast(mine if comm.rank == 0 else None, 0, like=mine)
-        check_like(got, mine)
-        assert (framework.back(got) == 0).all()
-
-    on_ranks(check)
+@by("on_ranks")
+def test_root_sends_to_ranks_that_say_what_it_is_like(comm, framework) -> None:
+    mine = framework.make(np.full((2, 3), comm.rank, np.float32))
+    got = comm.bcast(mine if comm.rank == 0 else None, 0, like=mine)
+    check_like(got, mine)
+    assert (framework.back(got) == 0).all()
 
 
 def test_jax_is_no_out(on_ranks: OnRanks, framework: Framework) -> None:
@@ -161,28 +153,24 @@ def test_leaves_are_reduced_where_they_are(on_ranks, framework, where) -> None:
     on_ranks(check)
 
 
-def test_hundreds_of_leaves_are_reduced(on_ranks: OnRanks, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        x = np.arange(3, dtype="float32") + comm.rank
-        one = framework.make(x)
-        # Some launches of the kernel that gathers them.
-        tree = [one] * 600
-        want = comm.allreduce(x)
-        got = ac.allreduce_tree(tree, "sum", comm=comm)
-        assert all((framework.back(leaf) == want).all() for leaf in got[::97])
-
-    on_ranks(check)
+@by("on_ranks")
+def test_hundreds_of_leaves_are_reduced(comm, framework) -> None:
+    x = np.arange(3, dtype="float32") + comm.rank
+    one = framework.make(x)
+    # Some launches of the kernel that gathers them.
+    tree = [one] * 600
+    want = comm.allreduce(x)
+    got = ac.allreduce_tree(tree, "sum", comm=comm)
+    assert all((framework.back(leaf) == want).all() for leaf in got[::97])
 
 
-def test_trees_are_synchronized(on_ranks: OnRanks, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        mine = {
-            "device": framework.make(np.full(7, comm.rank, np.float32)),
-            "host": np.full(3, comm.rank),
-        }
-        same = ac.synchronize(mine, root=comm.size - 1, comm=comm)
-        check_like(same["device"], mine["device"])
-        assert (framework.back(same["device"]) == comm.size - 1).all()
-        assert (same["host"] == comm.size - 1).all()
-
-    on_ranks(check)
+@by("on_ranks")
+def test_trees_are_synchronized(comm, framework) -> None:
+    mine = {
+        "device": framework.make(np.full(7, comm.rank, np.float32)),
+        "host": np.full(3, comm.rank),
+    }
+    same = ac.synchronize(mine, root=comm.size - 1, comm=comm)
+    check_like(same["device"], mine["device"])
+    assert (framework.back(same["device"]) == comm.size - 1).all()
+    assert (same["host"] == comm.size - 1).all()

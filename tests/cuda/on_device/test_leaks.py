@@ -12,8 +12,9 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._arrays import pinned
-from tests.cuda.on_device.conftest import Framework, Job, OnRanks
+from tests.cuda.on_device.conftest import Framework
 from tests.support import internals
+from tests.support.on_ranks import by
 
 MIB = 1 << 20
 
@@ -67,42 +68,37 @@ def check_flat(before: Held, after: Held, device: int = 4 * MIB) -> None:
     assert after.files <= before.files + 2, (before, after)
 
 
-def test_calls_hold_nothing(on_ranks: OnRanks, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        # The same calls twice: the first time, CUDA loads what they use, and keeps it.
-        small_calls(comm, framework, 4000)
-        before = held(comm)
-        small_calls(comm, framework, 4000)
-        check_flat(before, held(comm))
-
-    on_ranks(check)
+@by("on_ranks")
+def test_calls_hold_nothing(comm, framework) -> None:
+    # The same calls twice: the first time, CUDA loads what they use, and keeps it.
+    small_calls(comm, framework, 4000)
+    before = held(comm)
+    small_calls(comm, framework, 4000)
+    check_flat(before, held(comm))
 
 
-def test_side_streams_hold_nothing(nccl_job: Job, writable: Framework) -> None:
+@by("nccl_job")
+def test_side_streams_hold_nothing(comm, writable) -> None:
     """One stream after another, whose memory the pools keep apart, but only so much of it."""
+    import cupy
 
-    def check(comm: Communicator) -> None:
-        import cupy
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    torch = pytest.importorskip("torch") if writable.name == "torch" else None
 
-        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
-        torch = pytest.importorskip("torch") if writable.name == "torch" else None
+    def turn() -> None:
+        for stream in streams:
+            there: Any = stream
+            if torch is not None:
+                there = torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
+            with there:
+                small_calls(comm, writable, 80)
 
-        def turn() -> None:
-            for stream in streams:
-                there: Any = stream
-                if torch is not None:
-                    there = torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
-                with there:
-                    small_calls(comm, writable, 80)
-
-        for _ in range(5):
-            turn()
-        before = held(comm)
-        for _ in range(5):
-            turn()
-        check_flat(before, held(comm))
-
-    nccl_job(check)
+    for _ in range(5):
+        turn()
+    before = held(comm)
+    for _ in range(5):
+        turn()
+    check_flat(before, held(comm))
 
 
 def made_and_freed(comm: Communicator, x: Any, number: int) -> None:
@@ -113,40 +109,36 @@ def made_and_freed(comm: Communicator, x: Any, number: int) -> None:
         made.free()
 
 
-def test_communicators_hold_nothing(nccl_job: Job, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        x = framework.make(np.ones(1000, np.float32))
-        made_and_freed(comm, x, 4)
-        before = held(comm)
-        with comm.dup() as one:
-            one.allreduce(x)
-            cost = max(held(comm).device - before.device, 0)
-        made_and_freed(comm, x, 36)
-        # Far less than 36 communicators take, on each of the ranks that share the device.
-        check_flat(before, held(comm), device=2 * cost + 16 * MIB)
-
-    nccl_job(check)
+@by("nccl_job")
+def test_communicators_hold_nothing(comm, framework) -> None:
+    x = framework.make(np.ones(1000, np.float32))
+    made_and_freed(comm, x, 4)
+    before = held(comm)
+    with comm.dup() as one:
+        one.allreduce(x)
+        cost = max(held(comm).device - before.device, 0)
+    made_and_freed(comm, x, 36)
+    # Far less than 36 communicators take, on each of the ranks that share the device.
+    check_flat(before, held(comm), device=2 * cost + 16 * MIB)
 
 
-def test_communicators_that_fail_hold_no_files(nccl_job: Job, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        x = framework.make(np.ones(1000, np.float32))
+@by("nccl_job")
+def test_communicators_that_fail_hold_no_files(comm, framework) -> None:
+    x = framework.make(np.ones(1000, np.float32))
 
-        def fail() -> None:
-            made = comm.dup()
-            made.allreduce(x)
-            internals.devices(made).abort()
-            internals.devices(made).abort()
-            comm.barrier()
+    def fail() -> None:
+        made = comm.dup()
+        made.allreduce(x)
+        internals.devices(made).abort()
+        internals.devices(made).abort()
+        comm.barrier()
 
-        for _ in range(3):
-            fail()
-        before = held(comm)
-        for _ in range(10):
-            fail()
-        after = held(comm)
-        # The hosts' side of them is not given back, with a file or two of each.
-        assert after.files <= before.files + 30, (before, after)
-        assert after.device <= before.device + 64 * MIB, (before, after)
-
-    nccl_job(check)
+    for _ in range(3):
+        fail()
+    before = held(comm)
+    for _ in range(10):
+        fail()
+    after = held(comm)
+    # The hosts' side of them is not given back, with a file or two of each.
+    assert after.files <= before.files + 30, (before, after)
+    assert after.device <= before.device + 64 * MIB, (before, after)

@@ -9,84 +9,72 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm import Communicator
 from arraycomm._dtypes import BY_NAME
-from tests.cuda.on_device.conftest import Framework, Job
 from tests.cuda.on_device.test_collectives import rows
 from tests.support import internals
+from tests.support.on_ranks import by
 from tests.support.oracle import DTYPES, OPS, expected, family, same_result, sample
 
 COUNTS = (1, 17, 40_000)
 
 
-def test_arrays_go_over_nccl(nccl_job: Job, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        x = framework.make(np.ones(1000, np.float32))
-        comm.allreduce(x)
-        assert internals.device_link(comm) is not None
-        assert internals.device_link(comm).name == "nccl"
-        said = ac.explain(x, comm=comm)
-        assert (said.backend, said.copies) == ("nccl", 0)
-
-    nccl_job(check)
+@by("nccl_job")
+def test_arrays_go_over_nccl(comm, framework) -> None:
+    x = framework.make(np.ones(1000, np.float32))
+    comm.allreduce(x)
+    assert internals.device_link(comm) is not None
+    assert internals.device_link(comm).name == "nccl"
+    said = ac.explain(x, comm=comm)
+    assert (said.backend, said.copies) == ("nccl", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_moved_and_reduced(nccl_job: Job, framework: Framework, dtype) -> None:
-    def check(comm: Communicator) -> None:
-        root = comm.size - 1
-        for count in COUNTS:
-            arrays = [sample(dtype, count, rank) for rank in range(comm.size)]
-            mine = framework.make(arrays[comm.rank])
-            assert framework.back(comm.allgather(mine)).tobytes() == np.stack(arrays).tobytes()
-            assert framework.back(comm.bcast(mine, root)).tobytes() == arrays[-1].tobytes()
-            for op in OPS[family(dtype)]:
-                arrays = [sample(dtype, count, rank, op) for rank in range(comm.size)]
-                mine, want = framework.make(arrays[comm.rank]), expected(arrays, op)
-                assert same_result(framework.back(comm.allreduce(mine, op)), want, op), op
-                reduced = comm.reduce(mine, op, root)
-                assert (reduced is None) == (comm.rank != root)
-                if reduced is not None:
-                    assert same_result(framework.back(reduced), want, op), op
-                scanned = framework.back(comm.scan(mine, op))
-                assert same_result(scanned, expected(arrays[: comm.rank + 1], op), op), op
-
-    nccl_job(check)
+@by("nccl_job")
+def test_every_dtype_is_moved_and_reduced(comm, framework, dtype) -> None:
+    root = comm.size - 1
+    for count in COUNTS:
+        arrays = [sample(dtype, count, rank) for rank in range(comm.size)]
+        mine = framework.make(arrays[comm.rank])
+        assert framework.back(comm.allgather(mine)).tobytes() == np.stack(arrays).tobytes()
+        assert framework.back(comm.bcast(mine, root)).tobytes() == arrays[-1].tobytes()
+        for op in OPS[family(dtype)]:
+            arrays = [sample(dtype, count, rank, op) for rank in range(comm.size)]
+            mine, want = framework.make(arrays[comm.rank]), expected(arrays, op)
+            assert same_result(framework.back(comm.allreduce(mine, op)), want, op), op
+            reduced = comm.reduce(mine, op, root)
+            assert (reduced is None) == (comm.rank != root)
+            if reduced is not None:
+                assert same_result(framework.back(reduced), want, op), op
+            scanned = framework.back(comm.scan(mine, op))
+            assert same_result(scanned, expected(arrays[: comm.rank + 1], op), op), op
 
 
 @pytest.mark.parametrize("nbytes", [8, 4 << 10, (64 << 20) - 4, (64 << 20) + 4, 300 << 20])
-def test_long_arrays_go_in_chunks(nccl_job: Job, framework: Framework, nbytes: int) -> None:
-    def check(comm: Communicator) -> None:
-        count = nbytes // 4
-        x = (np.arange(count) % 251).astype(np.float32)
-        got = framework.back(comm.allreduce(framework.make(x * (comm.rank + 1))))
-        assert np.array_equal(got, x * sum(range(comm.size + 1)))
-
-    nccl_job(check)
+@by("nccl_job")
+def test_long_arrays_go_in_chunks(comm, framework, nbytes) -> None:
+    count = nbytes // 4
+    x = (np.arange(count) % 251).astype(np.float32)
+    got = framework.back(comm.allreduce(framework.make(x * (comm.rank + 1))))
+    assert np.array_equal(got, x * sum(range(comm.size + 1)))
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "mean"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "bfloat16"])
-def test_an_order_of_nccls_own_gives_all_ranks_the_same(nccl_job, framework, dtype, op) -> None:
+@by("nccl_job")
+def test_an_order_of_nccls_own_gives_all_ranks_the_same(comm, framework, dtype, op) -> None:
     kind = BY_NAME[dtype].dtype
-
-    def check(comm: Communicator) -> None:
-        with comm.dup(reproducible=False) as free:
-            arrays = [(np.arange(9000) % 13 + rank + 1).astype(kind) for rank in range(comm.size)]
-            got = framework.back(free.allreduce(framework.make(arrays[comm.rank]), op))
-            # Numbers of which every order gives the same.
-            assert same_result(got, expected(arrays, op), op)
-            assert len(set(comm.allgather_object(got.tobytes()))) == 1
-
-    nccl_job(check)
+    with comm.dup(reproducible=False) as free:
+        arrays = [(np.arange(9000) % 13 + rank + 1).astype(kind) for rank in range(comm.size)]
+        got = framework.back(free.allreduce(framework.make(arrays[comm.rank]), op))
+        # Numbers of which every order gives the same.
+        assert same_result(got, expected(arrays, op), op)
+        assert len(set(comm.allgather_object(got.tobytes()))) == 1
 
 
-def test_without_the_check_arrays_stay_on_the_device(nccl_job: Job, framework: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        x = rows(comm, 9000)
-        with comm.dup(check=False) as unchecked:
-            assert internals.device_link(unchecked) is not None
-            got = unchecked.allreduce(framework.make(x))
-            assert framework.back(got).tobytes() == comm.allreduce(x).tobytes()
-
-    nccl_job(check)
+@by("nccl_job")
+def test_without_the_check_arrays_stay_on_the_device(comm, framework) -> None:
+    x = rows(comm, 9000)
+    with comm.dup(check=False) as unchecked:
+        assert internals.device_link(unchecked) is not None
+        got = unchecked.allreduce(framework.make(x))
+        assert framework.back(got).tobytes() == comm.allreduce(x).tobytes()

@@ -15,7 +15,8 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
-from tests.cuda.on_device.conftest import Framework, Job, OnRanks, is_busy, spin, stream_of
+from tests.cuda.on_device.conftest import Framework, OnRanks, is_busy, spin, stream_of
+from tests.support.on_ranks import by
 
 LENGTH = 1 << 18
 LATE = 0.3
@@ -79,127 +80,111 @@ def begun(comm: Communicator, writable: Framework) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_read_what_is_still_to_be_written(on_ranks, writable, name) -> None:
+@by("on_ranks")
+def test_calls_read_what_is_still_to_be_written(comm, writable, name) -> None:
     call, wanted = CALLS[name]
-
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
-        for _ in range(2):
-            with writable.side():
-                x = writable.make(np.zeros(length(comm), np.float32))
-                spin(stream_of(writable))
-                x += comm.rank + 1
-                got = call(comm, x)
-                twice = got * 2
-                # Overwritten in order, while the call may be still to come.
-                set_to(x, -1000)
-                assert (writable.back(twice) == 2 * wanted(comm.size, comm.rank)).all()
-                assert (writable.back(got) == wanted(comm.size, comm.rank)).all()
-                assert (writable.back(x) == -1000).all()
-
-    on_ranks(check)
+    begun(comm, writable)
+    for _ in range(2):
+        with writable.side():
+            x = writable.make(np.zeros(length(comm), np.float32))
+            spin(stream_of(writable))
+            x += comm.rank + 1
+            got = call(comm, x)
+            twice = got * 2
+            # Overwritten in order, while the call may be still to come.
+            set_to(x, -1000)
+            assert (writable.back(twice) == 2 * wanted(comm.size, comm.rank)).all()
+            assert (writable.back(got) == wanted(comm.size, comm.rank)).all()
+            assert (writable.back(x) == -1000).all()
 
 
 @pytest.mark.parametrize(("name", "late"), [(name, i % 2) for i, name in enumerate(CALLS)])
-def test_input_may_be_overwritten_while_others_are_missing(nccl_job, writable, name, late) -> None:
+@by("nccl_job")
+def test_input_may_be_overwritten_while_others_are_missing(comm, writable, name, late) -> None:
     call, wanted = CALLS[name]
-
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
-        comm.barrier()
-        with writable.side():
-            x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
-            if comm.rank % 2 == late:
-                time.sleep(LATE)
-                spin(stream_of(writable))
-            got = call(comm, x)
-            set_to(x, -1000)
-            # Memory that is given back here is given out at once, for what comes later.
-            del x
-            other = writable.make(np.full(length(comm), 7, np.float32))
-            assert (writable.back(got + 0) == wanted(comm.size, comm.rank)).all()
-            assert (writable.back(other) == 7).all()
-
-    nccl_job(check)
+    begun(comm, writable)
+    comm.barrier()
+    with writable.side():
+        x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
+        if comm.rank % 2 == late:
+            time.sleep(LATE)
+            spin(stream_of(writable))
+        got = call(comm, x)
+        set_to(x, -1000)
+        # Memory that is given back here is given out at once, for what comes later.
+        del x
+        other = writable.make(np.full(length(comm), 7, np.float32))
+        assert (writable.back(got + 0) == wanted(comm.size, comm.rank)).all()
+        assert (writable.back(other) == 7).all()
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "tree"])
-def test_the_host_does_not_wait_for_the_device(nccl_job, writable, name) -> None:
+@by("nccl_job")
+def test_the_host_does_not_wait_for_the_device(comm, writable, name) -> None:
     call, wanted = CALLS[name]
-
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
-        with writable.side():
-            x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
-            # Once more on this stream, for which memory is set apart.
-            call(comm, x)
-            writable.back(x)
-            comm.barrier()
-            spin(stream_of(writable), 0.3)
-            got = call(comm, x)
-            assert is_busy(stream_of(writable))
-            assert (writable.back(got) == wanted(comm.size, comm.rank)).all()
-
-    nccl_job(check)
+    begun(comm, writable)
+    with writable.side():
+        x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
+        # Once more on this stream, for which memory is set apart.
+        call(comm, x)
+        writable.back(x)
+        comm.barrier()
+        spin(stream_of(writable), 0.3)
+        got = call(comm, x)
+        assert is_busy(stream_of(writable))
+        assert (writable.back(got) == wanted(comm.size, comm.rank)).all()
 
 
-def test_calls_in_several_streams_come_in_their_order(nccl_job: Job, writable: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
-        results, sides = [], []
-        for turn in range(6):
-            # Kept: CuPy destroys a stream that nobody refers to.
-            sides.append(writable.side())
-            with sides[-1]:
-                x = writable.make(np.full(length(comm), turn, np.float32))
-                if turn % 2 == comm.rank % 2:
-                    spin(stream_of(writable))
-                x += 1
-                results.append((comm.allreduce(x), stream_of(writable), x))
-        import cupy
-
-        for turn, (got, stream, _) in enumerate(results):
-            cupy.cuda.runtime.streamSynchronize(stream)
-            assert (writable.back(got) == (turn + 1) * comm.size).all()
-
-    nccl_job(check)
-
-
-def test_out_is_written_in_order(on_ranks: OnRanks, writable: Framework) -> None:
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
-        for step in (1, 2):
-            with writable.side():
-                x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
-                whole = writable.make(np.zeros(step * length(comm), np.float32))
+@by("nccl_job")
+def test_calls_in_several_streams_come_in_their_order(comm, writable) -> None:
+    begun(comm, writable)
+    results, sides = [], []
+    for turn in range(6):
+        # Kept: CuPy destroys a stream that nobody refers to.
+        sides.append(writable.side())
+        with sides[-1]:
+            x = writable.make(np.full(length(comm), turn, np.float32))
+            if turn % 2 == comm.rank % 2:
                 spin(stream_of(writable))
-                # Before the call in the stream, and so not to be seen after it.
-                set_to(whole, 5)
-                out = whole[::step]
-                comm.allreduce(x, out=out)
-                out += 1
-                want = np.full(step * length(comm), 5, np.float32)
-                want[::step] = sum(range(comm.size + 1)) + 1
-                assert np.array_equal(writable.back(whole), want)
+            x += 1
+            results.append((comm.allreduce(x), stream_of(writable), x))
+    import cupy
 
-    on_ranks(check)
+    for turn, (got, stream, _) in enumerate(results):
+        cupy.cuda.runtime.streamSynchronize(stream)
+        assert (writable.back(got) == (turn + 1) * comm.size).all()
 
 
-def test_memory_of_results_is_not_used_too_early(on_ranks: OnRanks, writable: Framework) -> None:
-    """Results are dropped while they are still to be written, and their memory is taken again."""
-
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
+@by("on_ranks")
+def test_out_is_written_in_order(comm, writable) -> None:
+    begun(comm, writable)
+    for step in (1, 2):
         with writable.side():
             x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
-            for _ in range(15):
-                spin(stream_of(writable), 2e-3)
-                comm.allreduce(x)
-                mine = x * 0 + 3
-                comm.allgather(x)
-                assert (writable.back(mine) == 3).all()
+            whole = writable.make(np.zeros(step * length(comm), np.float32))
+            spin(stream_of(writable))
+            # Before the call in the stream, and so not to be seen after it.
+            set_to(whole, 5)
+            out = whole[::step]
+            comm.allreduce(x, out=out)
+            out += 1
+            want = np.full(step * length(comm), 5, np.float32)
+            want[::step] = sum(range(comm.size + 1)) + 1
+            assert np.array_equal(writable.back(whole), want)
 
-    on_ranks(check)
+
+@by("on_ranks")
+def test_memory_of_results_is_not_used_too_early(comm, writable) -> None:
+    """Results are dropped while they are still to be written, and their memory is taken again."""
+    begun(comm, writable)
+    with writable.side():
+        x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
+        for _ in range(15):
+            spin(stream_of(writable), 2e-3)
+            comm.allreduce(x)
+            mine = x * 0 + 3
+            comm.allgather(x)
+            assert (writable.back(mine) == 3).all()
 
 
 def test_jaxs_work_comes_before_and_after(on_ranks: OnRanks, framework: Framework) -> None:
@@ -224,17 +209,14 @@ def test_jaxs_work_comes_before_and_after(on_ranks: OnRanks, framework: Framewor
     on_ranks(check)
 
 
-def test_a_result_is_the_start_of_the_next_step(on_ranks: OnRanks, framework: Framework) -> None:
+@by("on_ranks")
+def test_a_result_is_the_start_of_the_next_step(comm, framework) -> None:
     """As in training: nothing is waited for between the steps."""
-
-    def check(comm: Communicator) -> None:
-        with framework.side():
-            x = framework.make(np.full(LENGTH, 1.0, np.float32))
-            for _ in range(40):
-                x = comm.allreduce(x) / comm.size + 1
-            assert (framework.back(x) == 41).all()
-
-    on_ranks(check)
+    with framework.side():
+        x = framework.make(np.full(LENGTH, 1.0, np.float32))
+        for _ in range(40):
+            x = comm.allreduce(x) / comm.size + 1
+        assert (framework.back(x) == 41).all()
 
 
 def test_calls_are_refused_while_a_graph_is_captured(on_ranks: OnRanks) -> None:
@@ -256,88 +238,78 @@ def test_calls_are_refused_while_a_graph_is_captured(on_ranks: OnRanks) -> None:
     on_ranks(check)
 
 
-def test_a_request_may_be_waited_for_in_another_stream(on_ranks, writable) -> None:
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
+@by("on_ranks")
+def test_a_request_may_be_waited_for_in_another_stream(comm, writable) -> None:
+    begun(comm, writable)
+    with writable.side():
+        x = writable.make(np.zeros(length(comm), np.float32))
+        spin(stream_of(writable))
+        x += comm.rank + 1
+        request = comm.iallreduce(x)
         with writable.side():
-            x = writable.make(np.zeros(length(comm), np.float32))
-            spin(stream_of(writable))
-            x += comm.rank + 1
-            request = comm.iallreduce(x)
-            with writable.side():
-                got = request.wait() * 2
-                assert (writable.back(got) == sum(range(comm.size + 1)) * 2).all()
-
-    on_ranks(check)
+            got = request.wait() * 2
+            assert (writable.back(got) == sum(range(comm.size + 1)) * 2).all()
 
 
-def test_requests_of_two_communicators_may_be_in_any_order(on_ranks, writable) -> None:
+@by("on_ranks")
+def test_requests_of_two_communicators_may_be_in_any_order(comm, writable) -> None:
     """The ranks start and take them in orders of their own, and one call waits for another's result."""
-
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
-        other = comm.dup()
-        ones = np.ones(LENGTH // 64, np.float32)
-        summed = ones * sum(range(comm.size + 1))
-        gathered = np.concatenate([ones * (rank + 1) for rank in range(comm.size)])
-        with writable.side():
-            for turn in range(6):
-                x = writable.make(np.stack([ones, ones], 1) * (comm.rank + 1))
-                groups = [comm, other]
-                if (comm.rank + turn) % 2:
-                    groups.reverse()
-                requests = []
-                for group in groups:
-                    spin(stream_of(writable), 1e-3)
-                    # What is not contiguous is copied; the shape of the second comes with the headers.
-                    requests.append((group.iallreduce(x[:, 0]), summed))
-                    requests.append((group.iallgatherv(x[:, 1]), gathered))
-                if turn % 3:
-                    requests.reverse()
-                for request, want in requests:
-                    assert np.array_equal(writable.back(request.wait() * 2), want * 2)
-        other.free()
-
-    on_ranks(check)
+    begun(comm, writable)
+    other = comm.dup()
+    ones = np.ones(LENGTH // 64, np.float32)
+    summed = ones * sum(range(comm.size + 1))
+    gathered = np.concatenate([ones * (rank + 1) for rank in range(comm.size)])
+    with writable.side():
+        for turn in range(6):
+            x = writable.make(np.stack([ones, ones], 1) * (comm.rank + 1))
+            groups = [comm, other]
+            if (comm.rank + turn) % 2:
+                groups.reverse()
+            requests = []
+            for group in groups:
+                spin(stream_of(writable), 1e-3)
+                # What is not contiguous is copied; the shape of the second comes with the headers.
+                requests.append((group.iallreduce(x[:, 0]), summed))
+                requests.append((group.iallgatherv(x[:, 1]), gathered))
+            if turn % 3:
+                requests.reverse()
+            for request, want in requests:
+                assert np.array_equal(writable.back(request.wait() * 2), want * 2)
+    other.free()
 
 
-def test_memory_of_requests_is_not_used_too_early(on_ranks: OnRanks, writable: Framework) -> None:
+@by("on_ranks")
+def test_memory_of_requests_is_not_used_too_early(comm, writable) -> None:
     """A result is dropped while it is still read, and a request that is under way needs memory."""
-
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
-        each = np.repeat(np.arange(1, comm.size + 1, dtype=np.float32), LENGTH)
-        with writable.side():
-            x = writable.make(np.full(LENGTH, comm.rank + 1, np.float32))
-            for _ in range(3):
-                read = writable.make(np.zeros(len(each), np.float32))
-                got = comm.iallgatherv(x).wait()
-                if comm.rank:
-                    time.sleep(0.03)
-                request = comm.iallgatherv(x + 10)
-                spin(stream_of(writable), 0.1)
-                copy(read, got, stream_of(writable))
-                del got
-                assert np.array_equal(writable.back(request.wait()), each + 10)
-                assert np.array_equal(writable.back(read), each)
-
-    on_ranks(check)
+    begun(comm, writable)
+    each = np.repeat(np.arange(1, comm.size + 1, dtype=np.float32), LENGTH)
+    with writable.side():
+        x = writable.make(np.full(LENGTH, comm.rank + 1, np.float32))
+        for _ in range(3):
+            read = writable.make(np.zeros(len(each), np.float32))
+            got = comm.iallgatherv(x).wait()
+            if comm.rank:
+                time.sleep(0.03)
+            request = comm.iallgatherv(x + 10)
+            spin(stream_of(writable), 0.1)
+            copy(read, got, stream_of(writable))
+            del got
+            assert np.array_equal(writable.back(request.wait()), each + 10)
+            assert np.array_equal(writable.back(read), each)
 
 
 @pytest.mark.filterwarnings("ignore:the request made:RuntimeWarning")
-def test_a_request_that_nobody_waits_for_keeps_its_memory(on_ranks, writable) -> None:
-    def check(comm: Communicator) -> None:
-        begun(comm, writable)
-        with writable.side():
-            x = writable.make(np.full(LENGTH, comm.rank + 1, np.float32))
-            if comm.rank == 0:
-                request = comm.iallreduce(x)
-                del request, x
-                other = writable.make(np.full(LENGTH, 100, np.float32))
-                assert (writable.back(other) == 100).all()
-            else:
-                time.sleep(LATE)
-                assert (writable.back(comm.iallreduce(x).wait()) == sum(range(comm.size + 1))).all()
-        comm.barrier()
-
-    on_ranks(check)
+@by("on_ranks")
+def test_a_request_that_nobody_waits_for_keeps_its_memory(comm, writable) -> None:
+    begun(comm, writable)
+    with writable.side():
+        x = writable.make(np.full(LENGTH, comm.rank + 1, np.float32))
+        if comm.rank == 0:
+            request = comm.iallreduce(x)
+            del request, x
+            other = writable.make(np.full(LENGTH, 100, np.float32))
+            assert (writable.back(other) == 100).all()
+        else:
+            time.sleep(LATE)
+            assert (writable.back(comm.iallreduce(x).wait()) == sum(range(comm.size + 1))).all()
+    comm.barrier()
