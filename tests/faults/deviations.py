@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
 from arraycomm.testing._oracle import OPS, family
-from tests.faults.drawing import (
-    EXACT,
-    draw_call,
-    draw_container,
-    draw_draft,
-    draw_optimizer,
-)
+from tests.faults.drawing import EXACT, draw_call, draw_container, draw_draft, draw_optimizer
 from tests.faults.programs import (
     BLOCKING_ONLY,
     CUSTOM,
     DTYPES,
+    ENDING,
     HUGE,
     OBJECTS,
     SHAPES,
@@ -52,7 +47,7 @@ def deviate(program: Program, random: Random, kind: str) -> None:
     for rank in ranks:
         actions = program.actions[rank]
         for place in random.sample(range(len(actions)), len(actions)):
-            changed = change(random, program, rank, place)
+            changed = change(Spot(random, program, rank, place))
             if changed is not None:
                 program.kind, program.rank, program.place = kind, rank, place
                 program.actions[rank] = changed
@@ -81,83 +76,101 @@ def _leave_out_unmade(program: Program) -> None:
         program.actions[rank] = kept
 
 
-Change = Callable[[Random, Program, int, int], list[Action] | None]
+@dataclass(frozen=True)
+class Spot:
+    """Where a rank is to deviate."""
+
+    random: Random
+    program: Program
+    rank: int
+    place: int
+
+    @property
+    def actions(self) -> list[Action]:
+        return self.program.actions[self.rank]
+
+    @property
+    def action(self) -> Action:
+        return self.actions[self.place]
+
+    @property
+    def call(self) -> Call | None:
+        return self.action.call
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the action's communicator."""
+        return self.program.members(self.action.comm, self.rank)
+
+    def with_call(self, **changes: object) -> list[Action]:
+        """Return the rank's actions with another call here."""
+        assert self.call is not None
+        changed = replace(self.action, call=replace(self.call, **changes))  # type: ignore[arg-type]
+        return [*self.actions[: self.place], changed, *self.actions[self.place + 1 :]]
+
+    def inserted(self, action: Action) -> list[Action]:
+        """Return the rank's actions with one more here."""
+        return [*self.actions[: self.place], action, *self.actions[self.place :]]
 
 
-def _with_call(actions: list[Action], place: int, **changes: object) -> list[Action]:
-    call = actions[place].call
-    assert call is not None
-    changed = replace(actions[place], call=replace(call, **changes))  # type: ignore[arg-type]
-    return [*actions[:place], changed, *actions[place + 1 :]]
+# Returns the rank's actions, or None where the spot has no room for the deviation.
+Change = Callable[[Spot], list[Action] | None]
 
 
-def _other_op(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    call = program.actions[rank][place].call
+def _other_op(at: Spot) -> list[Action] | None:
+    call = at.call
     if call is None or not call.op:
         return None
     ops = [op for op in (*OPS[family(DTYPES[call.dtype])], CUSTOM) if op != call.op]
     if call.operation in TREES or not call.dtype.startswith("int"):
         ops = [op for op in ops if op != CUSTOM]
-    return _with_call(program.actions[rank], place, op=random.choice(ops))
+    return at.with_call(op=at.random.choice(ops))
 
 
-def _other_dtype(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    call = program.actions[rank][place].call
+def _other_dtype(at: Spot) -> list[Action] | None:
+    call = at.call
     if call is None or not call.dtype:
         return None
-    dtypes = [
-        name
-        for name, dtype in DTYPES.items()
-        if name != call.dtype and (not call.op or call.op in OPS[family(dtype)])
-    ]
-    if call.operation in ("update", "join"):
-        dtypes = [name for name in EXACT if name != call.dtype]
-    if not dtypes:
-        return None
-    return _with_call(program.actions[rank], place, dtype=random.choice(dtypes))
+    names = EXACT if call.operation in ("update", "join") else DTYPES
+    fit = [n for n in names if not call.op or call.op in OPS[family(DTYPES[n])]]
+    others = [name for name in fit if name != call.dtype]
+    return at.with_call(dtype=at.random.choice(others)) if others else None
 
 
-def _other_shape(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    call = program.actions[rank][place].call
+def _other_shape(at: Spot) -> list[Action] | None:
+    call = at.call
     if call is None or not call.dtype:
         return None
     shapes = [(4,), (1, 3), (10,), (5, 2), (60_001,), *SHAPES]
-    return _with_call(
-        program.actions[rank], place, shape=random.choice([s for s in shapes if s != call.shape])
-    )
+    return at.with_call(shape=at.random.choice([s for s in shapes if s != call.shape]))
 
 
-def _other_root(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    action = program.actions[rank][place]
-    count = len(program.members(action.comm, rank))
-    if action.call is None or action.call.root < 0 or count < 2:
+def _other_root(at: Spot) -> list[Action] | None:
+    count = len(at.members)
+    if at.call is None or at.call.root < 0 or count < 2:
         return None
-    return _with_call(
-        program.actions[rank], place, root=(action.call.root + random.randrange(1, count)) % count
-    )
+    return at.with_call(root=(at.call.root + at.random.randrange(1, count)) % count)
 
 
-def _other_operation(
-    random: Random, program: Program, rank: int, place: int
-) -> list[Action] | None:
-    action = program.actions[rank][place]
-    if action.kind not in ("call", "start") or action.call is None:
+def _other_operation(at: Spot) -> list[Action] | None:
+    if at.action.kind not in ("call", "start") or at.call is None or at.call.operation == "update":
         return None
-    if action.call.operation == "update":
+    call = _called(at, draw_call(at.random, at.call.number), at.action.comm)
+    if call.operation in BLOCKING_ONLY and at.action.kind == "start":
         return None
-    count = len(program.members(action.comm, rank))
-    call = draw_call(random, action.call.number)
-    if call.operation in BLOCKING_ONLY and action.kind == "start":
-        return None
-    changes = vars(replace(call, root=call.root % count if call.root >= 0 else -1))
-    return _with_call(program.actions[rank], place, **changes)
+    return at.with_call(**vars(call))
 
 
-def _other_order(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    actions = program.actions[rank]
-    if place + 1 == len(actions):
+def _called(at: Spot, call: Call, comm: int) -> Call:
+    """Return a call that was drawn, with a root that the communicator has."""
+    count = len(at.program.members(comm, at.rank))
+    return replace(call, root=call.root % count if call.root >= 0 else -1)
+
+
+def _other_order(at: Spot) -> list[Action] | None:
+    if at.place + 1 == len(at.actions):
         return None
-    first, second = actions[place : place + 2]
+    first, second = at.actions[at.place : at.place + 2]
     starts_it = second.kind == "wait" and second.request == first.request
     makes_it = first.kind == "make" and second.comm == first.makes
     # Communicators are told apart by the order in which they are made.
@@ -165,75 +178,64 @@ def _other_order(random: Random, program: Program, rank: int, place: int) -> lis
     frees_it = any(action.call and action.call.operation == "free" for action in (first, second))
     if starts_it or makes_it or renames_it or frees_it:
         return None
-    return [*actions[:place], second, first, *actions[place + 2 :]]
+    return [*at.actions[: at.place], second, first, *at.actions[at.place + 2 :]]
 
 
-def _one_more(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    actions = program.actions[rank]
-    comm = random.choice(_at_hand(program, rank, place))
-    call = draw_call(random, 1000)
-    count = len(program.members(comm, rank))
-    root = call.root % count if call.root >= 0 else -1
-    return [*actions[:place], Action("call", comm, replace(call, root=root)), *actions[place:]]
+def _one_more(at: Spot) -> list[Action] | None:
+    comm = at.random.choice(_at_hand(at))
+    return at.inserted(Action("call", comm, _called(at, draw_call(at.random, 1000), comm)))
 
 
-def _at_hand(program: Program, rank: int, place: int) -> list[int]:
+def _at_hand(at: Spot) -> list[int]:
     """Return the communicators on which a rank can call what it likes."""
-    actions = program.actions[rank]
     made = [
         action.makes
-        for action in actions[:place]
+        for action in at.actions[: at.place]
         if action.kind == "make" and action.call and action.call.operation != "optimizer"
     ]
-    freed = [action.comm for action in actions if action.call and action.call.operation == "free"]
-    return [c for c in (0, *made) if program.members(c, rank) and c not in freed]
+    freed = [a.comm for a in at.actions if a.call and a.call.operation == "free"]
+    return [c for c in (0, *made) if at.program.members(c, at.rank) and c not in freed]
 
 
-def _one_less(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    actions = program.actions[rank]
-    left_out = actions[place]
+def _one_less(at: Spot) -> list[Action] | None:
+    left_out = at.action
     if left_out.kind in ("make", "wait"):
         return None
     return [
         action
-        for at, action in enumerate(actions)
-        if at != place and not (left_out.request >= 0 and action.request == left_out.request)
+        for place, action in enumerate(at.actions)
+        if place != at.place and not (left_out.request >= 0 and action.request == left_out.request)
     ]
 
 
-def _other_setting(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    call = program.actions[rank][place].call
-    if call is None or call.operation not in ("optimizer", "container"):
-        return None
-    if len(program.members(program.actions[rank][place].comm, rank)) < 2:
-        # Alone it may set what it likes, and later calls follow its setting.
+def _other_setting(at: Spot) -> list[Action] | None:
+    call = at.call
+    # Alone it may set what it likes, and later calls follow its setting.
+    if call is None or call.operation not in ("optimizer", "container") or len(at.members) < 2:
         return None
     draw_setting = draw_optimizer if call.operation == "optimizer" else draw_container
-    setting = draw_setting(random)
+    setting = draw_setting(at.random)
     # What framework an optimizer is of is each rank's own affair.
     if setting.split()[:2] == call.setting.split()[:2]:
         return None
-    return _with_call(program.actions[rank], place, setting=setting)
+    return at.with_call(setting=setting)
 
 
-def _crossed(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    """Swap two calls on different communicators."""
-    actions = program.actions[rank]
+def _crossed(at: Spot) -> list[Action] | None:
+    """Swap two calls on different communicators, which another rank is a member of as well."""
+    actions, place = at.actions, at.place
     following = (
-        at for at in range(place + 1, len(actions)) if actions[at].kind in ("call", "make", "wait")
-    )
+        later for later in range(place + 1, len(actions))
+        if actions[later].kind in ("call", "make", "wait")
+    )  # fmt: skip
     other = next(following, None)
     if other is None or actions[place].kind != "call" or actions[other].kind != "call":
         return None
     first, second = actions[place], actions[other]
-    if first.comm == second.comm or not _shared(program, rank, first.comm, second.comm):
+    both = set(at.members).intersection(at.program.members(second.comm, at.rank))
+    if first.comm == second.comm or len(both) < 2:
         return None
     return [*actions[:place], second, *actions[place + 1 : other], first, *actions[other + 1 :]]
-
-
-def _shared(program: Program, rank: int, *comms: int) -> bool:
-    """Return whether another rank is a member of these communicators too."""
-    return len(set.intersection(*(set(program.members(c, rank)) for c in comms))) > 1
 
 
 def wrong_arguments(program: Program, rank: int, action: Action) -> Iterator[str]:
@@ -285,47 +287,41 @@ def rank_in(program: Program, rank: int, comm: int) -> int:
     return program.members(comm, rank).index(rank)
 
 
-def _wrong_argument(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-    wrong = list(wrong_arguments(program, rank, program.actions[rank][place]))
-    if not wrong:
-        return None
-    return _with_call(program.actions[rank], place, wrong=random.choice(wrong))
+def _wrong_argument(at: Spot) -> list[Action] | None:
+    wrong = list(wrong_arguments(at.program, at.rank, at.action))
+    return at.with_call(wrong=at.random.choice(wrong)) if wrong else None
 
 
-def _lost_error(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
+def _lost_error(at: Spot) -> list[Action] | None:
     """Pass a wrong argument to a request for which another rank does not wait."""
-    action = program.actions[rank][place]
-    wrong = set(wrong_arguments(program, rank, action)) - {"custom op"}
-    others = [r for r in program.members(action.comm, rank) if r != rank]
+    action, actions = at.action, at.program.actions
+    wrong = set(wrong_arguments(at.program, at.rank, action)) - {"custom op"}
+    others = [r for r in at.members if r != at.rank]
     if action.kind != "start" or action.call is None or not wrong or not others:
         return None
-    other = random.choice(others)
-    theirs = program.actions[other]
-    request = next(a.request for a in theirs if a.call and a.call.number == action.call.number)
-    waits = [a for a in theirs if a.kind == "wait" and a.request == request]
-    program.actions[other] = [a for a in theirs if a not in waits]
+    other = at.random.choice(others)
+    theirs, number = actions[other], action.call.number
+    request = next(a.request for a in theirs if a.call and a.call.number == number)
+    actions[other] = [a for a in theirs if a.kind != "wait" or a.request != request]
     # A rank that waits for nothing else might end before the others are done with the request.
     barrier = Action("call", action.comm, Call("barrier", 2000))
-    for member in (rank, *others):
-        program.actions[member] = [*program.actions[member], barrier]
-    return _with_call(program.actions[rank], place, wrong=random.choice(sorted(wrong)))
+    for member in (at.rank, *others):
+        actions[member] = [*actions[member], barrier]
+    return at.with_call(wrong=at.random.choice(sorted(wrong)))
 
 
 def _scarce(what: str) -> Change:
     """Make a call while there is too little of something."""
 
-    def change(random: Random, program: Program, rank: int, place: int) -> list[Action] | None:
-        action = program.actions[rank][place]
-        call = action.call
-        if call is None or action.kind in ("irecv", "recv") or not _needs(call, what):
+    def change(at: Spot) -> list[Action] | None:
+        # CPython waits for ever for a thread that has no memory to begin.
+        takes_no_part = at.action.kind in ("irecv", "recv", "start")
+        if at.call is None or takes_no_part or not _needs(at.call, what):
             return None
-        if action.kind == "start":
-            # CPython waits for ever for a thread that has no memory to begin.
-            return None
-        if call.shape and call.operation != "message" and random.random() < 0.6:
-            for actions in program.actions:
-                actions[:] = [_enlarged(a, call.number) for a in actions]
-        return _with_call(program.actions[rank], place, wrong=what)
+        if at.call.shape and at.call.operation != "message" and at.random.random() < 0.6:
+            for actions in at.program.actions:
+                actions[:] = [_enlarged(a, at.call.number) for a in actions]
+        return at.with_call(wrong=what)
 
     return change
 
@@ -344,19 +340,11 @@ def _enlarged(action: Action, number: int) -> Action:
 
 
 def _ending(kind: str) -> Change:
-    def change(random: Random, program: Program, rank: int, place: int) -> list[Action]:
-        actions = program.actions[rank]
-        return [*actions[:place], Action(kind, how=random.randrange(12)), *actions[place:]]
-
-    return change
-
-
-def _no_change(random: Random, program: Program, rank: int, place: int) -> list[Action]:
-    return program.actions[rank]
+    return lambda at: at.inserted(Action(kind, how=at.random.randrange(12)))
 
 
 DEVIATIONS: Final[dict[str, Change]] = {
-    "none": _no_change,
+    "none": lambda at: at.actions,
     "slow": _ending("slow"),
     "op": _other_op,
     "dtype": _other_dtype,
@@ -369,21 +357,11 @@ DEVIATIONS: Final[dict[str, Change]] = {
     "setting": _other_setting,
     "crossed": _crossed,
     "argument": _wrong_argument,
-    "raise": _ending("raise"),
-    "interrupt": _ending("interrupt"),
-    "exit": _ending("exit"),
-    "leave": _ending("leave"),
-    "sleep": _ending("sleep"),
-    "kill": _ending("kill"),
-    "die": _ending("die"),
+    **{kind: _ending(kind) for kind in ENDING},
     "lost error": _lost_error,
     "memory": _scarce("memory"),
     "files": _scarce("files"),
-    "sigint": _ending("sigint"),
-    "stop": _ending("stop"),
-    "suspend": _ending("suspend"),
-    "fork": _ending("fork"),
-    "launcher": _ending("launcher"),
+    **{kind: _ending(kind) for kind in ("sigint", "stop", "suspend", "fork", "launcher")},
 }
 DISAGREEING: Final = (
     *("op", "dtype", "shape", "root", "operation", "order", "one more", "one less"),
