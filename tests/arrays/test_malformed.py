@@ -102,52 +102,51 @@ table(
 )
 
 
-@case("raised RecursionError")
-def endless_recursion() -> Any:
-    class Endless:
-        def __dlpack_device__(self) -> Any:
-            return self.__dlpack_device__()
-
-        def __dlpack__(self) -> Any:
-            return None
-
-    return Endless()
+def plain(**attributes: Any) -> Any:
+    """An object whose class has these attributes and nothing else."""
+    return type("Plain", (), attributes)()
 
 
-@case("raised AttributeError|raised TypeError|must return")
-def dlpack_is_no_function() -> Any:
-    class Plain:
-        __dlpack__ = 3
-
-    return Plain()
+def recurse(self: Any, name: str) -> Any:
+    return getattr(self, name + "_")
 
 
-@case("__dlpack__ raised ZeroDivisionError")
-def attribute_raises() -> Any:
-    class Raises:
-        @property
-        def __dlpack__(self) -> Any:
-            return 1 // 0
-
-    return Raises()
+def endless(self: Any) -> Any:
+    return self.__dlpack_device__()
 
 
-@case("raised RecursionError")
-def attribute_recurses() -> Any:
-    class Recurses:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self, name + "_")
-
-    return Recurses()
-
-
-@case("must return a DLPack capsule|raised|must be")
-def every_attribute_is_there() -> Any:
-    class Everything:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *a, **k: None
-
-    return Everything()
+table(
+    plain,
+    {
+        "endless recursion": (
+            {"__dlpack_device__": endless, "__dlpack__": lambda self: None},
+            "raised RecursionError",
+        ),
+        "dlpack is no function": (
+            {"__dlpack__": 3},
+            "raised AttributeError|raised TypeError|must return",
+        ),
+        "attribute raises": (
+            {"__dlpack__": property(lambda self: 1 // 0)},
+            "__dlpack__ raised ZeroDivisionError",
+        ),
+        "attribute recurses": ({"__getattr__": recurse}, "raised RecursionError"),
+        "every attribute is there": (
+            {"__getattr__": lambda self, name: lambda *a, **k: None},
+            "must return a DLPack capsule|raised|must be",
+        ),
+        "interface is no dict": ({"__array_interface__": 3}, "__array_interface__ must be a dict"),
+        "struct is no capsule": ({"__array_struct__": 3}, "unnamed capsule; got int"),
+        "struct is a named capsule": (
+            {"__array_struct__": Producer(np.ones(3)).capsule(versioned=True)},
+            "unnamed capsule; got PyCapsule",
+        ),
+        "cuda interface is no dict": (
+            {"__cuda_array_interface__": 3},
+            "must be a dict|CuPy|device memory",
+        ),
+    },
+)
 
 
 @case("already used")
@@ -208,14 +207,6 @@ table(
 )
 
 
-@case("__array_interface__ must be a dict")
-def interface_is_no_dict() -> Any:
-    class Plain:
-        __array_interface__ = 3
-
-    return Plain()
-
-
 class _Inter(ctypes.Structure):
     _fields_ = (
         ("two", ctypes.c_int), ("nd", ctypes.c_int), ("kind", ctypes.c_char),
@@ -257,22 +248,6 @@ table(
 )
 
 
-@case("unnamed capsule; got int")
-def struct_is_no_capsule() -> Any:
-    class Plain:
-        __array_struct__ = 3
-
-    return Plain()
-
-
-@case("unnamed capsule; got PyCapsule")
-def struct_is_a_named_capsule() -> Any:
-    class Plain:
-        __array_struct__ = Producer(np.ones(3)).capsule(versioned=True)
-
-    return Plain()
-
-
 @case("released|shows no memory")
 def released_memoryview() -> Any:
     memory = memoryview(b"abc")
@@ -297,14 +272,6 @@ def pointers() -> Any:
 @case("Python objects|format")
 def ctypes_objects() -> Any:
     return (ctypes.py_object * 2)()
-
-
-@case("must be a dict|CuPy|device memory")
-def cuda_interface_is_no_dict() -> Any:
-    class Plain:
-        __cuda_array_interface__ = 3
-
-    return Plain()
 
 
 @case("mask")

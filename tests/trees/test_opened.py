@@ -50,7 +50,7 @@ def _tree_functions(comm: Communicator) -> list[Any]:
     ]
 
 
-def test_objects_that_say_what_is_in_them_are_opened(on_ranks, size: int) -> None:
+def test_objects_that_say_what_is_in_them_are_opened(on_ranks, few: int) -> None:
     def check(comm: Communicator) -> None:
         array = np.full(3, float(comm.rank))
         tree = {
@@ -68,7 +68,7 @@ def test_objects_that_say_what_is_in_them_are_opened(on_ranks, size: int) -> Non
             assert got["f"].args[0] is model.weight
         assert array.tolist() == [comm.rank] * 3
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
 def test_paths_go_through_the_tree_that_an_object_says() -> None:
@@ -135,9 +135,7 @@ def test_functions_of_frameworks_stay(framework: str) -> None:
     ],
     ids=["callable", "method", "array's method", "partial"],
 )
-def test_what_is_not_known_is_refused_with_its_path(
-    on_ranks, several: int, leaf: Any, named: str
-) -> None:
+def test_what_is_not_known_is_refused_with_its_path(on_ranks, leaf: Any, named: str) -> None:
     def check(comm: Communicator) -> None:
         for call in _tree_functions(comm):
             # The last rank alone passes it; the others hear of it.
@@ -146,7 +144,7 @@ def test_what_is_not_known_is_refused_with_its_path(
                 call({"m": [leaf if last else 1.0]})
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 @pytest.mark.parametrize(
@@ -163,13 +161,13 @@ def test_a_wrong_answer_of_an_object_is_refused(returned: Any, said: str) -> Non
         flatten([wrong])
 
 
-def test_ranks_whose_objects_differ_are_told_which(on_ranks, several: int) -> None:
+def test_ranks_whose_objects_differ_are_told_which(on_ranks) -> None:
     def check(comm: Communicator) -> None:
         leaf = len if comm.rank == 1 else Model(1.0)
         with pytest.raises(ac.MismatchError, match=r"tree\[0\]"):
             ac.synchronize([leaf], comm=comm)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
 
 
 def test_variables_of_flax_stay_variables(on_ranks, few: int) -> None:

@@ -23,7 +23,7 @@ def _maker(name: str) -> Callable[[float], Any]:
 
 @pytest.mark.parametrize("framework", _KINDS)
 @pytest.mark.parametrize("call", ["mean_metrics", "allreduce_tree", "allreduce_gradients", "plan"])
-def test_the_loss_may_be_the_best_one_on_a_rank(on_ranks, size, framework, call) -> None:
+def test_the_loss_may_be_the_best_one_on_a_rank(on_ranks, few, framework, call) -> None:
     """The metrics of a rank that has just improved have one array twice."""
     make = _maker(framework)
 
@@ -43,12 +43,12 @@ def test_the_loss_may_be_the_best_one_on_a_rank(on_ranks, size, framework, call)
         np.testing.assert_allclose(float(got["loss"]), (1 + 4 * others) / comm.size)
         np.testing.assert_allclose(float(got["best"]), (1 + 2 * others) / comm.size)
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
 @pytest.mark.parametrize("restored", [0, -1])
 @pytest.mark.parametrize("framework", _KINDS)
-def test_a_restored_state_meets_fresh_ones(on_ranks, size, framework, restored) -> None:
+def test_a_restored_state_meets_fresh_ones(on_ranks, few, framework, restored) -> None:
     """A fresh state has an array in two places, a restored one has two; one rank's is taken by all."""
     make = _maker(framework)
 
@@ -64,10 +64,10 @@ def test_a_restored_state_meets_fresh_ones(on_ranks, size, framework, restored) 
         assert np.asarray(got["params"]["w"]).tolist() == [1.0, root]
         assert (float(got["ema"]["b"]), got["step"]) == (7.0, 3)
 
-    on_ranks(size, check)
+    on_ranks(few, check)
 
 
-def test_an_object_of_torch_that_a_tree_has_twice_is_one_on_all_ranks(on_ranks, several) -> None:
+def test_an_object_of_torch_that_a_tree_has_twice_is_one_on_all_ranks(on_ranks) -> None:
     """It is changed in place: two states of the root do not go into one object."""
     torch = pytest.importorskip("torch")
 
@@ -79,4 +79,4 @@ def test_an_object_of_torch_that_a_tree_has_twice_is_one_on_all_ranks(on_ranks, 
         with pytest.raises(ac.MismatchError, match=r"objects=one at \[\(1, 0\)\] on rank 0"):
             ac.synchronize([first, second if comm.rank else first], comm=comm)
 
-    on_ranks(several, check)
+    on_ranks(3, check)
