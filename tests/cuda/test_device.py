@@ -321,8 +321,7 @@ def test_a_machine_with_devices_misses_nothing(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "words"),
-    [(35, "driver"), (100, "CUDA_VISIBLE_DEVICES"), (None, "no CUDA device")],
+    ("status", "words"), [(35, "driver"), (100, "CUDA_VISIBLE_DEVICES"), (None, "no CUDA device")]
 )
 def test_what_is_missing_is_said(cuda: Any, status: int | None, words: str) -> None:
     cuda.devices = error(status) if status else 0

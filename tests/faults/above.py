@@ -16,13 +16,7 @@ import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm.testing._oracle import expected
 from tests.faults.programs import DTYPES, Call
-from tests.faults.values import (
-    ON_PURPOSE,
-    Array,
-    OnPurposeError,
-    passes_nothing,
-    values,
-)
+from tests.faults.values import ON_PURPOSE, Array, OnPurposeError, passes_nothing, values
 
 # A dtype for another leaf of a tree, with the same reductions.
 PARTNERS: Final = {

@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tests.faults.oracle import agreed
-from tests.faults.programs import (
-    DISTURBING,
-    ENDING,
-    HUGE,
-    LARGE,
-    MESSAGES,
-    Action,
-    Program,
-    harms,
-)
+from tests.faults.programs import DISTURBING, ENDING, HUGE, LARGE, MESSAGES, Action, Program, harms
 
 # Seconds: the timeout of a program in which ranks are to find a deadlock first, and of one whose ranks
 # are stopped for longer than that.

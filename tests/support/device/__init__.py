@@ -84,10 +84,7 @@ def linked_devices(link: str = "nccl") -> Iterator[Any]:
         # Each as if it had a device of its own.
         return replace(found, uuid=f"{group.rank}", **changes)
 
-    with (
-        software_device() as machine,
-        mock.patch.object(selection, "capabilities", capabilities),
-    ):
+    with software_device() as machine, mock.patch.object(selection, "capabilities", capabilities):
         yield machine
 
 
