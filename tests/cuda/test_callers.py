@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -28,11 +29,8 @@ class _Streams(threading.local):
 
 
 def _in_a_thread(function: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
 
 
 def test_another_thread_works_in_the_callers_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +109,15 @@ def test_another_thread_has_the_callers_grad_mode(monkeypatch: pytest.MonkeyPatc
     assert _in_a_thread(work) == (False, True)
 
 
-def test_a_process_without_cuda_has_nothing_to_take_along(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("framework", ["", "torch", "cupy"])
+def test_a_framework_that_is_not_there_yet_is_not_asked(framework, monkeypatch) -> None:
+    """None is, or another thread imports one."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    with Caller(0).here():
-        pass
-
-
-@pytest.mark.parametrize("framework", ["torch", "cupy"])
-def test_a_framework_that_another_thread_imports_is_not_there_yet(framework, monkeypatch) -> None:
-    begun = ModuleType(framework)
-    spec: Any = ModuleSpec(framework, None)
-    begun.__spec__, spec._initializing = spec, True
-    monkeypatch.setitem(sys.modules, framework, begun)
+    if framework:
+        begun = ModuleType(framework)
+        spec: Any = ModuleSpec(framework, None)
+        begun.__spec__, spec._initializing = spec, True
+        monkeypatch.setitem(sys.modules, framework, begun)
     with Caller(0).here():
         pass

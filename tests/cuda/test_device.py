@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -124,13 +125,6 @@ def test_what_is_empty_is_not_copied(cuda: Any, memory: CudaMemory) -> None:
     assert {note.what for note in cuda.log} <= {"record", "synchronize"}
 
 
-def test_an_error_of_the_device_is_not_taken_for_work_that_never_ends(cuda, memory) -> None:
-    mark = memory.record()
-    cuda.fail(ILLEGAL_ADDRESS)
-    with pytest.raises(TransportError, match="CUDA reported: cudaError 700"):
-        mark.done()
-
-
 _BUSY_DRIVER = """
 static volatile int freed;
 void free_it(void) { freed = 1; }
@@ -149,31 +143,31 @@ def test_a_look_at_an_event_holds_up_no_other_thread(cuda, memory, tmp_path, mon
     source.write_text(_BUSY_DRIVER)
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", path], check=True, timeout=60)
     busy = ctypes.CDLL(str(path))
-    mark, seen = memory.record(), []
+    mark = memory.record()
     driver._functions.clear()
     monkeypatch.setattr(driver, "driver", lambda: busy)
     runtime = sys.modules["cupy"].cuda.runtime
     monkeypatch.setattr(runtime, "eventQuery", ctypes.PyDLL(str(path)).cuEventQuery)
-    thread = threading.Thread(target=lambda: seen.append(mark.done()))
-    thread.start()
-    time.sleep(0.05)
-    busy.free_it()
-    thread.join()
-    assert seen == [True]
+    with ThreadPoolExecutor(1) as threads:
+        seen = threads.submit(mark.done)
+        time.sleep(0.05)
+        busy.free_it()
+        assert seen.result()
 
 
-def test_errors_of_calls_are_raised_as_ours(cuda: Any, memory: CudaMemory) -> None:
-    a, b = memory.allocate(1), memory.allocate(1)
-    cuda.fail(ILLEGAL_ADDRESS)
-    with pytest.raises(TransportError, match="CUDA reported: cudaError 700"):
-        b[...] = a
-
-
-def test_a_driver_call_that_fails_is_an_error_of_ours(cuda: Any, memory: CudaMemory) -> None:
-    words = memory.words(1)
+def test_errors_of_calls_and_of_the_driver_are_raised_as_ours(
+    cuda: Any, memory: CudaMemory
+) -> None:
+    a, b, words = memory.allocate(1), memory.allocate(1), memory.words(1)
     library(CUDA).fails["cuStreamWriteValue32_v2"] = 1
     with pytest.raises(TransportError, match=r"CUDA reported: cudaError 1$"):
         memory.write(words, 5)
+    mark = memory.record()
+    cuda.fail(ILLEGAL_ADDRESS)
+    # Not taken for work that never ends.
+    for call in (mark.done, lambda: b.__setitem__(..., a)):
+        with pytest.raises(TransportError, match="CUDA reported: cudaError 700"):
+            call()
 
 
 def test_another_stream_waits_and_not_the_host(cuda: Any, memory: CudaMemory) -> None:
@@ -227,40 +221,20 @@ def test_results_are_spoilt_if_they_are_given_up_by_then(cuda, memory, given_up)
 def test_a_thread_without_a_context_gets_that_of_the_device(cuda: Any, memory: CudaMemory) -> None:
     """CUDA's driver knows no default, as its runtime does."""
     device_buffer, word, mark = memory.upload(np.arange(3)), memory.words(1), memory.record()
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            # Device 1 is current here as far as the runtime tells, without a context.
-            cuda.here.device = 1
-            assert mark.done() in (False, True)
-            cuda.here.bound = False
-            memory.write(word, 3)
-            cuda.here.bound = False
-            memory.fold("sum", device_buffer.dtype, [device_buffer], device_buffer)
-            memory.record().synchronize()
-        except BaseException as error:
-            errors.append(error)
+        # Device 1 is current here as far as the runtime tells, without a context.
+        cuda.here.device = 1
+        assert mark.done() in (False, True)
+        cuda.here.bound = False
+        memory.write(word, 3)
+        cuda.here.bound = False
+        memory.fold("sum", device_buffer.dtype, [device_buffer], device_buffer)
+        memory.record().synchronize()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not errors
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
     assert word[0] == 3
-
-
-def test_separate_memory_has_a_stream_of_its_own(cuda: Any, memory: CudaMemory) -> None:
-    other = memory.separate()
-    assert (other.device, other.own_stream != memory.own_stream) == (1, True)
-    assert (memory.stream, other.stream) == (memory.own_stream, 0)
-
-
-def test_memory_of_another_stream_is_another_object(cuda: Any, memory: CudaMemory) -> None:
-    other = memory.at(60)
-    buffer = memory.allocate(3)
-    assert (memory.stream, other.stream) == (memory.own_stream, 60)
-    assert buffer.memory.stream == memory.own_stream
-    assert other.own_stream == memory.own_stream
 
 
 def test_memory_that_is_closed_keeps_nothing_for_its_stream(cuda: Any, memory: CudaMemory) -> None:
@@ -315,15 +289,11 @@ def test_the_uuid_is_read_beyond_a_zero(cuda: Any) -> None:
 # What there is -------------------------------------------------------------------------------------
 
 
-def test_a_machine_with_devices_misses_nothing(cuda: Any) -> None:
-    assert device.missing() is None
-    assert device.count() == 2
-
-
 @pytest.mark.parametrize(
     ("status", "words"), [(35, "driver"), (100, "CUDA_VISIBLE_DEVICES"), (None, "no CUDA device")]
 )
 def test_what_is_missing_is_said(cuda: Any, status: int | None, words: str) -> None:
+    assert (device.missing(), device.count()) == (None, 2)
     cuda.devices = error(status) if status else 0
     assert words in (device.missing() or "")
 

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 import sys
-import textwrap
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from arraycomm._cuda import gpu_aware as subject
 from arraycomm._cuda.gpu_aware import VARIABLE, gpu_aware
+from tests.support.launcher import run_python
 
 needs_mpi = pytest.mark.skipif(
-    subprocess.run(
-        [sys.executable, "-c", "from mpi4py import MPI"], capture_output=True, check=False
-    ).returncode
-    != 0,
-    reason="no MPI can be loaded",
+    run_python("-c", "from mpi4py import MPI").returncode != 0, reason="no MPI can be loaded"
 )
-
-
-def _run(program: str) -> subprocess.CompletedProcess[str]:
-    head = "import sys\nfrom arraycomm._cuda import gpu_aware as g\n"
-    launched = ("PMI", "OMPI_COMM", "ARRAYCOMM")
-    return subprocess.run(
-        [sys.executable, "-c", head + textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={k: v for k, v in os.environ.items() if not k.startswith(launched)},
-        check=False,
-    )
+HEAD = """
+import os
+for name in list(os.environ):
+    if name.startswith(("PMI", "OMPI_COMM", "ARRAYCOMM")):
+        del os.environ[name]
+from arraycomm._cuda import gpu_aware as g
+"""
 
 
 @pytest.mark.parametrize(
@@ -53,61 +43,53 @@ def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_mpi
 def test_the_library_is_asked_between_init_and_finalize_only() -> None:
-    done = _run("""
-        import mpi4py
-        mpi4py.rc.initialize = False
-        asked = []
-        def answer(library):
-            asked.append(library)
-            return True
-        g._asked = answer
-        assert g.gpu_aware() is False and not asked
-        from mpi4py import MPI
-        MPI.Init()
-        assert g.gpu_aware() is True and asked == [MPI.__file__]
-        MPI.Finalize()
-        assert g.gpu_aware() is False and len(asked) == 1
-    """)
+    program = """
+import mpi4py
+mpi4py.rc.initialize = False
+asked = []
+def answer(library):
+    asked.append(library)
+    return True
+g._asked = answer
+assert g.gpu_aware() is False and not asked
+from mpi4py import MPI
+MPI.Init()
+assert g.gpu_aware() is True and asked == [MPI.__file__]
+MPI.Finalize()
+assert g.gpu_aware() is False and len(asked) == 1
+"""
+    done = run_python("-c", HEAD + program)
     assert done.returncode == 0, done.stderr
 
 
 @needs_mpi
 def test_the_wheels_of_mpich_and_open_mpi_say_no() -> None:
-    done = _run("""
-        import ctypes
-        from mpi4py import MPI
-        library = MPI.Get_library_version()
-        print(g.gpu_aware(), hasattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support"))
-    """)
+    program = """
+import ctypes
+from mpi4py import MPI
+library = MPI.Get_library_version()
+print(g.gpu_aware(), hasattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support"))
+"""
+    done = run_python("-c", HEAD + program)
     assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr
 
 
-class _Library:
-    """Answers what it is told to, and counts how often it is asked."""
-
-    def __init__(self, answer: int) -> None:
-        self.asked = 0
-
-        def query() -> int:
-            self.asked += 1
-            return answer
-
-        self.MPIX_Query_cuda_support = query
+@pytest.fixture
+def asks() -> Iterator[Callable[[str | None], bool]]:
+    """Return what asks a library, which is asked anew."""
+    subject._asked.cache_clear()
+    yield subject._asked
+    subject._asked.cache_clear()
 
 
 @pytest.mark.parametrize("answer", [0, 1])
-def test_the_answer_is_the_librarys_and_kept(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
-    library = _Library(answer)
+def test_the_answer_is_the_librarys_and_kept(monkeypatch, asks, answer) -> None:
+    answers = iter([answer])
+    library = SimpleNamespace(MPIX_Query_cuda_support=lambda: next(answers))
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    subject._asked.cache_clear()
-    try:
-        assert [subject._asked("there"), subject._asked("there")] == [bool(answer)] * 2
-    finally:
-        subject._asked.cache_clear()
-    assert library.asked == 1
+    assert [asks("there"), asks("there")] == [bool(answer)] * 2
 
 
 @pytest.mark.parametrize("library", ["/no/such/library.so", None])
-def test_a_library_that_does_not_know_the_question_says_no(library: str | None) -> None:
-    subject._asked.cache_clear()
-    assert subject._asked(library) is False
+def test_a_library_that_does_not_know_the_question_says_no(asks, library) -> None:
+    assert asks(library) is False

@@ -80,7 +80,7 @@ class TestOffer:
         assert offer.device == offer.nccl == "CuPy cannot be imported; install it"
         assert (offer.uuid, offer.version, offer.gpu_aware) == ("", (), False)
 
-    def test_without_nccl_there_is_a_device(self, capable: pytest.MonkeyPatch) -> None:
+    def test_without_nccl_there_is_a_device(self, capable) -> None:
         capable.setattr(libnccl, "missing", lambda: "no libnccl.so.2")
         offer = selection.capabilities(_group(), AUTO)
         assert (offer.device, offer.nccl) == ("", "no libnccl.so.2")
@@ -88,10 +88,8 @@ class TestOffer:
 
     def test_wish_for_mpi_is_one_against_nccl(self, capable: pytest.MonkeyPatch) -> None:
         capable.setattr(libnccl, "load", lambda: pytest.fail("NCCL was loaded"))
-        assert (
-            selection.capabilities(_group(), DeviceRequest("mpi")).nccl
-            == 'backend="mpi" was asked for'
-        )
+        offer = selection.capabilities(_group(), DeviceRequest("mpi"))
+        assert offer.nccl == 'backend="mpi" was asked for'
 
     def test_ranks_of_one_process_go_by_the_host(self, capable: pytest.MonkeyPatch) -> None:
         offer = selection.capabilities(_group(backend="threads"), AUTO)
@@ -105,13 +103,9 @@ class TestOffer:
 
     def test_what_fails_is_said_and_not_raised(self, capable: pytest.MonkeyPatch) -> None:
         """The other ranks wait for the offer."""
-
-        def broken(number: int) -> str:
-            raise OSError("libcuda.so.1 is not there")
-
-        capable.setattr(device, "uuid", broken)
+        capable.setattr(device, "uuid", lambda number: [][number])
         offer = selection.capabilities(_group(), AUTO)
-        assert offer.device == offer.nccl == "OSError: libcuda.so.1 is not there"
+        assert offer.device == offer.nccl == "IndexError: list index out of range"
 
     @pytest.mark.skipif(device.missing() is None, reason="there is a device")
     def test_without_cupy_nothing_is_raised(self) -> None:
@@ -175,18 +169,16 @@ class TestChoice:
 
     @pytest.mark.parametrize("local", ["0", "1"])
     @pytest.mark.parametrize("shares", [(True, True), (True, False), (False, True)])
+    @pytest.mark.filterwarnings("ignore:ranks 0, 1 share")
     def test_ranks_with_one_device_go_by_what_all_have_said(self, capable, local, shares) -> None:
         """Whatever this rank's own environment says, which another rank's may not."""
-        offers = _offers(uuid="device 0")
         both = [
             replace(offer, version=(2, 30, 1), lets_share=share)
-            for offer, share in zip(offers, shares, strict=True)
+            for offer, share in zip(_offers(uuid="device 0"), shares, strict=True)
         ]
         capable.setenv("NCCL_MULTI_RANK_GPU_ENABLE", local)
         assert selection.capabilities(_group(), AUTO).lets_share == (local == "1")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            link, reason = _choose(both)
+        link, reason = _choose(both)
         assert (link == "the link of NCCL") == all(shares)
         assert ("on every rank" in reason) != all(shares)
 
