@@ -13,6 +13,7 @@ import pytest
 import arraycomm as ac
 from arraycomm.testing import run
 from tests.adapters.gradients import SHAPE, Gradients, gradients, zeros
+from tests.adapters.ranks import of_ranks
 
 MICRO = 7  # steps in all: two times three, and one that is not reduced any more
 FRAMEWORKS = ["numpy", "torch", "jax"]
@@ -71,13 +72,11 @@ TRAINERS: dict[str, Train] = {"numpy": train_numpy, "torch": train_torch, "jax":
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_only_every_third_step_communicates(framework: str) -> None:
-    def train(comm: ac.Communicator) -> float:
-        steps = [gradients(comm.rank, step) for step in range(MICRO)]
-        TRAINERS[framework](comm, steps, {"accumulate": 3})
-        return comm.stats()["allreduce_gradients"]["calls"]
-
-    assert run(2, train) == [MICRO // 3] * 2
+@of_ranks(2)
+def test_only_every_third_step_communicates(comm: ac.Communicator, framework: str) -> None:
+    steps = [gradients(comm.rank, step) for step in range(MICRO)]
+    TRAINERS[framework](comm, steps, {"accumulate": 3})
+    assert comm.stats()["allreduce_gradients"]["calls"] == MICRO // 3
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -127,36 +126,34 @@ def test_a_closure_cannot_be_accumulated() -> None:
     run(2, train)
 
 
-def test_sums_of_narrow_gradients_are_wide() -> None:
-    def train(comm: ac.Communicator) -> Any:
-        optimizer = ac.DistributedOptimizer(SGD(), comm=comm, accumulate=4)
-        params: Any = {"a": np.zeros(1, ml_dtypes.bfloat16)}
-        # In bfloat16, 256 + 1 is 256 again.
-        for value in (256, 1, 1, 2):
-            params = optimizer.update(params, {"a": np.full(1, value, ml_dtypes.bfloat16)})
-        return float(params["a"][0])
-
-    assert run(2, train) == [-65.0] * 2
+@of_ranks(2)
+def test_sums_of_narrow_gradients_are_wide(comm: ac.Communicator) -> None:
+    optimizer = ac.DistributedOptimizer(SGD(), comm=comm, accumulate=4)
+    params: Any = {"a": np.zeros(1, ml_dtypes.bfloat16)}
+    # In bfloat16, 256 + 1 is 256 again.
+    for value in (256, 1, 1, 2):
+        params = optimizer.update(params, {"a": np.full(1, value, ml_dtypes.bfloat16)})
+    assert float(params["a"][0]) == -65.0
 
 
 @pytest.mark.parametrize(("step", "wrong"), [(1, "shape"), (2, "structure")])
-def test_gradients_that_change_are_an_error_and_training_goes_on(step: int, wrong: str) -> None:
-    def train(comm: ac.Communicator) -> Any:
-        optimizer = ac.DistributedOptimizer(SGD(), comm=comm, accumulate=3, op="sum")
-        params: Any = {"a": np.zeros(2)}
-        good = {"a": np.ones(2)}
-        bad = {"a": np.ones(3)} if wrong == "shape" else {**good, "z": np.ones(1)}
-        for number in range(3):
-            if number == step and comm.rank == 0:
-                with pytest.raises(ValueError, match=r"allreduce_gradients: .*same"):
-                    optimizer.update(params, bad)
-            elif number == step == 2:
-                with pytest.raises(ac.PeerError, match="allreduce_gradients"):
-                    optimizer.update(params, good)
-            params = optimizer.update(params, good)
-        return params["a"].tolist()
-
-    assert run(2, train) == [[-2.0, -2.0]] * 2
+@of_ranks(2)
+def test_gradients_that_change_are_an_error_and_training_goes_on(
+    comm: ac.Communicator, step: int, wrong: str
+) -> None:
+    optimizer = ac.DistributedOptimizer(SGD(), comm=comm, accumulate=3, op="sum")
+    params: Any = {"a": np.zeros(2)}
+    good = {"a": np.ones(2)}
+    bad = {"a": np.ones(3)} if wrong == "shape" else {**good, "z": np.ones(1)}
+    for number in range(3):
+        if number == step and comm.rank == 0:
+            with pytest.raises(ValueError, match=r"allreduce_gradients: .*same"):
+                optimizer.update(params, bad)
+        elif number == step == 2:
+            with pytest.raises(ac.PeerError, match="allreduce_gradients"):
+                optimizer.update(params, good)
+        params = optimizer.update(params, good)
+    assert params["a"].tolist() == [-2.0, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -211,25 +208,23 @@ WRONG += [("compression", value) for value in ("float8", np.float16, True)]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_wrong_argument_on_one_rank_raises_on_all(name: str, value: Any) -> None:
-    def wrap(comm: ac.Communicator) -> None:
-        options = {name: value} if comm.rank == 1 else {}
-        kind = ValueError if comm.rank == 1 else ac.PeerError
-        with pytest.raises(kind, match=f"DistributedOptimizer: {name} must be"):
-            ac.DistributedOptimizer(SGD(), comm=comm, **options)
-
-    run(2, wrap)
+@of_ranks(2)
+def test_a_wrong_argument_on_one_rank_raises_on_all(
+    comm: ac.Communicator, name: str, value: Any
+) -> None:
+    options = {name: value} if comm.rank == 1 else {}
+    kind = ValueError if comm.rank == 1 else ac.PeerError
+    with pytest.raises(kind, match=f"DistributedOptimizer: {name} must be"):
+        ac.DistributedOptimizer(SGD(), comm=comm, **options)
 
 
 @pytest.mark.parametrize(
     "options", [{"accumulate": 2}, {"compression": "float16"}, {"op": "sum"}, {"bucket_bytes": 8}]
 )
-def test_arguments_that_differ_raise_on_all(options: dict[str, Any]) -> None:
-    def wrap(comm: ac.Communicator) -> None:
-        with pytest.raises(ac.MismatchError, match="DistributedOptimizer"):
-            ac.DistributedOptimizer(SGD(), comm=comm, **options if comm.rank else {})
-
-    run(2, wrap)
+@of_ranks(2)
+def test_arguments_that_differ_raise_on_all(comm: ac.Communicator, options: dict[str, Any]) -> None:
+    with pytest.raises(ac.MismatchError, match="DistributedOptimizer"):
+        ac.DistributedOptimizer(SGD(), comm=comm, **options if comm.rank else {})
 
 
 class TestCompiled:

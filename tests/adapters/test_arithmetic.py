@@ -13,6 +13,7 @@ from arraycomm._dtypes import BY_NAME
 from arraycomm._training import arithmetic
 from arraycomm.testing import run
 from tests.adapters.arrays import MAKERS, elements, to_jax, to_strict, to_torch
+from tests.adapters.ranks import of_ranks
 
 STEPS = 3
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "float64")
@@ -67,15 +68,15 @@ def mean(arrays: list[Array]) -> Array:
 
 
 @pytest.mark.parametrize(("framework", "dtype"), CASES)
-def test_the_mean_over_steps_has_the_bits_of_numpy(framework: str, dtype: str) -> None:
-    def train(comm: ac.Communicator) -> None:
-        steps = [MAKERS[framework](array) for array in drawn(dtype)]
-        got = accumulate(comm, steps)
-        assert type(got) is type(steps[0])
-        assert elements(got).dtype == BY_NAME[dtype].dtype
-        assert elements(got).tobytes() == mean(drawn(dtype)).tobytes()
-
-    run(1, train)
+@of_ranks(1)
+def test_the_mean_over_steps_has_the_bits_of_numpy(
+    comm: ac.Communicator, framework: str, dtype: str
+) -> None:
+    steps = [MAKERS[framework](array) for array in drawn(dtype)]
+    got = accumulate(comm, steps)
+    assert type(got) is type(steps[0])
+    assert elements(got).dtype == BY_NAME[dtype].dtype
+    assert elements(got).tobytes() == mean(drawn(dtype)).tobytes()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -159,18 +160,16 @@ def test_arithmetic_stays_in_the_namespace_of_the_gradients(
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_sums_do_not_share_memory_with_gradients(framework: str) -> None:
-    def train(comm: ac.Communicator) -> None:
-        gradient = MAKERS[framework](np.ones(3, np.float32))
-        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
-        optimizer.update(None, gradient)
-        gradient[...] = 3
-        got = optimizer.update(None, gradient)
-        assert elements(got).tolist() == [2.0] * 3
-        gradient[...] = 9
-        assert elements(got).tolist() == [2.0] * 3
-
-    run(2, train)
+@of_ranks(2)
+def test_sums_do_not_share_memory_with_gradients(comm: ac.Communicator, framework: str) -> None:
+    gradient = MAKERS[framework](np.ones(3, np.float32))
+    optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
+    optimizer.update(None, gradient)
+    gradient[...] = 3
+    got = optimizer.update(None, gradient)
+    assert elements(got).tolist() == [2.0] * 3
+    gradient[...] = 9
+    assert elements(got).tolist() == [2.0] * 3
 
 
 def test_torch_keeps_no_history() -> None:
@@ -216,24 +215,22 @@ def test_parts_of_complex_numbers_are_divided_as_real_numbers(framework: str) ->
 @pytest.mark.parametrize(
     "value", [1.5, 2 - 3j, np.float32(1.5), np.float64(2), np.complex64(1j), np.array(1.5)]
 )
-def test_numbers_come_back_as_what_they_are(value: Any) -> None:
-    def train(comm: ac.Communicator) -> None:
-        got = accumulate(comm, [value, value, value])
-        assert type(got) is type(value)
-        assert got == value
-
-    run(2, train)
+@of_ranks(2)
+def test_numbers_come_back_as_what_they_are(comm: ac.Communicator, value: Any) -> None:
+    got = accumulate(comm, [value, value, value])
+    assert type(got) is type(value)
+    assert got == value
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "array_api_strict"])
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_])
-def test_integers_and_booleans_have_no_mean(framework: str, dtype: Any) -> None:
-    def train(comm: ac.Communicator) -> None:
-        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
-        with pytest.raises(TypeError, match=r"allreduce_gradients: tree\['w'\]: op 'mean' is not"):
-            optimizer.update(None, {"w": MAKERS[framework](np.ones(3, dtype))})
-
-    run(1, train)
+@of_ranks(1)
+def test_integers_and_booleans_have_no_mean(
+    comm: ac.Communicator, framework: str, dtype: Any
+) -> None:
+    optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
+    with pytest.raises(TypeError, match=r"allreduce_gradients: tree\['w'\]: op 'mean' is not"):
+        optimizer.update(None, {"w": MAKERS[framework](np.ones(3, dtype))})
 
 
 def test_a_torch_tensor_without_memory_of_its_own_is_refused_at_once() -> None:
@@ -247,15 +244,13 @@ def test_a_torch_tensor_without_memory_of_its_own_is_refused_at_once() -> None:
     run(1, train)
 
 
-def test_gradients_may_change_framework_between_steps() -> None:
-    def train(comm: ac.Communicator) -> None:
-        array = np.array([1.0, 2.0, 6.0], np.float32)
-        steps = [to_torch(array), array, to_strict(array), to_jax(array), to_torch(array)]
-        got = accumulate(comm, steps)
-        assert type(got) is type(steps[-1])
-        np.testing.assert_array_equal(elements(got), array)
-
-    run(2, train)
+@of_ranks(2)
+def test_gradients_may_change_framework_between_steps(comm: ac.Communicator) -> None:
+    array = np.array([1.0, 2.0, 6.0], np.float32)
+    steps = [to_torch(array), array, to_strict(array), to_jax(array), to_torch(array)]
+    got = accumulate(comm, steps)
+    assert type(got) is type(steps[-1])
+    np.testing.assert_array_equal(elements(got), array)
 
 
 def test_jax_keeps_64_bits_without_its_64_bit_mode() -> None:
@@ -283,10 +278,8 @@ class Exported:
         return self._array.__dlpack_device__()
 
 
-def test_plain_dlpack_objects_are_added_up_as_numpy_arrays() -> None:
-    def train(comm: ac.Communicator) -> None:
-        got = accumulate(comm, [Exported(np.full(3, step + 1.0)) for step in range(3)])
-        assert isinstance(got, np.ndarray)
-        assert got.tolist() == [2.0] * 3
-
-    run(2, train)
+@of_ranks(2)
+def test_plain_dlpack_objects_are_added_up_as_numpy_arrays(comm: ac.Communicator) -> None:
+    got = accumulate(comm, [Exported(np.full(3, step + 1.0)) for step in range(3)])
+    assert isinstance(got, np.ndarray)
+    assert got.tolist() == [2.0] * 3

@@ -13,6 +13,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
+from tests.adapters.ranks import of_ranks
 
 Copier = Callable[[Any], Any]
 COPIERS: dict[str, Copier] = {"copy": copy.copy, "deepcopy": copy.deepcopy}
@@ -86,15 +87,13 @@ def test_a_copy_reduces_its_gradients(stepping: Any, how: str, accumulate: int) 
     assert run(3, train) == [want] * 3
 
 
-def test_a_copy_and_its_original_do_not_share_gradients() -> None:
-    def train(comm: ac.Communicator) -> None:
-        original = ac.DistributedOptimizer(Plain(), comm=comm, accumulate=2)
-        assert original.update(0.0, 1.0) == 0.0
-        copied = copy.deepcopy(original)
-        assert copied.update(0.0, 3.0) == -2.0
-        assert original.update(0.0, 5.0) == -3.0
-
-    run(2, train)
+@of_ranks(2)
+def test_a_copy_and_its_original_do_not_share_gradients(comm: ac.Communicator) -> None:
+    original = ac.DistributedOptimizer(Plain(), comm=comm, accumulate=2)
+    assert original.update(0.0, 1.0) == 0.0
+    copied = copy.deepcopy(original)
+    assert copied.update(0.0, 3.0) == -2.0
+    assert original.update(0.0, 5.0) == -3.0
 
 
 def test_a_copy_of_a_torch_optimizer_is_not_distributed_twice() -> None:
@@ -111,13 +110,11 @@ def test_a_copy_of_a_torch_optimizer_is_not_distributed_twice() -> None:
     run(2, wrap)
 
 
-def test_a_copy_in_join_is_refused() -> None:
-    def train(comm: ac.Communicator) -> None:
-        copied = copy.copy(ac.DistributedOptimizer(Plain(), comm=comm))
-        with ac.join(comm), pytest.raises(ValueError, match="inside join a copy of a distributed"):
-            copied.update(0.0, 1.0)
-
-    run(2, train)
+@of_ranks(2)
+def test_a_copy_in_join_is_refused(comm: ac.Communicator) -> None:
+    copied = copy.copy(ac.DistributedOptimizer(Plain(), comm=comm))
+    with ac.join(comm), pytest.raises(ValueError, match="inside join a copy of a distributed"):
+        copied.update(0.0, 1.0)
 
 
 def distributed(comm: ac.Communicator, kind: str) -> Any:
@@ -132,37 +129,29 @@ def distributed(comm: ac.Communicator, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["torch", "optax", "object"])
-def test_a_distributed_optimizer_cannot_be_pickled(kind: str) -> None:
-    def save(comm: ac.Communicator) -> None:
-        optimizer = distributed(comm, kind)
-        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-            with pytest.raises(
-                TypeError, match=r"distributed \w+ cannot be pickled.*; (save|pickle)"
-            ):
-                pickle.dumps({"optimizer": optimizer}, protocol)
-        if kind == "torch":
-            torch = pytest.importorskip("torch")
-            with pytest.raises(TypeError, match=r"save its state \(state_dict\(\) in torch\)"):
-                torch.save(optimizer, io.BytesIO())
-            torch.save(optimizer.state_dict(), io.BytesIO())
-
-    run(2, save)
+@of_ranks(2)
+def test_a_distributed_optimizer_cannot_be_pickled(comm: ac.Communicator, kind: str) -> None:
+    optimizer = distributed(comm, kind)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(TypeError, match=r"distributed \w+ cannot be pickled.*; (save|pickle)"):
+            pickle.dumps({"optimizer": optimizer}, protocol)
+    if kind == "torch":
+        torch = pytest.importorskip("torch")
+        with pytest.raises(TypeError, match=r"save its state \(state_dict\(\) in torch\)"):
+            torch.save(optimizer, io.BytesIO())
+        torch.save(optimizer.state_dict(), io.BytesIO())
 
 
-def test_what_stands_for_ranks_is_its_own_copy_and_cannot_be_pickled() -> None:
-    def check(comm: ac.Communicator) -> None:
-        request = comm.iallreduce(1)
-        for thing in (comm, comm.plan([0.0]), request, ac.join(comm)):
-            assert copy.copy(thing) is thing
-            assert copy.deepcopy({"trainer": thing})["trainer"] is thing
-            name = type(thing).__name__
-            with pytest.raises(
-                TypeError, match=f"a {name} cannot be pickled, .*; (make|wait|call)"
-            ):
-                pickle.dumps([thing])
-        assert request.wait() == comm.size
-
-    run(2, check)
+@of_ranks(2)
+def test_what_stands_for_ranks_is_its_own_copy_and_cannot_be_pickled(comm: ac.Communicator) -> None:
+    request = comm.iallreduce(1)
+    for thing in (comm, comm.plan([0.0]), request, ac.join(comm)):
+        assert copy.copy(thing) is thing
+        assert copy.deepcopy({"trainer": thing})["trainer"] is thing
+        name = type(thing).__name__
+        with pytest.raises(TypeError, match=f"a {name} cannot be pickled, .*; (make|wait|call)"):
+            pickle.dumps([thing])
+    assert request.wait() == comm.size
 
 
 @pytest.mark.parametrize("how", [*COPIERS, "pickle"])

@@ -14,6 +14,7 @@ from arraycomm._training.programs import GradientCalls
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
 from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, gradient_of
+from tests.adapters.ranks import of_ranks
 from tests.support.on_ranks import LAUNCH
 
 jax = pytest.importorskip("jax")
@@ -223,15 +224,13 @@ def test_what_would_apply_gradients_of_one_rank_is_refused() -> None:
     run(2, on_rank)
 
 
-def test_a_compiled_update_on_threads_is_refused() -> None:
-    def on_rank(comm: ac.Communicator) -> None:
-        optimizer = ac.DistributedOptimizer(optax.sgd(0.1), comm=comm)
-        with pytest.raises(
-            ac.BackendUnavailableError, match="jitted JAX collectives need a process a rank"
-        ):
-            train_compiled(optimizer, lambda step: gradients(comm.rank, step))
-
-    run(2, on_rank)
+@of_ranks(2)
+def test_a_compiled_update_on_threads_is_refused(comm: ac.Communicator) -> None:
+    optimizer = ac.DistributedOptimizer(optax.sgd(0.1), comm=comm)
+    with pytest.raises(
+        ac.BackendUnavailableError, match="jitted JAX collectives need a process a rank"
+    ):
+        train_compiled(optimizer, lambda step: gradients(comm.rank, step))
 
 
 @pytest.fixture(scope="module")

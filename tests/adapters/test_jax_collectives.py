@@ -10,6 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
+from tests.adapters.ranks import of_ranks
 from tests.support.launched import Report
 from tests.support.launcher import is_open_mpi, needs_mpiexec, run_python
 
@@ -54,26 +55,22 @@ def test_eager_derivatives_are_those_of_the_sum_of_all_losses(size: int, name: s
 
 
 @pytest.mark.parametrize("case", cases.CASES.values(), ids=cases.CASES)
-def test_eager_calls_under_vmap_are_those_of_each_row(case: Any) -> None:
-    def on_rank(comm: ac.Communicator) -> None:
-        batch = cases.draw(comm.rank, (3, *case.shape(comm.size)))
-        found = jax.vmap(lambda x: case.call(x, comm=comm))(batch)
-        wanted = jax.numpy.stack([case.call(x, comm=comm) for x in batch])
-        np.testing.assert_array_equal(found, wanted)
-
-    run(2, on_rank)
+@of_ranks(2)
+def test_eager_calls_under_vmap_are_those_of_each_row(comm: ac.Communicator, case: Any) -> None:
+    batch = cases.draw(comm.rank, (3, *case.shape(comm.size)))
+    found = jax.vmap(lambda x: case.call(x, comm=comm))(batch)
+    wanted = jax.numpy.stack([case.call(x, comm=comm) for x in batch])
+    np.testing.assert_array_equal(found, wanted)
 
 
-def test_compiled_collective_on_threads_is_refused() -> None:
-    def on_rank(comm: ac.Communicator) -> None:
-        with pytest.raises(
-            ac.BackendUnavailableError, match="allgather: jitted JAX collectives need a process"
-        ):
-            jax.jit(lambda x: collectives.allgather(x, comm=comm))(jax.numpy.ones(2))
-        rows = collectives.allgather(jax.numpy.full(2, comm.rank), comm=comm)
-        np.testing.assert_array_equal(rows[:, 0], range(comm.size))
-
-    run(2, on_rank)
+@of_ranks(2)
+def test_compiled_collective_on_threads_is_refused(comm: ac.Communicator) -> None:
+    with pytest.raises(
+        ac.BackendUnavailableError, match="allgather: jitted JAX collectives need a process"
+    ):
+        jax.jit(lambda x: collectives.allgather(x, comm=comm))(jax.numpy.ones(2))
+    rows = collectives.allgather(jax.numpy.full(2, comm.rank), comm=comm)
+    np.testing.assert_array_equal(rows[:, 0], range(comm.size))
 
 
 @pytest.mark.parametrize(
@@ -83,26 +80,26 @@ def test_compiled_collective_on_threads_is_refused() -> None:
         *(("sendrecv", 2, "x"), ("sendrecv", 10_000, "token")),
     ],
 )
-def test_wrong_argument_on_one_rank_raises_on_all(name: str, length: int, wrong: str) -> None:
-    def on_rank(comm: ac.Communicator) -> None:
-        ahead, behind = (comm.rank + 1) % 3, (comm.rank - 1) % 3
-        around = {"dest": ahead, "source": behind} if name == "sendrecv" else {}
-        collective = partial(getattr(collectives, name), comm=comm, **around)
-        rows = jax.numpy.full((3, length), comm.rank)
-        if comm.rank == 2:
-            with pytest.raises(TypeError, match=f"{name}: {wrong} must be"):
-                collective(**{"x": rows, wrong: "text"})
-        elif comm.rank == 1 and around:
-            # It receives from rank 0, and hears nothing of rank 2.
-            assert collective(rows)[0, 0] == 0
-        else:
-            told = "recv" if around else name
-            with pytest.raises(ac.PeerError, match=f"{told}: rank 2 raised instead of"):
-                collective(rows)
-        np.testing.assert_array_equal(collectives.alltoall(rows, comm=comm)[:, 0], range(3))
-        assert collectives.sendrecv(rows, ahead, behind, comm=comm)[0, 0] == behind
-
-    run(3, on_rank, timeout=10)
+@of_ranks(3)
+def test_wrong_argument_on_one_rank_raises_on_all(
+    comm: ac.Communicator, name: str, length: int, wrong: str
+) -> None:
+    ahead, behind = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+    around = {"dest": ahead, "source": behind} if name == "sendrecv" else {}
+    collective = partial(getattr(collectives, name), comm=comm, **around)
+    rows = jax.numpy.full((3, length), comm.rank)
+    if comm.rank == 2:
+        with pytest.raises(TypeError, match=f"{name}: {wrong} must be"):
+            collective(**{"x": rows, wrong: "text"})
+    elif comm.rank == 1 and around:
+        # It receives from rank 0, and hears nothing of rank 2.
+        assert collective(rows)[0, 0] == 0
+    else:
+        told = "recv" if around else name
+        with pytest.raises(ac.PeerError, match=f"{told}: rank 2 raised instead of"):
+            collective(rows)
+    np.testing.assert_array_equal(collectives.alltoall(rows, comm=comm)[:, 0], range(3))
+    assert collectives.sendrecv(rows, ahead, behind, comm=comm)[0, 0] == behind
 
 
 def test_error_that_a_token_takes_is_raised_once_the_program_has_ended() -> None:

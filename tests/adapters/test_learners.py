@@ -15,6 +15,7 @@ import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm.testing import run
 from tests.adapters import learners
+from tests.adapters.ranks import of_ranks
 from tests.support.frameworks import INSTALLED, content, make
 from tests.support.launched import Report
 from tests.support.launcher import LAUNCHED, needs_mpiexec, run_python
@@ -133,16 +134,14 @@ def test_a_library_with_a_thinc_model_learns_on_threads() -> None:
     assert (first == digits[:400]).mean() > 0.9
 
 
-def test_borrow_gives_back_what_it_got(on_ranks: Any) -> None:
-    def check(comm: Communicator) -> None:
-        with ac.borrow(comm) as given:
-            assert given is comm
-        assert comm.allreduce(1) == comm.size
-        with ac.borrow() as alone:
-            assert (alone.size, alone.allreduce(3)) == (1, 3)
-        with pytest.raises(ac.CommunicatorClosedError):
-            alone.allreduce(3)
-        with pytest.raises(TypeError, match=r"borrow: comm must be .*; got int"), ac.borrow(3):
-            pass
-
-    on_ranks(2, check)
+@of_ranks(2)
+def test_borrow_gives_back_what_it_got(comm: Communicator) -> None:
+    with ac.borrow(comm) as given:
+        assert given is comm
+    assert comm.allreduce(1) == comm.size
+    with ac.borrow() as alone:
+        assert (alone.size, alone.allreduce(3)) == (1, 3)
+    with pytest.raises(ac.CommunicatorClosedError):
+        alone.allreduce(3)
+    with pytest.raises(TypeError, match=r"borrow: comm must be .*; got int"), ac.borrow(3):
+        pass

@@ -11,6 +11,7 @@ import pytest
 import arraycomm as ac
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
+from tests.adapters.ranks import of_ranks
 
 
 class SGD:
@@ -115,33 +116,29 @@ class _Both:
         (lambda params: params, r"<lambda>\(params\); wrap it"),
     ],
 )
-def test_what_is_no_optimizer_is_refused(optimizer: Any, said: str) -> None:
-    def wrap(comm: ac.Communicator) -> None:
-        last = comm.rank == comm.size - 1
-        with pytest.raises(TypeError if last else ac.PeerError, match=said):
-            ac.DistributedOptimizer(optimizer if last else SGD(), comm=comm)
-        assert comm.allreduce(1) == comm.size
-
-    run(2, wrap)
+@of_ranks(2)
+def test_what_is_no_optimizer_is_refused(comm: ac.Communicator, optimizer: Any, said: str) -> None:
+    last = comm.rank == comm.size - 1
+    with pytest.raises(TypeError if last else ac.PeerError, match=said):
+        ac.DistributedOptimizer(optimizer if last else SGD(), comm=comm)
+    assert comm.allreduce(1) == comm.size
 
 
-def test_methods_that_do_not_follow_the_protocol_are_not_wrapped() -> None:
-    def check(comm: ac.Communicator) -> None:
-        optimizer = ac.DistributedOptimizer(_Both(), comm=comm, op="sum")
-        assert optimizer.update(0.0, 1.0) == -comm.size
-        assert not hasattr(ac.DistributedOptimizer(SGD(), comm=comm), "step")
-        # Also if one rank alone calls it.
-        if comm.rank == 0:
-            with pytest.raises(TypeError, match=r"got _Both.step\(\)"):
-                optimizer.step(0.0, 1.0)
-        else:
-            with pytest.raises(ac.PeerError, match=r"got _Both.step\(\)"):
-                optimizer.update(0.0, 1.0)
-        assert optimizer.update(0.0, 1.0) == -comm.size
-        with pytest.raises(TypeError, match="_Both cannot be called; use its methods"):
-            optimizer(0.0, 1.0)
-
-    run(2, check)
+@of_ranks(2)
+def test_methods_that_do_not_follow_the_protocol_are_not_wrapped(comm: ac.Communicator) -> None:
+    optimizer = ac.DistributedOptimizer(_Both(), comm=comm, op="sum")
+    assert optimizer.update(0.0, 1.0) == -comm.size
+    assert not hasattr(ac.DistributedOptimizer(SGD(), comm=comm), "step")
+    # Also if one rank alone calls it.
+    if comm.rank == 0:
+        with pytest.raises(TypeError, match=r"got _Both.step\(\)"):
+            optimizer.step(0.0, 1.0)
+    else:
+        with pytest.raises(ac.PeerError, match=r"got _Both.step\(\)"):
+            optimizer.update(0.0, 1.0)
+    assert optimizer.update(0.0, 1.0) == -comm.size
+    with pytest.raises(TypeError, match="_Both cannot be called; use its methods"):
+        optimizer(0.0, 1.0)
 
 
 def test_a_step_that_one_rank_has_not_taken_is_a_mismatch_on_all() -> None:
@@ -169,21 +166,19 @@ def test_a_step_that_one_rank_has_not_taken_is_a_mismatch_on_all() -> None:
     run(3, train)
 
 
-def test_a_step_that_one_rank_leaves_out_is_an_error_on_all() -> None:
-    def train(comm: ac.Communicator) -> None:
-        optimizer = ac.DistributedOptimizer(SGD(), comm=comm)
+@of_ranks(3)
+def test_a_step_that_one_rank_leaves_out_is_an_error_on_all(comm: ac.Communicator) -> None:
+    optimizer = ac.DistributedOptimizer(SGD(), comm=comm)
 
-        def loop(params: Gradients) -> None:
-            for step in range(STEPS):
-                if (comm.rank, step) != (1, 1):
-                    params = optimizer.update(params, gradients(comm.rank, step))
-                ac.mean_metrics(0.5, 1, comm=comm)
+    def loop(params: Gradients) -> None:
+        for step in range(STEPS):
+            if (comm.rank, step) != (1, 1):
+                params = optimizer.update(params, gradients(comm.rank, step))
+            ac.mean_metrics(0.5, 1, comm=comm)
 
-        # It waits for the others in the metrics, and they for it in the step.
-        with pytest.raises(ac.DeadlockError):
-            loop(zeros())
-
-    run(3, train)
+    # It waits for the others in the metrics, and they for it in the step.
+    with pytest.raises(ac.DeadlockError):
+        loop(zeros())
 
 
 def test_a_step_that_all_ranks_have_not_taken_is_none_to_any() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
+from tests.adapters.ranks import of_ranks
 
 scipy_optimize = pytest.importorskip("scipy.optimize")
 datasets = pytest.importorskip("sklearn.datasets")
@@ -183,15 +184,13 @@ def _raising_callback(comm: Communicator) -> Any:
 
 
 @pytest.mark.parametrize("fit", [_raising_fun, _raising_callback])
-def test_error_of_one_rank_is_raised_on_all(on_ranks, fit: Any) -> None:
-    def check(comm: Communicator) -> None:
-        kind = ZeroDivisionError if comm.rank == 1 else ac.PeerError
-        with pytest.raises(kind, match="no such point") as caught:
-            fit(comm)
-        assert comm.rank == 1 or caught.value.rank == 1
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+@of_ranks(3)
+def test_error_of_one_rank_is_raised_on_all(comm: Communicator, fit: Any) -> None:
+    kind = ZeroDivisionError if comm.rank == 1 else ac.PeerError
+    with pytest.raises(kind, match="no such point") as caught:
+        fit(comm)
+    assert comm.rank == 1 or caught.value.rank == 1
+    assert comm.allreduce(1) == comm.size
 
 
 def test_error_of_scipy_on_rank_0_is_raised_on_all(on_ranks) -> None:
@@ -357,27 +356,23 @@ def _outcome_of_ranks(comm: Communicator, call: Any, want: Any) -> Any:
     return want if isinstance(want, type) and isinstance(got, type) else got
 
 
-def test_jac_is_true_on_all_ranks_or_on_none(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        own = _with_gradient if comm.rank == 0 else _value
-        with pytest.raises(TypeError, match=r"jac must be True on all ranks.*rank 0 alone"):
-            minimize(own, X0, jac=comm.rank == 0, comm=comm)
-        comm.barrier()
-
-    on_ranks(3, check)
+@of_ranks(3)
+def test_jac_is_true_on_all_ranks_or_on_none(comm: Communicator) -> None:
+    own = _with_gradient if comm.rank == 0 else _value
+    with pytest.raises(TypeError, match=r"jac must be True on all ranks.*rank 0 alone"):
+        minimize(own, X0, jac=comm.rank == 0, comm=comm)
+    comm.barrier()
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_shape_of_one_rank_is_an_error_on_all(on_ranks, odd: int) -> None:
-    def check(comm: Communicator) -> None:
-        wide = np.ones(3 if comm.rank == odd else 2)
-        error = ValueError if comm.rank == odd else ac.PeerError
-        said = r"jac must return an array of shape \(2,\); got shape \(3,\)"
-        with pytest.raises(error, match=said):
-            minimize(_value, X0, jac=lambda x: wide, comm=comm)
-        comm.barrier()
-
-    on_ranks(3, check)
+@of_ranks(3)
+def test_shape_of_one_rank_is_an_error_on_all(comm: Communicator, odd: int) -> None:
+    wide = np.ones(3 if comm.rank == odd else 2)
+    error = ValueError if comm.rank == odd else ac.PeerError
+    said = r"jac must return an array of shape \(2,\); got shape \(3,\)"
+    with pytest.raises(error, match=said):
+        minimize(_value, X0, jac=lambda x: wide, comm=comm)
+    comm.barrier()
 
 
 def test_a_method_may_go_on_behind_an_error(on_ranks) -> None:

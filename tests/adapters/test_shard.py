@@ -17,6 +17,7 @@ import arraycomm as ac
 from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain_adapter
 from arraycomm.testing import run
+from tests.adapters.ranks import of_ranks
 
 # Few that differ: JAX compiles for each.
 SHAPES = [(5, 3), (2, 2), (5, 3), (5, 3), (4, 4)]
@@ -360,18 +361,16 @@ def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(torch:
     run(2, on_rank)
 
 
-def test_ranks_that_divide_other_parameters_raise(torch: Any) -> None:
-    def on_rank(comm: Any) -> None:
-        # The second has no gradient, so that only its part in the division tells.
-        params = [torch.nn.Parameter(torch.zeros(n)) for n in (10, 100 * comm.rank)]
-        optimizer = tiny(torch, params, comm, shard=True, verify_every=0)
-        backward(torch, params[:1], comm.rank)
-        with pytest.raises(
-            ac.MismatchError, match=r"exchange_shards.*owners=0 on rank 0, owners=1 on rank 1"
-        ):
-            optimizer.step()
-
-    run(2, on_rank)
+@of_ranks(2)
+def test_ranks_that_divide_other_parameters_raise(comm: Any, torch: Any) -> None:
+    # The second has no gradient, so that only its part in the division tells.
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (10, 100 * comm.rank)]
+    optimizer = tiny(torch, params, comm, shard=True, verify_every=0)
+    backward(torch, params[:1], comm.rank)
+    with pytest.raises(
+        ac.MismatchError, match=r"exchange_shards.*owners=0 on rank 0, owners=1 on rank 1"
+    ):
+        optimizer.step()
 
 
 # Objects with update --------------------------------------------------------------------------------
@@ -507,20 +506,18 @@ def test_what_cannot_be_done_with_sharded_objects_is_refused() -> None:
     run(2, on_rank)
 
 
-def test_parameters_that_change_and_joined_steps_are_refused() -> None:
-    def on_rank(comm: Any) -> None:
-        optimizer = ac.DistributedOptimizer(Adam(), comm=comm, shard=True)
-        optimizer.update(arrays(0), arrays(comm.rank))
-        with pytest.raises(ValueError, match="must be the same in every step"):
-            optimizer.update(arrays(0)[1:], arrays(comm.rank)[1:])
-        other = ac.DistributedOptimizer(Adam(), comm=comm, shard=True)
-        with (
-            pytest.raises((ValueError, ac.PeerError), match="only torch optimizers can be sharded"),
-            ac.join(comm),
-        ):
-            other.update(arrays(0), arrays(comm.rank))
-
-    run(2, on_rank)
+@of_ranks(2)
+def test_parameters_that_change_and_joined_steps_are_refused(comm: Any) -> None:
+    optimizer = ac.DistributedOptimizer(Adam(), comm=comm, shard=True)
+    optimizer.update(arrays(0), arrays(comm.rank))
+    with pytest.raises(ValueError, match="must be the same in every step"):
+        optimizer.update(arrays(0)[1:], arrays(comm.rank)[1:])
+    other = ac.DistributedOptimizer(Adam(), comm=comm, shard=True)
+    with (
+        pytest.raises((ValueError, ac.PeerError), match="only torch optimizers can be sharded"),
+        ac.join(comm),
+    ):
+        other.update(arrays(0), arrays(comm.rank))
 
 
 # Optax ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm.testing import run
+from tests.adapters.ranks import of_ranks
 
 pytest.importorskip("sklearn")
 
@@ -393,16 +394,16 @@ def test_classes_are_those_of_all_ranks() -> None:
         assert found == [sorted(["nine", *names[:3]])] * 3
 
 
-def test_a_pipeline_whose_first_steps_have_learnt_nothing_says_what_to_do() -> None:
-    def check(comm: ac.Communicator) -> None:
-        pipeline = make_pipeline(StandardScaler(), SGDClassifier(random_state=0))
-        kind: Any = NotFittedError if comm.rank == 0 else (NotFittedError, ac.PeerError)
-        with pytest.raises(kind, match=r"partial_fit of arraycomm\.adapters.* \(standardscaler\)"):
-            partial_fit(pipeline, X[comm.rank :: 2], Y[comm.rank :: 2], comm=comm)
-        partial_fit(pipeline[0], X[comm.rank :: 2], comm=comm)
+@of_ranks(2)
+def test_a_pipeline_whose_first_steps_have_learnt_nothing_says_what_to_do(
+    comm: ac.Communicator,
+) -> None:
+    pipeline = make_pipeline(StandardScaler(), SGDClassifier(random_state=0))
+    kind: Any = NotFittedError if comm.rank == 0 else (NotFittedError, ac.PeerError)
+    with pytest.raises(kind, match=r"partial_fit of arraycomm\.adapters.* \(standardscaler\)"):
         partial_fit(pipeline, X[comm.rank :: 2], Y[comm.rank :: 2], comm=comm)
-
-    run(2, check)
+    partial_fit(pipeline[0], X[comm.rank :: 2], comm=comm)
+    partial_fit(pipeline, X[comm.rank :: 2], Y[comm.rank :: 2], comm=comm)
 
 
 def test_the_last_step_of_a_pipeline_learns() -> None:
@@ -465,60 +466,54 @@ def _calls(last: bool, comm: Communicator) -> list[tuple[type[Exception], str, C
     ]
 
 
-def test_a_wrong_argument_of_one_rank_is_an_error_on_all() -> None:
-    def check(comm: Communicator) -> None:
-        last = comm.rank == comm.size - 1
-        for kind, said, call in _calls(last, comm):
-            with pytest.raises(kind if last else ac.PeerError, match=said):
-                call()
-        assert comm.allreduce(1) == comm.size
-
-    run(3, check)
+@of_ranks(3)
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all(comm: Communicator) -> None:
+    last = comm.rank == comm.size - 1
+    for kind, said, call in _calls(last, comm):
+        with pytest.raises(kind if last else ac.PeerError, match=said):
+            call()
+    assert comm.allreduce(1) == comm.size
 
 
-def test_ranks_that_bring_different_things_are_told_so() -> None:
-    def check(comm: Communicator) -> None:
-        last = comm.rank == comm.size - 1
-        learned = SGDClassifier()
-        if last:
-            learned.partial_fit(X[:50], Y[:50], classes=np.arange(10))
-        priors = np.full(10, 0.1) if last else None
-        letters = Y.astype("U1") if last else Y
-        for said, estimator, x, y in (
-            (
-                "estimators: rank.*GaussianNB.*Multi",
-                MultinomialNB() if last else GaussianNB(),
-                X,
-                Y,
-            ),
-            ("hyperparameters: .*alpha=0.5", SGDClassifier(alpha=0.5 if last else 0.1), X, Y),
-            ("hyperparameters: .*priors=array of", GaussianNB(priors=priors), X, Y),
-            ("numbers of features: .*: 63", StandardScaler(), X[:, last:], Y),
-            ("dtypes of classes: .*: <U1", GaussianNB(), X, letters),
-            ("states of the estimator: .*; begin with new estimators", learned, X, Y),
-        ):
-            before, prefix = digest(learnt(estimator)), "partial_fit: the ranks have different"
-            with pytest.raises(ac.MismatchError, match=f"{prefix} {said}"):
-                partial_fit(estimator, x, y, comm=comm)
-            assert digest(learnt(estimator)) == before
-        assert comm.allreduce(1) == comm.size
-
-    run(3, check)
+@of_ranks(3)
+def test_ranks_that_bring_different_things_are_told_so(comm: Communicator) -> None:
+    last = comm.rank == comm.size - 1
+    learned = SGDClassifier()
+    if last:
+        learned.partial_fit(X[:50], Y[:50], classes=np.arange(10))
+    priors = np.full(10, 0.1) if last else None
+    letters = Y.astype("U1") if last else Y
+    for said, estimator, x, y in (
+        (
+            "estimators: rank.*GaussianNB.*Multi",
+            MultinomialNB() if last else GaussianNB(),
+            X,
+            Y,
+        ),
+        ("hyperparameters: .*alpha=0.5", SGDClassifier(alpha=0.5 if last else 0.1), X, Y),
+        ("hyperparameters: .*priors=array of", GaussianNB(priors=priors), X, Y),
+        ("numbers of features: .*: 63", StandardScaler(), X[:, last:], Y),
+        ("dtypes of classes: .*: <U1", GaussianNB(), X, letters),
+        ("states of the estimator: .*; begin with new estimators", learned, X, Y),
+    ):
+        before, prefix = digest(learnt(estimator)), "partial_fit: the ranks have different"
+        with pytest.raises(ac.MismatchError, match=f"{prefix} {said}"):
+            partial_fit(estimator, x, y, comm=comm)
+        assert digest(learnt(estimator)) == before
+    assert comm.allreduce(1) == comm.size
 
 
-def test_wrong_arguments_of_all_ranks_are_named() -> None:
-    def check(comm: Communicator) -> None:
-        fitted = partial_fit(GaussianNB(), X[:30], Y[:30], comm=comm)
-        few = X[comm.rank : comm.rank + 1]
-        for said, estimator, x, options in (
-            ("partial_fit: no rank has a sample; at least one must", StandardScaler(), X[:0], {}),
-            (r"reassignment_ratio=0\.01; pass reassignment_ratio=0", MiniBatchKMeans(3), X, {}),
-            ("classes must be those of the first call", fitted, X, {"classes": [1, 2]}),
-            ("X must have the 64 features", fitted, X[:, 1:], {}),
-            ("n_components=9 must be", IncrementalPCA(9), few, {}),
-        ):
-            with pytest.raises((ValueError, ac.PeerError), match=said):
-                partial_fit(estimator, x, Y[: len(x)], comm=comm, **options)
-        assert comm.allreduce(1) == comm.size
-
-    run(3, check)
+@of_ranks(3)
+def test_wrong_arguments_of_all_ranks_are_named(comm: Communicator) -> None:
+    fitted = partial_fit(GaussianNB(), X[:30], Y[:30], comm=comm)
+    few = X[comm.rank : comm.rank + 1]
+    for said, estimator, x, options in (
+        ("partial_fit: no rank has a sample; at least one must", StandardScaler(), X[:0], {}),
+        (r"reassignment_ratio=0\.01; pass reassignment_ratio=0", MiniBatchKMeans(3), X, {}),
+        ("classes must be those of the first call", fitted, X, {"classes": [1, 2]}),
+        ("X must have the 64 features", fitted, X[:, 1:], {}),
+        ("n_components=9 must be", IncrementalPCA(9), few, {}),
+    ):
+        with pytest.raises((ValueError, ac.PeerError), match=said):
+            partial_fit(estimator, x, Y[: len(x)], comm=comm, **options)
+    assert comm.allreduce(1) == comm.size

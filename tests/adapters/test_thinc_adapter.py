@@ -11,6 +11,7 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm.testing import run
+from tests.adapters.ranks import of_ranks
 
 pytest.importorskip("thinc")
 
@@ -126,19 +127,17 @@ def test_accumulated_steps_and_missing_gradients() -> None:
             np.testing.assert_allclose(one, other, rtol=0, atol=48 * np.finfo(np.float32).eps)
 
 
-def test_one_parameter_at_a_time_has_a_reduction_of_its_own() -> None:
-    def update(comm: Communicator) -> Any:
-        optimizer = ac.DistributedOptimizer(SGD(0.5, grad_clip=0.0), comm=comm, op="sum")
-        gradient = np.full(3, 1.0 + comm.rank, np.float32)
-        weights, zeros = optimizer((comm.rank, "W"), np.zeros(3, np.float32), gradient)
-        assert not gradient.any()
-        assert not zeros.any()
-        several = ac.DistributedOptimizer(SGD(0.5), comm=comm, accumulate=2)
-        with pytest.raises(ValueError, match=r"'W'; call model.finish_update\(optimizer\)"):
-            several((1, "W"), np.zeros(3, np.float32), gradient)
-        return weights.tolist()
-
-    assert run(3, update) == [[-3.0] * 3] * 3
+@of_ranks(3)
+def test_one_parameter_at_a_time_has_a_reduction_of_its_own(comm: Communicator) -> None:
+    optimizer = ac.DistributedOptimizer(SGD(0.5, grad_clip=0.0), comm=comm, op="sum")
+    gradient = np.full(3, 1.0 + comm.rank, np.float32)
+    weights, zeros = optimizer((comm.rank, "W"), np.zeros(3, np.float32), gradient)
+    assert not gradient.any()
+    assert not zeros.any()
+    several = ac.DistributedOptimizer(SGD(0.5), comm=comm, accumulate=2)
+    with pytest.raises(ValueError, match=r"'W'; call model.finish_update\(optimizer\)"):
+        several((1, "W"), np.zeros(3, np.float32), gradient)
+    assert weights.tolist() == [-3.0] * 3
 
 
 def test_models_are_trees_with_their_arrays() -> None:
@@ -207,24 +206,22 @@ class _Foreign:
     """Stands for what a layer of another framework keeps."""
 
 
-def test_what_thinc_does_not_know_is_refused() -> None:
-    def check(comm: Communicator) -> None:
-        last = comm.rank == comm.size - 1
-        kind = TypeError if last else ac.PeerError
-        foreign = Model("theirs", lambda model, x, is_train: (x, lambda d: d), shims=[_Foreign()])
-        wrapped = ac.DistributedOptimizer(Adam(0.1), comm=comm)
-        with pytest.raises(kind, match=r"tree\[0\]: layer 'theirs' belongs to another framework"):
-            ac.synchronize([foreign if last else _model(0)], comm=comm)
-        with pytest.raises(kind, match="model: layer 'theirs' belongs to another framework"):
-            (foreign if last else _model(0)).finish_update(wrapped)
-        for optimizer in (Adam(0.1), wrapped):
-            with pytest.raises(kind, match="an optimizer of thinc cannot be part of a tree"):
-                ac.synchronize([optimizer if last else 1], comm=comm)
-        with pytest.raises(ValueError, match="distributed already"):
-            ac.DistributedOptimizer(wrapped, comm=comm)
-        assert comm.allreduce(1) == comm.size
-
-    run(2, check)
+@of_ranks(2)
+def test_what_thinc_does_not_know_is_refused(comm: Communicator) -> None:
+    last = comm.rank == comm.size - 1
+    kind = TypeError if last else ac.PeerError
+    foreign = Model("theirs", lambda model, x, is_train: (x, lambda d: d), shims=[_Foreign()])
+    wrapped = ac.DistributedOptimizer(Adam(0.1), comm=comm)
+    with pytest.raises(kind, match=r"tree\[0\]: layer 'theirs' belongs to another framework"):
+        ac.synchronize([foreign if last else _model(0)], comm=comm)
+    with pytest.raises(kind, match="model: layer 'theirs' belongs to another framework"):
+        (foreign if last else _model(0)).finish_update(wrapped)
+    for optimizer in (Adam(0.1), wrapped):
+        with pytest.raises(kind, match="an optimizer of thinc cannot be part of a tree"):
+            ac.synchronize([optimizer if last else 1], comm=comm)
+    with pytest.raises(ValueError, match="distributed already"):
+        ac.DistributedOptimizer(wrapped, comm=comm)
+    assert comm.allreduce(1) == comm.size
 
 
 def test_plain_optimizers_go_on_without_ranks() -> None:

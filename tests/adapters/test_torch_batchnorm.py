@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from tests.adapters.ranks import of_ranks
 
 torch = pytest.importorskip("torch")
 adapter = pytest.importorskip("arraycomm.adapters.torch")
@@ -67,16 +68,16 @@ def test_training_is_that_of_one_process_with_the_whole_batch(
             x = draw(step, *spatial).requires_grad_()
             upstream = draw(10 + step, *spatial)
             (one(x) * upstream).sum().backward()
-            own = part_of(x.detach(), comm.rank, few).clone().requires_grad_()
+            own = part_of(x.detach(), comm.rank, comm.size).clone().requires_grad_()
             y = ours(own)
-            (y * part_of(upstream, comm.rank, few)).sum().backward()
+            (y * part_of(upstream, comm.rank, comm.size)).sum().backward()
             close = tolerance(x.dtype)
             with torch.no_grad():
                 expected = torch.nn.functional.batch_norm(
                     x, None, None, one.weight, one.bias, True, 0.0, one.eps
                 )
-            torch.testing.assert_close(y, part_of(expected, comm.rank, few), **close)
-            torch.testing.assert_close(own.grad, part_of(x.grad, comm.rank, few), **close)
+            torch.testing.assert_close(y, part_of(expected, comm.rank, comm.size), **close)
+            torch.testing.assert_close(own.grad, part_of(x.grad, comm.rank, comm.size), **close)
         for mine, theirs in zip(ours.parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(comm.allreduce(mine.grad), theirs.grad, **close)
         torch.testing.assert_close(ours.state_dict(), one.state_dict(), **close)
@@ -134,43 +135,37 @@ def test_gradient_of_the_gradient_is_that_of_one_process(on_ranks, few: int) -> 
     on_ranks(few, check)
 
 
-def test_input_requires_gradients_on_one_rank_only(on_ranks, several: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        x, upstream = draw(1).requires_grad_(), draw(2)
-        (torch.nn.BatchNorm1d(CHANNELS).double()(x) * upstream).sum().backward()
-        own = part_of(x.detach(), comm.rank, several).clone().requires_grad_(comm.rank == 1)
-        ours = adapter.SyncBatchNorm(CHANNELS, affine=False, dtype=torch.float64, comm=comm)
-        (ours(own) * part_of(upstream, comm.rank, several)).sum().backward()
-        if comm.rank == 1:
-            expected = part_of(x.grad, 1, several)
-            torch.testing.assert_close(own.grad, expected, **tolerance(x.dtype))
-
-    on_ranks(several, check)
+@of_ranks(3)
+def test_input_requires_gradients_on_one_rank_only(comm: ac.Communicator) -> None:
+    x, upstream = draw(1).requires_grad_(), draw(2)
+    (torch.nn.BatchNorm1d(CHANNELS).double()(x) * upstream).sum().backward()
+    own = part_of(x.detach(), comm.rank, comm.size).clone().requires_grad_(comm.rank == 1)
+    ours = adapter.SyncBatchNorm(CHANNELS, affine=False, dtype=torch.float64, comm=comm)
+    (ours(own) * part_of(upstream, comm.rank, comm.size)).sum().backward()
+    if comm.rank == 1:
+        expected = part_of(x.grad, 1, comm.size)
+        torch.testing.assert_close(own.grad, expected, **tolerance(x.dtype))
 
 
-def test_evaluation_does_not_communicate(on_ranks, several: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        module = adapter.SyncBatchNorm(CHANNELS, comm=comm).eval()
-        if comm.rank == 0:
-            module(draw(0).float())
-        assert comm.allreduce(1) == several
-
-    on_ranks(several, check)
+@of_ranks(3)
+def test_evaluation_does_not_communicate(comm: ac.Communicator) -> None:
+    module = adapter.SyncBatchNorm(CHANNELS, comm=comm).eval()
+    if comm.rank == 0:
+        module(draw(0).float())
+    assert comm.allreduce(1) == comm.size
 
 
 @pytest.mark.parametrize("elements", [0, 1])
+@of_ranks(1, 3)
 def test_fewer_than_two_elements_on_all_ranks_are_refused(
-    on_ranks, few: int, elements: int
+    comm: ac.Communicator, elements: int
 ) -> None:
-    def check(comm: ac.Communicator) -> None:
-        module = adapter.SyncBatchNorm(CHANNELS, comm=comm)
-        own = torch.ones(elements if comm.rank == comm.size - 1 else 0, CHANNELS)
-        with pytest.raises(ValueError, match=f"2 elements of each channel.*; got {elements}, "):
-            module(own)
-        assert module.num_batches_tracked == 0
-        assert comm.allreduce(1) == few
-
-    on_ranks(few, check)
+    module = adapter.SyncBatchNorm(CHANNELS, comm=comm)
+    own = torch.ones(elements if comm.rank == comm.size - 1 else 0, CHANNELS)
+    with pytest.raises(ValueError, match=f"2 elements of each channel.*; got {elements}, "):
+        module(own)
+    assert module.num_batches_tracked == 0
+    assert comm.allreduce(1) == comm.size
 
 
 @pytest.mark.parametrize(
@@ -182,16 +177,14 @@ def test_fewer_than_two_elements_on_all_ranks_are_refused(
         (torch.ones(2, 4), ValueError, r"must have the shape \(N, 3, ...\); got \(2, 4\)"),
     ],
 )
+@of_ranks(3)
 def test_wrong_input_on_one_rank_is_an_error_on_every_rank(
-    on_ranks, several: int, wrong: Any, kind: type[Exception], message: str
+    comm: ac.Communicator, wrong: Any, kind: type[Exception], message: str
 ) -> None:
-    def check(comm: ac.Communicator) -> None:
-        module = adapter.SyncBatchNorm(CHANNELS, comm=comm)
-        with pytest.raises(kind if comm.rank == 1 else ac.PeerError, match=message):
-            module(wrong if comm.rank == 1 else torch.ones(2, CHANNELS))
-        assert comm.allreduce(1) == several
-
-    on_ranks(several, check)
+    module = adapter.SyncBatchNorm(CHANNELS, comm=comm)
+    with pytest.raises(kind if comm.rank == 1 else ac.PeerError, match=message):
+        module(wrong if comm.rank == 1 else torch.ones(2, CHANNELS))
+    assert comm.allreduce(1) == comm.size
 
 
 class Tied(torch.nn.Module):  # type: ignore[misc]
@@ -247,19 +240,17 @@ class TestConversion:
             adapter.convert_sync_batchnorm([torch.nn.BatchNorm1d(3)])
 
 
-def test_a_copy_has_the_same_communicator_and_parameters_of_its_own(on_ranks, few: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        module = torch.nn.Sequential(adapter.SyncBatchNorm(CHANNELS, comm=comm))
-        copied = copy.deepcopy(module)
-        assert copied[0].comm is comm
-        assert copied[0].weight is not module[0].weight
-        x = draw(comm.rank).float()
-        torch.testing.assert_close(copied(x), module(x), rtol=0, atol=0)
-        said = r"^SyncBatchNorm: .*cannot be pickled; save its state_dict"
-        with pytest.raises(TypeError, match=said):
-            torch.save(module, io.BytesIO())
-
-    on_ranks(few, check)
+@of_ranks(1, 3)
+def test_a_copy_has_the_same_communicator_and_parameters_of_its_own(comm: ac.Communicator) -> None:
+    module = torch.nn.Sequential(adapter.SyncBatchNorm(CHANNELS, comm=comm))
+    copied = copy.deepcopy(module)
+    assert copied[0].comm is comm
+    assert copied[0].weight is not module[0].weight
+    x = draw(comm.rank).float()
+    torch.testing.assert_close(copied(x), module(x), rtol=0, atol=0)
+    said = r"^SyncBatchNorm: .*cannot be pickled; save its state_dict"
+    with pytest.raises(TypeError, match=said):
+        torch.save(module, io.BytesIO())
 
 
 def test_a_module_of_the_world_can_be_pickled() -> None:
@@ -269,11 +260,9 @@ def test_a_module_of_the_world_can_be_pickled() -> None:
     assert torch.load(file, weights_only=False).eps == 0.5
 
 
-def test_compiled_modules_communicate_between_two_graphs(on_ranks) -> None:
-    def check(comm: ac.Communicator) -> None:
-        module = adapter.SyncBatchNorm(CHANNELS, track_running_stats=False, comm=comm)
-        x = draw(0, 2, 3).float()
-        compiled = torch.compile(module, backend="eager")
-        torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
-
-    on_ranks(1, check)
+@of_ranks(1)
+def test_compiled_modules_communicate_between_two_graphs(comm: ac.Communicator) -> None:
+    module = adapter.SyncBatchNorm(CHANNELS, track_running_stats=False, comm=comm)
+    x = draw(0, 2, 3).float()
+    compiled = torch.compile(module, backend="eager")
+    torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from tests.adapters.ranks import of_ranks
 
 torch = pytest.importorskip("torch")
 collectives = pytest.importorskip("arraycomm.adapters.torch")
@@ -107,8 +108,8 @@ def test_gradients_and_theirs_are_those_of_the_sum_of_all_losses(
     on_ranks, few: int, case: Case
 ) -> None:
     def check(comm: ac.Communicator) -> None:
-        x = draw(100 + comm.rank, case.shape(few))
-        loss, along = objective(case, comm), draw(200 + comm.rank, case.shape(few))
+        x = draw(100 + comm.rank, case.shape(comm.size))
+        loss, along = objective(case, comm), draw(200 + comm.rank, case.shape(comm.size))
 
         def slope(x: Tensor) -> Tensor:
             x = x.detach().requires_grad_() if not x.requires_grad else x
@@ -121,25 +122,23 @@ def test_gradients_and_theirs_are_those_of_the_sum_of_all_losses(
 
 
 @every_case
-def test_transforms_of_torch_func(on_ranks, few: int, case: Case) -> None:
-    def check(comm: ac.Communicator) -> None:
-        x = draw(100 + comm.rank, case.shape(few))
-        loss = objective(case, comm)
-        expected = gradient(loss, x)
-        assert_close(torch.func.grad(loss)(x), expected)
-        _, pullback = torch.func.vjp(loss, x)
-        assert_close(pullback(torch.ones((), dtype=x.dtype))[0], expected)
-        # The last axis is mapped over, then the first.
-        batch = torch.stack([x, -x, 2 * x], -1)
-        call = partial(case.call, comm=comm)
-        mapped = torch.func.vmap(call, in_dims=-1)(batch)
-        assert_close(mapped, torch.stack([call(part) for part in batch.unbind(-1)]))
-        twice = torch.func.vmap(torch.func.vmap(call))(torch.stack([batch.movedim(-1, 0)] * 2))
-        assert_close(twice, torch.stack([mapped] * 2))
-        slopes = torch.func.vmap(torch.func.grad(loss), in_dims=-1)(batch)
-        assert_close(slopes, torch.stack([gradient(loss, part) for part in batch.unbind(-1)]))
-
-    on_ranks(few, check)
+@of_ranks(1, 3)
+def test_transforms_of_torch_func(comm: ac.Communicator, case: Case) -> None:
+    x = draw(100 + comm.rank, case.shape(comm.size))
+    loss = objective(case, comm)
+    expected = gradient(loss, x)
+    assert_close(torch.func.grad(loss)(x), expected)
+    _, pullback = torch.func.vjp(loss, x)
+    assert_close(pullback(torch.ones((), dtype=x.dtype))[0], expected)
+    # The last axis is mapped over, then the first.
+    batch = torch.stack([x, -x, 2 * x], -1)
+    call = partial(case.call, comm=comm)
+    mapped = torch.func.vmap(call, in_dims=-1)(batch)
+    assert_close(mapped, torch.stack([call(part) for part in batch.unbind(-1)]))
+    twice = torch.func.vmap(torch.func.vmap(call))(torch.stack([batch.movedim(-1, 0)] * 2))
+    assert_close(twice, torch.stack([mapped] * 2))
+    slopes = torch.func.vmap(torch.func.grad(loss), in_dims=-1)(batch)
+    assert_close(slopes, torch.stack([gradient(loss, part) for part in batch.unbind(-1)]))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -192,67 +191,58 @@ def _or_zeros(x: Tensor) -> Tensor:
 
 
 @every_case
-def test_result_and_gradient_share_memory_with_nothing(on_ranks, few: int, case: Case) -> None:
-    def check(comm: ac.Communicator) -> None:
-        x = draw(comm.rank, case.shape(few)).requires_grad_()
-        y = case.call(x, comm=comm)
-        upstream = torch.ones_like(y)
-        y.backward(upstream)
-        places = {part.data_ptr() for part in (x, y, upstream, x.grad)}
-        assert len(places) == 4
-
-    on_ranks(few, check)
+@of_ranks(1, 3)
+def test_result_and_gradient_share_memory_with_nothing(comm: ac.Communicator, case: Case) -> None:
+    x = draw(comm.rank, case.shape(comm.size)).requires_grad_()
+    y = case.call(x, comm=comm)
+    upstream = torch.ones_like(y)
+    y.backward(upstream)
+    places = {part.data_ptr() for part in (x, y, upstream, x.grad)}
+    assert len(places) == 4
 
 
 @every_case
-def test_tensor_requires_gradients_on_some_ranks_only(on_ranks, several: int, case: Case) -> None:
+@of_ranks(3)
+def test_tensor_requires_gradients_on_some_ranks_only(comm: ac.Communicator, case: Case) -> None:
     """The ranks without one take part in the backward pass; theirs is a graph of their own."""
-
-    def check(comm: ac.Communicator) -> None:
-        loss = objective(case, comm)
-        x = draw(100 + comm.rank, case.shape(several))
-        expected = gradient(loss, x)
-        for only in range(several):
-            own = x.clone().requires_grad_(comm.rank == only)
-            found = loss(own)
-            assert found.requires_grad
-            found.backward()
-            assert (own.grad is None) == (comm.rank != only)
-            if comm.rank == only:
-                torch.testing.assert_close(own.grad, expected, rtol=0, atol=0)
-
-    on_ranks(several, check)
+    loss = objective(case, comm)
+    x = draw(100 + comm.rank, case.shape(comm.size))
+    expected = gradient(loss, x)
+    for only in range(comm.size):
+        own = x.clone().requires_grad_(comm.rank == only)
+        found = loss(own)
+        assert found.requires_grad
+        found.backward()
+        assert (own.grad is None) == (comm.rank != only)
+        if comm.rank == only:
+            torch.testing.assert_close(own.grad, expected, rtol=0, atol=0)
 
 
-def test_ranks_other_than_the_root_need_no_tensor(on_ranks, several: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        w = torch.arange(3.0).requires_grad_()
-        received = collectives.bcast(w if comm.rank == 1 else None, 1, comm=comm)
-        ((comm.rank + 1) * received).sum().backward()
-        total = several * (several + 1) / 2
-        assert w.grad is None if comm.rank != 1 else w.grad.tolist() == [total] * 3
-        plain = collectives.bcast(w.detach() if comm.rank == 1 else None, 1, comm=comm)
-        assert torch.equal(plain, w.detach())
-        assert not plain.requires_grad
-        numbers = collectives.bcast(torch.arange(3) if comm.rank == 1 else None, 1, comm=comm)
-        assert torch.equal(numbers, torch.arange(3))
-
-    on_ranks(several, check)
+@of_ranks(3)
+def test_ranks_other_than_the_root_need_no_tensor(comm: ac.Communicator) -> None:
+    w = torch.arange(3.0).requires_grad_()
+    received = collectives.bcast(w if comm.rank == 1 else None, 1, comm=comm)
+    ((comm.rank + 1) * received).sum().backward()
+    total = comm.size * (comm.size + 1) / 2
+    assert w.grad is None if comm.rank != 1 else w.grad.tolist() == [total] * 3
+    plain = collectives.bcast(w.detach() if comm.rank == 1 else None, 1, comm=comm)
+    assert torch.equal(plain, w.detach())
+    assert not plain.requires_grad
+    numbers = collectives.bcast(torch.arange(3) if comm.rank == 1 else None, 1, comm=comm)
+    assert torch.equal(numbers, torch.arange(3))
 
 
-def test_what_nothing_differentiates_is_the_plain_result(on_ranks, few: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        for x in (torch.arange(3), torch.tensor([True, False]), torch.arange(3.0)):
-            for op in ("min", "max", "or" if x.dtype == torch.bool else "prod"):
-                result = collectives.allreduce(x, op, comm=comm)
-                assert torch.equal(result, comm.allreduce(x, op))
-                assert not result.requires_grad
-        w = torch.ones(2, requires_grad=True)
-        with torch.no_grad():
-            for op in ("sum", "max"):
-                assert not collectives.allreduce(w, op, comm=comm).requires_grad
-
-    on_ranks(few, check)
+@of_ranks(1, 3)
+def test_what_nothing_differentiates_is_the_plain_result(comm: ac.Communicator) -> None:
+    for x in (torch.arange(3), torch.tensor([True, False]), torch.arange(3.0)):
+        for op in ("min", "max", "or" if x.dtype == torch.bool else "prod"):
+            result = collectives.allreduce(x, op, comm=comm)
+            assert torch.equal(result, comm.allreduce(x, op))
+            assert not result.requires_grad
+    w = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        for op in ("sum", "max"):
+            assert not collectives.allreduce(w, op, comm=comm).requires_grad
 
 
 @pytest.mark.parametrize("op", ["max", ac.op(lambda a, b: a)])
@@ -269,16 +259,14 @@ def test_op_without_a_gradient_is_refused_on_every_rank(on_ranks, several: int, 
     on_ranks(several, check)
 
 
-def test_what_is_no_tensor_is_an_error_on_every_rank(on_ranks, several: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        for name in ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast"):
-            x = np.ones(several) if comm.rank == 1 else torch.ones(several)
-            message = f"{name}: x must be a torch.Tensor; got ndarray"
-            with pytest.raises(TypeError if comm.rank == 1 else ac.PeerError, match=message):
-                getattr(collectives, name)(x, comm=comm)
-        assert comm.allreduce(1) == several
-
-    on_ranks(several, check)
+@of_ranks(3)
+def test_what_is_no_tensor_is_an_error_on_every_rank(comm: ac.Communicator) -> None:
+    for name in ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast"):
+        x = np.ones(comm.size) if comm.rank == 1 else torch.ones(comm.size)
+        message = f"{name}: x must be a torch.Tensor; got ndarray"
+        with pytest.raises(TypeError if comm.rank == 1 else ac.PeerError, match=message):
+            getattr(collectives, name)(x, comm=comm)
+    assert comm.allreduce(1) == comm.size
 
 
 def test_backward_passes_of_different_calls_do_not_meet(on_ranks, several: int) -> None:
@@ -302,19 +290,17 @@ def test_backward_passes_of_different_calls_do_not_meet(on_ranks, several: int) 
     on_ranks(several, check)
 
 
-def test_rank_that_differentiates_nothing_is_a_mismatch(on_ranks, several: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        y = collectives.allreduce(torch.ones(3, requires_grad=True), comm=comm)
-        another_call = partial(collectives.allreduce, y, comm=comm)
-        go_on = y.sum().backward if comm.rank else another_call
-        said = r"rank 0: a forward call at .*model.eval\(\) may be missing"
-        with pytest.raises(ac.MismatchError, match=said) as raised:
-            go_on()
-        # Not lines of torch, which calls the library in backward passes, and around each function.
-        assert str(raised.value).count("test_torch_collectives.py:") == 2
-        assert comm.allreduce(1) == several
-
-    on_ranks(several, check)
+@of_ranks(3)
+def test_rank_that_differentiates_nothing_is_a_mismatch(comm: ac.Communicator) -> None:
+    y = collectives.allreduce(torch.ones(3, requires_grad=True), comm=comm)
+    another_call = partial(collectives.allreduce, y, comm=comm)
+    go_on = y.sum().backward if comm.rank else another_call
+    said = r"rank 0: a forward call at .*model.eval\(\) may be missing"
+    with pytest.raises(ac.MismatchError, match=said) as raised:
+        go_on()
+    # Not lines of torch, which calls the library in backward passes, and around each function.
+    assert str(raised.value).count("test_torch_collectives.py:") == 2
+    assert comm.allreduce(1) == comm.size
 
 
 def test_transforms_that_differ_between_ranks_are_a_mismatch(on_ranks, several: int) -> None:
@@ -334,50 +320,42 @@ def test_transforms_that_differ_between_ranks_are_a_mismatch(on_ranks, several: 
     on_ranks(several, check)
 
 
-def test_scalars_of_vmap_have_no_row_for_each_rank(on_ranks, few: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        # As many as there are ranks, so that the batch could be taken for the rows.
-        batch = torch.ones(few)
-        for call in (collectives.reduce_scatter, collectives.alltoall):
-            with pytest.raises(ValueError, match=r"must have an axis of the ranks; got shape \(\)"):
-                torch.func.vmap(partial(call, comm=comm))(batch)
-
-    on_ranks(few, check)
+@of_ranks(1, 3)
+def test_scalars_of_vmap_have_no_row_for_each_rank(comm: ac.Communicator) -> None:
+    # As many as there are ranks, so that the batch could be taken for the rows.
+    batch = torch.ones(comm.size)
+    for call in (collectives.reduce_scatter, collectives.alltoall):
+        with pytest.raises(ValueError, match=r"must have an axis of the ranks; got shape \(\)"):
+            torch.func.vmap(partial(call, comm=comm))(batch)
 
 
-def test_grad_modes_that_differ_between_ranks_are_a_mismatch(on_ranks, several: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        w = torch.ones(3, requires_grad=True)
-        with torch.set_grad_enabled(comm.rank > 0), pytest.raises(ac.MismatchError):
-            collectives.allreduce(w, comm=comm)
-
-    on_ranks(several, check)
+@of_ranks(3)
+def test_grad_modes_that_differ_between_ranks_are_a_mismatch(comm: ac.Communicator) -> None:
+    w = torch.ones(3, requires_grad=True)
+    with torch.set_grad_enabled(comm.rank > 0), pytest.raises(ac.MismatchError):
+        collectives.allreduce(w, comm=comm)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_repeat_the_call(on_ranks, few: int, reentrant: bool) -> None:
-    def check(comm: ac.Communicator) -> None:
-        def squares(x: Tensor) -> Tensor:
-            return collectives.allreduce(x, comm=comm).tanh().square().sum()
+@of_ranks(1, 3)
+def test_checkpoints_repeat_the_call(comm: ac.Communicator, reentrant: bool) -> None:
+    def squares(x: Tensor) -> Tensor:
+        return collectives.allreduce(x, comm=comm).tanh().square().sum()
 
-        expected = gradient(squares, draw(comm.rank, (3,)))
-        x = draw(comm.rank, (3,)).requires_grad_()
-        torch.utils.checkpoint.checkpoint(squares, x, use_reentrant=reentrant).backward()
-        torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
-
-    on_ranks(few, check)
+    expected = gradient(squares, draw(comm.rank, (3,)))
+    x = draw(comm.rank, (3,)).requires_grad_()
+    torch.utils.checkpoint.checkpoint(squares, x, use_reentrant=reentrant).backward()
+    torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
 
 
-def test_a_long_tensor_goes_over_the_transport(on_ranks, few: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        x = torch.full((few, 30_000), comm.rank + 1.0, requires_grad=True)
-        collectives.alltoall(
-            collectives.reduce_scatter(x, comm=comm).view(few, -1), comm=comm
-        ).sum().backward()
-        assert x.grad is not None
-        assert (x.grad == 1).all()
-
-    on_ranks(few, check)
+@of_ranks(1, 3)
+def test_a_long_tensor_goes_over_the_transport(comm: ac.Communicator) -> None:
+    x = torch.full((comm.size, 30_000), comm.rank + 1.0, requires_grad=True)
+    collectives.alltoall(
+        collectives.reduce_scatter(x, comm=comm).view(comm.size, -1), comm=comm
+    ).sum().backward()
+    assert x.grad is not None
+    assert (x.grad == 1).all()
 
 
 @pytest.fixture(scope="module")

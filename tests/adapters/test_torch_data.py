@@ -10,6 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
+from tests.adapters.ranks import of_ranks
 from tests.support.launched import ROOT, Report
 from tests.support.launcher import needs_mpiexec, run_python
 
@@ -90,12 +91,10 @@ def test_batches_are_the_containers_collated_and_as_many_on_every_rank(kind, une
         run(size, check, batch)
 
 
-def test_a_data_set_without_items_has_no_batches() -> None:
-    def check(comm: ac.Communicator) -> None:
-        loader = DataLoader(container(comm, []), 2)
-        assert len(loader) == len(list(loader)) == 0
-
-    run(2, check)
+@of_ranks(2)
+def test_a_data_set_without_items_has_no_batches(comm: ac.Communicator) -> None:
+    loader = DataLoader(container(comm, []), 2)
+    assert len(loader) == len(list(loader)) == 0
 
 
 def test_loop_that_is_left_goes_on_from_its_state_on_other_ranks() -> None:
@@ -120,16 +119,14 @@ def test_loop_that_is_left_goes_on_from_its_state_on_other_ranks() -> None:
     assert sorted(seen) == list(range(23))
 
 
-def test_another_loop_ends_the_one_before() -> None:
-    def check(comm: ac.Communicator) -> None:
-        loader = DataLoader(container(comm, range(9)), 2)
-        first = iter(loader)
+@of_ranks(1)
+def test_another_loop_ends_the_one_before(comm: ac.Communicator) -> None:
+    loader = DataLoader(container(comm, range(9)), 2)
+    first = iter(loader)
+    next(first)
+    assert next(iter(loader)).weights.tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match="batches: the container was moved on"):
         next(first)
-        assert next(iter(loader)).weights.tolist() == [1, 1]
-        with pytest.raises(RuntimeError, match="batches: the container was moved on"):
-            next(first)
-
-    run(1, check)
 
 
 # Batches without items ---------------------------------------------------------------------------
@@ -213,16 +210,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("collate_fn", "said"), REFUSED.values(), ids=REFUSED)
-def test_collate_fn_that_cannot_be_cut_fails_before_the_first_batch(collate_fn, said) -> None:
-    def check(comm: ac.Communicator) -> None:
-        loader = iter(DataLoader(container(comm, [0] * 3), 1, collate_fn=collate_fn))
-        if comm.rank == 0:
-            assert len(list(loader)) == 2
-            return
-        with pytest.raises(TypeError, match=rf'collate_fn must return .*{said}.*uneven="pad"'):
-            next(loader)
-
-    run(2, check)
+@of_ranks(2)
+def test_collate_fn_that_cannot_be_cut_fails_before_the_first_batch(
+    comm: ac.Communicator, collate_fn, said
+) -> None:
+    loader = iter(DataLoader(container(comm, [0] * 3), 1, collate_fn=collate_fn))
+    if comm.rank == 0:
+        assert len(list(loader)) == 2
+        return
+    with pytest.raises(TypeError, match=rf'collate_fn must return .*{said}.*uneven="pad"'):
+        next(loader)
 
 
 # Arguments ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm.testing import run
+from tests.adapters.ranks import of_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -224,56 +225,48 @@ def test_gradients_of_usual_layers_are_not_copied(monkeypatch: pytest.MonkeyPatc
     assert not copied
 
 
-def test_another_optimizers_parameter_keeps_its_gradient() -> None:
+@of_ranks(3)
+def test_another_optimizers_parameter_keeps_its_gradient(comm: ac.Communicator) -> None:
     """It is this rank's own, and in the same memory as that of the parameter which all ranks share."""
-
-    def train(comm: ac.Communicator) -> None:
-        shared, own = made(2)
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD([shared], 0.1), comm=comm)
-        plain = torch.optim.SGD([own], 0.1)
-        for turn in ((shared, own), (own, shared)):
-            plain.zero_grad()
-            optimizer.zero_grad()
-            total = turn[0].flatten() + turn[1].flatten()
-            given = torch.full((6,), float(comm.rank + 1), dtype=torch.float64)
-            total.backward(given)
-            assert (own.grad == comm.rank + 1).all()
-            assert (shared.grad == (comm.size + 1) / 2).all()
-            assert (given == comm.rank + 1).all()
-
-    run(3, train)
+    shared, own = made(2)
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD([shared], 0.1), comm=comm)
+    plain = torch.optim.SGD([own], 0.1)
+    for turn in ((shared, own), (own, shared)):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        total = turn[0].flatten() + turn[1].flatten()
+        given = torch.full((6,), float(comm.rank + 1), dtype=torch.float64)
+        total.backward(given)
+        assert (own.grad == comm.rank + 1).all()
+        assert (shared.grad == (comm.size + 1) / 2).all()
+        assert (given == comm.rank + 1).all()
 
 
-def test_gradients_from_inference_mode_are_taken() -> None:
+@of_ranks(3)
+def test_gradients_from_inference_mode_are_taken(comm: ac.Communicator) -> None:
     """As evolution strategies make them; torch counts no writes to these."""
-
-    def train(comm: ac.Communicator) -> None:
-        (weight,) = made(1)
-        before = weight.detach().clone()
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], 0.5, 0.9), comm=comm)
-        for _ in range(2):
-            with torch.inference_mode():
-                estimate = torch.full(SHAPE, float(comm.rank), dtype=torch.float64)
-            weight.grad = estimate
-            optimizer.step()
-            assert (estimate == comm.rank).all()
-        mean = (comm.size - 1) / 2
-        assert torch.allclose(weight, before - 0.5 * mean * (1 + 1.9))
-
-    run(3, train)
-
-
-def test_memory_of_numpy_is_not_written_to() -> None:
-    def train(comm: ac.Communicator) -> None:
-        (weight,) = made(1)
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], 0.5), comm=comm)
-        numbers = np.full(6, float(comm.rank))
-        weight.view(-1).backward(torch.from_numpy(numbers))
-        assert (numbers == comm.rank).all()
-        assert (weight.grad == (comm.size - 1) / 2).all()
+    (weight,) = made(1)
+    before = weight.detach().clone()
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], 0.5, 0.9), comm=comm)
+    for _ in range(2):
+        with torch.inference_mode():
+            estimate = torch.full(SHAPE, float(comm.rank), dtype=torch.float64)
+        weight.grad = estimate
         optimizer.step()
+        assert (estimate == comm.rank).all()
+    mean = (comm.size - 1) / 2
+    assert torch.allclose(weight, before - 0.5 * mean * (1 + 1.9))
 
-    run(2, train)
+
+@of_ranks(2)
+def test_memory_of_numpy_is_not_written_to(comm: ac.Communicator) -> None:
+    (weight,) = made(1)
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], 0.5), comm=comm)
+    numbers = np.full(6, float(comm.rank))
+    weight.view(-1).backward(torch.from_numpy(numbers))
+    assert (numbers == comm.rank).all()
+    assert (weight.grad == (comm.size - 1) / 2).all()
+    optimizer.step()
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm.testing import run
+from tests.adapters.ranks import of_ranks
 
 torch = pytest.importorskip("torch")
 slots = pytest.importorskip("arraycomm.adapters.torch._slots")
@@ -379,74 +380,70 @@ def weight_and_optimizer(comm: ac.Communicator, **options: Any) -> tuple[Any, An
     return weight, ac.DistributedOptimizer(optimizer, comm=comm, op="sum", **options)
 
 
-def test_gradients_are_reduced_when_backward_returns() -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm)
-        (weight * (comm.rank + 1)).sum().backward()
-        seen = weight.grad
-        assert seen.tolist() == [6.0, 6.0]
-        (weight * 10 * comm.rank).sum().backward()
-        # As autograd does, in the same memory.
-        assert seen is weight.grad
-        assert seen.tolist() == [36.0, 36.0]
-        optimizer.step()
-        assert weight.tolist() == [-36.0, -36.0]
-        # The same gradient once more, which is reduced already.
-        optimizer.step()
-        assert weight.tolist() == [-72.0, -72.0]
-        # Torch does not see that this is another one.
-        weight.grad.numpy()[:] = comm.rank
-        optimizer.step()
-        assert weight.tolist() == [-75.0, -75.0]
-        weight.grad.data.fill_(comm.rank)
-        optimizer.step()
-        assert weight.tolist() == [-78.0, -78.0]
-
-    run(3, train)
+@of_ranks(3)
+def test_gradients_are_reduced_when_backward_returns(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    (weight * (comm.rank + 1)).sum().backward()
+    seen = weight.grad
+    assert seen.tolist() == [6.0, 6.0]
+    (weight * 10 * comm.rank).sum().backward()
+    # As autograd does, in the same memory.
+    assert seen is weight.grad
+    assert seen.tolist() == [36.0, 36.0]
+    optimizer.step()
+    assert weight.tolist() == [-36.0, -36.0]
+    # The same gradient once more, which is reduced already.
+    optimizer.step()
+    assert weight.tolist() == [-72.0, -72.0]
+    # Torch does not see that this is another one.
+    weight.grad.numpy()[:] = comm.rank
+    optimizer.step()
+    assert weight.tolist() == [-75.0, -75.0]
+    weight.grad.data.fill_(comm.rank)
+    optimizer.step()
+    assert weight.tolist() == [-78.0, -78.0]
 
 
-def test_a_rank_without_data_takes_part_in_the_backward_passes_of_the_others() -> None:
-    def train(comm: ac.Communicator) -> list[float]:
-        weight, optimizer = weight_and_optimizer(comm)
-        other = torch.nn.Parameter(torch.zeros(300))
-        optimizer.add_param_group({"params": [other]})
-        for step in range(3):
-            optimizer.zero_grad()
-            if comm.rank != step:
-                weight.sum().backward()
-                (other * comm.rank).sum().backward()
-                torch.nn.utils.clip_grad_value_([weight, other], 2.5)
-            elif step == 1:
-                # Its own gradient, set by hand, counts.
-                weight.grad = torch.full((2,), 10.0)
-            optimizer.step()
-        return [*weight.tolist(), other[0].item()]
-
-    # The sums are 2, 12 and 2; 3, 2 and 1.
-    assert run(3, train) == [[-6.5, -6.5, -5.5]] * 3
-
-
-def test_ranks_may_accumulate_as_often_as_they_like_in_no_sync() -> None:
-    def train(comm: ac.Communicator) -> list[float]:
-        weight, optimizer = weight_and_optimizer(comm)
-        weight.sum().backward()
-        with no_sync(optimizer):
-            for _ in range(comm.rank):
-                (weight * 10).sum().backward()
-                assert weight.grad[0] == 10.0 * (_ + 1)
-        # Without a backward pass outside, the step reduces them.
-        if comm.rank == 0:
-            assert weight.grad.tolist() == [3.0, 3.0]
-        optimizer.step()
-        assert weight.grad.tolist() == [33.0, 33.0]
-        with no_sync(optimizer):
-            weight.sum().backward()
+@of_ranks(3)
+def test_a_rank_without_data_takes_part_in_the_backward_passes_of_the_others(
+    comm: ac.Communicator,
+) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    other = torch.nn.Parameter(torch.zeros(300))
+    optimizer.add_param_group({"params": [other]})
+    for step in range(3):
         optimizer.zero_grad()
-        weight.sum().backward()
+        if comm.rank != step:
+            weight.sum().backward()
+            (other * comm.rank).sum().backward()
+            torch.nn.utils.clip_grad_value_([weight, other], 2.5)
+        elif step == 1:
+            # Its own gradient, set by hand, counts.
+            weight.grad = torch.full((2,), 10.0)
         optimizer.step()
-        return weight.tolist()
+    # The sums are 2, 12 and 2; 3, 2 and 1.
+    assert [*weight.tolist(), other[0].item()] == [-6.5, -6.5, -5.5]
 
-    assert run(3, train) == [[-36.0, -36.0]] * 3
+
+@of_ranks(3)
+def test_ranks_may_accumulate_as_often_as_they_like_in_no_sync(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    weight.sum().backward()
+    with no_sync(optimizer):
+        for _ in range(comm.rank):
+            (weight * 10).sum().backward()
+            assert weight.grad[0] == 10.0 * (_ + 1)
+    # Without a backward pass outside, the step reduces them.
+    if comm.rank == 0:
+        assert weight.grad.tolist() == [3.0, 3.0]
+    optimizer.step()
+    assert weight.grad.tolist() == [33.0, 33.0]
+    with no_sync(optimizer):
+        weight.sum().backward()
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [-36.0, -36.0]
 
 
 class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
@@ -462,36 +459,40 @@ class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize(("zero", "count"), [(True, 300), (False, 150_000)])
-def test_after_an_exception_in_backward_training_goes_on(zero: bool, count: int) -> None:
-    def train(comm: ac.Communicator) -> list[float]:
-        weights = [torch.nn.Parameter(torch.ones(count)) for _ in range(3)]
-        first, middle, last = weights
-        optimizer = torch.optim.SGD(weights, lr=1.0)
-        ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=100)
+@of_ranks(3)
+def test_after_an_exception_in_backward_training_goes_on(
+    comm: ac.Communicator, zero: bool, count: int
+) -> None:
+    weights = [torch.nn.Parameter(torch.ones(count)) for _ in range(3)]
+    first, middle, last = weights
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=100)
 
-        def loss(through: Callable[[Any], Any]) -> Any:
-            """Let the gradient of `last` come first, and that of `first` last."""
-            return (through(first) * middle.clone() * last * (comm.rank + 1)).sum()
+    def loss(through: Callable[[Any], Any]) -> Any:
+        """Let the gradient of `last` come first, and that of `first` last."""
+        return (through(first) * middle.clone() * last * (comm.rank + 1)).sum()
 
-        for step in range(2):
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for weight in weights:
-                    weight.fill_(1)
-            if step == 1:
-                with pytest.raises(KeyError, match="broken"):
-                    loss(Broken.apply).backward()
-                # That of `last` was under way. Nothing is written to it any more.
-                assert last.grad.unique().tolist() == [6.0]
-                assert middle.grad.unique().tolist() == [comm.rank + 1]
-                if zero:
-                    last.grad.data.zero_()
-                    middle.grad.data.zero_()
-            loss(torch.clone).backward()
-            optimizer.step()
-        return [weight[0].item() for weight in weights]
-
-    assert run(3, train) == [[-5.0, -5.0, -5.0] if zero else [-5.0, -11.0, -11.0]] * 3
+    for step in range(2):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for weight in weights:
+                weight.fill_(1)
+        if step == 1:
+            with pytest.raises(KeyError, match="broken"):
+                loss(Broken.apply).backward()
+            # That of `last` was under way. Nothing is written to it any more.
+            assert last.grad.unique().tolist() == [6.0]
+            assert middle.grad.unique().tolist() == [comm.rank + 1]
+            if zero:
+                last.grad.data.zero_()
+                middle.grad.data.zero_()
+        loss(torch.clone).backward()
+        optimizer.step()
+    assert (
+        [weight[0].item() for weight in weights] == [-5.0, -5.0, -5.0]
+        if zero
+        else [-5.0, -11.0, -11.0]
+    )
 
 
 def test_large_gradients_are_reduced_where_they_are() -> None:
@@ -526,16 +527,14 @@ def test_large_gradients_are_reduced_where_they_are() -> None:
     assert all(other == one for other in others)
 
 
-def test_a_dropped_optimizer_reduces_no_more() -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm)
+@of_ranks(2)
+def test_a_dropped_optimizer_reduces_no_more(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    weight.sum().backward()
+    del optimizer
+    if comm.rank == 0:
         weight.sum().backward()
-        del optimizer
-        if comm.rank == 0:
-            weight.sum().backward()
-            assert weight.grad.tolist() == [3.0, 3.0]
-
-    run(2, train)
+        assert weight.grad.tolist() == [3.0, 3.0]
 
 
 def test_two_optimizers_play_against_each_other() -> None:
@@ -698,16 +697,14 @@ def test_an_optimizer_that_clips_single_examples_is_refused() -> None:
         run(1, lambda comm: ac.DistributedOptimizer(optimizer, comm=comm))
 
 
-def test_a_step_inside_backward_is_refused_on_all_ranks() -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm)
-        if comm.rank:
-            weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-        kind: Any = RuntimeError if comm.rank else ac.PeerError
-        with pytest.raises(kind, match=r"step\(\) was called inside backward\(\)"):
-            weight.sum().backward()
-
-    run(2, train)
+@of_ranks(2)
+def test_a_step_inside_backward_is_refused_on_all_ranks(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    if comm.rank:
+        weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    kind: Any = RuntimeError if comm.rank else ac.PeerError
+    with pytest.raises(kind, match=r"step\(\) was called inside backward\(\)"):
+        weight.sum().backward()
 
 
 def clamp(weight: Any) -> None:
@@ -715,48 +712,44 @@ def clamp(weight: Any) -> None:
 
 
 @pytest.mark.parametrize("buckets", [1, 3])
-def test_a_hook_that_changes_a_gradient_inside_backward_is_refused(buckets: int) -> None:
-    def train(comm: ac.Communicator) -> None:
-        weights = [torch.nn.Parameter(torch.ones(300)) for _ in range(3)]
-        optimizer = torch.optim.SGD(weights, lr=1.0)
-        ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=1000 if buckets > 1 else 1 << 20)
-        for step in range(2):
-            optimizer.zero_grad()
-            if step:
-                weights[2].register_post_accumulate_grad_hook(clamp)
-            with pytest.raises(RuntimeError, match="was changed inside") if step else nullcontext():
-                (weights[0] * weights[1] * weights[2]).sum().backward()
-
-    run(2, train)
+@of_ranks(2)
+def test_a_hook_that_changes_a_gradient_inside_backward_is_refused(
+    comm: ac.Communicator, buckets: int
+) -> None:
+    weights = [torch.nn.Parameter(torch.ones(300)) for _ in range(3)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=1000 if buckets > 1 else 1 << 20)
+    for step in range(2):
+        optimizer.zero_grad()
+        if step:
+            weights[2].register_post_accumulate_grad_hook(clamp)
+        with pytest.raises(RuntimeError, match="was changed inside") if step else nullcontext():
+            (weights[0] * weights[1] * weights[2]).sum().backward()
 
 
 @pytest.mark.parametrize("how", ["clip", "scale"])
-def test_local_gradients_of_accumulated_steps_must_not_be_changed(how: str) -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm, accumulate=2)
-        scaler = torch.amp.GradScaler("cpu", enabled=how == "scale")
-        scaler.scale(weight.sum()).backward()
-        if how == "clip":
-            torch.nn.utils.clip_grad_norm_([weight], 0.1)
-        said = r"reduced later here, in step\(\) \(with accumulate=2"
-        with pytest.raises(RuntimeError, match=said):
-            scaler.step(optimizer)
+@of_ranks(2)
+def test_local_gradients_of_accumulated_steps_must_not_be_changed(
+    comm: ac.Communicator, how: str
+) -> None:
+    weight, optimizer = weight_and_optimizer(comm, accumulate=2)
+    scaler = torch.amp.GradScaler("cpu", enabled=how == "scale")
+    scaler.scale(weight.sum()).backward()
+    if how == "clip":
+        torch.nn.utils.clip_grad_norm_([weight], 0.1)
+    said = r"reduced later here, in step\(\) \(with accumulate=2"
+    with pytest.raises(RuntimeError, match=said):
+        scaler.step(optimizer)
 
-    run(2, train)
 
-
-def test_optimizers_of_one_parameter_must_reduce_it_alike() -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm)
-        other = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm, op="mean")
-        weight.sum().backward()
-        other.step()
-        with pytest.raises(
-            ValueError, match="made later with another op, accumulate or compression"
-        ):
-            optimizer.step()
-
-    run(2, train)
+@of_ranks(2)
+def test_optimizers_of_one_parameter_must_reduce_it_alike(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    other = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm, op="mean")
+    weight.sum().backward()
+    other.step()
+    with pytest.raises(ValueError, match="made later with another op, accumulate or compression"):
+        optimizer.step()
 
 
 def test_no_sync_needs_a_distributed_optimizer() -> None:
@@ -765,17 +758,15 @@ def test_no_sync_needs_a_distributed_optimizer() -> None:
         no_sync(optimizer).__enter__()
 
 
-def test_a_step_after_join_with_gradients_of_the_block_is_refused() -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm)
-        with ac.join(comm):
-            if comm.rank:
-                weight.sum().backward()
-        kind: Any = RuntimeError if comm.rank else ac.PeerError
-        with pytest.raises(kind, match="after a join block with gradients of a backward"):
-            optimizer.step()
-
-    run(2, train)
+@of_ranks(2)
+def test_a_step_after_join_with_gradients_of_the_block_is_refused(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    with ac.join(comm):
+        if comm.rank:
+            weight.sum().backward()
+    kind: Any = RuntimeError if comm.rank else ac.PeerError
+    with pytest.raises(kind, match="after a join block with gradients of a backward"):
+        optimizer.step()
 
 
 def test_with_other_frameworks_gradients_are_reduced_in_the_step() -> None:
