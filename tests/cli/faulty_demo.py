@@ -26,30 +26,11 @@ def _unreduced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gradients, "add", lambda self, tree, *_: (True, tree))
 
 
-def _averaged(patch: pytest.MonkeyPatch) -> None:
-    make = Gradients.__init__
-    patch.setattr(
-        Gradients,
-        "__init__",
-        lambda self, comm, op, *rest, **options: make(self, comm, "mean", *rest, **options),
-    )
-
-
 def _unsynchronized(patch: pytest.MonkeyPatch) -> None:
     # Otherwise the first step raises.
     unaware = partial(ac.DistributedOptimizer, verify_every=0)
     patch.setattr(ac, "DistributedOptimizer", unaware)
     patch.setattr(ac, "synchronize", lambda tree, **_: tree)
-
-
-def _unweighted(patch: pytest.MonkeyPatch) -> None:
-    make = demo_data._batch
-
-    def batch(samples: Any, global_size: int, room: int) -> Any:
-        one_process = room == demo_data.GLOBAL_BATCH
-        return make(samples, global_size if one_process else 3 * len(samples), room)
-
-    patch.setattr(demo_data, "_batch", batch)
 
 
 def _incomplete(patch: pytest.MonkeyPatch) -> None:
@@ -73,9 +54,7 @@ def _raising(patch: pytest.MonkeyPatch) -> None:
 # What can go wrong in a data-parallel program. The run in one process stays right.
 FAULTS: Final[dict[str, Fault]] = {
     "the gradients are not reduced": _unreduced,
-    "the gradients are averaged instead of added": _averaged,
     "the parameters are not synchronized": _unsynchronized,
-    "the ranks' batches count the same, though one is smaller": _unweighted,
     "the last image of an epoch is left out": _incomplete,
 }
 NONE: Final = "nothing is wrong"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import re
@@ -32,7 +31,7 @@ from arraycomm.cli.bench.tables import (
     ratio_text,
     size_text,
 )
-from arraycomm.cli.bench.timing import measure, no_garbage_collection, plan, ratio, rotated
+from arraycomm.cli.bench.timing import measure, plan, ratio, rotated
 from tests.support.launcher import needs_mpiexec, run_python
 
 
@@ -111,13 +110,6 @@ def test_the_end_of_what_calls_have_begun_is_waited_for_and_counts() -> None:
     assert min(row) * done.calls[0] >= 2e-3
 
 
-def test_no_garbage_is_collected_while_timing() -> None:
-    assert gc.isenabled()
-    with no_garbage_collection():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-
-
 # Verification
 
 
@@ -146,15 +138,6 @@ def test_a_wrong_answer_is_reported_and_not_timed(answer: Any, reason: str) -> N
     assert entry.status == "wrong"
     assert reason in entry.reason
     assert entry.contender is None
-
-
-def test_a_wrong_answer_of_another_rank_counts() -> None:
-    field: Any = Alone()
-    field.mpi.allgather = lambda said: [said, ("wrong", "2 of 16 elements are wrong")]
-    case, entry = Case("float32", 64, rank=0, size=1), Entry("out", "numpy")
-    verify(field, case, Contender("out", "numpy", lambda: None, lambda: case.x), entry)
-    assert (entry.status, entry.contender) == ("wrong", None)
-    assert entry.reason.startswith("rank 1: 2 of 16")
 
 
 def test_a_contender_that_raises_is_reported() -> None:
@@ -206,11 +189,8 @@ def test_a_table_says_what_was_not_timed(status: str, cell: str) -> None:
     (table,) = tables([line_of(status)], ranks=2)
     assert list(table.header) == ["size", "arraycomm, out=", "mpi4py Allreduce"]
     assert table.rows[0][2] == cell
-
-
-def test_a_wrong_contender_is_named_below_the_tables() -> None:
-    (sentence,) = complaints([line_of("wrong"), line_of("unsupported")])
-    assert sentence == "mpi4py Allreduce with NumPy arrays, float32, 8 B: its reason"
+    said = "mpi4py Allreduce with NumPy arrays, float32, 8 B: its reason"
+    assert complaints([line_of(status)]) == ([] if status == "unsupported" else [said])
 
 
 def test_a_table_has_a_ratio_of_arraycomm_to_each_reference() -> None:
@@ -221,13 +201,6 @@ def test_a_table_has_a_ratio_of_arraycomm_to_each_reference() -> None:
     assert table.title == "float32, NumPy arrays, 2 ranks: µs per call"
     assert list(table.header)[-1] == "out= ÷ mpi4py"
     assert list(table.rows[0]) == ["8 B", "3.00", "2.00", "1.50"]
-
-
-def test_bandwidth_is_the_arrays_bytes_by_the_time() -> None:
-    line = line_of(mode="bandwidth", nbytes=1 << 20)
-    line["contenders"][0].update(median=1e-3)
-    (table,) = tables([line], ranks=2)
-    assert table.rows[0][:2] == ["1 MB", "1.00 (1.05)"]
 
 
 def test_tables_stand_in_columns() -> None:
@@ -365,32 +338,6 @@ def test_cupy_is_of_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "installed", lambda name: True)
     assert "pass --device cuda" in bench.refusal(parse("--frameworks", "cupy"))
     assert bench.refusal(parse("--frameworks", "numpy")) == ""
-
-
-class OnHost(bench_device.DeviceCase):
-    """The host stands in for the device."""
-
-    def moved(self, array: Any, framework: str) -> Any:
-        return pytest.importorskip("torch").from_numpy(array.copy())
-
-
-def test_on_a_device_a_result_that_is_not_written_is_seen() -> None:
-    field: Any = Alone()
-    field.number, field.finish = 0, lambda: None
-    field.comm = field.unchecked = SimpleNamespace(allreduce=_sum_of_one)
-    case = OnHost("float32", 64, field)
-    for key in ("out", "fresh", "unchecked", "copy"):
-        maker = bench_device._copy if key == "copy" else bench_device._own
-        arguments = ("torch", case, field) if key == "copy" else (key, "torch", case, field)
-        made: Any = maker(*arguments)
-        assert case.verify(made) == "", key
-    field.comm = SimpleNamespace(allreduce=lambda x, out: out)
-    idle = bench_device._own("out", "torch", case, field)
-    assert "are wrong" in case.verify(idle)
-
-
-def _sum_of_one(x: Any, out: Any = None) -> Any:
-    return x.clone() if out is None else out.copy_(x)
 
 
 @pytest.mark.skipif(bench_device.device.missing() is None, reason="a device is here")

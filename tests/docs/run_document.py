@@ -207,6 +207,11 @@ def run_apart(paths: list[Path]) -> None:
     for module in LOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    if "hypothesis" in sys.modules:
+        hypothesis = sys.modules["hypothesis"]
+        # That laws of the documents hold, other tests show.
+        hypothesis.settings.register_profile("few", max_examples=15)
+        hypothesis.settings.load_profile("few")
     # A process that ends would look through all of them once more.
     gc.freeze()
     # JAX warns of its threads, which it starts with the first array.

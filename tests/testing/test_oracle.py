@@ -1,90 +1,25 @@
-"""What tests and laws compare reductions with is itself what the contract says, number by number."""
+"""What tests and laws compare reductions with: it changes nothing, and tells results apart."""
 
 from __future__ import annotations
-
-import itertools
-from functools import reduce
-from typing import Any
 
 import numpy as np
 import pytest
 
-from arraycomm.testing._elements import as_array, random_elements, specials
-from arraycomm.testing._oracle import BOOL, CASES, FLOAT, NARROW, expected, same_bits, same_result
+from arraycomm.testing._elements import random_elements
+from arraycomm.testing._oracle import CASES, FLOAT, NARROW, expected, same_bits, same_result
 
 IDS = [f"{dtype.name}-{op}" for dtype, op in CASES]
 
 
-def _smaller(a: Any, b: Any) -> Any:
-    return a if np.isnan(a) or a <= b else b
-
-
-def _larger(a: Any, b: Any) -> Any:
-    return a if np.isnan(a) or a >= b else b
-
-
-def _times(a: Any, b: Any) -> Any:
-    if not np.iscomplexobj(a):
-        return a * b
-    part = a.real.dtype.type
-    real = part(part(a.real * b.real) - part(a.imag * b.imag))
-    imag = part(part(a.real * b.imag) + part(a.imag * b.real))
-    return _of_parts(type(a), real, imag)
-
-
-def _of_parts(kind: type, real: Any, imag: Any) -> Any:
-    # Not complex(real, imag), which goes by way of float64.
-    return np.array([real, imag]).view(kind)[0]
-
-
-_STEPS = {
-    "sum": lambda a, b: a + b,
-    "mean": lambda a, b: a + b,
-    "prod": _times,
-    "min": _smaller,
-    "max": _larger,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-}
-
-
-def _one_by_one(arrays: list[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any]:
-    """Fold numbers in the order of their arrays, each as a scalar of its own."""
-    dtype = arrays[0].dtype
-    wide = [a.astype(np.float32) if dtype in NARROW else a for a in arrays]
-    if dtype in BOOL:
-        op = {"min": "and", "max": "or"}.get(op, op)
-    result = np.empty(arrays[0].shape, wide[0].dtype)
-    with np.errstate(all="ignore"):
-        for index in np.ndindex(result.shape):
-            value = reduce(_STEPS[op], [a[index] for a in wide])
-            if op == "mean" and np.iscomplexobj(value):
-                count = value.real.dtype.type(len(arrays))
-                value = _of_parts(type(value), value.real / count, value.imag / count)
-            elif op == "mean":
-                value = value / type(value)(len(arrays))
-            result[index] = value
-        return result.astype(dtype)
-
-
-def _all_pairs(dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
-    """Every special element with every other, and a third of them in turn."""
-    pairs = list(itertools.product(specials(dtype), repeat=2))
-    columns = [*zip(*pairs, strict=True)]
-    return [as_array(c, dtype) for c in (*columns, columns[0][::-1])]
-
-
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
-def test_fold_of_arrays_is_the_fold_of_their_elements(dtype, op) -> None:
+def test_fold_keeps_shapes_and_what_it_gets(dtype, op) -> None:
+    """Laws compare its numbers with those of the library, and test_semantics with some by hand."""
     for shape in ((), (0,), (2, 0), (1, 3)):
         found = expected([np.ones(shape, dtype)] * 3, op)
         assert (found.shape, found.dtype) == (shape, dtype)
-    rng = np.random.default_rng(dtype.itemsize)
-    random = [random_elements(dtype, 200, rng) for _ in range(5)]
+    random = [random_elements(dtype, 200, np.random.default_rng(rank)) for rank in range(3)]
     before = [array.tobytes() for array in random]
-    for arrays in (_all_pairs(dtype), random, random[:2], random[:1]):
-        assert same_bits(expected(arrays, op), _one_by_one(arrays, op))
+    expected(random, op)
     assert [array.tobytes() for array in random] == before
     assert not np.shares_memory(expected(random[:1], op), random[0])
 

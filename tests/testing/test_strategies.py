@@ -38,9 +38,9 @@ MORE = ("V3", "i4,(2,)f8", "[('x', 'i2'), ('y', [('z', 'S2')])]")
 NAMES = [row.name for row in TABLE]
 # One of each kind of dtype.
 SOME = ["bool", "int8", "uint64", "float16", "float64", "bfloat16", "float8_e4m3fn", "complex64"]
-SHAPES = [(), (2, 0, 3), (1, 4)]
+SHAPES = [(3, 4, 5), (), (2, 0, 3), (1, 4), (3, 4, 5)]
 FAST = hypothesis.settings(deadline=None, database=None, max_examples=60, derandomize=True)
-LONG = hypothesis.settings(FAST, max_examples=150)
+LONG = hypothesis.settings(FAST, max_examples=100)
 RANKS = 3
 
 
@@ -82,15 +82,15 @@ def _described(framework: str) -> Iterator[tuple[int, str, np.dtype[Any], str]]:
 @pytest.mark.parametrize("framework", HERE)
 def test_every_array_has_the_elements_of_its_description(framework) -> None:
     for number, name, dtype, layout in _described(framework):
-        for shape, seed in (((3, 4, 5), 7), (SHAPES[number % len(SHAPES)], 0)):
-            case = ArrayCase(name, shape, layout, framework, False, specials(dtype)[:8], seed)
-            expected = case.numpy()
-            assert (expected.dtype, expected.shape) == (dtype, shape)
-            assert expected.dtype.isnative
-            assert expected.flags.c_contiguous
-            found = view(case.build())
-            assert (found.dtype, found.shape) == (dtype, shape), case
-            assert found.array.tobytes() == expected.tobytes(), case
+        shape, seed = SHAPES[number % len(SHAPES)], 7 * (number % 2)
+        case = ArrayCase(name, shape, layout, framework, False, specials(dtype)[:8], seed)
+        expected = case.numpy()
+        assert (expected.dtype, expected.shape) == (dtype, shape)
+        assert expected.dtype.isnative
+        assert expected.flags.c_contiguous
+        found = view(case.build())
+        assert (found.dtype, found.shape) == (dtype, shape), case
+        assert found.array.tobytes() == expected.tobytes(), case
 
 
 @pytest.mark.parametrize(
@@ -582,14 +582,13 @@ def test_arrays_shrink_to_one_zero() -> None:
     zero = ArrayCase("float32", (), elements=(0.0,))
     assert minimal(ranked.arrays()) == zero
     movable = ranked.arrays(ranked.dtypes(movable=True))
-    assert minimal(movable, lambda case: "readonly" not in repr(case)) == zero
     least = minimal(movable, lambda case: case.dtype not in {"float32", "U2", "S3"})
     assert least == ArrayCase("bool", (), elements=(False,))
     least = minimal(ranked.arrays("int8", [(5, 6)]))
     assert least == ArrayCase("int8", (5, 6), elements=(0,))
     least = minimal(ranked.arrays("float32", [(), 3]), lambda case: np.isnan(case.numpy()).any())
     assert repr(least) == "ArrayCase('float32', (), elements=(nan,))"
-    for layout, shape in (("negative", (1,)), ("transposed", (1, 1)), ("offset", ())):
+    for layout, shape in (("negative", (1,)), ("transposed", (1, 1))):
         least = minimal(ranked.arrays(), lambda case, layout=layout: case.layout == layout)
         assert least == ArrayCase("float32", shape, layout, elements=(0.0,))
 
@@ -608,14 +607,9 @@ def test_what_is_drawn_can_be_built(case) -> None:
     assert found.array.tobytes() == case.numpy().tobytes()
 
 
-@pytest.mark.parametrize("framework", HERE)
-def test_arrays_of_every_framework_are_drawn(framework) -> None:
-    least = minimal(ranked.arrays(), lambda case: case.framework == framework)
-    assert least == ArrayCase("float32", (), framework=framework, elements=(0.0,))
-
-
-def test_large_arrays_and_flags_are_drawn() -> None:
+def test_all_frameworks_large_arrays_and_flags_are_drawn() -> None:
     found = drawn(ranked.arrays())
+    assert {case.framework for case in found} == set(HERE)
     assert {case.readonly for case in found} == {False, True}
     assert any(case.seed for case in found)
     assert any(math.prod(case.shape) > 1000 for case in found)
