@@ -23,14 +23,7 @@ from jax.interpreters import mlir
 
 import arraycomm as ac
 from arraycomm._training.programs import calls_of
-from arraycomm.adapters.jax import (
-    all_reduce,
-    allgather,
-    allreduce,
-    bcast,
-    make_token,
-    sendrecv,
-)
+from arraycomm.adapters.jax import all_reduce, allgather, allreduce, bcast, make_token, sendrecv
 from tests.adapters import jax_transformations as transformations
 from tests.adapters.jax_cases import CASES, Case, derivatives_of, draw
 from tests.support import internals

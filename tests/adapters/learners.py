@@ -53,29 +53,6 @@ def libraries_take_the_world() -> None:
     assert comm.allreduce(1) == RANKS
 
 
-def optimizers_take_the_same_steps() -> None:
-    from arraycomm.adapters.numpy import Adam
-
-    comm = ac.world()
-    optimizer = ac.DistributedOptimizer(Adam(0.1), accumulate=2)
-    params: Any = {"w": np.zeros(5, np.float32)}
-    for step in range(6):
-        random = np.random.default_rng((comm.rank, step))
-        params = optimizer.update(params, {"w": random.normal(size=5).astype(np.float32)})
-    assert params["w"].any()
-    _assert_same(params["w"].tobytes())
-    params, optimizer = ac.synchronize((params, optimizer), root=1)
-    _assert_same(optimizer.state[0]["square"].tobytes())
-
-
-def what_is_not_known_is_refused() -> None:
-    comm = ac.world()
-    leaf = object() if comm.rank == 1 else 1.0
-    with pytest.raises(TypeError if comm.rank == 1 else ac.PeerError, match=r"tree\['a'\]"):
-        ac.synchronize({"a": leaf})
-    assert comm.allreduce(1) == RANKS
-
-
 def estimators_learn_from_all_ranks() -> None:
     from sklearn.datasets import load_digits
     from sklearn.decomposition import IncrementalPCA
@@ -116,8 +93,6 @@ CHECKS: Final = (
     borrow_refuses_to_compute_alone,
     libraries_take_communicators_of_mpi,
     libraries_take_the_world,
-    optimizers_take_the_same_steps,
-    what_is_not_known_is_refused,
     estimators_learn_from_all_ranks,
     models_of_thinc_learn_together,
 )

@@ -94,36 +94,30 @@ def test_a_gradient_missing_in_some_steps_counts_as_zeros_there(framework: str) 
         np.testing.assert_array_equal(seen[-1]["a"], -(first / 2 + second / 2))
 
 
-def test_torch_state_and_gradients_stay_in_a_step_that_is_none() -> None:
-    torch: Any = pytest.importorskip("torch")
-
-    def train(comm: ac.Communicator) -> None:
-        weight = torch.nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
-        ac.DistributedOptimizer(optimizer, comm=comm, accumulate=2)
-        weight.grad = torch.full((2,), 3.0)
-        optimizer.step()
-        assert weight.tolist() == [1.0, 1.0]
-        assert weight.grad.tolist() == [3.0, 3.0]
-        assert not optimizer.state
-        optimizer.step()
-        assert optimizer.state[weight]["step"] == 1
-        assert (weight < 1).all()
-
-    run(2, train)
+@of_ranks(2)
+def test_torch_state_and_gradients_stay_in_a_step_that_is_none(
+    comm: ac.Communicator, torch: Any
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
+    ac.DistributedOptimizer(optimizer, comm=comm, accumulate=2)
+    weight.grad = torch.full((2,), 3.0)
+    optimizer.step()
+    assert weight.tolist() == [1.0, 1.0]
+    assert weight.grad.tolist() == [3.0, 3.0]
+    assert not optimizer.state
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 1
+    assert (weight < 1).all()
 
 
-def test_a_closure_cannot_be_accumulated() -> None:
-    torch: Any = pytest.importorskip("torch")
-
-    def train(comm: ac.Communicator) -> None:
-        weight = torch.nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        ac.DistributedOptimizer(optimizer, comm=comm, accumulate=2)
-        with pytest.raises(ValueError, match="DistributedOptimizer: gradients are accumulated"):
-            optimizer.step(lambda: None)
-
-    run(2, train)
+@of_ranks(2)
+def test_a_closure_cannot_be_accumulated(comm: ac.Communicator, torch: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    ac.DistributedOptimizer(optimizer, comm=comm, accumulate=2)
+    with pytest.raises(ValueError, match="DistributedOptimizer: gradients are accumulated"):
+        optimizer.step(lambda: None)
 
 
 @of_ranks(2)
@@ -230,8 +224,7 @@ def test_arguments_that_differ_raise_on_all(comm: ac.Communicator, options: dict
 class TestCompiled:
     """On as many ranks as there are processes; `test_processes` runs them on more."""
 
-    def test_a_compiled_update_accumulates_and_compresses(self) -> None:
-        jax: Any = pytest.importorskip("jax")
+    def test_a_compiled_update_accumulates_and_compresses(self, jax: Any) -> None:
         world = ac.init()
         steps = [gradients(world.rank, step) for step in range(MICRO)]
         total, mean_of = np.zeros(SHAPE, np.float32), np.float32(3 * world.size)
@@ -248,9 +241,9 @@ class TestCompiled:
         np.testing.assert_array_equal(params["a"], -want)
         ac.finalize()
 
-    def test_a_compiled_update_inside_join_is_refused_on_all_ranks(self) -> None:
-        jax: Any = pytest.importorskip("jax")
-        optax: Any = pytest.importorskip("optax")
+    def test_a_compiled_update_inside_join_is_refused_on_all_ranks(
+        self, jax: Any, optax: Any
+    ) -> None:
         world = ac.init()
         optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world)
         params = jax.tree.map(jax.numpy.asarray, zeros())

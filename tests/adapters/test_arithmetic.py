@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 import arraycomm as ac
 from arraycomm._dtypes import BY_NAME
-from arraycomm._training import arithmetic
 from arraycomm.testing import run
 from tests.adapters.arrays import MAKERS, elements, to_jax, to_strict, to_torch
 from tests.adapters.ranks import of_ranks
@@ -79,18 +78,13 @@ def test_the_mean_over_steps_has_the_bits_of_numpy(
     assert elements(got).tobytes() == mean(drawn(dtype)).tobytes()
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("framework", MAKERS)
-def test_ranks_reduce_the_means_of_their_steps(framework: str, size: int) -> None:
-    def train(comm: ac.Communicator) -> None:
-        steps = [MAKERS[framework](array) for array in drawn("float32", comm.rank)]
-        want = mean(drawn("float32", 0))
-        for rank in range(1, size):
-            want = want + mean(drawn("float32", rank))
-        got = elements(accumulate(comm, steps))
-        assert got.tobytes() == (want / np.float32(size)).tobytes()
-
-    run(size, train)
+@of_ranks(3)
+def test_ranks_reduce_the_means_of_their_steps(comm: ac.Communicator, framework: str) -> None:
+    steps = [MAKERS[framework](array) for array in drawn("float32", comm.rank)]
+    first, second, third = (mean(drawn("float32", rank)) for rank in range(3))
+    got = elements(accumulate(comm, steps))
+    assert got.tobytes() == ((first + second + third) / np.float32(3)).tobytes()
 
 
 @pytest.fixture
@@ -137,28 +131,6 @@ def test_the_host_reads_gradients_in_no_step_but_the_last(
     assert run(size, train) == [(0, size)] * size
 
 
-def _has_own_way(framework: str, dtype: str) -> bool:
-    if dtype in COMPLEX:
-        return framework == "torch"
-    return framework != "numpy" and (framework, dtype) != ("jax", "float64")
-
-
-@pytest.mark.parametrize(("framework", "dtype"), [case for case in CASES if _has_own_way(*case)])
-def test_arithmetic_stays_in_the_namespace_of_the_gradients(
-    framework: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arithmetic, "view", None)
-    monkeypatch.setattr(arithmetic, "to_framework", None)
-    first, second, _ = (MAKERS[framework](array) for array in drawn(dtype))
-    operand = arithmetic.operand_of(first, "x")
-    wide = arithmetic.added(arithmetic.widened(operand), arithmetic.operand_of(second, "x"))
-    assert type(wide) is type(first)
-    halved = arithmetic.divided(arithmetic.multiplied(wide, operand, 3.0), operand, 6.0)
-    got = arithmetic.restored(halved, operand)
-    assert type(got) is type(first)
-    assert got.dtype == first.dtype
-
-
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @of_ranks(2)
 def test_sums_do_not_share_memory_with_gradients(comm: ac.Communicator, framework: str) -> None:
@@ -172,44 +144,35 @@ def test_sums_do_not_share_memory_with_gradients(comm: ac.Communicator, framewor
     assert elements(got).tolist() == [2.0] * 3
 
 
-def test_torch_keeps_no_history() -> None:
-    torch: Any = pytest.importorskip("torch")
-
-    def train(comm: ac.Communicator) -> None:
-        leaf = torch.ones(3, requires_grad=True)
-        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
-        with pytest.raises(TypeError, match="allreduce_gradients: tree requires gradients"):
-            optimizer.update(None, leaf)
-        with torch.no_grad():
-            optimizer.update(None, leaf * 1)
-            optimizer.update(None, leaf)
-        optimizer.update(None, torch.ones(3))
-        got = optimizer.update(None, torch.ones(3))
-        assert not got.requires_grad
-        assert got.grad_fn is None
-
-    run(1, train)
+@of_ranks(1)
+def test_torch_keeps_no_history(comm: ac.Communicator, torch: Any) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
+    with pytest.raises(TypeError, match="allreduce_gradients: tree requires gradients"):
+        optimizer.update(None, leaf)
+    with torch.no_grad():
+        optimizer.update(None, leaf * 1)
+        optimizer.update(None, leaf)
+    optimizer.update(None, torch.ones(3))
+    got = optimizer.update(None, torch.ones(3))
+    assert not got.requires_grad
+    assert got.grad_fn is None
 
 
-def test_torch_views_of_conjugates_are_added_up() -> None:
-    torch: Any = pytest.importorskip("torch")
-
-    def train(comm: ac.Communicator) -> None:
-        got = accumulate(comm, [torch.tensor([1 + 2j]).conj(), torch.tensor([3 - 4j])])
-        assert got.tolist() == [2 - 3j]
-
-    run(2, train)
+@of_ranks(2)
+def test_torch_views_of_conjugates_are_added_up(comm: ac.Communicator, torch: Any) -> None:
+    got = accumulate(comm, [torch.tensor([1 + 2j]).conj(), torch.tensor([3 - 4j])])
+    assert got.tolist() == [2 - 3j]
 
 
 @pytest.mark.parametrize("framework", [name for name in MAKERS if name != "remote"])
-def test_parts_of_complex_numbers_are_divided_as_real_numbers(framework: str) -> None:
+@of_ranks(1)
+def test_parts_of_complex_numbers_are_divided_as_real_numbers(
+    comm: ac.Communicator, framework: str
+) -> None:
     values = np.array([complex(np.inf, -0.0), complex(-0.0, np.inf), 1 - 5j], np.complex64)
-
-    def train(comm: ac.Communicator) -> None:
-        got = elements(accumulate(comm, [MAKERS[framework](values)] * 2))
-        assert got.tobytes() == values.tobytes()
-
-    run(1, train)
+    got = elements(accumulate(comm, [MAKERS[framework](values)] * 2))
+    assert got.tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -233,15 +196,13 @@ def test_integers_and_booleans_have_no_mean(
         optimizer.update(None, {"w": MAKERS[framework](np.ones(3, dtype))})
 
 
-def test_a_torch_tensor_without_memory_of_its_own_is_refused_at_once() -> None:
-    torch: Any = pytest.importorskip("torch")
-
-    def train(comm: ac.Communicator) -> None:
-        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
-        with pytest.raises(TypeError, match=r"allreduce_gradients: tree.* is a tensor of layout"):
-            optimizer.update(None, torch.ones(3).to_sparse())
-
-    run(1, train)
+@of_ranks(1)
+def test_a_torch_tensor_without_memory_of_its_own_is_refused_at_once(
+    comm: ac.Communicator, torch: Any
+) -> None:
+    optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
+    with pytest.raises(TypeError, match=r"allreduce_gradients: tree.* is a tensor of layout"):
+        optimizer.update(None, torch.ones(3).to_sparse())
 
 
 @of_ranks(2)
@@ -253,8 +214,7 @@ def test_gradients_may_change_framework_between_steps(comm: ac.Communicator) -> 
     np.testing.assert_array_equal(elements(got), array)
 
 
-def test_jax_keeps_64_bits_without_its_64_bit_mode() -> None:
-    jax: Any = pytest.importorskip("jax")
+def test_jax_keeps_64_bits_without_its_64_bit_mode(jax: Any) -> None:
     assert not jax.config.jax_enable_x64
 
     def train(comm: ac.Communicator) -> None:

@@ -96,18 +96,16 @@ def test_a_copy_and_its_original_do_not_share_gradients(comm: ac.Communicator) -
     assert original.update(0.0, 5.0) == -3.0
 
 
-def test_a_copy_of_a_torch_optimizer_is_not_distributed_twice() -> None:
-    torch = pytest.importorskip("torch")
-
-    def wrap(comm: ac.Communicator) -> None:
-        parameters = [torch.nn.Parameter(torch.zeros(1))]
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD(parameters, 0.1), comm=comm)
-        again = copy.deepcopy(copy.copy(optimizer))
-        assert again.state_dict() == optimizer.state_dict()
-        with pytest.raises(ValueError, match="distributed already"):
-            ac.DistributedOptimizer(again, comm=comm)
-
-    run(2, wrap)
+@of_ranks(2)
+def test_a_copy_of_a_torch_optimizer_is_not_distributed_twice(
+    comm: ac.Communicator, torch: Any
+) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD(parameters, 0.1), comm=comm)
+    again = copy.deepcopy(copy.copy(optimizer))
+    assert again.state_dict() == optimizer.state_dict()
+    with pytest.raises(ValueError, match="distributed already"):
+        ac.DistributedOptimizer(again, comm=comm)
 
 
 @of_ranks(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._training.programs import GradientCalls
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
 from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, gradient_of
@@ -196,32 +195,29 @@ def test_what_looks_at_single_examples_is_refused_inside_and_right_before() -> N
     run(2, on_rank)
 
 
-def test_what_would_apply_gradients_of_one_rank_is_refused() -> None:
+@of_ranks(2)
+def test_what_would_apply_gradients_of_one_rank_is_refused(comm: ac.Communicator) -> None:
     params = jnp.zeros(3)
-
-    def on_rank(comm: ac.Communicator) -> None:
-        for wrap, refused in (
-            (optax.transforms.conditionally_transform, True),
-            (optax.transforms.conditionally_mask, False),
-        ):
-            plain = ac.DistributedOptimizer(optax.sgd(1.0), comm=comm)
-            optimizer = wrap(plain, lambda step: step % 2 == 1)
-            state = optimizer.init(params)
-            if refused:
-                with pytest.raises(TypeError, match="conditionally_transform around a distributed"):
-                    optimizer.update(params + comm.rank, state, params)
-            else:
-                with pytest.raises(ac.BackendUnavailableError):
-                    optimizer.update(params + comm.rank, state, params)
-            inside = ac.DistributedOptimizer(
-                wrap(optax.sgd(1.0), lambda step: step % 2 == 1), comm=comm
-            )
-            state = inside.init(params)
-            for step in range(2):
-                update, state = inside.update(params + comm.rank, state, params)
-                assert (update == (-0.5 if step else (0.5 if refused else 0.0))).all()
-
-    run(2, on_rank)
+    for wrap, refused in (
+        (optax.transforms.conditionally_transform, True),
+        (optax.transforms.conditionally_mask, False),
+    ):
+        plain = ac.DistributedOptimizer(optax.sgd(1.0), comm=comm)
+        optimizer = wrap(plain, lambda step: step % 2 == 1)
+        state = optimizer.init(params)
+        if refused:
+            with pytest.raises(TypeError, match="conditionally_transform around a distributed"):
+                optimizer.update(params + comm.rank, state, params)
+        else:
+            with pytest.raises(ac.BackendUnavailableError):
+                optimizer.update(params + comm.rank, state, params)
+        inside = ac.DistributedOptimizer(
+            wrap(optax.sgd(1.0), lambda step: step % 2 == 1), comm=comm
+        )
+        state = inside.init(params)
+        for step in range(2):
+            update, state = inside.update(params + comm.rank, state, params)
+            assert (update == (-0.5 if step else (0.5 if refused else 0.0))).all()
 
 
 @of_ranks(2)
@@ -231,13 +227,6 @@ def test_a_compiled_update_on_threads_is_refused(comm: ac.Communicator) -> None:
         ac.BackendUnavailableError, match="jitted JAX collectives need a process a rank"
     ):
         train_compiled(optimizer, lambda step: gradients(comm.rank, step))
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[ac.Communicator]:
-    """Return the world: one process, or those that mpiexec started."""
-    yield ac.init()
-    ac.finalize()
 
 
 class TestCompiled:
@@ -250,30 +239,6 @@ class TestCompiled:
         updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
         assert updates["a"] is None
         np.testing.assert_array_equal(updates["b"], -reduced(world.size, 0, "mean")["b"])
-
-    def test_a_step_is_one_call_for_all_leaves(self, world: ac.Communicator) -> None:
-        counted = []
-
-        def counting(self: GradientCalls, leaves: Any, *args: Any, **kwargs: Any) -> Any:
-            counted.append(len(leaves))
-            return original(self, leaves, *args, **kwargs)
-
-        optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world)
-        original = GradientCalls.reduce
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GradientCalls, "reduce", counting)
-            train_compiled(optimizer, lambda step: gradients(world.rank, step))
-        assert counted == [2] * STEPS
-
-    def test_parameters_keep_their_shape(self, world: ac.Communicator) -> None:
-        optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world, op="sum")
-        grads = {"matrix": jnp.full((2, 3), world.rank + 1.0), "scalar": jnp.float32(world.rank)}
-        params = jax.tree.map(jnp.zeros_like, grads)
-        updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
-        ranks = range(world.size)
-        expected = np.full((2, 3), -float(sum(rank + 1 for rank in ranks)), np.float32)
-        np.testing.assert_array_equal(updates["matrix"], expected, strict=True)
-        np.testing.assert_array_equal(updates["scalar"], -float(sum(ranks)))
 
     @pytest.mark.parametrize(
         "make", [all_reduce, lambda comm: ac.DistributedOptimizer(optax.sgd(-1.0), comm=comm)]

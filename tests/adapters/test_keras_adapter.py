@@ -23,8 +23,7 @@ def check(program: str, backend: str, monkeypatch: pytest.MonkeyPatch, ranks: in
 
 
 @pytest.mark.parametrize(
-    "backend",
-    ["numpy", *(pytest.param(name, marks=ONLY_WITH_EVERY) for name in ("torch", "jax"))],
+    "backend", ["numpy", *(pytest.param(name, marks=ONLY_WITH_EVERY) for name in ("torch", "jax"))]
 )
 def test_steps_take_the_mean_gradient_and_say_what_is_wrong(
     backend: str, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import arraycomm as ac
 from arraycomm.testing import run
 from tests.adapters.gradients import gradients, reduced, zeros
 from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, Tree, gradient_of
+from tests.adapters.ranks import of_ranks
 
 
 class Own:
@@ -106,14 +107,12 @@ def test_a_learning_rate_set_later_counts(through: str) -> None:
         np.testing.assert_array_equal(params, -0.5 * reduced(2, 0, "mean")["a"], strict=True)
 
 
-def test_further_arguments_reach_the_optimizer() -> None:
+@of_ranks(3)
+def test_further_arguments_reach_the_optimizer(comm: ac.Communicator) -> None:
     class Scaled:
         def update(self, params: float, grads: float, factor: float, *, offset: float) -> float:
             return params - factor * grads + offset
 
-    def train(comm: ac.Communicator) -> float:
-        optimizer = ac.DistributedOptimizer(Scaled(), comm=comm, op="sum")
-        result: float = optimizer.update(1.0, float(comm.rank), 2.0, offset=0.5)
-        return result
-
-    assert run(3, train) == [1.0 - 2.0 * 3.0 + 0.5] * 3
+    optimizer = ac.DistributedOptimizer(Scaled(), comm=comm, op="sum")
+    result: float = optimizer.update(1.0, float(comm.rank), 2.0, offset=0.5)
+    assert result == 1.0 - 2.0 * 3.0 + 0.5

@@ -122,10 +122,9 @@ def test_least_squares_has_the_residuals_of_all_ranks(on_ranks, few: int, jac: s
         sharing = max(comm.size - 1, 1)
         rows = slice(comm.rank, None, sharing) if comm.rank < sharing else slice(0, 0)
         part, target = x[rows], y[rows]
-        derivative = {
-            "rows": lambda w: part,
-            "sparse rows": lambda w: sparse.csr_array(part),
-        }.get(jac, jac)
+        derivative = {"rows": lambda w: part, "sparse rows": lambda w: sparse.csr_array(part)}.get(
+            jac, jac
+        )
         return least_squares(lambda w: part @ w - target, np.zeros(10), derivative, comm=comm)
 
     exact = np.linalg.lstsq(x, y, rcond=None)[0]
@@ -193,38 +192,33 @@ def test_error_of_one_rank_is_raised_on_all(comm: Communicator, fit: Any) -> Non
     assert comm.allreduce(1) == comm.size
 
 
-def test_error_of_scipy_on_rank_0_is_raised_on_all(on_ranks) -> None:
+@of_ranks(3)
+def test_error_of_scipy_on_rank_0_is_raised_on_all(comm: Communicator) -> None:
     constraint = {"type": "eq", "fun": lambda x: 1 / 0}
-
-    def check(comm: Communicator) -> None:
-        for kind, said, arguments in (
-            (ValueError, "Unknown solver steepest", {"method": "steepest"}),
-            (ZeroDivisionError, "division", {"constraints": constraint}),
-        ):
-            with pytest.raises(ac.PeerError if comm.rank else kind, match=said):
-                minimize(lambda x: (x**2).sum(), np.ones(2), comm=comm, **arguments)
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    for kind, said, arguments in (
+        (ValueError, "Unknown solver steepest", {"method": "steepest"}),
+        (ZeroDivisionError, "division", {"constraints": constraint}),
+    ):
+        with pytest.raises(ac.PeerError if comm.rank else kind, match=said):
+            minimize(lambda x: (x**2).sum(), np.ones(2), comm=comm, **arguments)
+        assert comm.allreduce(1) == comm.size
 
 
-def test_functions_that_ranks_lack_are_named(on_ranks) -> None:
+@of_ranks(3)
+def test_functions_that_ranks_lack_are_named(comm: Communicator) -> None:
     def value(x: Any) -> Any:
         return (x**2).sum()
 
-    def check(comm: Communicator) -> None:
-        last = comm.rank == comm.size - 1
-        pattern = None if comm.rank == 1 else np.ones((2, 2))
-        said = "rank 0 has a callable jac; this rank has none"
-        with pytest.raises(TypeError if last else ac.PeerError, match=said):
-            minimize(value, np.ones(2), jac=None if last else lambda x: 2 * x, comm=comm)
-        with pytest.raises(TypeError if last else ac.PeerError, match="need a callable fun"):
-            minimize(None if last else value, np.ones(2), comm=comm)
-        with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError, match="rank 1 has none"):
-            least_squares(lambda x: x, np.ones(2), jac_sparsity=pattern, comm=comm)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    last = comm.rank == comm.size - 1
+    pattern = None if comm.rank == 1 else np.ones((2, 2))
+    said = "rank 0 has a callable jac; this rank has none"
+    with pytest.raises(TypeError if last else ac.PeerError, match=said):
+        minimize(value, np.ones(2), jac=None if last else lambda x: 2 * x, comm=comm)
+    with pytest.raises(TypeError if last else ac.PeerError, match="need a callable fun"):
+        minimize(None if last else value, np.ones(2), comm=comm)
+    with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError, match="rank 1 has none"):
+        least_squares(lambda x: x, np.ones(2), jac_sparsity=pattern, comm=comm)
+    assert comm.allreduce(1) == comm.size
 
 
 # SciPy's conventions -------------------------------------------------------------------------------
@@ -375,7 +369,8 @@ def test_shape_of_one_rank_is_an_error_on_all(comm: Communicator, odd: int) -> N
     comm.barrier()
 
 
-def test_a_method_may_go_on_behind_an_error(on_ranks) -> None:
+@of_ranks(3)
+def test_a_method_may_go_on_behind_an_error(comm: Communicator) -> None:
     """The other ranks hear of the error, and evaluate what comes next."""
 
     def brave(fun: Any, x0: Any, args: Any = (), **options: Any) -> Any:
@@ -386,15 +381,12 @@ def test_a_method_may_go_on_behind_an_error(on_ranks) -> None:
                 continue
         return scipy_optimize.OptimizeResult(x=x, fun=value, success=True)
 
-    def check(comm: Communicator) -> None:
-        def value(x: Any) -> Any:
-            if comm.rank == 0 and x[0] == X0[0]:
-                raise FloatingPointError("not there")
-            return _value(x)
+    def value(x: Any) -> Any:
+        if comm.rank == 0 and x[0] == X0[0]:
+            raise FloatingPointError("not there")
+        return _value(x)
 
-        found = minimize(value, X0, method=brave, comm=comm)
-        assert found.x.tolist() == (X0 + 1).tolist()
-        assert found.fun == comm.size * _value(X0 + 1)
-        comm.barrier()
-
-    on_ranks(3, check)
+    found = minimize(value, X0, method=brave, comm=comm)
+    assert found.x.tolist() == (X0 + 1).tolist()
+    assert found.fun == comm.size * _value(X0 + 1)
+    comm.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -52,11 +52,6 @@ def assert_same_on_all(sharded: list[Any], unsharded: list[Any]) -> None:
 
 
 # Torch ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    return pytest.importorskip("torch")
 
 
 def parameters(torch: Any, seed: Any = 0) -> list[Any]:
@@ -335,7 +330,10 @@ def test_state_that_is_not_whole_is_refused(torch: Any) -> None:
     run(2, on_rank)
 
 
-def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(torch: Any) -> None:
+@of_ranks(2)
+def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(
+    comm: Any, torch: Any
+) -> None:
     class Named(torch.optim.SGD):  # type: ignore[misc]
         """Only its name is its own."""
 
@@ -349,16 +347,13 @@ def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(torch:
     class Denied(torch.optim.SGD):  # type: ignore[misc]
         per_parameter = False
 
-    def on_rank(comm: Any) -> None:
-        unsharded = train_torch(torch, comm, torch.optim.SGD)[0]
-        for kind in (Named, Declared):
-            assert bits(train_torch(torch, comm, kind, shard=True)[0]) == bits(unsharded)
-        with pytest.raises(TypeError, match="set per_parameter = True in its class"):
-            train_torch(torch, comm, Coupled, shard=True)
-        with pytest.raises(TypeError, match="per_parameter = False"):
-            train_torch(torch, comm, Denied, shard=True)
-
-    run(2, on_rank)
+    unsharded = train_torch(torch, comm, torch.optim.SGD)[0]
+    for kind in (Named, Declared):
+        assert bits(train_torch(torch, comm, kind, shard=True)[0]) == bits(unsharded)
+    with pytest.raises(TypeError, match="set per_parameter = True in its class"):
+        train_torch(torch, comm, Coupled, shard=True)
+    with pytest.raises(TypeError, match="per_parameter = False"):
+        train_torch(torch, comm, Denied, shard=True)
 
 
 @of_ranks(2)
@@ -460,25 +455,24 @@ def test_errors_of_one_ranks_update_reach_all() -> None:
         assert "as a list" in third
 
 
-def test_states_that_cannot_be_put_together_are_refused() -> None:
+@of_ranks(3)
+def test_states_that_cannot_be_put_together_are_refused(comm: Any) -> None:
     class Counting(Adam):
         def update(self, params: Any, grads: Any) -> Any:
             self.counts = len(params)
             return super().update(params, grads)
 
-    def on_rank(comm: Any) -> None:
-        optimizer = ac.DistributedOptimizer(Counting(), comm=comm, shard=True)
-        optimizer.update(arrays(0), arrays(comm.rank))
-        if comm.rank:
-            assert plain_adapter.gather_state(optimizer) is None
-        else:
-            with pytest.raises(TypeError, match=r"state\['counts'\] is not the same on all ranks"):
-                plain_adapter.gather_state(optimizer)
-
-    run(3, on_rank)
+    optimizer = ac.DistributedOptimizer(Counting(), comm=comm, shard=True)
+    optimizer.update(arrays(0), arrays(comm.rank))
+    if comm.rank:
+        assert plain_adapter.gather_state(optimizer) is None
+    else:
+        with pytest.raises(TypeError, match=r"state\['counts'\] is not the same on all ranks"):
+            plain_adapter.gather_state(optimizer)
 
 
-def test_what_cannot_be_done_with_sharded_objects_is_refused() -> None:
+@of_ranks(2)
+def test_what_cannot_be_done_with_sharded_objects_is_refused(comm: Any) -> None:
     class Plain:
         def update(self, params: Any, grads: Any) -> Any:
             return params
@@ -489,21 +483,18 @@ def test_what_cannot_be_done_with_sharded_objects_is_refused() -> None:
         def update(self, params: Any, grads: Any, state: Any) -> Any:
             return params, state
 
-    def on_rank(comm: Any) -> None:
-        sharded = ac.DistributedOptimizer(plain_adapter.Adam(), comm=comm, shard=True)
-        with pytest.raises(TypeError, match="this optimizer is sharded, so no rank has the state"):
-            ac.synchronize(sharded, comm=comm)
-        stateful = ac.DistributedOptimizer(Stateful(), comm=comm, shard=True)
-        with pytest.raises(TypeError, match=r"Stateful.update takes the state as an argument"):
-            stateful.update(arrays(0), arrays(0), None)
-        with pytest.raises(TypeError, match=r"Plain cannot be sharded: .*set per_parameter = True"):
-            ac.DistributedOptimizer(Plain(), comm=comm, shard=True)
-        with pytest.raises(TypeError, match="shard must be True or False; got 1"):
-            ac.DistributedOptimizer(Adam(), comm=comm, shard=1)  # type: ignore[arg-type]
-        with pytest.raises(ac.MismatchError, match="shard=True"):
-            ac.DistributedOptimizer(Adam(), comm=comm, shard=comm.rank == 1)
-
-    run(2, on_rank)
+    sharded = ac.DistributedOptimizer(plain_adapter.Adam(), comm=comm, shard=True)
+    with pytest.raises(TypeError, match="this optimizer is sharded, so no rank has the state"):
+        ac.synchronize(sharded, comm=comm)
+    stateful = ac.DistributedOptimizer(Stateful(), comm=comm, shard=True)
+    with pytest.raises(TypeError, match=r"Stateful.update takes the state as an argument"):
+        stateful.update(arrays(0), arrays(0), None)
+    with pytest.raises(TypeError, match=r"Plain cannot be sharded: .*set per_parameter = True"):
+        ac.DistributedOptimizer(Plain(), comm=comm, shard=True)
+    with pytest.raises(TypeError, match="shard must be True or False; got 1"):
+        ac.DistributedOptimizer(Adam(), comm=comm, shard=1)  # type: ignore[arg-type]
+    with pytest.raises(ac.MismatchError, match="shard=True"):
+        ac.DistributedOptimizer(Adam(), comm=comm, shard=comm.rank == 1)
 
 
 @of_ranks(2)
@@ -600,8 +591,7 @@ def test_a_whole_state_of_optax_is_loaded_on_any_number_of_ranks() -> None:
     assert_same_on_all(leaves_of(run(2, resumed, True))[:1], leaves_of(run(2, resumed, False))[:1])
 
 
-def test_a_learning_rate_set_in_a_sharded_state_counts() -> None:
-    optax: Any = pytest.importorskip("optax")
+def test_a_learning_rate_set_in_a_sharded_state_counts(optax: Any) -> None:
     pytest.importorskip("arraycomm.adapters.jax")
 
     def on_rank(comm: Any) -> Any:
@@ -615,8 +605,7 @@ def test_a_learning_rate_set_in_a_sharded_state_counts() -> None:
     assert_same_on_all(run(2, on_rank), [[-g for g in arrays(1)]] * 2)
 
 
-def test_optax_that_looks_at_all_gradients_is_sharded_behind_a_reduction() -> None:
-    optax: Any = pytest.importorskip("optax")
+def test_optax_that_looks_at_all_gradients_is_sharded_behind_a_reduction(optax: Any) -> None:
     adapter = pytest.importorskip("arraycomm.adapters.jax")
 
     def chained(comm: Any, shard: bool) -> Any:
@@ -645,47 +634,38 @@ def test_optax_that_looks_at_all_gradients_is_sharded_behind_a_reduction() -> No
     run(2, refused)
 
 
-def test_transformations_that_depend_on_the_shapes_of_other_leaves_are_refused() -> None:
-    jax: Any = pytest.importorskip("jax")
-    optax: Any = pytest.importorskip("optax")
-
+@of_ranks(2)
+def test_transformations_that_depend_on_the_shapes_of_other_leaves_are_refused(
+    comm: Any, jax: Any, optax: Any
+) -> None:
     def by_count(updates: Any, params: Any = None) -> Any:
         count = sum(leaf.size for leaf in jax.tree.leaves(updates))
         return jax.tree.map(lambda u: u / count, updates)
 
     by_shape = optax.masked(optax.trace(0.9), lambda tree: jax.tree.map(lambda p: p.size > 4, tree))
-
-    def on_rank(comm: Any) -> None:
-        params = as_tree(arrays(0))
-        for inner in (optax.stateless(by_count), by_shape):
-            optimizer = ac.DistributedOptimizer(inner, comm=comm, shard=True)
-            with pytest.raises(TypeError, match=r"cannot be sharded: .*depends on the shapes of"):
-                optimizer.update(params, optimizer.init(params), params)
-
-    run(2, on_rank)
+    params = as_tree(arrays(0))
+    for inner in (optax.stateless(by_count), by_shape):
+        optimizer = ac.DistributedOptimizer(inner, comm=comm, shard=True)
+        with pytest.raises(TypeError, match=r"cannot be sharded: .*depends on the shapes of"):
+            optimizer.update(params, optimizer.init(params), params)
 
 
-def test_states_that_depend_on_gradients_only_at_times_are_refused() -> None:
-    jax: Any = pytest.importorskip("jax")
-    optax: Any = pytest.importorskip("optax")
-
+@of_ranks(2)
+def test_states_that_depend_on_gradients_only_at_times_are_refused(
+    comm: Any, jax: Any, optax: Any
+) -> None:
     def update(updates: Any, state: Any, params: Any = None, *, peek: Any = None) -> Any:
         return updates, state if peek is None else state + peek * jax.tree.leaves(updates)[0][0, 0]
 
     inner = optax.GradientTransformationExtraArgs(lambda params: jax.numpy.zeros(()), update)
-
-    def on_rank(comm: Any) -> None:
-        optimizer = ac.DistributedOptimizer(inner, comm=comm, shard=True)
-        params = as_tree(arrays(0))
-        _, state = optimizer.update(params, optimizer.init(params), params)
-        with pytest.raises(TypeError, match="depends on gradients is not always the same"):
-            optimizer.update(params, state, params, peek=1.0)
-
-    run(2, on_rank)
+    optimizer = ac.DistributedOptimizer(inner, comm=comm, shard=True)
+    params = as_tree(arrays(0))
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    with pytest.raises(TypeError, match="depends on gradients is not always the same"):
+        optimizer.update(params, state, params, peek=1.0)
 
 
-def test_states_of_optax_that_are_not_whole_are_refused() -> None:
-    optax: Any = pytest.importorskip("optax")
+def test_states_of_optax_that_are_not_whole_are_refused(optax: Any) -> None:
     adapter = pytest.importorskip("arraycomm.adapters.jax")
 
     def on_rank(comm: Any) -> None:
@@ -708,13 +688,6 @@ def test_states_of_optax_that_are_not_whole_are_refused() -> None:
 # Processes ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[ac.Communicator]:
-    """Return the world: one process, or those that mpiexec started."""
-    yield ac.init()
-    ac.finalize()
-
-
 class TestOnProcesses:
     """On as many ranks as there are processes; `test_processes.py` runs them on more."""
 
@@ -724,9 +697,9 @@ class TestOnProcesses:
         sharded = train_torch(torch, world, kind, shard=True, bucket_bytes=100)
         assert bits(sharded[:2]) == bits(unsharded[:2])
 
-    def test_a_compiled_update_on_ranks_without_a_leaf(self, world: ac.Communicator) -> None:
-        jax: Any = pytest.importorskip("jax")
-        optax: Any = pytest.importorskip("optax")
+    def test_a_compiled_update_on_ranks_without_a_leaf(
+        self, world: ac.Communicator, jax: Any, optax: Any
+    ) -> None:
         optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world, op="sum", shard=True)
         params = {"a": jax.numpy.zeros(2)}
         state, update = optimizer.init(params), jax.jit(optimizer.update)
@@ -736,8 +709,7 @@ class TestOnProcesses:
             total = sum(float(np.float32(rank + step)) for rank in range(world.size))
             np.testing.assert_array_equal(changes["a"], np.full(2, -total, np.float32))
 
-    def test_compiled_optax(self, world: ac.Communicator) -> None:
-        jax: Any = pytest.importorskip("jax")
+    def test_compiled_optax(self, world: ac.Communicator, jax: Any) -> None:
         make = transformations()["adam"]
         options = {"wrap": jax.jit, "accumulate": 2}
         unsharded = train_optax(world, make, False, **options)

@@ -435,11 +435,7 @@ def _calls(last: bool, comm: Communicator) -> list[tuple[type[Exception], str, C
     scaled = {"classes": [1] if last else None}
     return [
         (TypeError, said_of_forest, fit(forest)),
-        (
-            TypeError,
-            "estimator must be one of scikit-learn's; got int",
-            fit(3 if last else forest),
-        ),
+        (TypeError, "estimator must be one of scikit-learn's; got int", fit(3 if last else forest)),
         (
             ValueError,
             "X and y must have as many samples; got 1797 and 5",
@@ -484,12 +480,7 @@ def test_ranks_that_bring_different_things_are_told_so(comm: Communicator) -> No
     priors = np.full(10, 0.1) if last else None
     letters = Y.astype("U1") if last else Y
     for said, estimator, x, y in (
-        (
-            "estimators: rank.*GaussianNB.*Multi",
-            MultinomialNB() if last else GaussianNB(),
-            X,
-            Y,
-        ),
+        ("estimators: rank.*GaussianNB.*Multi", MultinomialNB() if last else GaussianNB(), X, Y),
         ("hyperparameters: .*alpha=0.5", SGDClassifier(alpha=0.5 if last else 0.1), X, Y),
         ("hyperparameters: .*priors=array of", GaussianNB(priors=priors), X, Y),
         ("numbers of features: .*: 63", StandardScaler(), X[:, last:], Y),

@@ -21,7 +21,6 @@ from thinc.schedules import compounding, warmup_linear
 
 from arraycomm.adapters import thinc as adapter
 
-SIZES = (1, 2, 3, 4)
 STEPS = 6
 IMAGES, DIGITS = load_digits(return_X_y=True)
 # A multiple of all numbers of ranks, so that the mean of the ranks' means is that of all.
@@ -64,8 +63,7 @@ def _train(model: Model[Any, Any], optimizer: Any, x: Any, y: Any) -> Any:
     return _parameters(model), [averages[key] for key in sorted(averages)], optimizer.step
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "size"), [("Adam", 1), *((kind, 3) for kind in OPTIMIZERS)])
 def test_training_is_that_of_one_process(kind: str, size: int) -> None:
     alone = _train(_model(0), OPTIMIZERS[kind](), X, Y)
     # Made one after the other, since ids of nodes are counted for the whole process.
@@ -86,17 +84,6 @@ def test_training_is_that_of_one_process(kind: str, size: int) -> None:
     bound = 0 if size == 1 else STEPS * 48 * 64 * np.finfo(np.float32).eps * 0.1
     for got, want in zip([*results[0][0], *results[0][1]], [*alone[0], *alone[1]], strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=bound)
-
-
-def test_the_gradients_of_a_model_are_reduced_together() -> None:
-    models = [_model(0) for _ in range(2)]
-
-    def train(comm: Communicator) -> Any:
-        optimizer = ac.DistributedOptimizer(Adam(0.01), comm=comm)
-        _train(models[comm.rank], optimizer, X, Y)
-        return vars(optimizer)["_gradients"].comm.stats()["allreduce_gradients"]["calls"]
-
-    assert run(2, train) == [STEPS] * 2
 
 
 def test_accumulated_steps_and_missing_gradients() -> None:

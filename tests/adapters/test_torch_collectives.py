@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -154,8 +154,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @every_case
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@of_ranks(2)
 def test_dtypes_and_layouts_are_as_in_one_process(
-    on_ranks, case: Case, dtype: str, layout: str
+    comm: ac.Communicator, case: Case, dtype: str, layout: str
 ) -> None:
     """With integers that all dtypes hold, results and gradients are exact; the mean is of two ranks."""
 
@@ -172,18 +173,15 @@ def test_dtypes_and_layouts_are_as_in_one_process(
         )
         return total
 
-    def check(comm: ac.Communicator) -> None:
-        xs = [leaf(rank) for rank in range(2)]
-        expected = case.in_one_process([LAYOUTS[layout](x) for x in xs])
-        loss(expected, [0, 1]).backward()
-        own = leaf(comm.rank)
-        y = case.call(LAYOUTS[layout](own), comm=comm)
-        loss([y], [comm.rank]).backward()
-        assert y.is_contiguous()
-        torch.testing.assert_close(y, expected[comm.rank].contiguous(), rtol=0, atol=0)
-        torch.testing.assert_close(own.grad, _or_zeros(xs[comm.rank]), rtol=0, atol=0)
-
-    on_ranks(2, check)
+    xs = [leaf(rank) for rank in range(2)]
+    expected = case.in_one_process([LAYOUTS[layout](x) for x in xs])
+    loss(expected, [0, 1]).backward()
+    own = leaf(comm.rank)
+    y = case.call(LAYOUTS[layout](own), comm=comm)
+    loss([y], [comm.rank]).backward()
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, expected[comm.rank].contiguous(), rtol=0, atol=0)
+    torch.testing.assert_close(own.grad, _or_zeros(xs[comm.rank]), rtol=0, atol=0)
 
 
 def _or_zeros(x: Tensor) -> Tensor:
@@ -246,17 +244,14 @@ def test_what_nothing_differentiates_is_the_plain_result(comm: ac.Communicator) 
 
 
 @pytest.mark.parametrize("op", ["max", ac.op(lambda a, b: a)])
-def test_op_without_a_gradient_is_refused_on_every_rank(on_ranks, several: int, op: Any) -> None:
+@of_ranks(3)
+def test_op_without_a_gradient_is_refused_on_every_rank(comm: ac.Communicator, op: Any) -> None:
     message = r'op must be "sum" or "mean" if x is differentiated.* on ranks \[1\]'
-
-    def check(comm: ac.Communicator) -> None:
-        w = torch.ones(several, requires_grad=comm.rank == 1)
-        for call in (collectives.allreduce, collectives.reduce_scatter):
-            with pytest.raises(TypeError, match=message):
-                call(w, op, comm=comm)
-        assert comm.allreduce(1) == several
-
-    on_ranks(several, check)
+    w = torch.ones(comm.size, requires_grad=comm.rank == 1)
+    for call in (collectives.allreduce, collectives.reduce_scatter):
+        with pytest.raises(TypeError, match=message):
+            call(w, op, comm=comm)
+    assert comm.allreduce(1) == comm.size
 
 
 @of_ranks(3)
@@ -269,25 +264,22 @@ def test_what_is_no_tensor_is_an_error_on_every_rank(comm: ac.Communicator) -> N
     assert comm.allreduce(1) == comm.size
 
 
-def test_backward_passes_of_different_calls_do_not_meet(on_ranks, several: int) -> None:
+@of_ranks(3)
+def test_backward_passes_of_different_calls_do_not_meet(comm: ac.Communicator) -> None:
     """Two calls of one shape: without the numbers, the gradient of one would be that of the other."""
     message = (
         r"differentiate the same calls.*rank 0: the backward pass of differentiable call \d+ at "
         r"test_torch_collectives.py:\d+"
     )
-
-    def check(comm: ac.Communicator) -> None:
-        w = torch.ones(3, requires_grad=True)
-        first, second = (collectives.allreduce(factor * w, comm=comm) for factor in (1, 2))
-        loss = first.sum() if comm.rank else first.sum() + second.sum()
-        with pytest.raises(ac.MismatchError, match=message):
-            loss.backward()
-        w.grad = None
-        (first.sum() + 0 * second.sum()).backward()
-        assert w.grad is not None
-        assert w.grad.tolist() == [several] * 3
-
-    on_ranks(several, check)
+    w = torch.ones(3, requires_grad=True)
+    first, second = (collectives.allreduce(factor * w, comm=comm) for factor in (1, 2))
+    loss = first.sum() if comm.rank else first.sum() + second.sum()
+    with pytest.raises(ac.MismatchError, match=message):
+        loss.backward()
+    w.grad = None
+    (first.sum() + 0 * second.sum()).backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [comm.size] * 3
 
 
 @of_ranks(3)
@@ -303,21 +295,18 @@ def test_rank_that_differentiates_nothing_is_a_mismatch(comm: ac.Communicator) -
     assert comm.allreduce(1) == comm.size
 
 
-def test_transforms_that_differ_between_ranks_are_a_mismatch(on_ranks, several: int) -> None:
+@of_ranks(3)
+def test_transforms_that_differ_between_ranks_are_a_mismatch(comm: ac.Communicator) -> None:
     message = "x must be in the same transforms of torch.func on every rank; it is in "
+    other = torch.ones(3)
 
-    def check(comm: ac.Communicator) -> None:
-        other = torch.ones(3)
+    def loss(x: Tensor) -> Tensor:
+        return collectives.allreduce(other if comm.rank else x, comm=comm).sum()
 
-        def loss(x: Tensor) -> Tensor:
-            return collectives.allreduce(other if comm.rank else x, comm=comm).sum()
-
-        with pytest.raises(ac.MismatchError, match=message):
-            torch.func.grad(loss)(torch.ones(3))
-        with pytest.raises(ac.MismatchError, match=message):
-            torch.func.vmap(loss)(torch.ones(2, 3))
-
-    on_ranks(several, check)
+    with pytest.raises(ac.MismatchError, match=message):
+        torch.func.grad(loss)(torch.ones(3))
+    with pytest.raises(ac.MismatchError, match=message):
+        torch.func.vmap(loss)(torch.ones(2, 3))
 
 
 @of_ranks(1, 3)
@@ -356,13 +345,6 @@ def test_a_long_tensor_goes_over_the_transport(comm: ac.Communicator) -> None:
     ).sum().backward()
     assert x.grad is not None
     assert (x.grad == 1).all()
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[ac.Communicator]:
-    """Return the world: one process, or those that mpiexec started."""
-    yield ac.init()
-    ac.finalize()
 
 
 # Torch's own, of which the first come with its first use of forward mode, the second if graphs end.

@@ -8,7 +8,7 @@ own tensor where that is passed to `backward`. Loops are drawn from all of these
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -267,12 +267,6 @@ def test_memory_of_numpy_is_not_written_to(comm: ac.Communicator) -> None:
     assert (numbers == comm.rank).all()
     assert (weight.grad == (comm.size - 1) / 2).all()
     optimizer.step()
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[ac.Communicator]:
-    yield ac.init()
-    ac.finalize()
 
 
 class TestProcesses:

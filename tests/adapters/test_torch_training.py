@@ -405,27 +405,6 @@ def test_gradients_are_reduced_when_backward_returns(comm: ac.Communicator) -> N
 
 
 @of_ranks(3)
-def test_a_rank_without_data_takes_part_in_the_backward_passes_of_the_others(
-    comm: ac.Communicator,
-) -> None:
-    weight, optimizer = weight_and_optimizer(comm)
-    other = torch.nn.Parameter(torch.zeros(300))
-    optimizer.add_param_group({"params": [other]})
-    for step in range(3):
-        optimizer.zero_grad()
-        if comm.rank != step:
-            weight.sum().backward()
-            (other * comm.rank).sum().backward()
-            torch.nn.utils.clip_grad_value_([weight, other], 2.5)
-        elif step == 1:
-            # Its own gradient, set by hand, counts.
-            weight.grad = torch.full((2,), 10.0)
-        optimizer.step()
-    # The sums are 2, 12 and 2; 3, 2 and 1.
-    assert [*weight.tolist(), other[0].item()] == [-6.5, -6.5, -5.5]
-
-
-@of_ranks(3)
 def test_ranks_may_accumulate_as_often_as_they_like_in_no_sync(comm: ac.Communicator) -> None:
     weight, optimizer = weight_and_optimizer(comm)
     weight.sum().backward()
@@ -535,26 +514,6 @@ def test_a_dropped_optimizer_reduces_no_more(comm: ac.Communicator) -> None:
     if comm.rank == 0:
         weight.sum().backward()
         assert weight.grad.tolist() == [3.0, 3.0]
-
-
-def test_two_optimizers_play_against_each_other() -> None:
-    def train(comm: ac.Communicator | None) -> list[float]:
-        generator, critic = (torch.nn.Parameter(torch.tensor([x])) for x in (1.0, 2.0))
-        both = [torch.optim.Adam([each], lr=0.1, eps=0.1) for each in (generator, critic)]
-        if comm:
-            both = [ac.DistributedOptimizer(each, comm=comm) for each in both]
-        x = 2.0 if comm is None else float(comm.rank + 1)
-        for _ in range(3):
-            both[1].zero_grad()
-            (critic * (x - generator.detach()) ** 2).sum().backward()
-            both[1].step()
-            both[0].zero_grad()
-            # Computes a gradient of the critic as well, which no step takes.
-            (critic * (x + generator)).sum().backward()
-            both[0].step()
-        return [generator.item(), critic.item()]
-
-    assert len({tuple(each) for each in run(3, train)}) == 1
 
 
 def test_parameters_of_several_dtypes_are_reduced_together() -> None:
@@ -816,13 +775,6 @@ def test_a_rank_that_fails_before_its_backward_ends_that_of_the_others() -> None
         run(3, train)
     assert len(told) == 2
     assert all("no data" in text for text in told)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[ac.Communicator]:
-    """Return the world: one process, or those that mpiexec started."""
-    yield ac.init()
-    ac.finalize()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Under mpiexec, or with the argument `fork` on forked ranks that have the environ
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import socket
 import sys
@@ -580,34 +581,6 @@ def what_is_not_there() -> None:
     assert "bool" in _raised(TypeError, lambda: dist.all_reduce(torch.ones(2) > 0))
 
 
-CHECKS: Final = [
-    all_reductions,
-    averages_and_scaled_sums,
-    movements,
-    uneven_exchanges,
-    any_layout,
-    coalesced_calls,
-    sparse_sums,
-    objects,
-    messages,
-    messages_beside_collectives,
-    groups,
-    many_groups,
-    work_under_way,
-    functional_collectives,
-    device_meshes,
-    data_parallel,
-    accumulation_and_hooks,
-    uneven_batches,
-    fully_sharded,
-    checkpoints,
-    mismatches,
-    wrong_arguments_of_one_rank,
-    error_in_a_backward_pass,
-    timeouts,
-    groups_can_be_made_again_after_a_timeout_on_some_ranks,
-    what_is_not_there,
-]
 FORKED_CHECKS: Final = [
     all_reductions,
     movements,
@@ -619,7 +592,7 @@ FORKED_CHECKS: Final = [
 ]
 
 
-def main(checks: list[Callable[[], None]]) -> None:
+def _main(checks: list[Callable[[], None]]) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     dist.init_process_group("arraycomm")
@@ -643,7 +616,7 @@ def _fork(rank: int, port: int) -> int:
     )
     status = 1
     try:
-        main(FORKED_CHECKS)
+        _main(FORKED_CHECKS)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -665,4 +638,7 @@ if __name__ == "__main__":
     if "fork" in sys.argv:
         _on_forked_ranks()
     else:
-        main(CHECKS)
+        # Whatever function here has a name without an underscore.
+        functions = [value for value in globals().values() if inspect.isfunction(value)]
+        own = [value for value in functions if value.__module__ == __name__]
+        _main([check for check in own if not check.__name__.startswith("_")])
