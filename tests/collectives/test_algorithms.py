@@ -11,37 +11,10 @@ from hypothesis import strategies as st
 from arraycomm._collectives import scans
 from arraycomm._reduce import algorithms
 from arraycomm._reduce.chunks import overlapping_chunk, scratch_bytes
-from arraycomm._reduce.selection import GATHER_BYTES, without_segment
 from tests.support.on_ranks import alone
 
 # Nothing in it depends on what else runs.
 pytestmark = alone
-
-SLOT = 32 << 10
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "size", "payload", "chosen"),
-    [
-        (1 << 30, 1, SLOT, "local"),
-        (0, 1, -1, "local"),
-        (0, 2, SLOT, "header"),
-        (SLOT, 2, SLOT, "header"),
-        (SLOT + 1, 2, SLOT, "slices"),
-        (0, 4, -1, "gather"),
-        (GATHER_BYTES // 4, 4, -1, "gather"),
-        (GATHER_BYTES // 4 + 1, 4, -1, "slices"),
-    ],
-)
-def test_way_of_a_reduction(nbytes, size, payload, chosen) -> None:
-    """Devices have no slots."""
-    link: Any = SimpleNamespace(size=size, slot=(payload, payload >= 0))
-    assert without_segment(link, nbytes) == chosen
-
-
-def test_chunks_that_overlap_are_neither_tiny_nor_large_on_few_ranks() -> None:
-    sizes = [overlapping_chunk(nbytes, 3) for nbytes in (0, 1, 1 << 20, 1 << 23, 1 << 24, 1 << 26)]
-    assert sizes == [64, 64, 1 << 20, 2 << 20, 4 << 20, 4 << 20]
 
 
 @given(st.integers(1, 1 << 40), st.integers(2, 1 << 20))

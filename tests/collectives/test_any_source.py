@@ -12,6 +12,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._messages.matching import Matcher
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
+from tests.collectives.each_rank import each_rank_of
 from tests.support.on_ranks import alone
 
 # Elements of float64 that travel with the envelope, and that follow it.
@@ -38,25 +39,21 @@ def _gather_by_messages(comm: Communicator, source: Any, tag: Any, own_tag: int)
     ac.waitall(sent)
 
 
-def test_messages_of_any_rank_and_tag_arrive_in_the_order_of_each(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        _gather_by_messages(comm, ac.ANY_SOURCE, 4, 4)
-        _gather_by_messages(comm, ac.ANY_SOURCE, ac.ANY_TAG, comm.rank + 3)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_messages_of_any_rank_and_tag_arrive_in_the_order_of_each(comm: Communicator) -> None:
+    _gather_by_messages(comm, ac.ANY_SOURCE, 4, 4)
+    _gather_by_messages(comm, ac.ANY_SOURCE, ac.ANY_TAG, comm.rank + 3)
 
 
-def test_messages_with_any_tag_arrive_in_the_order_of_sending(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for number, count in enumerate((LONG, SHORT, LONG)):
-            if comm.rank == 1:
-                comm.send(np.full(count, number), 0, 9 - number)
-            else:
-                got = comm.recv(1, ac.ANY_TAG, status=(status := ac.Status()))
-                assert got.tolist() == [number] * count
-                assert (status.source, status.tag) == (1, 9 - number)
-
-    on_ranks(2, check)
+@each_rank_of(2)
+def test_messages_with_any_tag_arrive_in_the_order_of_sending(comm: Communicator) -> None:
+    for number, count in enumerate((LONG, SHORT, LONG)):
+        if comm.rank == 1:
+            comm.send(np.full(count, number), 0, 9 - number)
+        else:
+            got = comm.recv(1, ac.ANY_TAG, status=(status := ac.Status()))
+            assert got.tolist() == [number] * count
+            assert (status.source, status.tag) == (1, 9 - number)
 
 
 @alone
@@ -92,77 +89,71 @@ def test_first_receive_gets_the_first_message(on_ranks) -> None:
     on_ranks(3, _first_receives_first)
 
 
-def test_receives_that_take_some_of_the_same_messages_do_not_hold_one_another_up(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        if comm.rank == 0:
-            waiting = comm.irecv(ac.ANY_SOURCE, 3)
-            other = comm.irecv(1, ac.ANY_TAG)
-            exact = comm.irecv(1, 6)
-            assert exact.wait() == 6
-            assert other.wait() == 5
-            comm.send(0, 1)
-            assert waiting.wait() == 3
-        elif comm.rank == 1:
-            comm.send(5, 0, 5)
-            comm.send(6, 0, 6)
-            comm.recv(0)
-            comm.send(3, 0, 3)
-
-    on_ranks(2, check)
-
-
-def test_pieces_of_long_messages_go_past_receives_of_any(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        others = [rank for rank in range(comm.size) if rank != comm.rank]
-        x = np.arange(LONG) + comm.rank
-        receives = [comm.irecv(ac.ANY_SOURCE, ac.ANY_TAG, status=ac.Status()) for _ in others]
-        sends = [comm.isend(x, rank, rank) for rank in others]
-        assert sorted(request.wait()[0] for request in receives) == others
-        ac.waitall(sends)
-
-    on_ranks(3, check)
+@each_rank_of(2)
+def test_receives_that_take_some_of_the_same_messages_do_not_hold_one_another_up(
+    comm: Communicator,
+) -> None:
+    if comm.rank == 0:
+        waiting = comm.irecv(ac.ANY_SOURCE, 3)
+        other = comm.irecv(1, ac.ANY_TAG)
+        exact = comm.irecv(1, 6)
+        assert exact.wait() == 6
+        assert other.wait() == 5
+        comm.send(0, 1)
+        assert waiting.wait() == 3
+    elif comm.rank == 1:
+        comm.send(5, 0, 5)
+        comm.send(6, 0, 6)
+        comm.recv(0)
+        comm.send(3, 0, 3)
 
 
-def test_status_of_other_forms(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        right, status = (comm.rank + 1) % comm.size, ac.Status()
-        got = comm.sendrecv(np.ones((2, 3), "f4"), right, ac.ANY_SOURCE, 2, status=status)
-        assert status == ac.Status((comm.rank - 1) % comm.size, 2, np.dtype("f4"), (2, 3), 24)
-        assert got.shape == (2, 3)
-        request = comm.irecv(ac.ANY_SOURCE, status=(later := ac.Status()))
-        assert later == ac.Status()
-        comm.barrier()
-        if comm.rank == 0:
-            with pytest.raises(TypeError, match="send"):
-                comm.send("no array", right)
-        else:
-            comm.send(1.5, right)
-        if comm.rank == 1:
-            with pytest.raises(ac.PeerError, match="rank 0 raised instead of sending"):
-                request.wait()
-            assert later == ac.Status(0, 0)
-        else:
-            assert request.wait() == 1.5
-            assert (later.shape, later.nbytes) == ((), 8)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_pieces_of_long_messages_go_past_receives_of_any(comm: Communicator) -> None:
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    x = np.arange(LONG) + comm.rank
+    receives = [comm.irecv(ac.ANY_SOURCE, ac.ANY_TAG, status=ac.Status()) for _ in others]
+    sends = [comm.isend(x, rank, rank) for rank in others]
+    assert sorted(request.wait()[0] for request in receives) == others
+    ac.waitall(sends)
 
 
-def test_wrong_arguments_are_raised_at_once(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for error, said, call in (
-            (TypeError, r"recv: status must be an arraycomm\.Status", {"status": {}}),
-            (TypeError, r"tag must be an integer; got arraycomm\.ANY", {"tag": ac.ANY_SOURCE}),
-            (TypeError, r"recv: source must be a rank; got arraycomm\.ANY", {"source": ac.ANY_TAG}),
-            (ValueError, r"recv: source must be a rank .*; got -1", {"source": -1}),
-        ):
-            with pytest.raises(error, match=said):
-                comm.recv(**({"source": ac.ANY_SOURCE} | call))
-        with pytest.raises(TypeError, match="send: dest must be a rank"):
-            comm.send(1, ac.ANY_SOURCE)  # type: ignore[arg-type]
-        assert comm.allreduce(1) == comm.size
+@each_rank_of(3)
+def test_status_of_other_forms(comm: Communicator) -> None:
+    right, status = (comm.rank + 1) % comm.size, ac.Status()
+    got = comm.sendrecv(np.ones((2, 3), "f4"), right, ac.ANY_SOURCE, 2, status=status)
+    assert status == ac.Status((comm.rank - 1) % comm.size, 2, np.dtype("f4"), (2, 3), 24)
+    assert got.shape == (2, 3)
+    request = comm.irecv(ac.ANY_SOURCE, status=(later := ac.Status()))
+    assert later == ac.Status()
+    comm.barrier()
+    if comm.rank == 0:
+        with pytest.raises(TypeError, match="send"):
+            comm.send("no array", right)
+    else:
+        comm.send(1.5, right)
+    if comm.rank == 1:
+        with pytest.raises(ac.PeerError, match="rank 0 raised instead of sending"):
+            request.wait()
+        assert later == ac.Status(0, 0)
+    else:
+        assert request.wait() == 1.5
+        assert (later.shape, later.nbytes) == ((), 8)
 
-    on_ranks(2, check)
+
+@each_rank_of(2)
+def test_wrong_arguments_are_raised_at_once(comm: Communicator) -> None:
+    for error, said, call in (
+        (TypeError, r"recv: status must be an arraycomm\.Status", {"status": {}}),
+        (TypeError, r"tag must be an integer; got arraycomm\.ANY", {"tag": ac.ANY_SOURCE}),
+        (TypeError, r"recv: source must be a rank; got arraycomm\.ANY", {"source": ac.ANY_TAG}),
+        (ValueError, r"recv: source must be a rank .*; got -1", {"source": -1}),
+    ):
+        with pytest.raises(error, match=said):
+            comm.recv(**({"source": ac.ANY_SOURCE} | call))
+    with pytest.raises(TypeError, match="send: dest must be a rank"):
+        comm.send(1, ac.ANY_SOURCE)  # type: ignore[arg-type]
+    assert comm.allreduce(1) == comm.size
 
 
 @pytest.mark.parametrize("how", ["recv", "irecv"])
@@ -183,31 +174,27 @@ def test_wait_ends_once_all_senders_have_left(on_ranks, transport, how) -> None:
     on_ranks(3, check)
 
 
-def test_rank_whose_peers_have_left_may_still_send_to_itself(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        if comm.rank == 0:
-            request = comm.irecv(ac.ANY_SOURCE)
-            with pytest.raises(ac.CommTimeoutError):
-                comm.irecv(0, 5).wait(timeout=0.8)
-            comm.send(8, 0)
-            assert request.wait() == 8
-            comm.send(9, 0, 5)
-
-    on_ranks(2, check)
+@each_rank_of(2)
+def test_rank_whose_peers_have_left_may_still_send_to_itself(comm: Communicator) -> None:
+    if comm.rank == 0:
+        request = comm.irecv(ac.ANY_SOURCE)
+        with pytest.raises(ac.CommTimeoutError):
+            comm.irecv(0, 5).wait(timeout=0.8)
+        comm.send(8, 0)
+        assert request.wait() == 8
+        comm.send(9, 0, 5)
 
 
-def test_timeout_names_what_was_waited_for(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        impatient = comm.dup(timeout=0.3)
-        if comm.rank == 0:
-            with pytest.raises(ac.CommTimeoutError) as caught:
-                impatient.recv(ac.ANY_SOURCE, ac.ANY_TAG)
-            text = str(caught.value)
-            assert "recv from any rank with any tag at " in text
-            assert all(f"; rank {rank} " in text for rank in range(1, comm.size))
-        comm.barrier()
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_timeout_names_what_was_waited_for(comm: Communicator) -> None:
+    impatient = comm.dup(timeout=0.3)
+    if comm.rank == 0:
+        with pytest.raises(ac.CommTimeoutError) as caught:
+            impatient.recv(ac.ANY_SOURCE, ac.ANY_TAG)
+        text = str(caught.value)
+        assert "recv from any rank with any tag at " in text
+        assert all(f"; rank {rank} " in text for rank in range(1, comm.size))
+    comm.barrier()
 
 
 class _Late:

@@ -15,6 +15,7 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
 from arraycomm.testing.strategies import ArrayCase, installed_frameworks
+from tests.collectives.each_rank import each_rank_of
 from tests.support.on_ranks import alone
 from tests.support.oracle import same_bits
 
@@ -70,47 +71,41 @@ def _prefixes(fn: Callable[[Any, Any], Any], arrays: list[Array]) -> list[Array]
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_operations_fold_in_rank_order(on_ranks, few, fn) -> None:
-    def check(comm: Communicator) -> None:
-        for side in SIDES:
-            arrays = _matrices(comm, side)
-            mine, made, root = arrays[comm.rank], ac.op(fn), comm.size - 1
-            want = [np.ascontiguousarray(prefix) for prefix in _prefixes(fn, arrays)]
-            got = comm.allreduce(mine, made)
-            assert same_bits(got, want[-1])
-            assert got.flags.c_contiguous
-            reduced = comm.reduce(mine, made, root)
-            assert same_bits(reduced, want[-1]) if comm.rank == root else reduced is None
-            assert same_bits(comm.scan(mine, made), want[comm.rank])
-            before = comm.exscan(mine, made)
-            assert same_bits(before, want[comm.rank - 1]) if comm.rank else before is None
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_operations_fold_in_rank_order(comm: Communicator, fn) -> None:
+    for side in SIDES:
+        arrays = _matrices(comm, side)
+        mine, made, root = arrays[comm.rank], ac.op(fn), comm.size - 1
+        want = [np.ascontiguousarray(prefix) for prefix in _prefixes(fn, arrays)]
+        got = comm.allreduce(mine, made)
+        assert same_bits(got, want[-1])
+        assert got.flags.c_contiguous
+        reduced = comm.reduce(mine, made, root)
+        assert same_bits(reduced, want[-1]) if comm.rank == root else reduced is None
+        assert same_bits(comm.scan(mine, made), want[comm.rank])
+        before = comm.exscan(mine, made)
+        assert same_bits(before, want[comm.rank - 1]) if comm.rank else before is None
 
 
-def test_reduce_scatter_gives_the_rows_that_allreduce_gives(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for count in (1, 100, 30_000):
-            mine = np.random.default_rng((comm.rank, count)).standard_normal((comm.size, count))
-            whole = comm.allreduce(mine, ac.op(upside_down))
-            got = comm.reduce_scatter(mine, ac.op(upside_down))
-            assert same_bits(got, whole[comm.rank])
-            counts = [0] * (comm.size - 1) + [comm.size]
-            got = comm.reduce_scatter(mine, ac.op(upside_down), counts=counts)
-            assert same_bits(got, whole if comm.rank == comm.size - 1 else whole[:0])
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_reduce_scatter_gives_the_rows_that_allreduce_gives(comm: Communicator) -> None:
+    for count in (1, 100, 30_000):
+        mine = np.random.default_rng((comm.rank, count)).standard_normal((comm.size, count))
+        whole = comm.allreduce(mine, ac.op(upside_down))
+        got = comm.reduce_scatter(mine, ac.op(upside_down))
+        assert same_bits(got, whole[comm.rank])
+        counts = [0] * (comm.size - 1) + [comm.size]
+        got = comm.reduce_scatter(mine, ac.op(upside_down), counts=counts)
+        assert same_bits(got, whole if comm.rank == comm.size - 1 else whole[:0])
 
 
-def test_elementwise_folds_give_what_whole_ones_give(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for count in (0, 1, 17, 5_000, 70_001):
-            arrays = [
-                np.random.default_rng((count, r)).standard_normal(count) for r in range(comm.size)
-            ]
-            _check_elementwise(comm, arrays)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_elementwise_folds_give_what_whole_ones_give(comm: Communicator) -> None:
+    for count in (0, 1, 17, 5_000, 70_001):
+        arrays = [
+            np.random.default_rng((count, r)).standard_normal(count) for r in range(comm.size)
+        ]
+        _check_elementwise(comm, arrays)
 
 
 def _check_elementwise(comm: Communicator, arrays: list[Array]) -> None:
@@ -224,79 +219,67 @@ def test_numbers_stay_numbers(on_ranks) -> None:
     on_ranks(3, check)
 
 
-def test_each_dtype_stays_as_it_is(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        dtypes = ["int8", "uint64", "bool", ml_dtypes.bfloat16, "float16", "c8"]
-        for dtype, count in product(dtypes, (3, 40_000)):
-            mine = np.full(count, comm.rank + 1).astype(dtype)
-            got = comm.allreduce(mine, ac.op(second))
-            assert same_bits(got, np.full(count, comm.size).astype(dtype)), dtype
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_each_dtype_stays_as_it_is(comm: Communicator) -> None:
+    dtypes = ["int8", "uint64", "bool", ml_dtypes.bfloat16, "float16", "c8"]
+    for dtype, count in product(dtypes, (3, 40_000)):
+        mine = np.full(count, comm.rank + 1).astype(dtype)
+        got = comm.allreduce(mine, ac.op(second))
+        assert same_bits(got, np.full(count, comm.size).astype(dtype)), dtype
 
 
-def test_dtypes_without_arithmetic_can_be_reduced(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for count in (2, 9_000):
-            dates = np.full(count, np.datetime64(comm.rank, "D"))
-            latest = comm.allreduce(dates, ac.op(np.maximum))
-            assert (latest == np.datetime64(comm.size - 1, "D")).all()
-            pairs = np.full(count, comm.rank).astype("i4,f8")
-            assert (comm.scan(pairs, ac.op(second)) == pairs).all()
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_dtypes_without_arithmetic_can_be_reduced(comm: Communicator) -> None:
+    for count in (2, 9_000):
+        dates = np.full(count, np.datetime64(comm.rank, "D"))
+        latest = comm.allreduce(dates, ac.op(np.maximum))
+        assert (latest == np.datetime64(comm.size - 1, "D")).all()
+        pairs = np.full(count, comm.rank).astype("i4,f8")
+        assert (comm.scan(pairs, ac.op(second)) == pairs).all()
 
 
-def test_scalars_empty_arrays_and_many_dimensions(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for shape in ((), (0,), (3, 0), (1,) * 9):
-            arrays = [np.full(shape, rank + 1.0) for rank in range(comm.size)]
-            mine, want = arrays[comm.rank], list(map(np.asarray, _prefixes(minus, arrays)))
-            assert same_bits(comm.allreduce(mine, ac.op(minus)), want[-1])
-            assert same_bits(comm.scan(mine, ac.op(minus)), want[comm.rank])
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_scalars_empty_arrays_and_many_dimensions(comm: Communicator) -> None:
+    for shape in ((), (0,), (3, 0), (1,) * 9):
+        arrays = [np.full(shape, rank + 1.0) for rank in range(comm.size)]
+        mine, want = arrays[comm.rank], list(map(np.asarray, _prefixes(minus, arrays)))
+        assert same_bits(comm.allreduce(mine, ac.op(minus)), want[-1])
+        assert same_bits(comm.scan(mine, ac.op(minus)), want[comm.rank])
 
 
-def test_arrays_passed_stay_as_they_are(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for side, elementwise in product(SIDES, (False, True)):
-            mine, made = _matrix(side, comm.rank), ac.op(in_place, elementwise=elementwise)
-            for call in (comm.allreduce, comm.reduce, comm.scan, comm.exscan):
-                call(mine, made)
-                assert same_bits(mine, _matrix(side, comm.rank))
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_arrays_passed_stay_as_they_are(comm: Communicator) -> None:
+    for side, elementwise in product(SIDES, (False, True)):
+        mine, made = _matrix(side, comm.rank), ac.op(in_place, elementwise=elementwise)
+        for call in (comm.allreduce, comm.reduce, comm.scan, comm.exscan):
+            call(mine, made)
+            assert same_bits(mine, _matrix(side, comm.rank))
 
 
-def test_result_goes_into_out(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for side, elementwise in product(SIDES, (False, True)):
-            made = ac.op(minus, elementwise=elementwise)
-            arrays = _matrices(comm, side)
-            want = _prefixes(minus, arrays)
-            apart = np.empty((side, side, 2))[..., 0]
-            assert comm.allreduce(arrays[comm.rank], made, out=apart) is apart
-            assert same_bits(apart.copy(), want[-1])
-            for call, last in ((comm.allreduce, -1), (comm.scan, comm.rank)):
-                same = arrays[comm.rank].copy()
-                assert call(same, made, out=same) is same
-                assert same_bits(same, want[last])
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_result_goes_into_out(comm: Communicator) -> None:
+    for side, elementwise in product(SIDES, (False, True)):
+        made = ac.op(minus, elementwise=elementwise)
+        arrays = _matrices(comm, side)
+        want = _prefixes(minus, arrays)
+        apart = np.empty((side, side, 2))[..., 0]
+        assert comm.allreduce(arrays[comm.rank], made, out=apart) is apart
+        assert same_bits(apart.copy(), want[-1])
+        for call, last in ((comm.allreduce, -1), (comm.scan, comm.rank)):
+            same = arrays[comm.rank].copy()
+            assert call(same, made, out=same) is same
+            assert same_bits(same, want[last])
 
 
-def test_every_rank_gets_the_same_bits_whatever_its_framework(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for shape, elementwise in product(((2, 3), (90, 130)), (False, True)):
-            framework = ARITHMETIC[comm.rank % len(ARITHMETIC)]
-            mine = _case(shape, framework, comm.rank).build()
-            got = comm.allreduce(mine, ac.op(_noisy, elementwise=elementwise))
-            assert type(got) is type(mine)
-            said = comm.allgather_object(_numpy(got).tobytes())
-            assert said == [said[0]] * comm.size
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_every_rank_gets_the_same_bits_whatever_its_framework(comm: Communicator) -> None:
+    for shape, elementwise in product(((2, 3), (90, 130)), (False, True)):
+        framework = ARITHMETIC[comm.rank % len(ARITHMETIC)]
+        mine = _case(shape, framework, comm.rank).build()
+        got = comm.allreduce(mine, ac.op(_noisy, elementwise=elementwise))
+        assert type(got) is type(mine)
+        said = comm.allgather_object(_numpy(got).tobytes())
+        assert said == [said[0]] * comm.size
 
 
 def _noisy(a: Any, b: Any) -> Any:
@@ -307,29 +290,27 @@ def _noisy(a: Any, b: Any) -> Any:
 # Requests
 
 
-def test_requests_reduce_by_functions(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        arrays = _matrices(comm, 90)
-        mine, root = arrays[comm.rank], comm.size - 1
-        requests = [
-            comm.iallreduce(mine, ac.op(turned)),
-            comm.ireduce(mine, ac.op(minus), root),
-            comm.iscan(mine, ac.op(turned)),
-            comm.iallreduce(mine),
-            comm.iexscan(mine, ac.op(minus, elementwise=True)),
-            comm.iallreduce(mine, ac.op(minus, elementwise=True)),
-        ]
-        order = np.random.default_rng(comm.rank).permutation(len(requests))
-        results = {int(k): requests[k].wait() for k in order}
-        turns, differences = _prefixes(turned, arrays), _prefixes(minus, arrays)
-        assert same_bits(results[0], np.ascontiguousarray(turns[-1]))
-        assert results[1] is None or same_bits(results[1], differences[-1])
-        assert same_bits(results[2], np.ascontiguousarray(turns[comm.rank]))
-        assert same_bits(results[3], reduce(np.add, arrays))
-        assert results[4] is None or same_bits(results[4], differences[comm.rank - 1])
-        assert same_bits(results[5], differences[-1])
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_requests_reduce_by_functions(comm: Communicator) -> None:
+    arrays = _matrices(comm, 90)
+    mine, root = arrays[comm.rank], comm.size - 1
+    requests = [
+        comm.iallreduce(mine, ac.op(turned)),
+        comm.ireduce(mine, ac.op(minus), root),
+        comm.iscan(mine, ac.op(turned)),
+        comm.iallreduce(mine),
+        comm.iexscan(mine, ac.op(minus, elementwise=True)),
+        comm.iallreduce(mine, ac.op(minus, elementwise=True)),
+    ]
+    order = np.random.default_rng(comm.rank).permutation(len(requests))
+    results = {int(k): requests[k].wait() for k in order}
+    turns, differences = _prefixes(turned, arrays), _prefixes(minus, arrays)
+    assert same_bits(results[0], np.ascontiguousarray(turns[-1]))
+    assert results[1] is None or same_bits(results[1], differences[-1])
+    assert same_bits(results[2], np.ascontiguousarray(turns[comm.rank]))
+    assert same_bits(results[3], reduce(np.add, arrays))
+    assert results[4] is None or same_bits(results[4], differences[comm.rank - 1])
+    assert same_bits(results[5], differences[-1])
 
 
 # What goes wrong
@@ -382,16 +363,14 @@ WRONG: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_result_is_a_type_error_and_the_ranks_go_on(on_ranks, case) -> None:
-    def check(comm: Communicator) -> None:
-        for operation, count in product(OPERATIONS, (3, 30_000)):
-            with pytest.raises((TypeError, ac.PeerError), match=operation) as caught:
-                _call(comm, operation, count, ac.op(WRONG[case]))
-            folds = _folds(operation, count, False, comm.rank)
-            assert isinstance(caught.value, TypeError) == folds
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(2, check)
+@each_rank_of(2)
+def test_wrong_result_is_a_type_error_and_the_ranks_go_on(comm: Communicator, case) -> None:
+    for operation, count in product(OPERATIONS, (3, 30_000)):
+        with pytest.raises((TypeError, ac.PeerError), match=operation) as caught:
+            _call(comm, operation, count, ac.op(WRONG[case]))
+        folds = _folds(operation, count, False, comm.rank)
+        assert isinstance(caught.value, TypeError) == folds
+        assert comm.allreduce(1) == comm.size
 
 
 DIFFERENT: dict[str, tuple[Any, Any, str]] = {
@@ -406,14 +385,12 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_different_functions_are_a_mismatch(on_ranks, case) -> None:
-    def check(comm: Communicator) -> None:
-        usual, other, message = DIFFERENT[case]
-        for count in (3, 30_000):
-            with pytest.raises(ac.MismatchError, match=message):
-                comm.dup().allreduce(np.ones(count), other if comm.rank else usual)
-
-    on_ranks(2, check)
+@each_rank_of(2)
+def test_different_functions_are_a_mismatch(comm: Communicator, case) -> None:
+    usual, other, message = DIFFERENT[case]
+    for count in (3, 30_000):
+        with pytest.raises(ac.MismatchError, match=message):
+            comm.dup().allreduce(np.ones(count), other if comm.rank else usual)
 
 
 class Shift:
@@ -431,14 +408,12 @@ class Shift:
     [lambda: Shift(1.0), lambda: partial(_shifted, 1.0), lambda: Shift(1.0).__call__],
     ids=["object", "partial", "method"],
 )
-def test_ranks_may_make_their_functions_anew(on_ranks, make) -> None:
-    def check(comm: Communicator) -> None:
-        kept = [make() for _ in range(comm.rank)]
-        got = comm.allreduce(np.ones(3), ac.op(make()))
-        assert (got == 2 * comm.size - 1).all()
-        assert len(kept) == comm.rank
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_ranks_may_make_their_functions_anew(comm: Communicator, make) -> None:
+    kept = [make() for _ in range(comm.rank)]
+    got = comm.allreduce(np.ones(3), ac.op(make()))
+    assert (got == 2 * comm.size - 1).all()
+    assert len(kept) == comm.rank
 
 
 def _shifted(by: float, a: Any, b: Any) -> Any:
@@ -463,32 +438,28 @@ def test_what_cannot_be_called_is_a_type_error(wrong) -> None:
         ac.op(wrong)
 
 
-def test_function_that_op_was_not_made_of_is_refused_by_all(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        with pytest.raises(TypeError, match=r"arraycomm\.op"):
-            comm.allreduce(np.ones(3), minus)
-        with pytest.raises(TypeError):
-            ac.allreduce_tree([np.ones(3)], ac.op(minus), comm=comm)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(2, check)
+@each_rank_of(2)
+def test_function_that_op_was_not_made_of_is_refused_by_all(comm: Communicator) -> None:
+    with pytest.raises(TypeError, match=r"arraycomm\.op"):
+        comm.allreduce(np.ones(3), minus)
+    with pytest.raises(TypeError):
+        ac.allreduce_tree([np.ones(3)], ac.op(minus), comm=comm)
+    assert comm.allreduce(1) == comm.size
 
 
-def test_without_the_check_functions_reduce_as_well(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        unchecked = comm.dup(check=False)
-        for side in SIDES:
-            arrays = _matrices(comm, side)
-            for elementwise in (False, True):
-                made = ac.op(minus, elementwise=elementwise)
-                for _ in range(2):
-                    got = unchecked.allreduce(arrays[comm.rank], made)
-                    assert same_bits(got, _prefixes(minus, arrays)[-1])
-                assert same_bits(
-                    unchecked.scan(arrays[comm.rank], made), _prefixes(minus, arrays)[comm.rank]
-                )
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_without_the_check_functions_reduce_as_well(comm: Communicator) -> None:
+    unchecked = comm.dup(check=False)
+    for side in SIDES:
+        arrays = _matrices(comm, side)
+        for elementwise in (False, True):
+            made = ac.op(minus, elementwise=elementwise)
+            for _ in range(2):
+                got = unchecked.allreduce(arrays[comm.rank], made)
+                assert same_bits(got, _prefixes(minus, arrays)[-1])
+            assert same_bits(
+                unchecked.scan(arrays[comm.rank], made), _prefixes(minus, arrays)[comm.rank]
+            )
 
 
 @alone

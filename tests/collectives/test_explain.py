@@ -8,6 +8,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._reduce import algorithms, selection
 from arraycomm._reduce.selection import Algorithm
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.device import in_own_stream, linked_devices
 
@@ -51,52 +52,46 @@ def test_one_chunk_goes_through_the_segment_whatever_the_mpi(on_ranks, transport
         assert set(on_ranks(3, check)) == {"slices" if compiled is None else "segment"}
 
 
-def test_copies_are_those_that_are_made(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        plain = np.ones((300, 200))
-        for x, copies in ((plain, 0), (plain.T, 1), (plain[::2], 1), (plain.astype(">f8"), 1)):
-            before = comm.stats().get("allreduce", {"copies": 0})["copies"]
-            comm.allreduce(x)
-            made = comm.stats()["allreduce"]["copies"] - before
-            assert ac.explain(x, comm=comm).copies == made == copies
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_copies_are_those_that_are_made(comm: Communicator) -> None:
+    plain = np.ones((300, 200))
+    for x, copies in ((plain, 0), (plain.T, 1), (plain[::2], 1), (plain.astype(">f8"), 1)):
+        before = comm.stats().get("allreduce", {"copies": 0})["copies"]
+        comm.allreduce(x)
+        made = comm.stats()["allreduce"]["copies"] - before
+        assert ac.explain(x, comm=comm).copies == made == copies
 
 
-def test_words(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        said = str(ac.explain(np.ones(3, np.float32), "max", comm=comm))
-        assert said.startswith(f"allreduce(max) of float32 (3,) (numpy) over {comm.backend}")
-        assert "travel with the header" in said
-        assert "no copy" in said
-        assert "12 bytes sent by this rank" in said
-        unchecked = comm.dup(check=False, reproducible=False)
-        explained = ac.explain(np.ones(10**6), comm=unchecked)
-        said = str(explained)
-        words = {
-            "slices": "each rank folds a slice",
-            "segment": "memory that the ranks share",
-        }
-        assert words[explained.algorithm] in said
-        assert "what the ranks call is not compared" in said
-        assert "reproducible=False" in said
-        by_function = ac.op(np.minimum)
-        assert "by the function" in str(ac.explain(1.0, by_function, comm=comm))
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_words(comm: Communicator) -> None:
+    said = str(ac.explain(np.ones(3, np.float32), "max", comm=comm))
+    assert said.startswith(f"allreduce(max) of float32 (3,) (numpy) over {comm.backend}")
+    assert "travel with the header" in said
+    assert "no copy" in said
+    assert "12 bytes sent by this rank" in said
+    unchecked = comm.dup(check=False, reproducible=False)
+    explained = ac.explain(np.ones(10**6), comm=unchecked)
+    said = str(explained)
+    words = {
+        "slices": "each rank folds a slice",
+        "segment": "memory that the ranks share",
+    }
+    assert words[explained.algorithm] in said
+    assert "what the ranks call is not compared" in said
+    assert "reproducible=False" in said
+    by_function = ac.op(np.minimum)
+    assert "by the function" in str(ac.explain(1.0, by_function, comm=comm))
 
 
-def test_errors_are_those_of_allreduce(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        with pytest.raises(TypeError, match="op 'sum' is not defined for bool"):
-            ac.explain(np.ones(3, bool), comm=comm)
-        with pytest.raises(TypeError, match="must be an array or a number"):
-            ac.explain({}, comm=comm)
-        if not ac.is_initialized():
-            with pytest.raises(ac.NotInitializedError):
-                ac.explain(1)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_errors_are_those_of_allreduce(comm: Communicator) -> None:
+    with pytest.raises(TypeError, match="op 'sum' is not defined for bool"):
+        ac.explain(np.ones(3, bool), comm=comm)
+    with pytest.raises(TypeError, match="must be an array or a number"):
+        ac.explain({}, comm=comm)
+    if not ac.is_initialized():
+        with pytest.raises(ac.NotInitializedError):
+            ac.explain(1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._messages import messages
+from tests.collectives.each_rank import each_rank_of
 from tests.support.launcher import needs_mpiexec, run_python
 
 Array = np.ndarray[Any, Any]
@@ -38,35 +39,33 @@ def _assert_ring(comm: Communicator, *numbers: int) -> None:
     assert np.array_equal(got, _numbered(left, *numbers))
 
 
-def test_each_call_gets_its_own_elements(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        right, left = _ring(comm)
-        status, kept, paths = ac.Status(), [], []
-        for turn in range(4):
-            mine, theirs = _numbered(comm.rank, turn), _numbered(left, turn)
-            kept.append((comm.sendrecv(mine, right, left), theirs))
-            out = np.empty(SHORT)
-            assert comm.sendrecv(mine, right, left, out=out, status=status) is out
-            assert np.array_equal(out, theirs)
-            assert (status.source, status.tag, status.nbytes) == (left, 0, out.nbytes)
-            assert (status.dtype, status.shape) == (out.dtype, out.shape)
-            assert comm.sendrecv(mine, right, left, out=mine) is mine
-            assert np.array_equal(mine, theirs)
-            strided = np.repeat(_numbered(comm.rank, turn), 2)[::2]
-            backwards = np.empty(SHORT)[::-1]
-            comm.sendrecv(strided, right, left, out=backwards)
-            assert np.array_equal(backwards, theirs)
-            paths.append(list(comm._messenger._fast.values()))
-        assert all(np.array_equal(got, wanted) for got, wanted in kept)
-        assert len(paths[0]) == (comm.size > 1)
-        assert all(one == paths[0] for one in paths)
-        if comm.size > 1:
-            counts = comm.stats()
-            assert (counts["send"]["calls"], counts["send"]["copies"]) == (16, 4)
-            assert counts["send"]["bytes"] == 16 * 8 * SHORT
-            assert counts["recv"]["calls"] == 16
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_each_call_gets_its_own_elements(comm: Communicator) -> None:
+    right, left = _ring(comm)
+    status, kept, paths = ac.Status(), [], []
+    for turn in range(4):
+        mine, theirs = _numbered(comm.rank, turn), _numbered(left, turn)
+        kept.append((comm.sendrecv(mine, right, left), theirs))
+        out = np.empty(SHORT)
+        assert comm.sendrecv(mine, right, left, out=out, status=status) is out
+        assert np.array_equal(out, theirs)
+        assert (status.source, status.tag, status.nbytes) == (left, 0, out.nbytes)
+        assert (status.dtype, status.shape) == (out.dtype, out.shape)
+        assert comm.sendrecv(mine, right, left, out=mine) is mine
+        assert np.array_equal(mine, theirs)
+        strided = np.repeat(_numbered(comm.rank, turn), 2)[::2]
+        backwards = np.empty(SHORT)[::-1]
+        comm.sendrecv(strided, right, left, out=backwards)
+        assert np.array_equal(backwards, theirs)
+        paths.append(list(comm._messenger._fast.values()))
+    assert all(np.array_equal(got, wanted) for got, wanted in kept)
+    assert len(paths[0]) == (comm.size > 1)
+    assert all(one == paths[0] for one in paths)
+    if comm.size > 1:
+        counts = comm.stats()
+        assert (counts["send"]["calls"], counts["send"]["copies"]) == (16, 4)
+        assert counts["send"]["bytes"] == 16 * 8 * SHORT
+        assert counts["recv"]["calls"] == 16
 
 
 # What one rank sends while the others have a fast path for another array.
@@ -82,61 +81,55 @@ OTHERS: dict[str, Callable[[], Array]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_an_array_that_is_not_like_those_before_arrives(on_ranks, other) -> None:
-    def check(comm: Communicator) -> None:
-        right, left = _ring(comm)
-        _warm(comm)
-        mine = OTHERS[other]() if comm.rank == 0 else _numbered(comm.rank)
-        wanted = OTHERS[other]() if left == 0 else _numbered(left)
-        got = comm.sendrecv(mine, right, left)
-        assert (got.dtype, got.shape) == (wanted.dtype.newbyteorder("="), wanted.shape)
-        assert np.array_equal(got, wanted)
-        _warm(comm)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_an_array_that_is_not_like_those_before_arrives(comm: Communicator, other) -> None:
+    right, left = _ring(comm)
+    _warm(comm)
+    mine = OTHERS[other]() if comm.rank == 0 else _numbered(comm.rank)
+    wanted = OTHERS[other]() if left == 0 else _numbered(left)
+    got = comm.sendrecv(mine, right, left)
+    assert (got.dtype, got.shape) == (wanted.dtype.newbyteorder("="), wanted.shape)
+    assert np.array_equal(got, wanted)
+    _warm(comm)
 
 
-def test_wrong_arguments_on_one_rank_are_raised_as_before(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        right, left = _ring(comm)
-        _warm(comm)
-        mine = _numbered(comm.rank)
-        for kind, match, x, wrong in (
-            (TypeError, "send: ", [1], {}),
-            (ValueError, "recv: ", mine, {"out": np.empty(SHORT + 1)}),
-            (TypeError, "recv: ", mine, {"out": np.empty(SHORT, np.float32)}),
-            (BufferError, "recv: ", mine, {"out": np.broadcast_to(0.0, SHORT)}),
-            (TypeError, "recv: ", mine, {"like": "text"}),
-            (TypeError, "status must be", mine, {"status": "text"}),
-        ):
-            if comm.rank == 0:
-                with pytest.raises(kind, match=match):
-                    comm.sendrecv(x, right, left, **wrong)
-            elif left == 0 and x is not mine:
-                with pytest.raises(ac.PeerError, match="rank 0 raised instead of sending"):
-                    comm.sendrecv(mine, right, left)
-            else:
-                assert np.array_equal(comm.sendrecv(mine, right, left), _numbered(left))
-            _assert_ring(comm, 7)
-
-    on_ranks(3, check)
-
-
-def test_receives_from_any_rank_come_before_later_exchanges(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        _warm(comm)
+@each_rank_of(3)
+def test_wrong_arguments_on_one_rank_are_raised_as_before(comm: Communicator) -> None:
+    right, left = _ring(comm)
+    _warm(comm)
+    mine = _numbered(comm.rank)
+    for kind, match, x, wrong in (
+        (TypeError, "send: ", [1], {}),
+        (ValueError, "recv: ", mine, {"out": np.empty(SHORT + 1)}),
+        (TypeError, "recv: ", mine, {"out": np.empty(SHORT, np.float32)}),
+        (BufferError, "recv: ", mine, {"out": np.broadcast_to(0.0, SHORT)}),
+        (TypeError, "recv: ", mine, {"like": "text"}),
+        (TypeError, "status must be", mine, {"status": "text"}),
+    ):
         if comm.rank == 0:
-            first, sent = comm.irecv(ac.ANY_SOURCE), comm.isend(0, 1, 9)
-            second = comm.sendrecv(_numbered(0), 1, 1)
-            assert np.array_equal(first.wait(), _numbered(1, 0))
-            assert np.array_equal(second, _numbered(1, 1))
-            sent.wait()
-        elif comm.rank == 1:
-            comm.recv(0, 9)
-            comm.send(_numbered(1, 0), 0)
-            assert np.array_equal(comm.sendrecv(_numbered(1, 1), 0, 0), _numbered(0))
+            with pytest.raises(kind, match=match):
+                comm.sendrecv(x, right, left, **wrong)
+        elif left == 0 and x is not mine:
+            with pytest.raises(ac.PeerError, match="rank 0 raised instead of sending"):
+                comm.sendrecv(mine, right, left)
+        else:
+            assert np.array_equal(comm.sendrecv(mine, right, left), _numbered(left))
+        _assert_ring(comm, 7)
 
-    on_ranks(2, check)
+
+@each_rank_of(2)
+def test_receives_from_any_rank_come_before_later_exchanges(comm: Communicator) -> None:
+    _warm(comm)
+    if comm.rank == 0:
+        first, sent = comm.irecv(ac.ANY_SOURCE), comm.isend(0, 1, 9)
+        second = comm.sendrecv(_numbered(0), 1, 1)
+        assert np.array_equal(first.wait(), _numbered(1, 0))
+        assert np.array_equal(second, _numbered(1, 1))
+        sent.wait()
+    elif comm.rank == 1:
+        comm.recv(0, 9)
+        comm.send(_numbered(1, 0), 0)
+        assert np.array_equal(comm.sendrecv(_numbered(1, 1), 0, 0), _numbered(0))
 
 
 def test_fast_paths_are_given_up_when_there_are_many(on_ranks, monkeypatch) -> None:
@@ -157,19 +150,17 @@ def test_fast_paths_are_given_up_when_there_are_many(on_ranks, monkeypatch) -> N
     on_ranks(2, check)
 
 
-def test_rank_that_does_not_exchange_any_more_is_noticed(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        right, left = _ring(comm)
-        part = comm.dup(timeout=0.5)
-        _warm(part)
-        if comm.rank == 1:
-            with pytest.raises(ac.CommTimeoutError, match=f"recv from rank {left} with tag 0"):
-                part.sendrecv(_numbered(comm.rank), right, left)
-            with pytest.raises(ac.CommunicatorClosedError, match="waited 0"):
-                part.sendrecv(_numbered(comm.rank), right, left)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(2, check)
+@each_rank_of(2)
+def test_rank_that_does_not_exchange_any_more_is_noticed(comm: Communicator) -> None:
+    right, left = _ring(comm)
+    part = comm.dup(timeout=0.5)
+    _warm(part)
+    if comm.rank == 1:
+        with pytest.raises(ac.CommTimeoutError, match=f"recv from rank {left} with tag 0"):
+            part.sendrecv(_numbered(comm.rank), right, left)
+        with pytest.raises(ac.CommunicatorClosedError, match="waited 0"):
+            part.sendrecv(_numbered(comm.rank), right, left)
+    assert comm.allreduce(1) == comm.size
 
 
 PROGRAM = """

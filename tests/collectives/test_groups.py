@@ -9,6 +9,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._transports.threads import make_group
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 
 
@@ -27,37 +28,31 @@ def test_split_partitions_by_color_and_orders_by_key(on_ranks, few) -> None:
         assert count == len(same)
 
 
-def test_dup_keeps_ranks_and_takes_options(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        other = comm.dup(timeout=5.0, check=False)
-        assert (other.rank, other.size) == (comm.rank, comm.size)
-        assert internals.options(other).timeout == 5.0
-        assert internals.options(other).check is False
-        for count in (2, 30_000):
-            assert (other.allreduce(np.ones(count)) == comm.size).all()
-            assert (other.allgather(np.ones(count)) == 1).all()
-        assert internals.options(other.dup()) == internals.options(other)
-        requests = [comm.iallreduce(1), other.iallreduce(2)]
-        assert [r.wait() for r in reversed(requests)] == [2 * comm.size, comm.size]
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_dup_keeps_ranks_and_takes_options(comm: Communicator) -> None:
+    other = comm.dup(timeout=5.0, check=False)
+    assert (other.rank, other.size) == (comm.rank, comm.size)
+    assert internals.options(other).timeout == 5.0
+    assert internals.options(other).check is False
+    for count in (2, 30_000):
+        assert (other.allreduce(np.ones(count)) == comm.size).all()
+        assert (other.allgather(np.ones(count)) == 1).all()
+    assert internals.options(other.dup()) == internals.options(other)
+    requests = [comm.iallreduce(1), other.iallreduce(2)]
+    assert [r.wait() for r in reversed(requests)] == [2 * comm.size, comm.size]
 
 
-def test_ranks_of_one_node_are_together(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        node = comm.split_by_node()
-        assert (node.rank, node.size) == (comm.local_rank, comm.local_size)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_ranks_of_one_node_are_together(comm: Communicator) -> None:
+    node = comm.split_by_node()
+    assert (node.rank, node.size) == (comm.local_rank, comm.local_size)
 
 
-def test_shrink_says_where_it_is_possible(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        with pytest.raises(ac.BackendUnavailableError, match="mpiexec --with-ft ulfm"):
-            comm.shrink()
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_shrink_says_where_it_is_possible(comm: Communicator) -> None:
+    with pytest.raises(ac.BackendUnavailableError, match="mpiexec --with-ft ulfm"):
+        comm.shrink()
+    assert comm.allreduce(1) == comm.size
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -98,50 +93,50 @@ def _trained(comm: ac.Communicator) -> object:
     return optimizer
 
 
-def test_duplicates_that_nobody_sees_are_freed_once_no_rank_uses_them(on_ranks) -> None:
-    def check(comm: ac.Communicator) -> None:
-        part = comm.dup()
-        before = len(internals.group(part).related)
-        kept = _trained(part)
-        for turn in range(24):
-            made = _trained(part)
-            # One rank lets go of it later than the others.
-            late = made if comm.rank == turn % comm.size else None
-            del made
-            if turn % 8 == 0:
-                gc.collect(0)
-                there = len(internals.group(part).hidden)
-                again = _trained(part)
-                # What one rank still has is not freed.
-                assert len(internals.group(part).hidden) > (there if turn == 0 else 1)
-                del again
-            del late
-        gc.collect(0)
-        del kept
-        gc.collect(0)
-        last = _trained(part)
-        assert len(internals.group(part).related) - before < 8
-        part.free()
-        assert len(internals.group(comm).related) == before - 1
-        with pytest.raises(ac.CommunicatorClosedError, match="it was freed"):
-            last.update([np.zeros(3)], [np.zeros(3)])  # type: ignore[attr-defined]
+@each_rank_of(3)
+def test_duplicates_that_nobody_sees_are_freed_once_no_rank_uses_them(
+    comm: ac.Communicator,
+) -> None:
+    part = comm.dup()
+    before = len(internals.group(part).related)
+    kept = _trained(part)
+    for turn in range(24):
+        made = _trained(part)
+        # One rank lets go of it later than the others.
+        late = made if comm.rank == turn % comm.size else None
+        del made
+        if turn % 8 == 0:
+            gc.collect(0)
+            there = len(internals.group(part).hidden)
+            again = _trained(part)
+            # What one rank still has is not freed.
+            assert len(internals.group(part).hidden) > (there if turn == 0 else 1)
+            del again
+        del late
+    gc.collect(0)
+    del kept
+    gc.collect(0)
+    last = _trained(part)
+    assert len(internals.group(part).related) - before < 8
+    part.free()
+    assert len(internals.group(comm).related) == before - 1
+    with pytest.raises(ac.CommunicatorClosedError, match="it was freed"):
+        last.update([np.zeros(3)], [np.zeros(3)])  # type: ignore[attr-defined]
 
-    on_ranks(3, check)
 
-
-def test_hidden_duplicate_that_an_error_has_closed_does_not_hold_up_free(on_ranks) -> None:
-    def check(comm: ac.Communicator) -> None:
-        part = comm.dup()
-        wrong, right = ac.DistributedOptimizer(_Step(), comm=part), _trained(part)
-        with pytest.raises(ac.MismatchError):
-            wrong.update([np.zeros(3 + comm.rank)], [np.zeros(3 + comm.rank)])
-        before = len(internals.group(comm).related)
-        part.free()
-        # The part, and the two.
-        assert len(internals.group(comm).related) == before - 3
-        for optimizer in (wrong, right):
-            with pytest.raises(ac.CommunicatorClosedError):
-                optimizer.update([np.zeros(3)], [np.zeros(3)])  # type: ignore[attr-defined]
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(2, check)
+@each_rank_of(2)
+def test_hidden_duplicate_that_an_error_has_closed_does_not_hold_up_free(
+    comm: ac.Communicator,
+) -> None:
+    part = comm.dup()
+    wrong, right = ac.DistributedOptimizer(_Step(), comm=part), _trained(part)
+    with pytest.raises(ac.MismatchError):
+        wrong.update([np.zeros(3 + comm.rank)], [np.zeros(3 + comm.rank)])
+    before = len(internals.group(comm).related)
+    part.free()
+    # The part, and the two.
+    assert len(internals.group(comm).related) == before - 3
+    for optimizer in (wrong, right):
+        with pytest.raises(ac.CommunicatorClosedError):
+            optimizer.update([np.zeros(3)], [np.zeros(3)])  # type: ignore[attr-defined]
+    assert comm.allreduce(1) == comm.size

@@ -10,6 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from tests.collectives.each_rank import each_rank_of
 from tests.support.oracle import expected, same_bits, sample
 
 Array = np.ndarray[Any, Any]
@@ -20,20 +21,18 @@ def _values(shape: tuple[int, ...], rank: int) -> Array:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 2) * 6], ids=str)
-def test_scalars_empty_arrays_and_many_dimensions(on_ranks, few, shape) -> None:
-    def check(comm: Communicator) -> None:
-        arrays = [_values(shape, rank) for rank in range(comm.size)]
-        mine, want = arrays[comm.rank], expected(arrays, "sum")
-        for _ in range(2):
-            assert same_bits(comm.allreduce(mine), want)
-        assert same_bits(comm.allgather(mine), np.stack(arrays))
-        for root in range(comm.size):
-            got = comm.bcast(mine if comm.rank == root else None, root)
-            assert same_bits(got, arrays[root])
-            reduced = comm.reduce(mine, root=root)
-            assert reduced is None or same_bits(reduced, want)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_scalars_empty_arrays_and_many_dimensions(comm: Communicator, shape) -> None:
+    arrays = [_values(shape, rank) for rank in range(comm.size)]
+    mine, want = arrays[comm.rank], expected(arrays, "sum")
+    for _ in range(2):
+        assert same_bits(comm.allreduce(mine), want)
+    assert same_bits(comm.allgather(mine), np.stack(arrays))
+    for root in range(comm.size):
+        got = comm.bcast(mine if comm.rank == root else None, root)
+        assert same_bits(got, arrays[root])
+        reduced = comm.reduce(mine, root=root)
+        assert reduced is None or same_bits(reduced, want)
 
 
 MOVED = [
@@ -46,16 +45,13 @@ MOVED = [
 ]
 
 
-def test_moved_dtypes_come_right_call_after_call(on_ranks) -> None:
+@each_rank_of(3)
+def test_moved_dtypes_come_right_call_after_call(comm: Communicator) -> None:
     """The description takes steps of its own, which must not overwrite what is still to be read."""
-
-    def check(comm: Communicator) -> None:
-        for number in range(60):
-            mine = np.roll(MOVED[number % 7 % len(MOVED)], number)
-            got = comm.bcast(mine if comm.rank == 0 else None, 0)
-            assert got.tobytes() == mine.astype(got.dtype).tobytes()
-
-    on_ranks(3, check)
+    for number in range(60):
+        mine = np.roll(MOVED[number % 7 % len(MOVED)], number)
+        got = comm.bcast(mine if comm.rank == 0 else None, 0)
+        assert got.tobytes() == mine.astype(got.dtype).tobytes()
 
 
 def test_dtype_that_cannot_be_described_is_refused_before_it_is_sent(on_ranks, few) -> None:
@@ -70,40 +66,32 @@ def test_dtype_that_cannot_be_described_is_refused_before_it_is_sent(on_ranks, f
 
 
 @pytest.mark.parametrize("count", [10, 30_000])
-def test_out_may_be_the_input_or_overlap_it(on_ranks, size, count) -> None:
-    def check(comm: Communicator) -> None:
-        memory = _values((count + 7,), comm.rank)
-        want = comm.allreduce(memory[:count].copy())
-        for start in (0, 1, 7):
-            both = memory.copy()
-            x, out = both[:count], both[start : start + count]
-            for _ in range(2):
-                both[...] = memory
-                assert comm.allreduce(x, out=out) is out
-                assert same_bits(out.copy(), want)
-
-    on_ranks(size, check)
+@each_rank_of("size")
+def test_out_may_be_the_input_or_overlap_it(comm: Communicator, count) -> None:
+    memory = _values((count + 7,), comm.rank)
+    want = comm.allreduce(memory[:count].copy())
+    for start in (0, 1, 7):
+        both = memory.copy()
+        x, out = both[:count], both[start : start + count]
+        for _ in range(2):
+            both[...] = memory
+            assert comm.allreduce(x, out=out) is out
+            assert same_bits(out.copy(), want)
 
 
-def test_results_are_aligned_for_the_frameworks(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for count in (1, 17, 3_000, 50_000):
-            for result in (comm.allreduce(np.ones(count)), comm.allgather(np.ones(count))):
-                assert result.ctypes.data % 64 == 0
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_results_are_aligned_for_the_frameworks(comm: Communicator) -> None:
+    for count in (1, 17, 3_000, 50_000):
+        for result in (comm.allreduce(np.ones(count)), comm.allgather(np.ones(count))):
+            assert result.ctypes.data % 64 == 0
 
 
-def test_torch_out_is_written_and_its_version_counted(on_ranks, few) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        for count in (4, 20_000):
-            x, out = torch.full((count,), 2.0), torch.zeros(count)
-            for _ in range(2):
-                version = out._version
-                assert comm.allreduce(x, out=out) is out
-                assert (out == 2.0 * comm.size).all()
-                assert out._version > version
-
-    on_ranks(few, check)
+@each_rank_of("few", "torch")
+def test_torch_out_is_written_and_its_version_counted(comm: Communicator, torch) -> None:
+    for count in (4, 20_000):
+        x, out = torch.full((count,), 2.0), torch.zeros(count)
+        for _ in range(2):
+            version = out._version
+            assert comm.allreduce(x, out=out) is out
+            assert (out == 2.0 * comm.size).all()
+            assert out._version > version

@@ -18,6 +18,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
+from tests.collectives.each_rank import each_rank_of
 from tests.support.frameworks import need
 from tests.support.on_ranks import alone
 
@@ -282,16 +283,12 @@ def test_arguments_are_their_owners_again(on_ranks, kind) -> None:
     on_ranks(2, check)
 
 
-def test_results_of_torch_can_be_resized(on_ranks, few) -> None:
-    torch = need("torch")
-
-    def check(comm: Communicator) -> None:
-        for length in (240, 60_000):
-            for x in (_tensor(length), _tensor(length, dtype=torch.bfloat16)):
-                for call in 2 * (comm.allreduce, comm.bcast, comm.allgather, comm.scan):
-                    _resize(call(x))
-
-    on_ranks(few, check)
+@each_rank_of("few", "torch")
+def test_results_of_torch_can_be_resized(comm: Communicator, torch) -> None:
+    for length in (240, 60_000):
+        for x in (_tensor(length), _tensor(length, dtype=torch.bfloat16)):
+            for call in 2 * (comm.allreduce, comm.bcast, comm.allgather, comm.scan):
+                _resize(call(x))
 
 
 @alone

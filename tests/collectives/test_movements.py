@@ -14,6 +14,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._reduce import blocks
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.layouts import OUTS
 
@@ -127,38 +128,31 @@ def name(request: pytest.FixtureRequest) -> str:
 LENGTHS = [0, 1, 3, 5, 16, 17, 1024, 4096, 4097, 20_000]
 
 
-def test_each_rank_gets_its_share(on_ranks, few, name) -> None:
-    def check(comm: Communicator) -> None:
-        for number, length in enumerate(LENGTHS):
-            arrays, counts = inputs(name, comm.size, length)
-            root = number % comm.size
-            mine = arrays[comm.rank].copy()
-            got = call(comm, name, mine, counts[comm.rank], root)
-            assert same(got, expected(name, arrays, counts, comm.rank, root)), length
-            assert got is None or got.flags.c_contiguous
-            assert mine.tobytes() == arrays[comm.rank].tobytes(), "the input stays as it is"
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_each_rank_gets_its_share(comm: Communicator, name) -> None:
+    for number, length in enumerate(LENGTHS):
+        arrays, counts = inputs(name, comm.size, length)
+        root = number % comm.size
+        mine = arrays[comm.rank].copy()
+        got = call(comm, name, mine, counts[comm.rank], root)
+        assert same(got, expected(name, arrays, counts, comm.rank, root)), length
+        assert got is None or got.flags.c_contiguous
+        assert mine.tobytes() == arrays[comm.rank].tobytes(), "the input stays as it is"
 
 
-def test_sizes_around_what_travels_with_the_header(on_ranks, name) -> None:
+@each_rank_of(3)
+def test_sizes_around_what_travels_with_the_header(comm: Communicator, name) -> None:
     """With one byte a row, each total from a byte too few to a byte too many."""
-
-    def check(comm: Communicator) -> None:
-        table = 8 * comm.size
-        for payload, more in product((128, 32 << 10), (-table - 1, -table, 1 - table, 1)):
-            nbytes = payload + more
-            length = nbytes // comm.size
-            arrays, counts = inputs(name, comm.size, length, (), np.uint8)
-            if name in UNEVEN:
-                counts = [
-                    [nbytes - length * (comm.size - 1), *[length] * (comm.size - 1)]
-                ] * comm.size
-                arrays = [values(np.uint8, nbytes, r) for r in range(comm.size)]
-            got = call(comm, name, arrays[comm.rank], counts[comm.rank])
-            assert same(got, expected(name, arrays, counts, comm.rank, 0)), nbytes
-
-    on_ranks(3, check)
+    table = 8 * comm.size
+    for payload, more in product((128, 32 << 10), (-table - 1, -table, 1 - table, 1)):
+        nbytes = payload + more
+        length = nbytes // comm.size
+        arrays, counts = inputs(name, comm.size, length, (), np.uint8)
+        if name in UNEVEN:
+            counts = [[nbytes - length * (comm.size - 1), *[length] * (comm.size - 1)]] * comm.size
+            arrays = [values(np.uint8, nbytes, r) for r in range(comm.size)]
+        got = call(comm, name, arrays[comm.rank], counts[comm.rank])
+        assert same(got, expected(name, arrays, counts, comm.rank, 0)), nbytes
 
 
 OPAQUE = [
@@ -176,28 +170,24 @@ OPAQUE = [
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(ml_dtypes.bfloat16), *OPAQUE], ids=str)
-def test_dtypes_of_each_sort_are_moved(on_ranks, dtype) -> None:
-    def check(comm: Communicator) -> None:
-        for name in MOVEMENTS:
-            for length in (2, 9_000):
-                arrays, counts = inputs(name, comm.size, length, (1,), dtype)
-                got = call(comm, name, arrays[comm.rank], counts[comm.rank], 1)
-                assert same(got, expected(name, arrays, counts, comm.rank, 1)), (name, length)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_dtypes_of_each_sort_are_moved(comm: Communicator, dtype) -> None:
+    for name in MOVEMENTS:
+        for length in (2, 9_000):
+            arrays, counts = inputs(name, comm.size, length, (1,), dtype)
+            got = call(comm, name, arrays[comm.rank], counts[comm.rank], 1)
+            assert same(got, expected(name, arrays, counts, comm.rank, 1)), (name, length)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, OPAQUE[0]], ids=str)
-def test_arrays_of_more_than_eight_dimensions_are_moved(on_ranks, dtype) -> None:
-    def check(comm: Communicator) -> None:
-        for name, length in product(MOVEMENTS, (1, 200)):
-            arrays, counts = inputs(name, comm.size, length, (1, 2) * 5, dtype)
-            got = call(comm, name, arrays[comm.rank], counts[comm.rank], 2)
-            assert same(got, expected(name, arrays, counts, comm.rank, 2)), (name, length)
-        x = values(dtype, 64, 0).reshape((1, 2) * 6)
-        assert same(comm.bcast(None if comm.rank else x, 0), x)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_arrays_of_more_than_eight_dimensions_are_moved(comm: Communicator, dtype) -> None:
+    for name, length in product(MOVEMENTS, (1, 200)):
+        arrays, counts = inputs(name, comm.size, length, (1, 2) * 5, dtype)
+        got = call(comm, name, arrays[comm.rank], counts[comm.rank], 2)
+        assert same(got, expected(name, arrays, counts, comm.rank, 2)), (name, length)
+    x = values(dtype, 64, 0).reshape((1, 2) * 6)
+    assert same(comm.bcast(None if comm.rank else x, 0), x)
 
 
 def test_fields_that_overlap_are_refused_where_the_others_cannot_know_them(on_ranks, few) -> None:
@@ -217,83 +207,70 @@ def test_fields_that_overlap_are_refused_where_the_others_cannot_know_them(on_ra
 
 
 @pytest.mark.parametrize("most", [0, 1, 20_000])
-def test_any_number_of_rows_on_any_rank(on_ranks, few, most) -> None:
+@each_rank_of("few")
+def test_any_number_of_rows_on_any_rank(comm: Communicator, most) -> None:
     """No rows on all ranks but one in turn, or on all; rows of no elements too."""
-
-    def check(comm: Communicator) -> None:
-        for full, name, row in product(range(comm.size), UNEVEN, [(), (3,), (2, 0, 3)]):
-            counts = [[0] * comm.size for _ in range(comm.size)]
-            counts[full][comm.size - 1 - full] = most
-            arrays = [np.full((sum(c), *row), r + 1.0) for r, c in enumerate(counts)]
-            got = call(comm, name, arrays[comm.rank], counts[comm.rank], full)
-            assert same(got, expected(name, arrays, counts, comm.rank, full)), (name, row)
-
-    on_ranks(few, check)
+    for full, name, row in product(range(comm.size), UNEVEN, [(), (3,), (2, 0, 3)]):
+        counts = [[0] * comm.size for _ in range(comm.size)]
+        counts[full][comm.size - 1 - full] = most
+        arrays = [np.full((sum(c), *row), r + 1.0) for r, c in enumerate(counts)]
+        got = call(comm, name, arrays[comm.rank], counts[comm.rank], full)
+        assert same(got, expected(name, arrays, counts, comm.rank, full)), (name, row)
 
 
-def test_even_movements_of_no_elements(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for name, row, dtype in product(EVEN, [(0,), (2, 0), (0,) * 9], [np.float32, OPAQUE[0]]):
-            arrays = [np.zeros((comm.size, *row), dtype)] * comm.size
-            got = call(comm, name, arrays[comm.rank])
-            assert same(got, expected(name, arrays, [], comm.rank, 0)), (name, row, dtype)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_even_movements_of_no_elements(comm: Communicator) -> None:
+    for name, row, dtype in product(EVEN, [(0,), (2, 0), (0,) * 9], [np.float32, OPAQUE[0]]):
+        arrays = [np.zeros((comm.size, *row), dtype)] * comm.size
+        got = call(comm, name, arrays[comm.rank])
+        assert same(got, expected(name, arrays, [], comm.rank, 0)), (name, row, dtype)
 
 
 # Counts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [tuple, np.array, iter, lambda c: np.array(c, np.uint8)])
-def test_counts_may_be_any_sequence_of_integers(on_ranks, few, kind) -> None:
-    def check(comm: Communicator) -> None:
-        for name in ("scatterv", "alltoallv"):
-            arrays, counts = inputs(name, comm.size, 3)
-            got = call(comm, name, arrays[comm.rank], kind(counts[comm.rank]))
-            assert same(got, expected(name, arrays, counts, comm.rank, 0))
-        _, received = comm.alltoallv(arrays[comm.rank], counts[comm.rank], return_counts=True)
-        assert received == [c[comm.rank] for c in counts]
-        assert {type(count) for count in received} == {int}
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_counts_may_be_any_sequence_of_integers(comm: Communicator, kind) -> None:
+    for name in ("scatterv", "alltoallv"):
+        arrays, counts = inputs(name, comm.size, 3)
+        got = call(comm, name, arrays[comm.rank], kind(counts[comm.rank]))
+        assert same(got, expected(name, arrays, counts, comm.rank, 0))
+    _, received = comm.alltoallv(arrays[comm.rank], counts[comm.rank], return_counts=True)
+    assert received == [c[comm.rank] for c in counts]
+    assert {type(count) for count in received} == {int}
 
 
-def test_more_counts_than_travel_with_the_header(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        # As on many ranks between nodes: not even one count for each fits.
-        internals.set_inline_bytes(comm, 8)
-        for name, length in product(("scatterv", "alltoallv"), (0, 1, 3, 9_000)):
-            arrays, counts = inputs(name, comm.size, length)
-            got = call(comm, name, arrays[comm.rank], counts[comm.rank], 2)
-            assert same(got, expected(name, arrays, counts, comm.rank, 2)), (name, length)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_more_counts_than_travel_with_the_header(comm: Communicator) -> None:
+    # As on many ranks between nodes: not even one count for each fits.
+    internals.set_inline_bytes(comm, 8)
+    for name, length in product(("scatterv", "alltoallv"), (0, 1, 3, 9_000)):
+        arrays, counts = inputs(name, comm.size, length)
+        got = call(comm, name, arrays[comm.rank], counts[comm.rank], 2)
+        assert same(got, expected(name, arrays, counts, comm.rank, 2)), (name, length)
 
 
-def test_rank_alone_gathers_into_the_memory_of_its_own_array(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        # More than travels with the header.
-        expected = np.arange(300_000.0)
-        with comm.split(comm.rank) as alone:
-            for gather in (alone.gather, alone.allgather):
-                x = expected.copy()
-                assert same(gather(x, out=x[None]), expected[None])
-            for gather in (alone.gatherv, alone.allgatherv):
-                x = expected.copy()
-                assert same(gather(x, out=x), expected)
-
-    on_ranks(2, check)
+@each_rank_of(2)
+def test_rank_alone_gathers_into_the_memory_of_its_own_array(comm: Communicator) -> None:
+    # More than travels with the header.
+    expected = np.arange(300_000.0)
+    with comm.split(comm.rank) as alone:
+        for gather in (alone.gather, alone.allgather):
+            x = expected.copy()
+            assert same(gather(x, out=x[None]), expected[None])
+        for gather in (alone.gatherv, alone.allgatherv):
+            x = expected.copy()
+            assert same(gather(x, out=x), expected)
 
 
-def test_what_the_other_ranks_pass_to_scatter_is_ignored(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        x = np.arange(comm.size * 2.0).reshape(comm.size, 2)
-        counts = [2, *[0] * (comm.size - 2), comm.size - 2]
-        mine = (x, counts) if comm.rank == 0 else ("no array", "no counts")
-        assert comm.scatter(mine[0]).tolist() == x[comm.rank].tolist()
-        assert len(comm.scatterv(*mine)) == counts[comm.rank]
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_what_the_other_ranks_pass_to_scatter_is_ignored(comm: Communicator) -> None:
+    x = np.arange(comm.size * 2.0).reshape(comm.size, 2)
+    counts = [2, *[0] * (comm.size - 2), comm.size - 2]
+    mine = (x, counts) if comm.rank == 0 else ("no array", "no counts")
+    assert comm.scatter(mine[0]).tolist() == x[comm.rank].tolist()
+    assert len(comm.scatterv(*mine)) == counts[comm.rank]
 
 
 # Large data -----------------------------------------------------------------------------------
@@ -350,158 +327,133 @@ def test_no_single_movement_exceeds_its_limit(on_ranks, name, monkeypatch) -> No
 # Results --------------------------------------------------------------------------------------
 
 
-def test_out_of_any_layout(on_ranks, name) -> None:
+@each_rank_of(3)
+def test_out_of_any_layout(comm: Communicator, name) -> None:
     """And what is made without one is aligned for the frameworks."""
-
-    def check(comm: Communicator) -> None:
-        for length in (4, 9_001):
-            arrays, counts = inputs(name, comm.size, length)
-            want = expected(name, arrays, counts, comm.rank, 2)
-            made = call(comm, name, arrays[comm.rank], counts[comm.rank], 2)
-            assert made is None or made.ctypes.data % 64 == 0
-            for kind, make in OUTS.items():
-                out = None if want is None else make(want)
-                got = call(comm, name, arrays[comm.rank], counts[comm.rank], 2, out=out)
-                assert got is out, kind
-                assert same(got, want), kind
-
-    on_ranks(3, check)
+    for length in (4, 9_001):
+        arrays, counts = inputs(name, comm.size, length)
+        want = expected(name, arrays, counts, comm.rank, 2)
+        made = call(comm, name, arrays[comm.rank], counts[comm.rank], 2)
+        assert made is None or made.ctypes.data % 64 == 0
+        for kind, make in OUTS.items():
+            out = None if want is None else make(want)
+            got = call(comm, name, arrays[comm.rank], counts[comm.rank], 2, out=out)
+            assert got is out, kind
+            assert same(got, want), kind
 
 
-def test_out_may_be_the_input_or_overlap_it(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for name, length in product(("alltoall", "alltoallv"), (2, 9_000)):
-            rows = comm.size * length
-            memory = values(np.int32, rows + 3, comm.rank)
-            counts = [length] * comm.size
-            shape = (comm.size, length) if name == "alltoall" else (rows,)
-            want = call(comm, name, memory[:rows].reshape(shape).copy(), counts)
-            for start in (0, 1, 3):
-                both = memory.copy()
-                out = both[start : start + rows].reshape(shape)
-                assert call(comm, name, both[:rows].reshape(shape), counts, out=out) is out
-                assert same(out, want), (name, length, start)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_out_may_be_the_input_or_overlap_it(comm: Communicator) -> None:
+    for name, length in product(("alltoall", "alltoallv"), (2, 9_000)):
+        rows = comm.size * length
+        memory = values(np.int32, rows + 3, comm.rank)
+        counts = [length] * comm.size
+        shape = (comm.size, length) if name == "alltoall" else (rows,)
+        want = call(comm, name, memory[:rows].reshape(shape).copy(), counts)
+        for start in (0, 1, 3):
+            both = memory.copy()
+            out = both[start : start + rows].reshape(shape)
+            assert call(comm, name, both[:rows].reshape(shape), counts, out=out) is out
+            assert same(out, want), (name, length, start)
 
 
-def test_out_may_be_the_input_of_the_only_rank_that_has_rows(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for name, length, full in product(UNEVEN, (2, 9_000), range(comm.size)):
-            x = values(np.int32, length if comm.rank == full else 0, full)
-            counts = [len(x) if r == full else 0 for r in range(comm.size)]
-            out = x if comm.rank == full else None
-            got = call(comm, name, x, counts, full, out=out)
-            assert out is None or got is out
-            if comm.rank == full:
-                assert same(got, values(np.int32, length, full)), (name, length)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_out_may_be_the_input_of_the_only_rank_that_has_rows(comm: Communicator) -> None:
+    for name, length, full in product(UNEVEN, (2, 9_000), range(comm.size)):
+        x = values(np.int32, length if comm.rank == full else 0, full)
+        counts = [len(x) if r == full else 0 for r in range(comm.size)]
+        out = x if comm.rank == full else None
+        got = call(comm, name, x, counts, full, out=out)
+        assert out is None or got is out
+        if comm.rank == full:
+            assert same(got, values(np.int32, length, full)), (name, length)
 
 
-def test_on_one_rank_input_and_output_may_be_one_memory(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for name, length in product(MOVEMENTS, (2, 9_000)):
-            x = values(np.int32, length, 0)[None]
-            want = x.copy()
-            source = x[0] if name in ("allgather", "gather") else x
-            out = x[0] if name == "scatter" else x
-            assert call(comm, name, source, [1], out=out) is out
-            assert same(x, want), (name, length)
-
-    on_ranks(1, check)
+@each_rank_of(1)
+def test_on_one_rank_input_and_output_may_be_one_memory(comm: Communicator) -> None:
+    for name, length in product(MOVEMENTS, (2, 9_000)):
+        x = values(np.int32, length, 0)[None]
+        want = x.copy()
+        source = x[0] if name in ("allgather", "gather") else x
+        out = x[0] if name == "scatter" else x
+        assert call(comm, name, source, [1], out=out) is out
+        assert same(x, want), (name, length)
 
 
-def test_out_may_hold_the_part_that_is_sent(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_out_may_hold_the_part_that_is_sent(comm: Communicator) -> None:
     """As `MPI_IN_PLACE` has it: a rank's own row stands in the memory of the result already."""
-
-    def check(comm: Communicator) -> None:
-        for length in (2, 9_000):
-            whole = np.stack([values(np.int32, length, r) for r in range(comm.size)])
-            for collect in (comm.allgather, comm.gather):
-                out = np.zeros_like(whole)
-                out[comm.rank] = whole[comm.rank]
-                got = collect(out[comm.rank], out=out)
-                assert got is None or same(got, whole)
-            shared = whole.copy()
-            got = comm.scatter(shared if comm.rank == 0 else None, out=shared[comm.rank])
-            assert same(got, whole[comm.rank])
-            assert same(shared, whole)
-
-    on_ranks(few, check)
+    for length in (2, 9_000):
+        whole = np.stack([values(np.int32, length, r) for r in range(comm.size)])
+        for collect in (comm.allgather, comm.gather):
+            out = np.zeros_like(whole)
+            out[comm.rank] = whole[comm.rank]
+            got = collect(out[comm.rank], out=out)
+            assert got is None or same(got, whole)
+        shared = whole.copy()
+        got = comm.scatter(shared if comm.rank == 0 else None, out=shared[comm.rank])
+        assert same(got, whole[comm.rank])
+        assert same(shared, whole)
 
 
 # Frameworks -----------------------------------------------------------------------------------
 
 
-def test_scattered_parts_are_of_numpy_where_nothing_else_is_wanted(on_ranks) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        x = torch.ones(comm.size, 2) if comm.rank == 0 else None
-        for got in (comm.scatter(x), comm.scatterv(x, [1] * comm.size)):
-            assert type(got) is (np.ndarray if comm.rank else torch.Tensor)
-        got = comm.scatter(np.arange(comm.size) + 0.5 if comm.rank == 0 else None, like=1.0)
-        assert got == comm.rank + 0.5
-        assert comm.rank == 0 or type(got) is float
-
-    on_ranks(3, check)
+@each_rank_of(3, "torch")
+def test_scattered_parts_are_of_numpy_where_nothing_else_is_wanted(
+    comm: Communicator, torch
+) -> None:
+    x = torch.ones(comm.size, 2) if comm.rank == 0 else None
+    for got in (comm.scatter(x), comm.scatterv(x, [1] * comm.size)):
+        assert type(got) is (np.ndarray if comm.rank else torch.Tensor)
+    got = comm.scatter(np.arange(comm.size) + 0.5 if comm.rank == 0 else None, like=1.0)
+    assert got == comm.rank + 0.5
+    assert comm.rank == 0 or type(got) is float
 
 
-def test_torch_out_is_written_and_its_version_counted(on_ranks) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        for name, length in product(MOVEMENTS, (3, 9_000)):
-            arrays, counts = inputs(name, comm.size, length, (2,), np.float32)
-            want = expected(name, arrays, counts, comm.rank, 0)
-            out = None if want is None else torch.zeros(want.shape)
-            version = 0 if out is None else out._version
-            got = call(comm, name, arrays[comm.rank], counts[comm.rank], out=out)
-            assert got is out
-            assert out is None or (same(out.numpy(), want) and out._version > version), name
-
-    on_ranks(3, check)
+@each_rank_of(3, "torch")
+def test_torch_out_is_written_and_its_version_counted(comm: Communicator, torch) -> None:
+    for name, length in product(MOVEMENTS, (3, 9_000)):
+        arrays, counts = inputs(name, comm.size, length, (2,), np.float32)
+        want = expected(name, arrays, counts, comm.rank, 0)
+        out = None if want is None else torch.zeros(want.shape)
+        version = 0 if out is None else out._version
+        got = call(comm, name, arrays[comm.rank], counts[comm.rank], out=out)
+        assert got is out
+        assert out is None or (same(out.numpy(), want) and out._version > version), name
 
 
 # Without the check, and in long sequences -----------------------------------------------------
 
 
-def test_without_the_check_results_are_the_same(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        unchecked = comm.dup(check=False)
-        for name, length in product(MOVEMENTS, (0, 3, 9_000, 2, 9_001)):
-            arrays, counts = inputs(name, comm.size, length)
-            got = call(unchecked, name, arrays[comm.rank], counts[comm.rank])
-            assert same(got, expected(name, arrays, counts, comm.rank, 0)), (name, length)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_without_the_check_results_are_the_same(comm: Communicator) -> None:
+    unchecked = comm.dup(check=False)
+    for name, length in product(MOVEMENTS, (0, 3, 9_000, 2, 9_001)):
+        arrays, counts = inputs(name, comm.size, length)
+        got = call(unchecked, name, arrays[comm.rank], counts[comm.rank])
+        assert same(got, expected(name, arrays, counts, comm.rank, 0)), (name, length)
 
 
-def test_many_calls_of_all_kinds_one_after_the_other(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_many_calls_of_all_kinds_one_after_the_other(comm: Communicator) -> None:
     """What came with one header is read before the next one overwrites it."""
-
-    def check(comm: Communicator) -> None:
-        rng = np.random.default_rng(5)
-        for _ in range(80):
-            name = MOVEMENTS[rng.integers(len(MOVEMENTS))]
-            length, root = int(rng.choice([0, 1, 2, 5, 300, 6_000])), int(rng.integers(comm.size))
-            dtype = [np.dtype(np.int32), OPAQUE[0]][rng.integers(2)]
-            arrays, counts = inputs(name, comm.size, length, (1,), dtype)
-            got = call(comm, name, arrays[comm.rank], counts[comm.rank], root)
-            assert same(got, expected(name, arrays, counts, comm.rank, root)), (name, length)
-
-    on_ranks(few, check)
+    rng = np.random.default_rng(5)
+    for _ in range(80):
+        name = MOVEMENTS[rng.integers(len(MOVEMENTS))]
+        length, root = int(rng.choice([0, 1, 2, 5, 300, 6_000])), int(rng.integers(comm.size))
+        dtype = [np.dtype(np.int32), OPAQUE[0]][rng.integers(2)]
+        arrays, counts = inputs(name, comm.size, length, (1,), dtype)
+        got = call(comm, name, arrays[comm.rank], counts[comm.rank], root)
+        assert same(got, expected(name, arrays, counts, comm.rank, root)), (name, length)
 
 
-def test_statistics_count_the_bytes_that_were_passed(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for name in MOVEMENTS:
-            arrays, counts = inputs(name, comm.size, 9)
-            for _ in range(2):
-                call(comm, name, arrays[comm.rank], counts[comm.rank])
-            passed = arrays[comm.rank].nbytes if "scatter" not in name or comm.rank == 0 else 0
-            numbers = comm.stats()[name]
-            assert (numbers["calls"], numbers["bytes"]) == (2, 2 * passed), name
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_statistics_count_the_bytes_that_were_passed(comm: Communicator) -> None:
+    for name in MOVEMENTS:
+        arrays, counts = inputs(name, comm.size, 9)
+        for _ in range(2):
+            call(comm, name, arrays[comm.rank], counts[comm.rank])
+        passed = arrays[comm.rank].nbytes if "scatter" not in name or comm.rank == 0 else 0
+        numbers = comm.stats()[name]
+        assert (numbers["calls"], numbers["bytes"]) == (2, 2 * passed), name

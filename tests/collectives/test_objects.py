@@ -7,59 +7,55 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from tests.collectives.each_rank import each_rank_of
 
 
 @pytest.mark.parametrize("length", [0, 10, 200, 5_000, 3_000_000])
-def test_objects_of_different_sizes(on_ranks, few, length) -> None:
-    def check(comm: Communicator) -> None:
-        objects = [
-            {"rank": r, "text": "x" * (length if r == comm.size - 1 else r)}
-            for r in range(comm.size)
-        ]
-        assert comm.allgather_object(objects[comm.rank]) == objects
-        for root in range(comm.size):
-            mine = objects[root] if comm.rank == root else None
-            got = comm.bcast_object(mine, root)
-            assert got == objects[root]
-            assert got is not mine or mine is None
-            gathered = comm.gather_object(objects[comm.rank], root)
-            assert gathered == (objects if comm.rank == root else None)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_objects_of_different_sizes(comm: Communicator, length) -> None:
+    objects = [
+        {"rank": r, "text": "x" * (length if r == comm.size - 1 else r)} for r in range(comm.size)
+    ]
+    assert comm.allgather_object(objects[comm.rank]) == objects
+    for root in range(comm.size):
+        mine = objects[root] if comm.rank == root else None
+        got = comm.bcast_object(mine, root)
+        assert got == objects[root]
+        assert got is not mine or mine is None
+        gathered = comm.gather_object(objects[comm.rank], root)
+        assert gathered == (objects if comm.rank == root else None)
 
 
 @pytest.mark.parametrize("length", [0, 100_000])
-def test_gathered_object_that_root_cannot_unpickle_concerns_root_alone(on_ranks, length) -> None:
-    def check(comm: Communicator) -> None:
-        _local.rank = comm.rank
-        sent = (FailsOnRankOne(), "x" * length)
-        if comm.rank == 1:
-            with pytest.raises(ZeroDivisionError, match="only here"):
-                comm.gather_object(sent, 1)
-        else:
-            assert comm.gather_object(sent, 1) is None
-        assert comm.allreduce(1) == comm.size
+@each_rank_of(3)
+def test_gathered_object_that_root_cannot_unpickle_concerns_root_alone(
+    comm: Communicator, length
+) -> None:
+    _local.rank = comm.rank
+    sent = (FailsOnRankOne(), "x" * length)
+    if comm.rank == 1:
+        with pytest.raises(ZeroDivisionError, match="only here"):
+            comm.gather_object(sent, 1)
+    else:
+        assert comm.gather_object(sent, 1) is None
+    assert comm.allreduce(1) == comm.size
 
-    on_ranks(3, check)
 
-
-def test_statistics_count_calls_bytes_and_copies(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        # Larger than what travels with a header.
-        x = np.ones((200, 200))
-        comm.allreduce(x)
-        comm.allreduce(x.T)
-        comm.allreduce(x[:1, :3].copy())
-        comm.allreduce(x[:1, :3].copy())
-        numbers = comm.stats()["allreduce"]
-        assert numbers["calls"] == 4
-        assert numbers["bytes"] == 2 * x.nbytes + 48
-        assert numbers["copies"] == 1
-        assert numbers["seconds"] > 0
-        ac.println("x", comm=comm)
-        assert comm.stats()["println"]["calls"] == 1
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_statistics_count_calls_bytes_and_copies(comm: Communicator) -> None:
+    # Larger than what travels with a header.
+    x = np.ones((200, 200))
+    comm.allreduce(x)
+    comm.allreduce(x.T)
+    comm.allreduce(x[:1, :3].copy())
+    comm.allreduce(x[:1, :3].copy())
+    numbers = comm.stats()["allreduce"]
+    assert numbers["calls"] == 4
+    assert numbers["bytes"] == 2 * x.nbytes + 48
+    assert numbers["copies"] == 1
+    assert numbers["seconds"] > 0
+    ac.println("x", comm=comm)
+    assert comm.stats()["println"]["calls"] == 1
 
 
 class FailsOnRankOne:
@@ -79,19 +75,19 @@ def _unpickle() -> str:
 
 
 @pytest.mark.parametrize("length", [0, 100_000])
-def test_object_that_one_rank_cannot_unpickle_concerns_that_rank_alone(on_ranks, length) -> None:
-    def check(comm: Communicator) -> None:
-        _local.rank = comm.rank
-        sent = (FailsOnRankOne(), "x" * length)
-        for call in (lambda: comm.bcast_object(sent, 0), lambda: comm.allgather_object(sent)):
-            if comm.rank == 1:
-                with pytest.raises(ZeroDivisionError, match="only here"):
-                    call()
-            else:
-                assert "fine" in str(call())[:100]
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_object_that_one_rank_cannot_unpickle_concerns_that_rank_alone(
+    comm: Communicator, length
+) -> None:
+    _local.rank = comm.rank
+    sent = (FailsOnRankOne(), "x" * length)
+    for call in (lambda: comm.bcast_object(sent, 0), lambda: comm.allgather_object(sent)):
+        if comm.rank == 1:
+            with pytest.raises(ZeroDivisionError, match="only here"):
+                call()
+        else:
+            assert "fine" in str(call())[:100]
+        assert comm.allreduce(1) == comm.size
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
@@ -148,17 +144,13 @@ def test_array_that_can_be_looked_at_once_only_is_reduced(on_ranks, few) -> None
 
 
 @pytest.mark.parametrize("name", ["uint16", "uint64", "float8_e4m3fn"])
-def test_tensors_that_torch_cannot_unpickle(on_ranks, few, name) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
-        root = comm.size - 1
-        sent = {"weights": [tensor, tensor]} if comm.rank == root else None
-        for got in (comm.bcast_object(sent, root), ac.synchronize(sent, root=root, comm=comm)):
-            first, second = got["weights"]
-            assert first.dtype == tensor.dtype
-            assert first.float().tolist() == tensor.float().tolist()
-            assert first is second
-
-    on_ranks(few, check)
+@each_rank_of("few", "torch")
+def test_tensors_that_torch_cannot_unpickle(comm: Communicator, name, torch) -> None:
+    tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
+    root = comm.size - 1
+    sent = {"weights": [tensor, tensor]} if comm.rank == root else None
+    for got in (comm.bcast_object(sent, root), ac.synchronize(sent, root=root, comm=comm)):
+        first, second = got["weights"]
+        assert first.dtype == tensor.dtype
+        assert first.float().tolist() == tensor.float().tolist()
+        assert first is second

@@ -14,6 +14,7 @@ import pytest
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
 from arraycomm._reduce import blocks, selection
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.layouts import OUTS
 from tests.support.oracle import OPS, expected, family, same_bits, same_result, sample
@@ -134,80 +135,65 @@ def test_shares_of_reduce_scatter_in_many_chunks(on_ranks, several, limit, monke
     on_ranks(several, check)
 
 
-def test_sizes_around_what_travels_with_the_header(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for name, payload, more in product(PARTS, (128, 32 << 10), (-8, 0, 8)):
-            arrays = inputs(np.float64, comm.size, (payload + more * comm.size) // 8 // comm.size)
-            got = getattr(comm, name)(arrays[comm.rank])
-            assert same(got, want(name, arrays, comm.rank, "sum"), "sum"), (name, payload, more)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_sizes_around_what_travels_with_the_header(comm: Communicator) -> None:
+    for name, payload, more in product(PARTS, (128, 32 << 10), (-8, 0, 8)):
+        arrays = inputs(np.float64, comm.size, (payload + more * comm.size) // 8 // comm.size)
+        got = getattr(comm, name)(arrays[comm.rank])
+        assert same(got, want(name, arrays, comm.rank, "sum"), "sum"), (name, payload, more)
 
 
-def test_narrow_prefixes_are_rounded_once(on_ranks) -> None:
+@each_rank_of(3)
+def test_narrow_prefixes_are_rounded_once(comm: Communicator) -> None:
     """256 + 1 + 1 is 258 in bfloat16 only where nothing is rounded on the way."""
-
-    def check(comm: Communicator) -> None:
-        for count in (1, 30_000):
-            x = np.full((comm.size, count), 256 if comm.rank == 0 else 1, ml_dtypes.bfloat16)
-            assert (comm.scan(x).astype(int) == [256, 256, 258][comm.rank]).all()
-            assert (comm.reduce_scatter(x).astype(int) == 258).all()
-
-    on_ranks(3, check)
+    for count in (1, 30_000):
+        x = np.full((comm.size, count), 256 if comm.rank == 0 else 1, ml_dtypes.bfloat16)
+        assert (comm.scan(x).astype(int) == [256, 256, 258][comm.rank]).all()
+        assert (comm.reduce_scatter(x).astype(int) == 258).all()
 
 
-def test_subnormal_numbers_are_kept_in_threads_that_flush_them(on_ranks) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        for name, count in product(PARTS, (3, 9_000)):
-            x = np.full((comm.size, count), 1e-310)
-            torch.set_flush_denormal(True)
-            try:
-                got = getattr(comm, name)(x)
-            finally:
-                torch.set_flush_denormal(False)
-            assert same(got, want(name, [x] * comm.size, comm.rank, "sum"), "sum")
-            assert got is None or (got != 0).all()
-
-    on_ranks(3, check)
+@each_rank_of(3, "torch")
+def test_subnormal_numbers_are_kept_in_threads_that_flush_them(comm: Communicator, torch) -> None:
+    for name, count in product(PARTS, (3, 9_000)):
+        x = np.full((comm.size, count), 1e-310)
+        torch.set_flush_denormal(True)
+        try:
+            got = getattr(comm, name)(x)
+        finally:
+            torch.set_flush_denormal(False)
+        assert same(got, want(name, [x] * comm.size, comm.rank, "sum"), "sum")
+        assert got is None or (got != 0).all()
 
 
-def test_overflow_is_silent(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for name, dtype in product(PARTS, (np.float32, np.float16, np.complex64)):
-            for count in (1, 9_000):
-                x = np.full((comm.size, count), np.finfo(dtype).max, dtype)
-                got = getattr(comm, name)(x, "prod")
-                with np.errstate(all="ignore"):
-                    right = want(name, [x] * comm.size, comm.rank, "prod")
-                assert same(got, right, "prod"), (name, dtype)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_overflow_is_silent(comm: Communicator) -> None:
+    for name, dtype in product(PARTS, (np.float32, np.float16, np.complex64)):
+        for count in (1, 9_000):
+            x = np.full((comm.size, count), np.finfo(dtype).max, dtype)
+            got = getattr(comm, name)(x, "prod")
+            with np.errstate(all="ignore"):
+                right = want(name, [x] * comm.size, comm.rank, "prod")
+            assert same(got, right, "prod"), (name, dtype)
 
 
-def test_python_numbers_come_back_as_their_type(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for value in (comm.rank + 1, comm.rank + 0.5, np.float32(comm.rank)):
-            scanned, before = comm.scan(value), comm.exscan(value)
-            assert type(scanned) is type(value)
-            assert before is None if comm.rank == 0 else type(before) is type(value)
-        assert comm.scan(comm.rank + 1) == sum(range(comm.rank + 2))
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_python_numbers_come_back_as_their_type(comm: Communicator) -> None:
+    for value in (comm.rank + 1, comm.rank + 0.5, np.float32(comm.rank)):
+        scanned, before = comm.scan(value), comm.exscan(value)
+        assert type(scanned) is type(value)
+        assert before is None if comm.rank == 0 else type(before) is type(value)
+    assert comm.scan(comm.rank + 1) == sum(range(comm.rank + 2))
 
 
-def test_out_of_any_layout(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for name, kind, count in product(PARTS, OUTS, (3, 9_000)):
-            arrays = inputs(np.float32, comm.size, count)
-            right = want(name, arrays, comm.rank, "sum")
-            out = None if right is None else OUTS[kind](right)
-            got = getattr(comm, name)(arrays[comm.rank], out=out)
-            assert got is out
-            assert same(None if out is None else out.copy(), right, "sum"), (name, kind, count)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_out_of_any_layout(comm: Communicator) -> None:
+    for name, kind, count in product(PARTS, OUTS, (3, 9_000)):
+        arrays = inputs(np.float32, comm.size, count)
+        right = want(name, arrays, comm.rank, "sum")
+        out = None if right is None else OUTS[kind](right)
+        got = getattr(comm, name)(arrays[comm.rank], out=out)
+        assert got is out
+        assert same(None if out is None else out.copy(), right, "sum"), (name, kind, count)
 
 
 def test_out_may_be_the_input_or_overlap_it(on_ranks, few, name, monkeypatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._training.data import DistributedDataContainer
+from tests.collectives.each_rank import each_rank_of
 from tests.support.oracle import DTYPES, FLOAT, expected, same_bits, sample
 
 
@@ -55,33 +56,29 @@ def test_container_covers_the_data_and_sums_agree(on_ranks, few, count) -> None:
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_allreduce_of_different_values(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for dtype in DTYPES:
-            arrays = [np.full((2, 3), rank + 1).astype(dtype) for rank in range(comm.size)]
-            for op in ("or",) if dtype.kind == "b" else ("sum", "prod"):
-                want = expected(arrays, op)
-                assert same_bits(comm.allreduce(arrays[comm.rank], op), want), (dtype, op)
-                got = comm.iallreduce(arrays[comm.rank], op).wait()
-                assert same_bits(got, want), (dtype, op)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_allreduce_of_different_values(comm: Communicator) -> None:
+    for dtype in DTYPES:
+        arrays = [np.full((2, 3), rank + 1).astype(dtype) for rank in range(comm.size)]
+        for op in ("or",) if dtype.kind == "b" else ("sum", "prod"):
+            want = expected(arrays, op)
+            assert same_bits(comm.allreduce(arrays[comm.rank], op), want), (dtype, op)
+            got = comm.iallreduce(arrays[comm.rank], op).wait()
+            assert same_bits(got, want), (dtype, op)
 
 
-def test_bcast_of_two_by_three_from_every_root(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for dtype, root in product(DTYPES, range(comm.size)):
-            mine = sample(dtype, 6, comm.rank).reshape(2, 3)
-            want = sample(dtype, 6, root).reshape(2, 3)
-            before = mine.tobytes()
-            assert same_bits(comm.bcast(mine if comm.rank == root else None, root), want), dtype
-            assert same_bits(comm.bcast(mine, root), want), dtype
-            assert same_bits(comm.ibcast(mine, root).wait(), want), dtype
-            assert mine.tobytes() == before
-            assert comm.bcast(mine, root, out=mine) is mine
-            assert same_bits(mine, want), dtype
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_bcast_of_two_by_three_from_every_root(comm: Communicator) -> None:
+    for dtype, root in product(DTYPES, range(comm.size)):
+        mine = sample(dtype, 6, comm.rank).reshape(2, 3)
+        want = sample(dtype, 6, root).reshape(2, 3)
+        before = mine.tobytes()
+        assert same_bits(comm.bcast(mine if comm.rank == root else None, root), want), dtype
+        assert same_bits(comm.bcast(mine, root), want), dtype
+        assert same_bits(comm.ibcast(mine, root).wait(), want), dtype
+        assert mine.tobytes() == before
+        assert comm.bcast(mine, root, out=mine) is mine
+        assert same_bits(mine, want), dtype
 
 
 @pytest.mark.parametrize("dtype", FLOAT, ids=str)
@@ -129,39 +126,34 @@ def _state(value: float, name: str) -> dict[str, Any]:
     }
 
 
-def test_synchronize_nested_state_from_every_root(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for root in range(comm.size):
-            mine = _state(float(comm.rank + 1), f"rank{comm.rank}")
-            got = ac.synchronize(mine, root=root, comm=comm)
-            want = _state(float(root + 1), f"rank{root}")
-            assert repr(got) == repr(want)
-            assert repr(mine) == repr(_state(float(comm.rank + 1), f"rank{comm.rank}"))
-            assert list(got) == list(mine)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_synchronize_nested_state_from_every_root(comm: Communicator) -> None:
+    for root in range(comm.size):
+        mine = _state(float(comm.rank + 1), f"rank{comm.rank}")
+        got = ac.synchronize(mine, root=root, comm=comm)
+        want = _state(float(root + 1), f"rank{root}")
+        assert repr(got) == repr(want)
+        assert repr(mine) == repr(_state(float(comm.rank + 1), f"rank{comm.rank}"))
+        assert list(got) == list(mine)
 
 
-def test_unused_parameters(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_unused_parameters(comm: Communicator) -> None:
     """A leaf, a branch, none: missing on some ranks, on all, on none; dtype and shape are kept."""
-
-    def check(comm: Communicator) -> None:
-        last = comm.size - 1
-        mine = comm.rank == last
-        gradients = {
-            "used": np.full(3, comm.rank + 1, np.float32),
-            "sometimes": np.full((2, 2), 6, ml_dtypes.bfloat16) if mine else None,
-            "branch": [np.full(2, 3.0) if mine else None, None],
-            "never": None,
-        }
-        got = ac.allreduce_gradients(gradients, "sum", comm=comm)
-        assert (got["used"] == sum(range(comm.size + 1))).all()
-        assert got["sometimes"].dtype == ml_dtypes.bfloat16
-        assert got["sometimes"].astype(float).tolist() == [[6, 6], [6, 6]]
-        assert got["branch"][0].tolist() == [3, 3]
-        assert got["branch"][1] is None
-        assert got["never"] is None
-        mean = ac.allreduce_gradients(gradients, comm=comm)
-        assert mean["branch"][0].tolist() == [3 / comm.size] * 2
-
-    on_ranks(few, check)
+    last = comm.size - 1
+    mine = comm.rank == last
+    gradients = {
+        "used": np.full(3, comm.rank + 1, np.float32),
+        "sometimes": np.full((2, 2), 6, ml_dtypes.bfloat16) if mine else None,
+        "branch": [np.full(2, 3.0) if mine else None, None],
+        "never": None,
+    }
+    got = ac.allreduce_gradients(gradients, "sum", comm=comm)
+    assert (got["used"] == sum(range(comm.size + 1))).all()
+    assert got["sometimes"].dtype == ml_dtypes.bfloat16
+    assert got["sometimes"].astype(float).tolist() == [[6, 6], [6, 6]]
+    assert got["branch"][0].tolist() == [3, 3]
+    assert got["branch"][1] is None
+    assert got["never"] is None
+    mean = ac.allreduce_gradients(gradients, comm=comm)
+    assert mean["branch"][0].tolist() == [3 / comm.size] * 2

@@ -14,6 +14,7 @@ from arraycomm._arrays.frameworks.torch import TORCH
 from arraycomm._arrays.views import view
 from arraycomm._calls import refusals
 from arraycomm._communicator import Communicator
+from tests.collectives.each_rank import each_rank_of
 from tests.support.frameworks import make, need
 
 UNLOADED = replace(TORCH, module="a module that is not loaded")
@@ -39,27 +40,22 @@ LIKES: dict[str, tuple[Callable[[], Any], Any, str]] = {
 
 @pytest.mark.parametrize("kind", LIKES)
 @pytest.mark.parametrize("call", CALLS)
-def test_all_ranks_raise_and_go_on(on_ranks, call, kind) -> None:
+@each_rank_of(3)
+def test_all_ranks_raise_and_go_on(comm: Communicator, call, kind) -> None:
     make, dtype, message = LIKES[kind]
-
-    def check(comm: Communicator) -> None:
-        like = make() if comm.rank == 1 else None
-        x = None if comm.rank else np.zeros((comm.size, 10_000), dtype)
-        with pytest.raises(
-            TypeError if comm.rank == 1 else ac.PeerError,
-            match=rf"^{call}: .*{message}"
-            if comm.rank == 1
-            else rf"^{call}: .* rank 1 has no dtype",
-        ):
-            CALLS[call](comm, x, like)
-        assert comm.allreduce(1) == comm.size
-        ones = None if comm.rank else np.ones((comm.size, 10_000), np.float32)
-        if kind != "torch" or comm.rank != 1:
-            assert np.asarray(CALLS[call](comm, ones, like)).flat[0] == 1
-        else:
-            assert CALLS[call](comm, ones, like).flatten()[0] == 1
-
-    on_ranks(3, check)
+    like = make() if comm.rank == 1 else None
+    x = None if comm.rank else np.zeros((comm.size, 10_000), dtype)
+    with pytest.raises(
+        TypeError if comm.rank == 1 else ac.PeerError,
+        match=rf"^{call}: .*{message}" if comm.rank == 1 else rf"^{call}: .* rank 1 has no dtype",
+    ):
+        CALLS[call](comm, x, like)
+    assert comm.allreduce(1) == comm.size
+    ones = None if comm.rank else np.ones((comm.size, 10_000), np.float32)
+    if kind != "torch" or comm.rank != 1:
+        assert np.asarray(CALLS[call](comm, ones, like)).flat[0] == 1
+    else:
+        assert CALLS[call](comm, ones, like).flatten()[0] == 1
 
 
 def test_a_missing_gradient_that_cannot_be_made_here(on_ranks) -> None:
@@ -105,25 +101,19 @@ def test_bcast_to_ranks_without_an_array_gives_the_framework_of_the_root(
     on_ranks(3, check)
 
 
+@each_rank_of(3, "jax", "torch")
 def test_bcast_gives_numpy_if_the_framework_of_the_root_is_no_use_here(
-    on_ranks, monkeypatch
+    comm: Communicator, monkeypatch, jax, torch
 ) -> None:
-    jax, torch = need("jax"), need("torch")
-
-    def check(comm: Communicator) -> None:
-        with jax.enable_x64(comm.rank == 0):
-            x = jax.numpy.ones(2, "float64") if comm.rank == 0 else None
-            got = comm.bcast(x)
-            assert type(got) is (type(x) if comm.rank == 0 else np.ndarray)
-        x = torch.ones(2) if comm.rank == 0 else None
-        comm.barrier()
-        monkeypatch.setitem(
-            refusals.BY_CODE, refusals.framework_code(view(torch.ones(2))), UNLOADED
-        )
-        comm.barrier()
-        assert type(comm.bcast(x)) is (torch.Tensor if comm.rank == 0 else np.ndarray)
-        assert type(comm.bcast(2.5 if comm.rank == 0 else None)) is (
-            float if comm.rank == 0 else np.ndarray
-        )
-
-    on_ranks(3, check)
+    with jax.enable_x64(comm.rank == 0):
+        x = jax.numpy.ones(2, "float64") if comm.rank == 0 else None
+        got = comm.bcast(x)
+        assert type(got) is (type(x) if comm.rank == 0 else np.ndarray)
+    x = torch.ones(2) if comm.rank == 0 else None
+    comm.barrier()
+    monkeypatch.setitem(refusals.BY_CODE, refusals.framework_code(view(torch.ones(2))), UNLOADED)
+    comm.barrier()
+    assert type(comm.bcast(x)) is (torch.Tensor if comm.rank == 0 else np.ndarray)
+    assert type(comm.bcast(2.5 if comm.rank == 0 else None)) is (
+        float if comm.rank == 0 else np.ndarray
+    )

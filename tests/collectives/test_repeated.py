@@ -15,6 +15,7 @@ import arraycomm as ac
 from arraycomm._collectives import shared_arrays
 from arraycomm._reduce import chunks, selection
 from arraycomm._transports.base import Transport
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.layouts import LAYOUTS
 from tests.support.on_ranks import OnRanks
@@ -37,24 +38,22 @@ def warmed(comm: ac.Communicator) -> None:
     assert internals.has_fast_paths(comm, 1)
 
 
-def test_repeated_calls_reduce_what_they_are_given(on_ranks: OnRanks, few: int) -> None:
-    def check(comm: ac.Communicator) -> None:
-        warmed(comm)
-        before = comm.stats()["allreduce"]
-        results = []
-        for turn in range(3):
-            x = own(comm.rank, turn)
-            results.append(comm.allreduce(x))
-            np.testing.assert_array_equal(x, own(comm.rank, turn))
-        for turn, result in enumerate(results):
-            np.testing.assert_array_equal(result, total(few, turn))
-            assert result.flags.writeable
-            assert result.flags.owndata or result.base is not None
-        after = comm.stats()["allreduce"]
-        assert after["calls"] - before["calls"] == 3
-        assert after["bytes"] - before["bytes"] == 3 * COUNT * 8
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_repeated_calls_reduce_what_they_are_given(comm: ac.Communicator, few: int) -> None:
+    warmed(comm)
+    before = comm.stats()["allreduce"]
+    results = []
+    for turn in range(3):
+        x = own(comm.rank, turn)
+        results.append(comm.allreduce(x))
+        np.testing.assert_array_equal(x, own(comm.rank, turn))
+    for turn, result in enumerate(results):
+        np.testing.assert_array_equal(result, total(few, turn))
+        assert result.flags.writeable
+        assert result.flags.owndata or result.base is not None
+    after = comm.stats()["allreduce"]
+    assert after["calls"] - before["calls"] == 3
+    assert after["bytes"] - before["bytes"] == 3 * COUNT * 8
 
 
 def _into(memory: Any, x: Any) -> Any:
@@ -109,26 +108,24 @@ def test_memory_of_each_kind_gives_the_same(
         (lambda comm, x: comm.allreduce(x[:3]), r"\(3,\)"),
     ],
 )
-def test_another_call_on_one_rank_raises_on_all(on_ranks: OnRanks, other: Any, said: str) -> None:
-    def check(comm: ac.Communicator) -> None:
-        warmed(comm)
-        call = other if comm.rank == 1 else type(comm).allreduce
-        with pytest.raises(ac.MismatchError, match=said):
-            call(comm, own(comm.rank))
+@each_rank_of(3)
+def test_another_call_on_one_rank_raises_on_all(
+    comm: ac.Communicator, other: Any, said: str
+) -> None:
+    warmed(comm)
+    call = other if comm.rank == 1 else type(comm).allreduce
+    with pytest.raises(ac.MismatchError, match=said):
+        call(comm, own(comm.rank))
 
-    on_ranks(3, check)
 
-
-def test_what_is_wrong_with_one_rank_raises_in_step(on_ranks: OnRanks) -> None:
-    def check(comm: ac.Communicator) -> None:
-        warmed(comm)
-        x, small = own(comm.rank), np.zeros(3)
-        wrong = comm.rank == 2
-        with pytest.raises(ValueError if wrong else ac.PeerError, match="shape"):
-            comm.allreduce(x, out=small if wrong else None)
-        np.testing.assert_array_equal(comm.allreduce(x), total(3))
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_what_is_wrong_with_one_rank_raises_in_step(comm: ac.Communicator) -> None:
+    warmed(comm)
+    x, small = own(comm.rank), np.zeros(3)
+    wrong = comm.rank == 2
+    with pytest.raises(ValueError if wrong else ac.PeerError, match="shape"):
+        comm.allreduce(x, out=small if wrong else None)
+    np.testing.assert_array_equal(comm.allreduce(x), total(3))
 
 
 def test_too_little_memory_on_one_rank_raises_in_step(
@@ -212,36 +209,29 @@ def test_arrays_that_ranks_share_are_reduced_where_they_are(
     on_ranks(3, check)
 
 
-def test_requests_that_are_outstanding_come_first(on_ranks: OnRanks) -> None:
-    def check(comm: ac.Communicator) -> None:
-        warmed(comm)
-        late = comm.rank == 2
-        if late:
-            time.sleep(0.05)
-        request = comm.iallreduce(own(comm.rank, 1))
-        if late:
-            np.testing.assert_array_equal(request.wait(), total(3, 1))
-        np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
+@each_rank_of(3)
+def test_requests_that_are_outstanding_come_first(comm: ac.Communicator) -> None:
+    warmed(comm)
+    late = comm.rank == 2
+    if late:
+        time.sleep(0.05)
+    request = comm.iallreduce(own(comm.rank, 1))
+    if late:
         np.testing.assert_array_equal(request.wait(), total(3, 1))
+    np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
+    np.testing.assert_array_equal(request.wait(), total(3, 1))
 
-    on_ranks(3, check)
 
-
-@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
-def test_tensors_get_tensors(on_ranks: OnRanks) -> None:
-    import torch
-
-    def check(comm: ac.Communicator) -> None:
-        for turn in range(3):
-            x = torch.from_numpy(own(comm.rank, turn))
-            got = comm.allreduce(x)
-            assert isinstance(got, torch.Tensor)
-            np.testing.assert_array_equal(got.numpy(), total(3, turn))
-            out = torch.empty(COUNT, dtype=torch.float64)
-            assert comm.allreduce(x, out=out) is out
-            np.testing.assert_array_equal(out.numpy(), total(3, turn))
-
-    on_ranks(3, check)
+@each_rank_of(3, "torch")
+def test_tensors_get_tensors(comm: ac.Communicator, torch) -> None:
+    for turn in range(3):
+        x = torch.from_numpy(own(comm.rank, turn))
+        got = comm.allreduce(x)
+        assert isinstance(got, torch.Tensor)
+        np.testing.assert_array_equal(got.numpy(), total(3, turn))
+        out = torch.empty(COUNT, dtype=torch.float64)
+        assert comm.allreduce(x, out=out) is out
+        np.testing.assert_array_equal(out.numpy(), total(3, turn))
 
 
 # Small tensors, which are read in a quicker way from the second call on.
@@ -269,30 +259,24 @@ REFUSED = {
 }
 
 
-@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("given", [*REFUSED])
 @pytest.mark.parametrize("place", ["x", "out"])
+@each_rank_of(2, "torch")
 def test_tensors_that_are_refused_are_refused_also_later(
-    on_ranks: OnRanks, place: str, given: Any
+    comm: ac.Communicator, place: str, given: Any, torch
 ) -> None:
-    import torch
-
     kind, said = REFUSED[given]
-
-    def check(comm: ac.Communicator) -> None:
-        out = torch.empty(3)
-        comm.allreduce(torch.ones(3), out=out)
-        wrong = comm.rank == 1
-        with ExitStack() as stack:
-            refused = given(torch, stack) if wrong else torch.ones(3)
-            passed = {"x": torch.ones(3), "out": out, place: refused}
-            with pytest.raises(kind if wrong else ac.PeerError, match=said):
-                comm.allreduce(passed["x"], out=passed["out"])
-        assert comm.allreduce(torch.ones(3), out=out) is out
-        assert out.tolist() == [2.0] * 3
-
-    on_ranks(2, check)
+    out = torch.empty(3)
+    comm.allreduce(torch.ones(3), out=out)
+    wrong = comm.rank == 1
+    with ExitStack() as stack:
+        refused = given(torch, stack) if wrong else torch.ones(3)
+        passed = {"x": torch.ones(3), "out": out, place: refused}
+        with pytest.raises(kind if wrong else ac.PeerError, match=said):
+            comm.allreduce(passed["x"], out=passed["out"])
+    assert comm.allreduce(torch.ones(3), out=out) is out
+    assert out.tolist() == [2.0] * 3
 
 
 @pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
@@ -322,19 +306,14 @@ def test_small_tensors_get_tensors(on_ranks: OnRanks, dtype: str) -> None:
     on_ranks(3, check)
 
 
-@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
-def test_autograd_notices_that_a_saved_tensor_was_written(on_ranks: OnRanks) -> None:
-    import torch
-
-    def check(comm: ac.Communicator) -> None:
-        for _ in range(2):
-            saved, weight = torch.ones(3), torch.ones(3, requires_grad=True)
-            loss = (weight * saved).sum()
-            comm.allreduce(torch.ones(3), out=saved)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-
-    on_ranks(2, check)
+@each_rank_of(2, "torch")
+def test_autograd_notices_that_a_saved_tensor_was_written(comm: ac.Communicator, torch) -> None:
+    for _ in range(2):
+        saved, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+        loss = (weight * saved).sum()
+        comm.allreduce(torch.ones(3), out=saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.skipif(not find_spec("torch"), reason="needs torch")

@@ -11,22 +11,21 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 
 
-def test_request_is_not_finished_before_every_rank_has_started_it(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        other = comm.dup()
-        if comm.rank > 0:
-            comm.barrier()
-        request = other.iallreduce(1)
-        if comm.rank == 0:
-            assert not request.test()
-            comm.barrier()
-        assert request.wait() == comm.size
-        assert request.test()
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_request_is_not_finished_before_every_rank_has_started_it(comm: Communicator) -> None:
+    other = comm.dup()
+    if comm.rank > 0:
+        comm.barrier()
+    request = other.iallreduce(1)
+    if comm.rank == 0:
+        assert not request.test()
+        comm.barrier()
+    assert request.wait() == comm.size
+    assert request.test()
 
 
 def _calls(comm: Communicator, count: int) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
@@ -63,43 +62,36 @@ def _array(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def test_all_forms_outstanding_at_once_give_what_the_blocking_ones_give(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_all_forms_outstanding_at_once_give_what_the_blocking_ones_give(comm: Communicator) -> None:
     """Into memory of their own, and into `out`."""
-
-    def check(comm: Communicator) -> None:
-        for count in (0, 1, 9_000):
-            requests = []
-            for name, args, keywords in _calls(comm, count):
-                right, start = getattr(comm, name)(*args, **keywords), getattr(comm, f"i{name}")
-                out = None if _array(right) is None else np.zeros_like(_array(right))
-                into = {} if out is None else {"out": out}
-                requests.append((name, start(*args, **keywords), right, None))
-                requests.append((name, start(*args, **keywords, **into), right, out))
-            for place in np.random.default_rng(comm.rank).permutation(len(requests)):
-                name, request, right, out = requests[place]
-                mine = request.wait()
-                assert repr(mine) == repr(right), name
-                assert np.array_equal(_array(mine), _array(right)), name
-                assert out is None or _array(mine) is out, name
-
-    on_ranks(few, check)
+    for count in (0, 1, 9_000):
+        requests = []
+        for name, args, keywords in _calls(comm, count):
+            right, start = getattr(comm, name)(*args, **keywords), getattr(comm, f"i{name}")
+            out = None if _array(right) is None else np.zeros_like(_array(right))
+            into = {} if out is None else {"out": out}
+            requests.append((name, start(*args, **keywords), right, None))
+            requests.append((name, start(*args, **keywords, **into), right, out))
+        for place in np.random.default_rng(comm.rank).permutation(len(requests)):
+            name, request, right, out = requests[place]
+            mine = request.wait()
+            assert repr(mine) == repr(right), name
+            assert np.array_equal(_array(mine), _array(right)), name
+            assert out is None or _array(mine) is out, name
 
 
-def test_nonblocking_forms_give_what_is_like_the_example(on_ranks) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        x, like = np.ones((comm.size, 2)), torch.ones(1)
-        calls = [
-            (comm.ibcast, (x,), (None,)),
-            (comm.iscatter, (x,), (None,)),
-            (comm.iscatterv, (x, [1] * comm.size), (None, None)),
-        ]
-        for start, sent, nothing in calls:
-            got = start(*(nothing if comm.rank else sent), like=like).wait()
-            assert type(got) is (torch.Tensor if comm.rank else np.ndarray)
-
-    on_ranks(3, check)
+@each_rank_of(3, "torch")
+def test_nonblocking_forms_give_what_is_like_the_example(comm: Communicator, torch) -> None:
+    x, like = np.ones((comm.size, 2)), torch.ones(1)
+    calls = [
+        (comm.ibcast, (x,), (None,)),
+        (comm.iscatter, (x,), (None,)),
+        (comm.iscatterv, (x, [1] * comm.size), (None, None)),
+    ]
+    for start, sent, nothing in calls:
+        got = start(*(nothing if comm.rank else sent), like=like).wait()
+        assert type(got) is (torch.Tensor if comm.rank else np.ndarray)
 
 
 def test_nonblocking_forms_take_the_arguments_of_the_blocking_ones() -> None:
@@ -112,71 +104,61 @@ def test_nonblocking_forms_take_the_arguments_of_the_blocking_ones() -> None:
         assert inspect.signature(getattr(Communicator, f"i{name}")).parameters == blocking, name
 
 
-def test_blocking_calls_wait_behind_requests(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        x = np.full(40_000, comm.rank + 1.0)
-        out = np.empty_like(x)
-        request = comm.iallreduce(x, out=out)
-        assert comm.allreduce(1) == comm.size
-        assert (out == sum(range(comm.size + 1))).all()
-        assert request.test()
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_blocking_calls_wait_behind_requests(comm: Communicator) -> None:
+    x = np.full(40_000, comm.rank + 1.0)
+    out = np.empty_like(x)
+    request = comm.iallreduce(x, out=out)
+    assert comm.allreduce(1) == comm.size
+    assert (out == sum(range(comm.size + 1))).all()
+    assert request.test()
 
 
-def test_requests_progress_while_the_caller_does_something_else(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        out = np.empty(60_000)
-        request = comm.iallreduce(np.ones(60_000), out=out)
-        deadline = time.monotonic() + 10
-        while not internals.is_finished(request) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert internals.is_finished(request)
-        assert (out == comm.size).all()
-        comm.barrier()
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_requests_progress_while_the_caller_does_something_else(comm: Communicator) -> None:
+    out = np.empty(60_000)
+    request = comm.iallreduce(np.ones(60_000), out=out)
+    deadline = time.monotonic() + 10
+    while not internals.is_finished(request) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert internals.is_finished(request)
+    assert (out == comm.size).all()
+    comm.barrier()
 
 
-def test_error_of_an_argument_is_raised_by_wait(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        request = comm.iallreduce(np.ones(3) if comm.rank else "no")
-        good = comm.iallreduce(1)
-        with pytest.raises(ac.PeerError if comm.rank else TypeError):
-            request.wait()
-        assert good.wait() == comm.size
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_error_of_an_argument_is_raised_by_wait(comm: Communicator) -> None:
+    request = comm.iallreduce(np.ones(3) if comm.rank else "no")
+    good = comm.iallreduce(1)
+    with pytest.raises(ac.PeerError if comm.rank else TypeError):
+        request.wait()
+    assert good.wait() == comm.size
+    assert comm.allreduce(1) == comm.size
 
 
-def test_mismatch_ends_all_that_is_outstanding(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        broken = comm.dup()
-        first = broken.iallreduce(np.ones(3 + comm.rank))
-        second = broken.iallreduce(np.ones(3))
-        with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
-            second.wait()
-        with pytest.raises(ac.MismatchError, match=r"test_requests\.py:"):
-            first.wait()
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_mismatch_ends_all_that_is_outstanding(comm: Communicator) -> None:
+    broken = comm.dup()
+    first = broken.iallreduce(np.ones(3 + comm.rank))
+    second = broken.iallreduce(np.ones(3))
+    with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
+        second.wait()
+    with pytest.raises(ac.MismatchError, match=r"test_requests\.py:"):
+        first.wait()
 
 
-def test_wait_with_a_timeout_can_be_repeated(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        other = comm.dup()
-        if comm.rank == 0:
-            other.barrier()
-            assert comm.iallreduce(1).wait() == comm.size
-        else:
-            request = comm.iallreduce(1)
-            with pytest.raises(ac.CommTimeoutError, match=r"not finished after 0\.1 seconds"):
-                request.wait(timeout=0.1)
-            other.barrier()
-            assert request.wait() == comm.size
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_wait_with_a_timeout_can_be_repeated(comm: Communicator) -> None:
+    other = comm.dup()
+    if comm.rank == 0:
+        other.barrier()
+        assert comm.iallreduce(1).wait() == comm.size
+    else:
+        request = comm.iallreduce(1)
+        with pytest.raises(ac.CommTimeoutError, match=r"not finished after 0\.1 seconds"):
+            request.wait(timeout=0.1)
+        other.barrier()
+        assert request.wait() == comm.size
 
 
 def test_timeout_error_of_the_program_is_its_own(on_ranks, few) -> None:
@@ -199,13 +181,11 @@ def test_timeout_error_of_the_program_is_its_own(on_ranks, few) -> None:
     on_ranks(few, check)
 
 
-def test_request_says_where_it_was_made(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        request = comm.ibarrier()
-        request.wait()
-        assert repr(request).startswith("<Request made at test_requests.py:")
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_request_says_where_it_was_made(comm: Communicator) -> None:
+    request = comm.ibarrier()
+    request.wait()
+    assert repr(request).startswith("<Request made at test_requests.py:")
 
 
 def test_free_counts_the_requests_that_nobody_can_wait_for_any_more(on_ranks, few) -> None:

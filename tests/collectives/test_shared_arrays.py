@@ -12,6 +12,7 @@ from arraycomm._collectives import shared_arrays
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm.testing._frameworks import elements_of
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.device import linked_devices
 
@@ -56,63 +57,57 @@ def reduced(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("case", PLACES)
 @pytest.mark.half_of_the_cases
 @pytest.mark.both_control_channels
-def test_arrays_at_one_place_are_reduced_there(on_ranks, several, case, reduced) -> None:
-    def check(comm: Communicator) -> None:
-        a, b = (comm.empty(2 * COUNT + 9, np.float32) for _ in range(2))
-        a[...] = b[...] = 0
-        x, out = PLACES[case](comm, a, b)
-        values = np.random.default_rng(comm.rank).standard_normal((3, COUNT)).astype(np.float32)
-        want = [comm.allreduce(value) for value in values]
-        comm.barrier()
-        reduced.clear()
-        comm.barrier()
-        for value, expected in zip(values, want, strict=True):
-            x[...] = value
-            result = comm.allreduce(x, out=out)
-            assert out is None or result is out
-            np.testing.assert_array_equal(result, expected)
-            if case not in {"in place", "overlapping", "in place on one rank"}:
-                np.testing.assert_array_equal(x, value)
-        comm.barrier()
-        few = comm.size <= 3 and compiled is not None
-        there = case in WHERE_IT_LIES or (case in BY_FEW_RANKS and few)
-        assert bool(reduced) == (internals.is_shared(comm) and there)
-
-    on_ranks(several, check)
+@each_rank_of("several")
+def test_arrays_at_one_place_are_reduced_there(comm: Communicator, case, reduced) -> None:
+    a, b = (comm.empty(2 * COUNT + 9, np.float32) for _ in range(2))
+    a[...] = b[...] = 0
+    x, out = PLACES[case](comm, a, b)
+    values = np.random.default_rng(comm.rank).standard_normal((3, COUNT)).astype(np.float32)
+    want = [comm.allreduce(value) for value in values]
+    comm.barrier()
+    reduced.clear()
+    comm.barrier()
+    for value, expected in zip(values, want, strict=True):
+        x[...] = value
+        result = comm.allreduce(x, out=out)
+        assert out is None or result is out
+        np.testing.assert_array_equal(result, expected)
+        if case not in {"in place", "overlapping", "in place on one rank"}:
+            np.testing.assert_array_equal(x, value)
+    comm.barrier()
+    few = comm.size <= 3 and compiled is not None
+    there = case in WHERE_IT_LIES or (case in BY_FEW_RANKS and few)
+    assert bool(reduced) == (internals.is_shared(comm) and there)
 
 
-def test_calls_without_a_header_and_requests(on_ranks, reduced) -> None:
-    def check(comm: Communicator) -> None:
-        unchecked = comm.dup(check=False)
-        x = unchecked.empty((300, 301), "bfloat16")
-        x[...] = comm.rank + 1
-        total = comm.size * (comm.size + 1) // 2
-        request = unchecked.iallreduce(x, out=x)
-        # Ordinary arrays need a header as well now, on every rank.
-        other = unchecked.allreduce(np.ones(COUNT))
-        assert (request.wait() == total).all()
-        assert (other == comm.size).all()
-        assert unchecked.allreduce(x, ac.op(np.maximum), out=x) is x
-        assert (x == total).all()
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_calls_without_a_header_and_requests(comm: Communicator, reduced) -> None:
+    unchecked = comm.dup(check=False)
+    x = unchecked.empty((300, 301), "bfloat16")
+    x[...] = comm.rank + 1
+    total = comm.size * (comm.size + 1) // 2
+    request = unchecked.iallreduce(x, out=x)
+    # Ordinary arrays need a header as well now, on every rank.
+    other = unchecked.allreduce(np.ones(COUNT))
+    assert (request.wait() == total).all()
+    assert (other == comm.size).all()
+    assert unchecked.allreduce(x, ac.op(np.maximum), out=x) is x
+    assert (x == total).all()
 
 
-def test_memory_is_kept_for_views_and_then_given_back(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        made = comm.empty((10, COUNT), np.int16)
-        count = int(internals.is_shared(comm))
-        blocks = internals.shared_blocks(comm)
-        view = made.reshape(-1)[5:9].view(np.uint8)
-        del made
-        gc.collect()
-        assert len(blocks) == count
-        view[...] = 1
-        del view
-        gc.collect()
-        assert not blocks
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_memory_is_kept_for_views_and_then_given_back(comm: Communicator) -> None:
+    made = comm.empty((10, COUNT), np.int16)
+    count = int(internals.is_shared(comm))
+    blocks = internals.shared_blocks(comm)
+    view = made.reshape(-1)[5:9].view(np.uint8)
+    del made
+    gc.collect()
+    assert len(blocks) == count
+    view[...] = 1
+    del view
+    gc.collect()
+    assert not blocks
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -136,15 +131,13 @@ def test_arrays_of_frameworks(on_ranks, framework, reduced) -> None:
     on_ranks(3, check)
 
 
-def test_small_and_empty_arrays(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for shape in ((), 0, (0, 5), 3, (2, 3)):
-            x = comm.empty(shape, np.complex64)
-            assert x.shape == np.empty(shape).shape
-            x[...] = 1j
-            assert (comm.allreduce(x) == 1j * comm.size).all()
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_small_and_empty_arrays(comm: Communicator) -> None:
+    for shape in ((), 0, (0, 5), 3, (2, 3)):
+        x = comm.empty(shape, np.complex64)
+        assert x.shape == np.empty(shape).shape
+        x[...] = 1j
+        assert (comm.allreduce(x) == 1j * comm.size).all()
 
 
 @pytest.mark.parametrize(
@@ -158,17 +151,15 @@ def test_small_and_empty_arrays(on_ranks, few) -> None:
         ((1 << 60, float), MemoryError, "an array of shape"),
     ],
 )
-def test_wrong_arguments(on_ranks, few, arguments, error, match) -> None:
-    def check(comm: Communicator) -> None:
-        if comm.rank == comm.size - 1:
-            with pytest.raises(error, match=match):
-                comm.empty(*arguments)
-        else:
-            with pytest.raises(ac.PeerError):
-                comm.empty(3, float)
-        assert comm.empty(3, float).shape == (3,)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_wrong_arguments(comm: Communicator, arguments, error, match) -> None:
+    if comm.rank == comm.size - 1:
+        with pytest.raises(error, match=match):
+            comm.empty(*arguments)
+    else:
+        with pytest.raises(ac.PeerError):
+            comm.empty(3, float)
+    assert comm.empty(3, float).shape == (3,)
 
 
 def test_arrays_on_devices_and_shapes_that_differ(on_ranks) -> None:
@@ -184,16 +175,14 @@ def test_arrays_on_devices_and_shapes_that_differ(on_ranks) -> None:
         on_ranks(3, check)
 
 
-def test_explain(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        x = comm.empty(COUNT, float)
-        said, other = (ac.explain(array, comm=comm) for array in (x, np.ones(COUNT)))
-        assert other.algorithm != "shared"
-        if internals.is_shared(comm):
-            assert (said.algorithm, said.copies, said.sent) == ("shared", 0, 0)
-            assert "out of the memory of all ranks" in str(said)
-            assert ac.explain(x[::2], comm=comm).algorithm != "shared"
-        else:
-            assert said == other
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_explain(comm: Communicator) -> None:
+    x = comm.empty(COUNT, float)
+    said, other = (ac.explain(array, comm=comm) for array in (x, np.ones(COUNT)))
+    assert other.algorithm != "shared"
+    if internals.is_shared(comm):
+        assert (said.algorithm, said.copies, said.sent) == ("shared", 0, 0)
+        assert "out of the memory of all ranks" in str(said)
+        assert ac.explain(x[::2], comm=comm).algorithm != "shared"
+    else:
+        assert said == other

@@ -10,6 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from tests.collectives.each_rank import each_rank_of
 
 FIELDS = [("a", "<i4"), ("b", "<f8")]
 MOVES: dict[str, Callable[[Communicator, Any], Any]] = {
@@ -23,31 +24,27 @@ MOVES: dict[str, Callable[[Communicator, Any], Any]] = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_record_arrays_come_back_as_such(on_ranks, few, move) -> None:
-    def check(comm: Communicator) -> None:
-        x = np.rec.array([(1, 2.5), (3, 4.5)], dtype=FIELDS)
-        got = MOVES[move](comm, x)
-        assert type(got) is np.recarray
-        assert got.dtype == x.dtype
-        assert got.dtype.type is np.record
-        assert (got.a.tolist(), got.b.tolist()) == ([1, 3], [2.5, 4.5])
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_record_arrays_come_back_as_such(comm: Communicator, move) -> None:
+    x = np.rec.array([(1, 2.5), (3, 4.5)], dtype=FIELDS)
+    got = MOVES[move](comm, x)
+    assert type(got) is np.recarray
+    assert got.dtype == x.dtype
+    assert got.dtype.type is np.record
+    assert (got.a.tolist(), got.b.tolist()) == ([1, 3], [2.5, 4.5])
 
 
-def test_records_outside_of_record_arrays(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        record = np.rec.array([(1, 2.5)], dtype=FIELDS)[0]
-        got = comm.bcast(record)
-        assert (type(got), got.a, got.b) == (np.record, 1, 2.5)
-        plain = np.zeros(2, np.dtype((np.record, FIELDS)))
-        assert comm.bcast(plain)[1].a == 0
-        assert type(comm.bcast(plain)) is np.ndarray
-        out = np.rec.array([(0, 0.0)], dtype=FIELDS)
-        assert comm.bcast(np.array([(7, 8.0)], FIELDS), out=out) is out
-        assert out.a.tolist() == [7]
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_records_outside_of_record_arrays(comm: Communicator) -> None:
+    record = np.rec.array([(1, 2.5)], dtype=FIELDS)[0]
+    got = comm.bcast(record)
+    assert (type(got), got.a, got.b) == (np.record, 1, 2.5)
+    plain = np.zeros(2, np.dtype((np.record, FIELDS)))
+    assert comm.bcast(plain)[1].a == 0
+    assert type(comm.bcast(plain)) is np.ndarray
+    out = np.rec.array([(0, 0.0)], dtype=FIELDS)
+    assert comm.bcast(np.array([(7, 8.0)], FIELDS), out=out) is out
+    assert out.a.tolist() == [7]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +76,10 @@ def test_subarrays_of_another_byte_order(on_ranks, few, fields, kind) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["longdouble", "clongdouble"])
-def test_long_doubles_are_refused(on_ranks, few, dtype) -> None:
-    def check(comm: Communicator) -> None:
-        x = np.ones(2, dtype)
-        for call in (comm.allreduce, comm.allgather, lambda x: ac.allreduce_tree([x], comm=comm)):
-            for value in (x, x[0]):
-                with pytest.raises(TypeError, match="a long double to float64 or complex128"):
-                    call(value)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_long_doubles_are_refused(comm: Communicator, dtype) -> None:
+    x = np.ones(2, dtype)
+    for call in (comm.allreduce, comm.allgather, lambda x: ac.allreduce_tree([x], comm=comm)):
+        for value in (x, x[0]):
+            with pytest.raises(TypeError, match="a long double to float64 or complex128"):
+                call(value)

@@ -14,6 +14,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
+from tests.collectives.each_rank import each_rank_of
 from tests.support.on_ranks import alone
 
 Call = Callable[[Communicator, float | None], Any]
@@ -85,44 +86,40 @@ def test_call_waits_as_long_as_its_own_timeout_says(name) -> None:
     assert max(run(2, check)) < 5
 
 
-def test_timeout_holds_for_one_call_on_one_rank(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        impatient = comm.dup(timeout=0.4)
-        assert impatient.allreduce(1, timeout=30 if comm.rank else None) == comm.size
-        if comm.rank == 0:
-            with pytest.raises(ac.CommTimeoutError, match=r"\(timeout 0\.4 s\)"):
-                impatient.allreduce(1)
-        comm.barrier()
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_timeout_holds_for_one_call_on_one_rank(comm: Communicator) -> None:
+    impatient = comm.dup(timeout=0.4)
+    assert impatient.allreduce(1, timeout=30 if comm.rank else None) == comm.size
+    if comm.rank == 0:
+        with pytest.raises(ac.CommTimeoutError, match=r"\(timeout 0\.4 s\)"):
+            impatient.allreduce(1)
+    comm.barrier()
 
 
-def test_wrong_timeout_is_raised_on_all_ranks_which_go_on(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for wrong, kind in (
-            (0, ValueError),
-            (-1.0, ValueError),
-            ("1", TypeError),
-            (True, TypeError),
-        ):
-            for name in ("allreduce", "bcast_object"):
-                call: Any = getattr(comm, name)
-                expected = kind if comm.rank == 1 else ac.PeerError
-                with pytest.raises(expected, match=rf"{name}: .*timeout must be") as caught:
-                    call(1.0, timeout=wrong if comm.rank == 1 else 20)
-                assert repr(wrong) in str(caught.value)
-            with pytest.raises(kind, match="recv: timeout must be"):
-                comm.recv(0, timeout=wrong)  # type: ignore[arg-type]
-            # The rank that would have received is told.
-            if comm.rank == 1:
-                with pytest.raises(kind, match="send: timeout must be"):
-                    comm.send(1.0, 0, timeout=wrong)  # type: ignore[arg-type]
-            elif comm.rank == 0:
-                with pytest.raises(ac.PeerError, match="timeout must be"):
-                    comm.recv(1)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_wrong_timeout_is_raised_on_all_ranks_which_go_on(comm: Communicator) -> None:
+    for wrong, kind in (
+        (0, ValueError),
+        (-1.0, ValueError),
+        ("1", TypeError),
+        (True, TypeError),
+    ):
+        for name in ("allreduce", "bcast_object"):
+            call: Any = getattr(comm, name)
+            expected = kind if comm.rank == 1 else ac.PeerError
+            with pytest.raises(expected, match=rf"{name}: .*timeout must be") as caught:
+                call(1.0, timeout=wrong if comm.rank == 1 else 20)
+            assert repr(wrong) in str(caught.value)
+        with pytest.raises(kind, match="recv: timeout must be"):
+            comm.recv(0, timeout=wrong)  # type: ignore[arg-type]
+        # The rank that would have received is told.
+        if comm.rank == 1:
+            with pytest.raises(kind, match="send: timeout must be"):
+                comm.send(1.0, 0, timeout=wrong)  # type: ignore[arg-type]
+        elif comm.rank == 0:
+            with pytest.raises(ac.PeerError, match="timeout must be"):
+                comm.recv(1)
+    assert comm.allreduce(1) == comm.size
 
 
 @alone

@@ -9,6 +9,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from tests.collectives.each_rank import each_rank_of
 
 EXPECTED = (ZeroDivisionError, TypeError, ac.PeerError)
 
@@ -31,53 +32,44 @@ def _alone(comm: Communicator, *, fails: bool) -> None:
             raise ZeroDivisionError(f"on rank {comm.rank}")
 
 
-def test_block_that_goes_well_everywhere_does_nothing(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        _block(comm, fails=False)
-        _alone(comm, fails=False)
+@each_rank_of("few")
+def test_block_that_goes_well_everywhere_does_nothing(comm: Communicator) -> None:
+    _block(comm, fails=False)
+    _alone(comm, fails=False)
+    assert comm.allreduce(1) == comm.size
+
+
+@each_rank_of("few")
+def test_exception_on_one_rank_is_one_on_all(comm: Communicator) -> None:
+    for culprit in range(comm.size):
+        with pytest.raises(EXPECTED, match=f"on rank {culprit}") as caught:
+            _alone(comm, fails=comm.rank == culprit)
+        if comm.rank == culprit:
+            assert isinstance(caught.value, ZeroDivisionError)
+        else:
+            assert isinstance(caught.value, ac.PeerError)
+            assert caught.value.rank == culprit
+            assert "in _alone" in caught.value.traceback
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(few, check)
+
+@each_rank_of(3)
+def test_every_rank_that_raises_keeps_its_own_exception(comm: Communicator) -> None:
+    fails = comm.rank != comm.size - 1
+    with pytest.raises(EXPECTED, match=f"on rank {comm.rank if fails else 0}") as caught:
+        _alone(comm, fails=fails)
+    assert isinstance(caught.value, ZeroDivisionError) == fails
+    assert comm.allreduce(1) == comm.size
 
 
-def test_exception_on_one_rank_is_one_on_all(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for culprit in range(comm.size):
-            with pytest.raises(EXPECTED, match=f"on rank {culprit}") as caught:
-                _alone(comm, fails=comm.rank == culprit)
-            if comm.rank == culprit:
-                assert isinstance(caught.value, ZeroDivisionError)
-            else:
-                assert isinstance(caught.value, ac.PeerError)
-                assert caught.value.rank == culprit
-                assert "in _alone" in caught.value.traceback
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(few, check)
-
-
-def test_every_rank_that_raises_keeps_its_own_exception(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        fails = comm.rank != comm.size - 1
-        with pytest.raises(EXPECTED, match=f"on rank {comm.rank if fails else 0}") as caught:
-            _alone(comm, fails=fails)
-        assert isinstance(caught.value, ZeroDivisionError) == fails
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
-
-
-def test_exception_that_meets_calls_inside_the_block(on_ranks) -> None:
+@each_rank_of(3)
+def test_exception_that_meets_calls_inside_the_block(comm: Communicator) -> None:
     """The others learn of it in a call of the block, and none waits at its end."""
-
-    def check(comm: Communicator) -> None:
-        for culprit, before, count in product(range(comm.size), range(3), (2, 40_000)):
-            with pytest.raises(EXPECTED, match=f"on rank {culprit}") as caught:
-                _block(comm, fails=comm.rank == culprit, before=before, count=count)
-            assert isinstance(caught.value, ZeroDivisionError) == (comm.rank == culprit)
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    for culprit, before, count in product(range(comm.size), range(3), (2, 40_000)):
+        with pytest.raises(EXPECTED, match=f"on rank {culprit}") as caught:
+            _block(comm, fails=comm.rank == culprit, before=before, count=count)
+        assert isinstance(caught.value, ZeroDivisionError) == (comm.rank == culprit)
+        assert comm.allreduce(1) == comm.size
 
 
 def _wrong_argument(comm: Communicator, *, fails: bool) -> None:
@@ -88,13 +80,13 @@ def _wrong_argument(comm: Communicator, *, fails: bool) -> None:
 
 
 @pytest.mark.parametrize("also_an_exception", [False, True])
-def test_wrong_argument_inside_the_block_is_told_once(on_ranks, also_an_exception) -> None:
-    def check(comm: Communicator) -> None:
-        with pytest.raises(EXPECTED):
-            _wrong_argument(comm, fails=also_an_exception and comm.rank == 1)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_wrong_argument_inside_the_block_is_told_once(
+    comm: Communicator, also_an_exception
+) -> None:
+    with pytest.raises(EXPECTED):
+        _wrong_argument(comm, fails=also_an_exception and comm.rank == 1)
+    assert comm.allreduce(1) == comm.size
 
 
 def _nested(comm: Communicator, culprit: int, *, in_inner: bool, handled: bool) -> None:
@@ -109,37 +101,31 @@ def _nested(comm: Communicator, culprit: int, *, in_inner: bool, handled: bool) 
                 raise
 
 
-def test_blocks_nest(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        both = (True, False)
-        for culprit, in_inner, handled in product(range(comm.size), both, both):
-            with pytest.raises(EXPECTED):
-                _nested(comm, culprit, in_inner=in_inner, handled=handled)
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
-
-
-def test_other_calls_than_the_end_of_the_block_are_a_mismatch(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        part = comm.dup()
-        with pytest.raises(ac.MismatchError, match="raise_together"):
-            part.barrier() if comm.rank == 0 else _alone(part, fails=False)
+@each_rank_of(3)
+def test_blocks_nest(comm: Communicator) -> None:
+    both = (True, False)
+    for culprit, in_inner, handled in product(range(comm.size), both, both):
+        with pytest.raises(EXPECTED):
+            _nested(comm, culprit, in_inner=in_inner, handled=handled)
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(3, check)
+
+@each_rank_of(3)
+def test_other_calls_than_the_end_of_the_block_are_a_mismatch(comm: Communicator) -> None:
+    part = comm.dup()
+    with pytest.raises(ac.MismatchError, match="raise_together"):
+        part.barrier() if comm.rank == 0 else _alone(part, fails=False)
+    assert comm.allreduce(1) == comm.size
 
 
-def test_error_that_ended_the_communicator_leaves_the_block_as_it_is(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        part = comm.dup()
-        with pytest.raises(ac.MismatchError), ac.raise_together(part):
-            part.allreduce(np.ones(2 + (comm.rank == 0)))
-        with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
-            _alone(part, fails=False)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_error_that_ended_the_communicator_leaves_the_block_as_it_is(comm: Communicator) -> None:
+    part = comm.dup()
+    with pytest.raises(ac.MismatchError), ac.raise_together(part):
+        part.allreduce(np.ones(2 + (comm.rank == 0)))
+    with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
+        _alone(part, fails=False)
+    assert comm.allreduce(1) == comm.size
 
 
 def test_without_a_world_it_says_so() -> None:

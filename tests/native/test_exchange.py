@@ -22,6 +22,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._transports.threads import Group, make_group
 from arraycomm.testing import run
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.oracle import expected, same_result
 
@@ -62,37 +63,32 @@ def _value(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarra
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def test_repeated_reductions_of_many_kinds_are_right() -> None:
+@each_rank_of(3)
+def test_repeated_reductions_of_many_kinds_are_right(comm: Communicator) -> None:
     """More kinds than are found at once, in turns, and arrays without `out` or elsewhere in between."""
-
-    def check(comm: Communicator) -> None:
-        for turn in range(3):
-            for number, (op, dtype, shape) in enumerate(_KINDS):
-                arrays = [_value(dtype, shape, 100 * turn + number + r) for r in range(comm.size)]
-                want, x = expected(arrays, op), arrays[comm.rank]
-                out = np.empty(shape, dtype)
-                assert comm.allreduce(x, op, out=out) is out
-                strided = np.repeat(x[..., None], 2, axis=-1)[..., 0]
-                for got in (out, comm.allreduce(x, op), comm.allreduce(strided, op)):
-                    assert same_result(got, want, op)
-                assert comm.allreduce(x, op, out=x) is x
-                assert same_result(x, want, op)
-                assert internals.completed(comm) == internals.steps(comm)
-        assert comm.stats()["allreduce"]["calls"] == 3 * 4 * len(_KINDS)
-
-    run(3, check)
+    for turn in range(3):
+        for number, (op, dtype, shape) in enumerate(_KINDS):
+            arrays = [_value(dtype, shape, 100 * turn + number + r) for r in range(comm.size)]
+            want, x = expected(arrays, op), arrays[comm.rank]
+            out = np.empty(shape, dtype)
+            assert comm.allreduce(x, op, out=out) is out
+            strided = np.repeat(x[..., None], 2, axis=-1)[..., 0]
+            for got in (out, comm.allreduce(x, op), comm.allreduce(strided, op)):
+                assert same_result(got, want, op)
+            assert comm.allreduce(x, op, out=x) is x
+            assert same_result(x, want, op)
+            assert internals.completed(comm) == internals.steps(comm)
+    assert comm.stats()["allreduce"]["calls"] == 3 * 4 * len(_KINDS)
 
 
-def test_a_reduction_with_a_note_is_none_without() -> None:
-    def check(comm: Communicator) -> None:
-        x, out = np.ones(2), np.empty(2)
-        if comm.rank == 0:
-            internals.remember_noted_allreduce(comm, x, "sum", "at place 3")
-        for _ in range(2):
-            comm.allreduce(x, out=out)
-            assert out.tolist() == [2, 2]
-
-    run(2, check)
+@each_rank_of(2)
+def test_a_reduction_with_a_note_is_none_without(comm: Communicator) -> None:
+    x, out = np.ones(2), np.empty(2)
+    if comm.rank == 0:
+        internals.remember_noted_allreduce(comm, x, "sum", "at place 3")
+    for _ in range(2):
+        comm.allreduce(x, out=out)
+        assert out.tolist() == [2, 2]
 
 
 def test_a_repeated_reduction_needs_no_python(in_python: mock.Mock) -> None:

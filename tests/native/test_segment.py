@@ -18,6 +18,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._reduce import segment, selection
 from arraycomm.testing import run
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.oracle import expected, same_result
 
@@ -203,17 +204,15 @@ def test_what_was_quicker_in_a_trial_holds_until_the_next() -> None:
             assert next(ways) == (past < through, None)
 
 
-def test_small_and_large_calls_are_measured_apart() -> None:
-    def check(comm: Communicator) -> None:
-        # It opens the segment, and copies nothing.
-        comm.plan([np.ones(10**6)])
-        small, large = (internals.segment(comm).ways(nbytes) for nbytes in (8 << 20, (8 << 20) + 1))
-        for ways, past in ((small, 2.0), (large, 1.0)):
-            _ = [next(ways) for _ in range(segment.ROWS)]
-            _try(ways, past, 1.5)
-        assert (next(small), next(large)) == ((False, None), (True, None))
-
-    run(2, check)
+@each_rank_of(2)
+def test_small_and_large_calls_are_measured_apart(comm: Communicator) -> None:
+    # It opens the segment, and copies nothing.
+    comm.plan([np.ones(10**6)])
+    small, large = (internals.segment(comm).ways(nbytes) for nbytes in (8 << 20, (8 << 20) + 1))
+    for ways, past in ((small, 2.0), (large, 1.0)):
+        _ = [next(ways) for _ in range(segment.ROWS)]
+        _try(ways, past, 1.5)
+    assert (next(small), next(large)) == ((False, None), (True, None))
 
 
 def test_the_segment_is_used_as_was_measured() -> None:
@@ -228,12 +227,10 @@ def test_the_segment_is_used_as_was_measured() -> None:
         assert segment.is_quicker(nbytes, size) == quicker
 
 
-def test_ranks_without_shared_memory_do_without() -> None:
-    def check(comm: Communicator) -> None:
-        internals.forbid_segment(comm)
-        _check(comm)
-
-    run(2, check)
+@each_rank_of(2)
+def test_ranks_without_shared_memory_do_without(comm: Communicator) -> None:
+    internals.forbid_segment(comm)
+    _check(comm)
 
 
 def test_copies_past_the_caches_are_copies_and_have_to_fit() -> None:

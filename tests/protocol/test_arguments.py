@@ -12,6 +12,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from tests.collectives.each_rank import each_rank_of
 
 Case = tuple[type[Exception], str, Callable[[Communicator], Any]]
 
@@ -65,27 +66,26 @@ WRONG: dict[str, Case] = {
 
 @pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_argument_on_one_rank_raises_on_all_and_the_ranks_go_on(on_ranks, case) -> None:
+@each_rank_of(3)
+def test_wrong_argument_on_one_rank_raises_on_all_and_the_ranks_go_on(
+    comm: Communicator, case
+) -> None:
     kind, message, wrong = WRONG[case]
-
-    def check(comm: Communicator) -> None:
-        for culprit in range(comm.size):
-            if comm.rank == culprit:
-                with pytest.raises(kind, match=message):
-                    wrong(comm)
-            else:
-                with pytest.raises(ac.PeerError, match=f"rank {culprit} raised") as caught:
-                    comm.allreduce(np.ones(5, np.float32))
-                assert caught.value.rank == culprit
-                assert "test_arguments.py" in caught.value.traceback
-            assert comm.allreduce(1) == comm.size
-        # On every rank it raises its own. All but one may pass nothing to `bcast`.
-        if case != "nothing to send":
+    for culprit in range(comm.size):
+        if comm.rank == culprit:
             with pytest.raises(kind, match=message):
                 wrong(comm)
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+        else:
+            with pytest.raises(ac.PeerError, match=f"rank {culprit} raised") as caught:
+                comm.allreduce(np.ones(5, np.float32))
+            assert caught.value.rank == culprit
+            assert "test_arguments.py" in caught.value.traceback
+        assert comm.allreduce(1) == comm.size
+    # On every rank it raises its own. All but one may pass nothing to `bcast`.
+    if case != "nothing to send":
+        with pytest.raises(kind, match=message):
+            wrong(comm)
+        assert comm.allreduce(1) == comm.size
 
 
 # Right calls of what the cases below call wrongly, with the same root.
@@ -250,15 +250,13 @@ def test_wrong_argument_where_the_others_call_right_raises_on_all(on_ranks, case
     on_ranks(3, check)
 
 
-def test_exscan_looks_at_out_where_there_is_a_result(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for culprit in range(1, comm.size):
-            out = np.ones(5) if comm.rank in (0, culprit) else None
-            with pytest.raises(ValueError if comm.rank == culprit else ac.PeerError):
-                comm.exscan(np.ones(3), out=out)
-        assert comm.exscan(1) == (comm.rank or None)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_exscan_looks_at_out_where_there_is_a_result(comm: Communicator) -> None:
+    for culprit in range(1, comm.size):
+        out = np.ones(5) if comm.rank in (0, culprit) else None
+        with pytest.raises(ValueError if comm.rank == culprit else ac.PeerError):
+            comm.exscan(np.ones(3), out=out)
+    assert comm.exscan(1) == (comm.rank or None)
 
 
 # What is wrong with an `out` whose shape is known only when all have been heard.
@@ -308,47 +306,41 @@ def test_wrong_out_of_a_later_known_shape_concerns_its_rank_alone(on_ranks, name
     on_ranks(3, check)
 
 
-def test_wrong_length_of_out_of_scatterv_concerns_its_rank_alone(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for length, culprit in product((3, 9_000), range(1, comm.size)):
-            x, counts = np.ones((comm.size * length, 2)), [length] * comm.size
-            arguments = (x, counts) if comm.rank == 0 else (None, None)
-            if comm.rank == culprit:
-                with pytest.raises(ValueError, match="scatterv: out must have the shape"):
-                    comm.scatterv(out=np.ones((length + 1, 2)))
-            else:
-                assert (comm.scatterv(*arguments) == x[:length]).all()
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
-
-
-def test_wrong_out_of_a_request_is_raised_by_wait(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for length in (2, 9_000):
-            x = np.ones(length)
-            request = comm.iallgatherv(x, out=np.ones(1) if comm.rank == 0 else None)
-            good = comm.iallgatherv(x)
-            if comm.rank == 0:
-                with pytest.raises(ValueError, match="must have the shape"):
-                    request.wait()
-            else:
-                assert len(request.wait()) == comm.size * length
-            assert len(good.wait()) == comm.size * length
-
-    on_ranks(3, check)
-
-
-def test_immutable_out_of_a_later_known_shape_concerns_its_rank_alone(on_ranks) -> None:
-    jax = pytest.importorskip("jax")
-
-    def check(comm: Communicator) -> None:
-        x = np.ones(2, np.float32)
-        if comm.rank == 0:
-            with pytest.raises(BufferError, match="immutable"):
-                comm.allgatherv(x, out=jax.numpy.ones(2 * comm.size))
+@each_rank_of(3)
+def test_wrong_length_of_out_of_scatterv_concerns_its_rank_alone(comm: Communicator) -> None:
+    for length, culprit in product((3, 9_000), range(1, comm.size)):
+        x, counts = np.ones((comm.size * length, 2)), [length] * comm.size
+        arguments = (x, counts) if comm.rank == 0 else (None, None)
+        if comm.rank == culprit:
+            with pytest.raises(ValueError, match="scatterv: out must have the shape"):
+                comm.scatterv(out=np.ones((length + 1, 2)))
         else:
-            assert len(comm.allgatherv(x)) == 2 * comm.size
+            assert (comm.scatterv(*arguments) == x[:length]).all()
         assert comm.allreduce(1) == comm.size
 
-    on_ranks(3, check)
+
+@each_rank_of(3)
+def test_wrong_out_of_a_request_is_raised_by_wait(comm: Communicator) -> None:
+    for length in (2, 9_000):
+        x = np.ones(length)
+        request = comm.iallgatherv(x, out=np.ones(1) if comm.rank == 0 else None)
+        good = comm.iallgatherv(x)
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="must have the shape"):
+                request.wait()
+        else:
+            assert len(request.wait()) == comm.size * length
+        assert len(good.wait()) == comm.size * length
+
+
+@each_rank_of(3, "jax")
+def test_immutable_out_of_a_later_known_shape_concerns_its_rank_alone(
+    comm: Communicator, jax
+) -> None:
+    x = np.ones(2, np.float32)
+    if comm.rank == 0:
+        with pytest.raises(BufferError, match="immutable"):
+            comm.allgatherv(x, out=jax.numpy.ones(2 * comm.size))
+    else:
+        assert len(comm.allgatherv(x)) == 2 * comm.size
+    assert comm.allreduce(1) == comm.size

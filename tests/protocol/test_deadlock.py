@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus, find_deadlock
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.on_ranks import alone
 
@@ -151,12 +152,10 @@ def _a_communicator_has_a_short_timeout(comm: Communicator, other: Communicator)
         _a_communicator_has_a_short_timeout,
     ],
 )
-def test_ranks_that_can_go_on_do_so(on_ranks, wait: Callable[..., None]) -> None:
-    def check(comm: Communicator) -> None:
-        wait(comm.dup(), comm.dup())
-        assert comm.allreduce(1) == 3
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_ranks_that_can_go_on_do_so(comm: Communicator, wait: Callable[..., None]) -> None:
+    wait(comm.dup(), comm.dup())
+    assert comm.allreduce(1) == 3
 
 
 _RANKS = st.integers(2, 7)

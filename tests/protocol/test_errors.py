@@ -17,6 +17,7 @@ import arraycomm as ac
 from arraycomm._collectives.fast_path import FastPaths
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH
 
@@ -183,12 +184,10 @@ def _mismatch(
         assert healthy.allreduce(1) == comm.size
 
 
-def test_mismatch_groups_ranks_of_one_call(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        with pytest.raises(ac.MismatchError, match=r"ranks 0, 2: .*; rank 1: barrier at "):
-            comm.barrier() if comm.rank == 1 else comm.allreduce(1.0)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_mismatch_groups_ranks_of_one_call(comm: Communicator) -> None:
+    with pytest.raises(ac.MismatchError, match=r"ranks 0, 2: .*; rank 1: barrier at "):
+        comm.barrier() if comm.rank == 1 else comm.allreduce(1.0)
 
 
 TREES: dict[str, tuple[Any, Any, str]] = {
@@ -213,87 +212,74 @@ TREES: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", TREES)
-def test_trees_that_differ_raise_with_the_first_path(on_ranks, case) -> None:
+@each_rank_of(3)
+def test_trees_that_differ_raise_with_the_first_path(comm: Communicator, case) -> None:
     usual, other, message = TREES[case]
-
-    def check(comm: Communicator) -> None:
-        for reduce_or_send in (ac.allreduce_tree, ac.synchronize):
-            broken = comm.dup()
-            mine = other if comm.rank == 1 else usual
-            with pytest.raises(ac.MismatchError, match="tree"):
-                reduce_or_send(mine, comm=broken)
+    for reduce_or_send in (ac.allreduce_tree, ac.synchronize):
         broken = comm.dup()
-        with pytest.raises(ac.MismatchError, match=message):
-            ac.allreduce_tree(mine, comm=broken)
-
-    on_ranks(3, check)
-
-
-def test_gradients_that_differ_in_more_than_none_raise(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        tree = [None, np.ones(2)] if comm.rank == 0 else [np.ones(3), np.ones(1 + comm.rank)]
-        with pytest.raises(ac.MismatchError, match=r"First difference: tree\[1\]"):
-            ac.allreduce_gradients(tree, comm=comm)
-
-    on_ranks(3, check)
+        mine = other if comm.rank == 1 else usual
+        with pytest.raises(ac.MismatchError, match="tree"):
+            reduce_or_send(mine, comm=broken)
+    broken = comm.dup()
+    with pytest.raises(ac.MismatchError, match=message):
+        ac.allreduce_tree(mine, comm=broken)
 
 
-def test_missing_gradients_can_be_made_an_error(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        tree = {"w": None if comm.rank else np.ones(2)}
-        with pytest.raises(
-            ac.MismatchError, match=r"tree\['w'\] is float64 \(2,\) on rank 0, None"
-        ):
-            ac.allreduce_gradients(tree, missing="error", comm=comm)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_gradients_that_differ_in_more_than_none_raise(comm: Communicator) -> None:
+    tree = [None, np.ones(2)] if comm.rank == 0 else [np.ones(3), np.ones(1 + comm.rank)]
+    with pytest.raises(ac.MismatchError, match=r"First difference: tree\[1\]"):
+        ac.allreduce_gradients(tree, comm=comm)
 
 
-def test_two_threads_at_once_are_refused(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        waiting, go_on = threading.Event(), threading.Event()
-        other = comm.dup()
-        if comm.rank == 0:
-            errors: list[Exception] = []
-
-            def second() -> None:
-                waiting.wait()
-                while not internals.engine(comm).turn.locked():
-                    time.sleep(0.001)
-                try:
-                    comm.barrier()
-                except ac.ConcurrentUseError as error:
-                    errors.append(error)
-                go_on.set()
-
-            thread = threading.Thread(target=second)
-            thread.start()
-            waiting.set()
-            other.barrier()
-            releasing = threading.Thread(target=lambda: (go_on.wait(), other.barrier()))
-            releasing.start()
-            comm.allreduce(1)
-            thread.join()
-            releasing.join()
-            assert "dup()" in str(errors[0])
-        else:
-            other.barrier()
-            other.barrier()
-            comm.allreduce(1)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_missing_gradients_can_be_made_an_error(comm: Communicator) -> None:
+    tree = {"w": None if comm.rank else np.ones(2)}
+    with pytest.raises(ac.MismatchError, match=r"tree\['w'\] is float64 \(2,\) on rank 0, None"):
+        ac.allreduce_gradients(tree, missing="error", comm=comm)
 
 
-def test_freed_communicator_says_so(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        with comm.dup() as inner:
-            assert inner.allreduce(1) == comm.size
-        for call in (inner.barrier, lambda: inner.allreduce(1), lambda: inner.ibarrier().wait()):
-            with pytest.raises(ac.CommunicatorClosedError, match="it was freed"):
-                call()
-        inner.free()
+@each_rank_of(3)
+def test_two_threads_at_once_are_refused(comm: Communicator) -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+    other = comm.dup()
+    if comm.rank == 0:
+        errors: list[Exception] = []
 
-    on_ranks(few, check)
+        def second() -> None:
+            waiting.wait()
+            while not internals.engine(comm).turn.locked():
+                time.sleep(0.001)
+            try:
+                comm.barrier()
+            except ac.ConcurrentUseError as error:
+                errors.append(error)
+            go_on.set()
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        waiting.set()
+        other.barrier()
+        releasing = threading.Thread(target=lambda: (go_on.wait(), other.barrier()))
+        releasing.start()
+        comm.allreduce(1)
+        thread.join()
+        releasing.join()
+        assert "dup()" in str(errors[0])
+    else:
+        other.barrier()
+        other.barrier()
+        comm.allreduce(1)
+
+
+@each_rank_of("few")
+def test_freed_communicator_says_so(comm: Communicator) -> None:
+    with comm.dup() as inner:
+        assert inner.allreduce(1) == comm.size
+    for call in (inner.barrier, lambda: inner.allreduce(1), lambda: inner.ibarrier().wait()):
+        with pytest.raises(ac.CommunicatorClosedError, match="it was freed"):
+            call()
+    inner.free()
 
 
 def test_result_that_a_framework_refuses_is_an_error_on_all(on_ranks) -> None:
@@ -314,13 +300,11 @@ def test_result_that_a_framework_refuses_is_an_error_on_all(on_ranks) -> None:
     on_ranks(3, check)
 
 
-def test_bucket_sizes_that_differ_raise(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        tree = [np.ones(1, "f4"), np.ones(1, "i4"), np.ones(1, "f4")]
-        with pytest.raises(ac.MismatchError, match=r"bucket_bytes=1.* on rank 0, bucket_bytes=9"):
-            ac.allreduce_tree(tree, "sum", bucket_bytes=9 if comm.rank else 1, comm=comm)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_bucket_sizes_that_differ_raise(comm: Communicator) -> None:
+    tree = [np.ones(1, "f4"), np.ones(1, "i4"), np.ones(1, "f4")]
+    with pytest.raises(ac.MismatchError, match=r"bucket_bytes=1.* on rank 0, bucket_bytes=9"):
+        ac.allreduce_tree(tree, "sum", bucket_bytes=9 if comm.rank else 1, comm=comm)
 
 
 def test_array_whose_dtype_raises_is_told_to_all(on_ranks) -> None:
@@ -358,17 +342,17 @@ def test_what_is_wrong_with_options_and_lines_is_told_to_all(on_ranks) -> None:
     on_ranks(3, check)
 
 
-def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        for count in (3, 5_000, 200_000):
-            unchecked = comm.dup(check=False, timeout=10.0)
-            assert (unchecked.allreduce(np.ones(count)) == comm.size).all()
-            with pytest.raises(ValueError if comm.rank == 0 else ac.PeerError):
-                unchecked.allreduce(np.ones(count), "sum" if comm.rank else "nope")
-            with pytest.raises(ac.CommunicatorClosedError):
-                unchecked.barrier()
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(
+    comm: Communicator,
+) -> None:
+    for count in (3, 5_000, 200_000):
+        unchecked = comm.dup(check=False, timeout=10.0)
+        assert (unchecked.allreduce(np.ones(count)) == comm.size).all()
+        with pytest.raises(ValueError if comm.rank == 0 else ac.PeerError):
+            unchecked.allreduce(np.ones(count), "sum" if comm.rank else "nope")
+        with pytest.raises(ac.CommunicatorClosedError):
+            unchecked.barrier()
 
 
 def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(on_ranks) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,40 +79,6 @@ def test_thread_that_is_about_to_end_takes_a_program_all_the_same(
         outstanding.push()
         time.sleep(moment * (number % 20) / 10)
     wait_until(lambda: not any(thread.is_alive() for thread in outstanding.threads))
-
-
-@pytest.mark.parametrize("absent", [True, False])
-def test_late_ranks_take_one_poll_and_longer_naps(
-    monkeypatch: pytest.MonkeyPatch, absent: bool
-) -> None:
-    """If data may move instead, some MPI need more of both."""
-    monkeypatch.setattr(progress, "compiled", None)
-    # However late this thread gets a core.
-    monkeypatch.setattr(progress, "PATIENCE", LIMIT)
-    polls, naps, memory = list[int](), list[float](), np.zeros(SharedControl.nbytes(2), np.uint8)
-    threads = set[threading.Thread]()
-    program: Any = Program(progress.clock.now() - 0.01)
-    program.waiting = SharedControl(0, 2, memory) if absent else None
-
-    def advance(count: int) -> None:
-        threads.add(threading.current_thread())
-        polls.append(count)
-
-    def nap(seconds: float) -> None:
-        # Threads of other communicators may still be there.
-        if threading.current_thread() in threads:
-            naps.append(seconds)
-        time.sleep(seconds)
-
-    monkeypatch.setattr(progress, "time", SimpleNamespace(sleep=nap))
-    pushing = ProgressThread(advance, lambda: [] if len(polls) >= 5 else [program])
-    pushing.start()
-    pushing.join(LIMIT)
-    assert polls == [1 if absent else progress._POLLS] * 5
-    # The last nap is that of a thread without programs.
-    assert naps.pop() == progress.NAP
-    assert len(naps) == (4 if absent else 0)
-    assert all(seconds > 5 * progress.NAP for seconds in naps)
 
 
 # While the only program waits for late ranks in shared memory, the thread does without the GIL.

@@ -34,22 +34,6 @@ def hurried() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("size", [2, 9, 10, 30])
-def test_a_step_is_over_once_every_rank_has_posted_it(size: int) -> None:
-    memory = np.zeros(SharedControl.nbytes(size), np.uint8)
-    ranks = [SharedControl(rank, size, memory) for rank in range(size)]
-    for last in range(size):
-        ranks[0].post()
-        for rank in range(1, size):
-            if rank != last:
-                ranks[rank].post()
-        if last:
-            assert not ranks[0].done()
-            assert ranks[0].missing() == [last]
-            ranks[last].post()
-        assert all(control.done() for control in ranks)
-
-
 def test_slots_between_nodes_hold_a_mebibyte_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_MESSAGES", internals.SLOTS[2])
     assert message_slot(2) == PAYLOAD + (1 << 20)

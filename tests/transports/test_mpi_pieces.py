@@ -95,18 +95,6 @@ def test_lanes_begin_one_after_the_other(counts: list[int], random: Any) -> None
     assert [len(lane.requests) for lane in lanes] == counts
 
 
-def test_one_way_may_have_more_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    null = SimpleNamespace(Test=lambda: True)
-    monkeypatch.setattr(mpi_pieces, "MPI", SimpleNamespace(Prequest=lambda: null))
-    sends: list[Any] = [_Request() for _ in range(3)]
-    assert mpi_pieces.prepared([], sends) == [(null, send) for send in sends]
-    assert mpi_pieces.prepared(sends[:2], sends) == [
-        (sends[0], sends[0]),
-        (sends[1], sends[1]),
-        (null, sends[2]),
-    ]
-
-
 @pytest.mark.parametrize(
     ("here", "elsewhere", "whole"),
     [(True, True, True), (True, False, False), (False, True, False), (False, False, False)],

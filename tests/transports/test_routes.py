@@ -69,24 +69,6 @@ def _is_chain(count: int, pieces: int) -> bool:
     return count < pieces + count.bit_length()
 
 
-@given(st.integers(2, 300), st.integers(1, 60))
-def test_the_last_piece_is_everywhere_about_as_soon_as_by_the_other_shape(
-    count: int, pieces: int
-) -> None:
-    """One message after another; in a tree a piece comes a step later to every second child."""
-    places = Places(range(count))
-    routes = [route(rank, 0, places, pieces) for rank in range(count)]
-    steps = [0] * count
-    for rank, found in enumerate(routes):
-        for turn, peer in enumerate(found.to, 1):
-            steps[peer] = steps[rank] + turn
-    took = (pieces - 1) * len(routes[0].to) + max(steps)
-    chain = pieces - 1 + count - 1
-    tree = 2 * (pieces - 1) + max(i.bit_length() + i.bit_count() - 2 for i in range(1, count + 1))
-    assert took in (chain, tree)
-    assert took <= 9 / 8 * min(chain, tree)
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) + 1, 100_000_001])
 def test_pieces_are_all_of_the_bytes(nbytes: int) -> None:
     buffer = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (nbytes,), (0,))

@@ -15,6 +15,7 @@ import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._trees.opened import stays
 from arraycomm._trees.pytrees import flatten
+from tests.collectives.each_rank import each_rank_of
 
 
 class Model:
@@ -50,25 +51,23 @@ def _tree_functions(comm: Communicator) -> list[Any]:
     ]
 
 
-def test_objects_that_say_what_is_in_them_are_opened(on_ranks, few: int) -> None:
-    def check(comm: Communicator) -> None:
-        array = np.full(3, float(comm.rank))
-        tree = {
-            "m": [Model(array, f"of {comm.rank}")],
-            "f": functools.partial(pow, array, mod=None),
-        }
-        for call in _tree_functions(comm):
-            got = call(tree)
-            [model] = got["m"]
-            assert type(model) is Model
-            assert model.name == f"of {comm.rank}"
-            assert model.weight.tolist() == [comm.size - 1] * 3
-            assert got["f"].func is pow
-            # The leaf was one object in the tree.
-            assert got["f"].args[0] is model.weight
-        assert array.tolist() == [comm.rank] * 3
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_objects_that_say_what_is_in_them_are_opened(comm: Communicator) -> None:
+    array = np.full(3, float(comm.rank))
+    tree = {
+        "m": [Model(array, f"of {comm.rank}")],
+        "f": functools.partial(pow, array, mod=None),
+    }
+    for call in _tree_functions(comm):
+        got = call(tree)
+        [model] = got["m"]
+        assert type(model) is Model
+        assert model.name == f"of {comm.rank}"
+        assert model.weight.tolist() == [comm.size - 1] * 3
+        assert got["f"].func is pow
+        # The leaf was one object in the tree.
+        assert got["f"].args[0] is model.weight
+    assert array.tolist() == [comm.rank] * 3
 
 
 def test_paths_go_through_the_tree_that_an_object_says() -> None:
@@ -105,14 +104,12 @@ STAYING = {
 }
 
 
-def test_functions_classes_and_generators_stay_in_every_tree_function(on_ranks, few: int) -> None:
-    def check(comm: Communicator) -> None:
-        for call in _tree_functions(comm):
-            got = call(STAYING | {"x": np.full(2, comm.rank)})
-            assert all(got[name] is kept for name, kept in STAYING.items())
-            assert got["x"].tolist() == [comm.size - 1] * 2
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_functions_classes_and_generators_stay_in_every_tree_function(comm: Communicator) -> None:
+    for call in _tree_functions(comm):
+        got = call(STAYING | {"x": np.full(2, comm.rank)})
+        assert all(got[name] is kept for name, kept in STAYING.items())
+        assert got["x"].tolist() == [comm.size - 1] * 2
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
@@ -135,16 +132,16 @@ def test_functions_of_frameworks_stay(framework: str) -> None:
     ],
     ids=["callable", "method", "array's method", "partial"],
 )
-def test_what_is_not_known_is_refused_with_its_path(on_ranks, leaf: Any, named: str) -> None:
-    def check(comm: Communicator) -> None:
-        for call in _tree_functions(comm):
-            # The last rank alone passes it; the others hear of it.
-            last = comm.rank == comm.size - 1
-            with pytest.raises(TypeError if last else ac.PeerError, match=named):
-                call({"m": [leaf if last else 1.0]})
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_what_is_not_known_is_refused_with_its_path(
+    comm: Communicator, leaf: Any, named: str
+) -> None:
+    for call in _tree_functions(comm):
+        # The last rank alone passes it; the others hear of it.
+        last = comm.rank == comm.size - 1
+        with pytest.raises(TypeError if last else ac.PeerError, match=named):
+            call({"m": [leaf if last else 1.0]})
+    assert comm.allreduce(1) == comm.size
 
 
 @pytest.mark.parametrize(
@@ -161,13 +158,11 @@ def test_a_wrong_answer_of_an_object_is_refused(returned: Any, said: str) -> Non
         flatten([wrong])
 
 
-def test_ranks_whose_objects_differ_are_told_which(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        leaf = len if comm.rank == 1 else Model(1.0)
-        with pytest.raises(ac.MismatchError, match=r"tree\[0\]"):
-            ac.synchronize([leaf], comm=comm)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_ranks_whose_objects_differ_are_told_which(comm: Communicator) -> None:
+    leaf = len if comm.rank == 1 else Model(1.0)
+    with pytest.raises(ac.MismatchError, match=r"tree\[0\]"):
+        ac.synchronize([leaf], comm=comm)
 
 
 def test_variables_of_flax_stay_variables(on_ranks, few: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 
 # Trees that travel with the header, in steps of the board, and through the window.
@@ -61,33 +62,29 @@ def _assert_same(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("op", ["mean", "sum", "prod"])
-def test_a_plan_returns_the_bits_of_allreduce_tree(on_ranks, few, op, scale) -> None:
-    def check(comm: Communicator) -> None:
-        plan = comm.plan(_tree(comm.rank, scale), op)
-        for step in range(4):
-            mine = _tree(10 * step + comm.rank, scale)
-            _assert_same(plan(mine), ac.allreduce_tree(mine, op, comm=comm))
-            _assert_same(mine, _tree(10 * step + comm.rank, scale))
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_a_plan_returns_the_bits_of_allreduce_tree(comm: Communicator, op, scale) -> None:
+    plan = comm.plan(_tree(comm.rank, scale), op)
+    for step in range(4):
+        mine = _tree(10 * step + comm.rank, scale)
+        _assert_same(plan(mine), ac.allreduce_tree(mine, op, comm=comm))
+        _assert_same(mine, _tree(10 * step + comm.rank, scale))
 
 
-def test_a_plan_has_every_op(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for op, scale in product(("and", "or", "xor", "min", "max"), SCALES):
-            mine = {
-                "bool": np.arange(3 * scale) % (comm.rank + 2) == 0,
-                "int": np.arange(5 * scale, dtype=np.int32) * (comm.rank + 3),
-                "truth": comm.rank == 0,
-                "count": comm.rank,
-            }
-            got = comm.plan(mine, op)(mine)
-            for name, leaf in mine.items():
-                want = comm.allreduce(leaf, op)
-                assert type(got[name]) is type(want)
-                assert np.array_equal(got[name], want), (op, scale, name)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_a_plan_has_every_op(comm: Communicator) -> None:
+    for op, scale in product(("and", "or", "xor", "min", "max"), SCALES):
+        mine = {
+            "bool": np.arange(3 * scale) % (comm.rank + 2) == 0,
+            "int": np.arange(5 * scale, dtype=np.int32) * (comm.rank + 3),
+            "truth": comm.rank == 0,
+            "count": comm.rank,
+        }
+        got = comm.plan(mine, op)(mine)
+        for name, leaf in mine.items():
+            want = comm.allreduce(leaf, op)
+            assert type(got[name]) is type(want)
+            assert np.array_equal(got[name], want), (op, scale, name)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -112,12 +109,10 @@ def _made(makes: list[Any], first: int, count: int) -> list[Any]:
     return [makes[(first + k) % 3](np.full(count, first + k, np.float32)) for k in range(3)]
 
 
-def test_trees_without_leaves_have_plans(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        for tree in ({}, [], None, {"a": None}, [np.empty(0, np.float32)]):
-            assert str(comm.plan(tree)(tree)) == str(tree)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_trees_without_leaves_have_plans(comm: Communicator) -> None:
+    for tree in ({}, [], None, {"a": None}, [np.empty(0, np.float32)]):
+        assert str(comm.plan(tree)(tree)) == str(tree)
 
 
 def test_a_small_tree_costs_one_header(on_ranks, few) -> None:
@@ -132,18 +127,16 @@ def test_a_small_tree_costs_one_header(on_ranks, few) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_results_share_memory_with_nobody(on_ranks, few, scale) -> None:
-    def check(comm: Communicator) -> None:
-        tree = [np.ones(n * scale) for n in (1, 10)]
-        plan, other = comm.plan(tree), comm.plan(tree)
-        results = [call(tree) for call in (plan, other, plan, plan, other)]
-        leaves = [leaf for result in results for leaf in result]
-        for number, leaf in enumerate(leaves):
-            leaf[...] = 7
-            for another in (*leaves[number + 1 :], *tree):
-                assert (another == 1).all()
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_results_share_memory_with_nobody(comm: Communicator, scale) -> None:
+    tree = [np.ones(n * scale) for n in (1, 10)]
+    plan, other = comm.plan(tree), comm.plan(tree)
+    results = [call(tree) for call in (plan, other, plan, plan, other)]
+    leaves = [leaf for result in results for leaf in result]
+    for number, leaf in enumerate(leaves):
+        leaf[...] = 7
+        for another in (*leaves[number + 1 :], *tree):
+            assert (another == 1).all()
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
@@ -188,33 +181,28 @@ def test_a_step_allocates_nothing(on_ranks, few) -> None:
     assert max(on_ranks(few, check)) < total / 8
 
 
-def test_plans_of_the_same_shapes_share_their_memory(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        first, second = np.zeros(9000), np.zeros(9000)
-        plan, same = comm.plan({"a": first}), comm.plan([second], "sum")
-        address = plan({"a": first})["a"].__array_interface__["data"][0]
-        assert same([second])[0].__array_interface__["data"][0] == address
-        assert internals.fusion(comm.plan([np.zeros(9001)])) is not internals.fusion(plan)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_plans_of_the_same_shapes_share_their_memory(comm: Communicator) -> None:
+    first, second = np.zeros(9000), np.zeros(9000)
+    plan, same = comm.plan({"a": first}), comm.plan([second], "sum")
+    address = plan({"a": first})["a"].__array_interface__["data"][0]
+    assert same([second])[0].__array_interface__["data"][0] == address
+    assert internals.fusion(comm.plan([np.zeros(9001)])) is not internals.fusion(plan)
 
 
-def test_leaves_of_one_rank_may_lie_otherwise(on_ranks) -> None:
+@each_rank_of(3)
+def test_leaves_of_one_rank_may_lie_otherwise(comm: Communicator) -> None:
     """It then copies chunks in one by one, and the others let the native part do it."""
-
-    def check(comm: Communicator) -> None:
-        order: Any = "F" if comm.rank == 1 else "C"
-        tree = [
-            np.asarray(np.arange(n * 300.0).reshape(n, 300) + comm.rank, order=order)
-            for n in (700, 3, 400)
-        ]
-        plan = comm.plan(tree, "sum")
-        for _ in range(2):
-            for leaf, result in zip(tree, plan(tree), strict=True):
-                want = 3 * (leaf - comm.rank) + 3
-                np.testing.assert_array_equal(result, want)
-
-    on_ranks(3, check)
+    order: Any = "F" if comm.rank == 1 else "C"
+    tree = [
+        np.asarray(np.arange(n * 300.0).reshape(n, 300) + comm.rank, order=order)
+        for n in (700, 3, 400)
+    ]
+    plan = comm.plan(tree, "sum")
+    for _ in range(2):
+        for leaf, result in zip(tree, plan(tree), strict=True):
+            want = 3 * (leaf - comm.rank) + 3
+            np.testing.assert_array_equal(result, want)
 
 
 WRONG: list[tuple[type[Exception], str, Callable[[dict[str, Any]], Any]]] = [
@@ -242,109 +230,91 @@ WRONG: list[tuple[type[Exception], str, Callable[[dict[str, Any]], Any]]] = [
 
 
 @pytest.mark.parametrize(("error", "message", "change"), WRONG)
-def test_another_tree_on_one_rank_raises_on_all(on_ranks, error, message, change) -> None:
-    def check(comm: Communicator) -> None:
-        tree = {"a": np.ones(3), "b": np.ones(4, "f4"), "t": np.ones(2), "u": np.full(2, 2.0)}
-        plan = comm.plan(tree, "sum")
-        for wrong in range(comm.size):
-            if comm.rank == wrong:
-                with pytest.raises(error, match=rf"^Plan: .*{message}"):
-                    plan(change(tree))
-            else:
-                with pytest.raises(ac.PeerError, match="Plan"):
-                    plan(tree)
-            assert plan(tree)["a"].tolist() == [comm.size] * 3
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_another_tree_on_one_rank_raises_on_all(comm: Communicator, error, message, change) -> None:
+    tree = {"a": np.ones(3), "b": np.ones(4, "f4"), "t": np.ones(2), "u": np.full(2, 2.0)}
+    plan = comm.plan(tree, "sum")
+    for wrong in range(comm.size):
+        if comm.rank == wrong:
+            with pytest.raises(error, match=rf"^Plan: .*{message}"):
+                plan(change(tree))
+        else:
+            with pytest.raises(ac.PeerError, match="Plan"):
+                plan(tree)
+        assert plan(tree)["a"].tolist() == [comm.size] * 3
 
 
-def test_another_tree_on_every_rank_is_everyones_own_error(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        plan = comm.plan([np.ones(3)])
-        with pytest.raises(ValueError, match="Plan: tree"):
-            plan([np.ones(4)])
-        assert plan([np.ones(3)])[0].tolist() == [1.0] * 3
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_another_tree_on_every_rank_is_everyones_own_error(comm: Communicator) -> None:
+    plan = comm.plan([np.ones(3)])
+    with pytest.raises(ValueError, match="Plan: tree"):
+        plan([np.ones(4)])
+    assert plan([np.ones(3)])[0].tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("odd", ["shape", "op", "tree"])
-def test_plans_that_differ_raise_when_they_are_made(on_ranks, odd) -> None:
-    def check(comm: Communicator) -> None:
-        mine = comm.rank == 1
-        shape = (4,) if mine and odd == "shape" else (3,)
-        tree = [np.zeros(shape)] if mine and odd == "tree" else {"w": np.zeros(shape)}
-        match = {"shape": r"tree\['w'\] is float64 \(3,\) on rank 0", "op": "sum", "tree": "tree"}
-        with pytest.raises(ac.MismatchError, match=match[odd]):
-            comm.plan(tree, "sum" if mine and odd == "op" else "mean")
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_plans_that_differ_raise_when_they_are_made(comm: Communicator, odd) -> None:
+    mine = comm.rank == 1
+    shape = (4,) if mine and odd == "shape" else (3,)
+    tree = [np.zeros(shape)] if mine and odd == "tree" else {"w": np.zeros(shape)}
+    match = {"shape": r"tree\['w'\] is float64 \(3,\) on rank 0", "op": "sum", "tree": "tree"}
+    with pytest.raises(ac.MismatchError, match=match[odd]):
+        comm.plan(tree, "sum" if mine and odd == "op" else "mean")
 
 
 @pytest.mark.parametrize("other", ["plan", "tree", "making"])
-def test_a_rank_that_calls_something_else_is_a_mismatch(on_ranks, other) -> None:
-    def check(comm: Communicator) -> None:
-        tree = {"w": np.zeros(3)}
-        plan, another = comm.plan(tree), comm.plan([np.zeros(3)])
-        calls = {
-            "plan": lambda: another([np.zeros(3)]),
-            "tree": lambda: ac.allreduce_tree(tree, comm=comm),
-            "making": lambda: comm.plan(tree),
-        }
-        call = calls[other] if comm.rank == 0 else lambda: plan(tree)
-        with pytest.raises(ac.MismatchError, match="Plan"):
-            call()
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_a_rank_that_calls_something_else_is_a_mismatch(comm: Communicator, other) -> None:
+    tree = {"w": np.zeros(3)}
+    plan, another = comm.plan(tree), comm.plan([np.zeros(3)])
+    calls = {
+        "plan": lambda: another([np.zeros(3)]),
+        "tree": lambda: ac.allreduce_tree(tree, comm=comm),
+        "making": lambda: comm.plan(tree),
+    }
+    call = calls[other] if comm.rank == 0 else lambda: plan(tree)
+    with pytest.raises(ac.MismatchError, match="Plan"):
+        call()
 
 
-def test_a_wrong_op_on_one_rank_raises_on_all(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        with pytest.raises(ValueError if comm.rank == 0 else ac.PeerError, match="plan: "):
-            comm.plan({"w": np.zeros(3)}, "average" if comm.rank == 0 else "mean")
-        with pytest.raises(TypeError, match=r"plan: tree\['w'\].*cast"):
-            comm.plan({"w": np.zeros(3, np.int32)})
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_a_wrong_op_on_one_rank_raises_on_all(comm: Communicator) -> None:
+    with pytest.raises(ValueError if comm.rank == 0 else ac.PeerError, match="plan: "):
+        comm.plan({"w": np.zeros(3)}, "average" if comm.rank == 0 else "mean")
+    with pytest.raises(TypeError, match=r"plan: tree\['w'\].*cast"):
+        comm.plan({"w": np.zeros(3, np.int32)})
 
 
-def test_a_plan_outlives_no_communicator(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        tree = [np.zeros(3)]
-        with comm.dup() as other:
-            plan = other.plan(tree)
-        with pytest.raises(ac.CommunicatorClosedError, match="Plan: the communicator is closed"):
-            plan(tree)
-        with pytest.raises(ac.CommunicatorClosedError, match="plan: the communicator is closed"):
-            other.plan(tree)
-
-    on_ranks(few, check)
+@each_rank_of("few")
+def test_a_plan_outlives_no_communicator(comm: Communicator) -> None:
+    tree = [np.zeros(3)]
+    with comm.dup() as other:
+        plan = other.plan(tree)
+    with pytest.raises(ac.CommunicatorClosedError, match="Plan: the communicator is closed"):
+        plan(tree)
+    with pytest.raises(ac.CommunicatorClosedError, match="plan: the communicator is closed"):
+        other.plan(tree)
 
 
-def test_without_memory_to_share_the_result_is_the_same(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        if comm.rank == 1:
-            internals.transport(comm).open_memory = lambda name, nbytes: None
-        mine = _tree(comm.rank, SCALES[-1])
-        plan = comm.plan(mine)
-        _assert_same(plan(mine), ac.allreduce_tree(mine, comm=comm))
-        assert not internals.segment(comm)
-        with comm.dup() as other:
-            _assert_same(plan(mine), other.plan(mine)(mine))
-            assert bool(internals.segment(other)) is internals.control(comm).shared
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_without_memory_to_share_the_result_is_the_same(comm: Communicator) -> None:
+    if comm.rank == 1:
+        internals.transport(comm).open_memory = lambda name, nbytes: None
+    mine = _tree(comm.rank, SCALES[-1])
+    plan = comm.plan(mine)
+    _assert_same(plan(mine), ac.allreduce_tree(mine, comm=comm))
+    assert not internals.segment(comm)
+    with comm.dup() as other:
+        _assert_same(plan(mine), other.plan(mine)(mine))
+        assert bool(internals.segment(other)) is internals.control(comm).shared
 
 
-def test_a_torch_module_is_reduced_in_place(on_ranks, few) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        module = torch.nn.Linear(3, 2)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.fill_(comm.rank)
-        assert comm.plan(module)(module) is module
-        assert (module.weight == (comm.size - 1) / 2).all()
-
-    on_ranks(few, check)
+@each_rank_of("few", "torch")
+def test_a_torch_module_is_reduced_in_place(comm: Communicator, torch) -> None:
+    module = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(comm.rank)
+    assert comm.plan(module)(module) is module
+    assert (module.weight == (comm.size - 1) / 2).all()

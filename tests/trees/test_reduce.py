@@ -10,6 +10,7 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._reduce import chain
 from arraycomm._training.rounds import Bucket, Place, Rounds
+from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH
 
@@ -65,18 +66,16 @@ def test_results_are_written_over_large_gradients(on_ranks, few, op, held) -> No
     assert on_ranks(few, check) == shared
 
 
-def test_gradients_that_share_memory_are_not_overwritten(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        whole = np.arange(400_000.0) + comm.rank
-        mine = {0: whole[:-8], 1: whole[8:]}
-        want = ac.allreduce_tree(mine, comm=comm)
-        rounds = Rounds(comm, "mean", {"bucket_bytes": 1 << 20, "compression": None})
-        reduced = rounds.reduce(Bucket(0, [0, 1]), lambda: mine, Place(), may_overwrite=True)
-        for number, leaf in reduced.leaves.items():
-            assert (leaf == want[number]).all()
-        assert (whole == np.arange(400_000.0) + comm.rank).all()
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_gradients_that_share_memory_are_not_overwritten(comm: Communicator) -> None:
+    whole = np.arange(400_000.0) + comm.rank
+    mine = {0: whole[:-8], 1: whole[8:]}
+    want = ac.allreduce_tree(mine, comm=comm)
+    rounds = Rounds(comm, "mean", {"bucket_bytes": 1 << 20, "compression": None})
+    reduced = rounds.reduce(Bucket(0, [0, 1]), lambda: mine, Place(), may_overwrite=True)
+    for number, leaf in reduced.leaves.items():
+        assert (leaf == want[number]).all()
+    assert (whole == np.arange(400_000.0) + comm.rank).all()
 
 
 def test_a_tree_costs_one_header(on_ranks, few) -> None:
@@ -106,79 +105,62 @@ def test_few_leaves_of_a_dtype_cost_a_step_between_nodes(on_ranks, monkeypatch) 
     on_ranks(3, check)
 
 
-def test_synchronize_keeps_classes_and_generators_of_numpy(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_synchronize_keeps_classes_and_generators_of_numpy(comm: Communicator) -> None:
     """And large integers; the other kinds of leaves are drawn by laws."""
-
-    def check(comm: Communicator) -> None:
-        tree = [comm.rank + 2**70, Color, np.random.default_rng(comm.rank), None]
-        for root in range(comm.size):
-            assert ac.synchronize(tree, root=root, comm=comm) == [root + 2**70, *tree[1:]]
-        assert ac.synchronize(None, comm=comm) is None
-
-    on_ranks(few, check)
+    tree = [comm.rank + 2**70, Color, np.random.default_rng(comm.rank), None]
+    for root in range(comm.size):
+        assert ac.synchronize(tree, root=root, comm=comm) == [root + 2**70, *tree[1:]]
+    assert ac.synchronize(None, comm=comm) is None
 
 
-def test_root_without_a_tree_is_an_error_everywhere(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        with pytest.raises(ac.MismatchError, match="root 0 passed None, but rank 1 passed a tree"):
-            ac.synchronize(None if comm.rank == 0 else {"a": 1.0}, comm=comm)
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_root_without_a_tree_is_an_error_everywhere(comm: Communicator) -> None:
+    with pytest.raises(ac.MismatchError, match="root 0 passed None, but rank 1 passed a tree"):
+        ac.synchronize(None if comm.rank == 0 else {"a": 1.0}, comm=comm)
 
 
-def test_wrong_argument_beside_missing_gradients_leaves_ranks_in_step(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        mine = comm.rank == comm.size - 1
-        tree = {"a": np.ones(2), "b": None if comm.rank == 0 else np.ones(3)}
-        error = ValueError if mine else ac.PeerError
-        with pytest.raises(error, match="got 'average'"):
-            ac.allreduce_gradients(tree, "average" if mine else "sum", comm=comm)
-        got = ac.allreduce_gradients(tree, "sum", comm=comm)
-        assert got["b"].tolist() == [comm.size - 1] * 3
-
-    on_ranks(3, check)
+@each_rank_of(3)
+def test_wrong_argument_beside_missing_gradients_leaves_ranks_in_step(comm: Communicator) -> None:
+    mine = comm.rank == comm.size - 1
+    tree = {"a": np.ones(2), "b": None if comm.rank == 0 else np.ones(3)}
+    error = ValueError if mine else ac.PeerError
+    with pytest.raises(error, match="got 'average'"):
+        ac.allreduce_gradients(tree, "average" if mine else "sum", comm=comm)
+    got = ac.allreduce_gradients(tree, "sum", comm=comm)
+    assert got["b"].tolist() == [comm.size - 1] * 3
 
 
-def test_torch_state_dict_is_a_tree(on_ranks, few) -> None:
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        module = torch.nn.Linear(3, 2)
-        with torch.no_grad():
-            module.weight.fill_(comm.rank)
-        state = ac.synchronize(module.state_dict(), root=comm.size - 1, comm=comm)
-        assert type(state) is type(module.state_dict())
-        module.load_state_dict(state)
-        assert (module.weight == comm.size - 1).all()
-
-    on_ranks(few, check)
+@each_rank_of("few", "torch")
+def test_torch_state_dict_is_a_tree(comm: Communicator, torch) -> None:
+    module = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        module.weight.fill_(comm.rank)
+    state = ac.synchronize(module.state_dict(), root=comm.size - 1, comm=comm)
+    assert type(state) is type(module.state_dict())
+    module.load_state_dict(state)
+    assert (module.weight == comm.size - 1).all()
 
 
 @on_threads
-def test_equinox_module_and_optax_state(on_ranks, few) -> None:
-    equinox = pytest.importorskip("equinox")
-    optax = pytest.importorskip("optax")
-    jax = pytest.importorskip("jax")
-
-    def check(comm: Communicator) -> None:
-        # Built from NumPy values: threads that compile at the same time disturb one another.
-        module = equinox.tree_at(
-            lambda m: m.weight,
-            equinox.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0)),
-            jax.numpy.asarray(np.full((3, 2), comm.rank, np.float32)),
-        )
-        got = ac.synchronize(module, root=comm.size - 1, comm=comm)
-        assert type(got) is type(module)
-        assert (np.asarray(got.weight) == comm.size - 1).all()
-        state = optax.ScaleByAdamState(
-            jax.numpy.asarray(np.int32(comm.rank)), {"w": got.weight}, {"w": None}
-        )
-        reduced = ac.allreduce_tree(state, "max", comm=comm)
-        assert type(reduced) is type(state)
-        assert int(reduced.count) == comm.size - 1
-        assert reduced.nu == {"w": None}
-
-    on_ranks(few, check)
+@each_rank_of("few", "equinox", "optax", "jax")
+def test_equinox_module_and_optax_state(comm: Communicator, equinox, optax, jax) -> None:
+    # Built from NumPy values: threads that compile at the same time disturb one another.
+    module = equinox.tree_at(
+        lambda m: m.weight,
+        equinox.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0)),
+        jax.numpy.asarray(np.full((3, 2), comm.rank, np.float32)),
+    )
+    got = ac.synchronize(module, root=comm.size - 1, comm=comm)
+    assert type(got) is type(module)
+    assert (np.asarray(got.weight) == comm.size - 1).all()
+    state = optax.ScaleByAdamState(
+        jax.numpy.asarray(np.int32(comm.rank)), {"w": got.weight}, {"w": None}
+    )
+    reduced = ac.allreduce_tree(state, "max", comm=comm)
+    assert type(reduced) is type(state)
+    assert int(reduced.count) == comm.size - 1
+    assert reduced.nu == {"w": None}
 
 
 def test_typed_jax_keys_travel_as_their_data(on_ranks, few) -> None:

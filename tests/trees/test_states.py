@@ -10,6 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
+from tests.collectives.each_rank import each_rank_of
 
 torch = pytest.importorskip("torch")
 optim = torch.optim
@@ -278,22 +279,17 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_objects_that_are_not_alike_raise_on_all_ranks(case: str) -> None:
+@each_rank_of(2)
+def test_objects_that_are_not_alike_raise_on_all_ranks(comm: ac.Communicator, case: str) -> None:
     make, difference = DIFFERENT[case]
-
-    def check(comm: ac.Communicator) -> None:
-        with pytest.raises(ac.MismatchError, match=rf"First difference: tree\[1\]{difference}"):
-            ac.synchronize([1.5, make(comm.rank)], comm=comm)
-
-    run(2, check)
+    with pytest.raises(ac.MismatchError, match=rf"First difference: tree\[1\]{difference}"):
+        ac.synchronize([1.5, make(comm.rank)], comm=comm)
 
 
-def test_a_lazy_module_must_have_its_shapes() -> None:
-    def check(comm: ac.Communicator) -> None:
-        with pytest.raises(TypeError, match=r"tree\['m'\].weight has no shape yet; call the lazy"):
-            ac.synchronize({"m": torch.nn.LazyLinear(2)}, comm=comm)
-
-    run(2, check)
+@each_rank_of(2)
+def test_a_lazy_module_must_have_its_shapes(comm: ac.Communicator) -> None:
+    with pytest.raises(TypeError, match=r"tree\['m'\].weight has no shape yet; call the lazy"):
+        ac.synchronize({"m": torch.nn.LazyLinear(2)}, comm=comm)
 
 
 def test_extra_state_is_no_part_of_a_reduction() -> None:

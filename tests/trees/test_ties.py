@@ -11,6 +11,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
+from tests.collectives.each_rank import each_rank_of
 
 _KINDS: Final[dict[str, str]] = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}
 
@@ -67,16 +68,12 @@ def test_a_restored_state_meets_fresh_ones(on_ranks, few, framework, restored) -
     on_ranks(few, check)
 
 
-def test_an_object_of_torch_that_a_tree_has_twice_is_one_on_all_ranks(on_ranks) -> None:
+@each_rank_of(3, "torch")
+def test_an_object_of_torch_that_a_tree_has_twice_is_one_on_all_ranks(
+    comm: Communicator, torch
+) -> None:
     """It is changed in place: two states of the root do not go into one object."""
-    torch = pytest.importorskip("torch")
-
-    def check(comm: Communicator) -> None:
-        first, second = (
-            torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2)
-        )
-        ac.synchronize([first, first], comm=comm)
-        with pytest.raises(ac.MismatchError, match=r"objects=one at \[\(1, 0\)\] on rank 0"):
-            ac.synchronize([first, second if comm.rank else first], comm=comm)
-
-    on_ranks(3, check)
+    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+    ac.synchronize([first, first], comm=comm)
+    with pytest.raises(ac.MismatchError, match=r"objects=one at \[\(1, 0\)\] on rank 0"):
+        ac.synchronize([first, second if comm.rank else first], comm=comm)
