@@ -77,7 +77,7 @@ def test_a_wrong_word_is_named_in_one_line(
 
 
 def test_every_stream_will_do() -> None:
-    """One that can print only ASCII, and one that is closed."""
+    """One that can print only ASCII, and ones that are closed."""
     command = [sys.executable, "-m", "arraycomm", "run", "--help"]
     said = subprocess.run(
         command,
@@ -87,6 +87,5 @@ def test_every_stream_will_do() -> None:
         check=True,
     )
     assert "program [argument \\u2026]" in said.stdout
-    for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
-        line = f'exec "$@" {closed}'
-        subprocess.run(["sh", "-c", line, "sh", *command], capture_output=True, check=True)
+    line = 'exec "$@" <&- >&- 2>&-'
+    subprocess.run(["sh", "-c", line, "sh", *command], capture_output=True, check=True)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
-
 from docs.studies.peers import laws, page, runs
 from tests.support.launcher import needs_mpiexec
 
@@ -21,27 +17,6 @@ def test_arraycomm_holds_every_law_behind_the_same_wrapper() -> None:
     for kind in laws.DISAGREEMENTS:
         words = page._of_disagreement(found["disagreements"][kind], kind)
         assert words == f"error on {'the others' if kind == 'leaves' else 'every rank'}", kind
-
-
-@pytest.mark.parametrize(
-    ("ended", "cell"),
-    [
-        (["error MPI", "error KeyError"], "error on every rank"),
-        (["returned", "returned"], "**no error**"),
-        (["waits", "error MPI", "died"], "**error on 1; hangs on 0; crash on 2**"),
-    ],
-)
-def test_ends_of_ranks_in_words(ended, cell) -> None:
-    assert page._of_disagreement(ended) == cell
-
-
-def test_law_that_does_not_end_hangs_or_dies(tmp_path) -> None:
-    record = tmp_path / "record"
-    lines = [{"law": "a"}, {"begun": "a(1)"}, {"outcome": "right"}, {"begun": "a(2)"}]
-    record.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    hung = runs._read(record, "rank 1 cannot be interrupted outside Python")
-    assert page._of_law(hung["a"]) == "**hangs** of 2"
-    assert page._of_law(runs._read(record, "")["a"]) == "**dies** of 2"
 
 
 @needs_mpiexec

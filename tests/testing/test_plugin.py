@@ -17,6 +17,8 @@ from tests.support.launcher import needs_mpiexec, run_python
 SUITE = str(Path(__file__).with_name("plugin_suite.py"))
 # Not by its entry point, which another checkout may have installed.
 PLUGIN = ("-p", "no:arraycomm", "-p", "arraycomm_pytest", "--noconftest")
+# For files without laws.
+PLAIN = (*PLUGIN, "-p", "no:hypothesispytest")
 # In a directory of its own; without what takes long to import.
 ELSEWHERE = ("-c", "/dev/null", "--color=no", "-p", "no:xdist", "-p", "no:jaxtyping", *PLUGIN[:-1])
 KINDS = [
@@ -173,7 +175,7 @@ def test_x(x):
 def test_rank_that_collects_other_tests_ends_the_run_on_all(tmp_path) -> None:
     file = tmp_path / "test_different.py"
     file.write_text(DIFFERENT, encoding="utf-8")
-    job = run_pytest(*PLUGIN, str(file), ranks=2)
+    job = run_pytest(*PLAIN, str(file), ranks=2)
     assert job.returncode == pytest.ExitCode.USAGE_ERROR
     assert job.stderr.count("the ranks have collected different tests") == 1
     assert "only rank 1: " in job.stderr
@@ -333,7 +335,7 @@ def test_communicators_of_a_module_go_on_after_a_failure(tmp_path) -> None:
     """Those made from the world do if all ranks have failed in one place; the world always does."""
     file = tmp_path / "test_module.py"
     file.write_text(MODULE, encoding="utf-8")
-    job = run_pytest(*PLUGIN, "--mpiexec=2", "-rfE", str(file))
+    job = run_pytest(*PLAIN, "--mpiexec=2", "-rfE", str(file))
     failed = re.findall(r"^FAILED \S*::(\w+)", job.stdout, re.MULTILINE)
     assert failed == ["test_wrong_on_every_rank", "test_wrong_on_one", "test_mismatch"], job.stdout
     assert "was never waited for" not in job.stdout + job.stderr
@@ -365,7 +367,7 @@ def test_rank_that_dies_is_reported_with_its_test(tmp_path) -> None:
     file = tmp_path / "test_crash.py"
     file.write_text(CRASH, encoding="utf-8")
     junit = tmp_path / "reports" / "junit.xml"
-    job = run_pytest(*PLUGIN, "--mpiexec=2", f"--junitxml={junit}", str(file))
+    job = run_pytest(*PLAIN, "--mpiexec=2", f"--junitxml={junit}", str(file))
     assert job.returncode not in (0, None)
     # What was found before is shown and written, also under a launcher that forwards nothing more.
     assert "AssertionError: an ordinary failure" in job.stderr
@@ -403,7 +405,7 @@ def test_never():
 def test_rank_stuck_outside_python_ends_the_run_with_its_stack(tmp_path) -> None:
     file = tmp_path / "test_stuck.py"
     file.write_text(STUCK, encoding="utf-8")
-    job = run_pytest(*PLUGIN, "--ranks-timeout=0.5", str(file), ranks=2)
+    job = run_pytest(*PLAIN, "--ranks-timeout=0.5", str(file), ranks=2)
     assert job.returncode not in (0, None)
     assert "rank 1 did not end the test within 0.5 s" in job.stdout
     assert re.search(r"line 6, in test_stuck\n\s+MPI.COMM_WORLD.recv", job.stdout)
@@ -456,9 +458,19 @@ def test_coverage_is_that_of_all_ranks(tmp_path) -> None:
     """By pytest-cov, and by coverage, whose files are combined."""
     coverage = pytest.importorskip("coverage")
     pytest.importorskip("pytest_cov")
-    file, options = tmp_path / "test_covered.py", [*ELSEWHERE, "-p", "no:cacheprovider"]
+    file = tmp_path / "test_covered.py"
+    options = [*ELSEWHERE, "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     file.write_text(COVERED, encoding="utf-8")
-    command = ("-m", "coverage", "run", "--parallel-mode", "-m", "pytest", *options)
+    command = (
+        "-m",
+        "coverage",
+        "run",
+        "--parallel-mode",
+        "--include=test_*",
+        "-m",
+        "pytest",
+        *options,
+    )
     assert run_python(*command, file.name, ranks=2, cwd=tmp_path).returncode == 0
     data = coverage.Coverage(data_file=tmp_path / ".coverage")
     data.combine([str(tmp_path)])
