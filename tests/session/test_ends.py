@@ -122,8 +122,9 @@ class TestEnds:
         assert all(path.read_text() == "not flushed" for path in tmp_path.glob("open-*"))
         assert all(path.read_text() == "nor this" for path in tmp_path.glob("binary-*"))
 
-    @pytest.mark.each_mpi
-    @pytest.mark.parametrize("imports", ["", FIRST], ids=["", "mpi4py first"])
+    @pytest.mark.parametrize(
+        "imports", ["", pytest.param(FIRST, id="mpi4py first", marks=pytest.mark.each_mpi)]
+    )
     def test_children_end_as_python_does(self, imports: str, tmp_path: Path) -> None:
         done = launch(CHILDREN.format(place=tmp_path, imports=imports, first=bool(imports)))
         assert done.returncode == 0, done.stdout + done.stderr

@@ -23,10 +23,10 @@ RAISING = {
 
 
 @needs_mpiexec
-@pytest.mark.each_mpi
 class TestFailing:
     """Programs that end with a status other than 0, each in a job of its own."""
 
+    @pytest.mark.each_mpi
     @pytest.mark.parametrize(("ranks", "control", "before", "waits"), RAISING.values(), ids=RAISING)
     def test_rank_that_raises_is_told_to_all(self, ranks, control, before, waits) -> None:
         program = f"""
@@ -41,6 +41,7 @@ class TestFailing:
         # The rank's own, and one that each of the others was told.
         assert done.stderr.count("ValueError: on purpose") == ranks, done.stderr
 
+    @pytest.mark.each_mpi
     @pytest.mark.parametrize(
         ("ranks", "control", "leave", "said"),
         [
@@ -62,6 +63,7 @@ class TestFailing:
         told = done.stderr.count(f"PeerError: rank 1 has {said} takes part no more")
         assert told == ranks - 1, done.stderr
 
+    @pytest.mark.each_mpi
     def test_uncaught_mismatch_is_printed_once_and_in_one_piece(self) -> None:
         """By the lowest rank that does not handle it. A launcher mixes what ranks write in pieces."""
         program = """
@@ -139,6 +141,7 @@ class TestFailing:
         assert whole >= 1 >= short, done.stderr
         assert done.stdout.count("raised by the next call") == 2, done.stdout
 
+    @pytest.mark.each_mpi
     def test_timeout_names_the_missing_rank(self) -> None:
         done = launch("""
             comm = ac.init().dup(timeout=2)

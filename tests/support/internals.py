@@ -259,11 +259,6 @@ def is_finished(request: Any) -> bool:
     return bool(request._task.finished)
 
 
-def is_unfinished(comm: Member) -> bool:
-    """Return whether a call ended before all that it had started."""
-    return group(comm).unfinished
-
-
 def has_unseen_error(comm: Member) -> bool:
     """Return whether a request has failed that nobody has waited for."""
     return bool(engine(comm).outcomes.errors())
@@ -351,11 +346,6 @@ def remember_allreduce(comm: Communicator, x: Any, op: str) -> None:
 def remember_noted_allreduce(comm: Communicator, x: Any, op: str, note: str) -> None:
     """Keep the fast path of a reduction that the ranks compare together with a note, as programs of JAX do."""
     comm._fast.keep((note,), x, op, note)
-
-
-def forget_fast_paths(comm: Communicator) -> None:
-    """Have the next calls made in full."""
-    comm._fast.forget()
 
 
 def is_closed(comm: Member) -> bool:

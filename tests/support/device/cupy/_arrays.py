@@ -135,21 +135,6 @@ class ndarray:  # noqa: N801 - the name that CuPy has
         _put("matmul", lambda: np.matmul(a, b, out=target), self, other)
         return made
 
-    def sum(self) -> ndarray:
-        return self.compute(np.sum)
-
-    def min(self) -> ndarray:
-        return self.compute(np.min)
-
-    def max(self) -> ndarray:
-        return self.compute(np.max)
-
-    def all(self) -> ndarray:
-        return self.compute(np.all)
-
-    def any(self) -> ndarray:
-        return self.compute(np.any)
-
     def astype(self, dtype: Any) -> ndarray:
         return self.compute(lambda x: x.astype(dtype))
 
@@ -225,40 +210,19 @@ def _address(elements: Any) -> int:
 
 
 def _add_operators() -> None:
-    names = [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and_",
-        "or_",
-        "xor",
-    ]
-    for name in names:
-        function = getattr(operator, name)
-        plain = name.rstrip("_")
-
-        def forward(self: Any, other: Any, function: Any = function) -> Any:
-            return self.compute(function, other)
-
-        def backward(self: Any, other: Any, function: Any = function) -> Any:
-            return self.compute(lambda a, b: function(b, a), other)
-
-        def in_place(self: Any, other: Any, function: Any = function) -> Any:
-            return self.change(function, other)
-
-        setattr(ndarray, f"__{plain}__", forward)
-        setattr(ndarray, f"__r{plain}__", backward)
-        setattr(ndarray, f"__i{plain}__", in_place)
+    names = "add sub mul truediv floordiv mod pow eq ne lt le gt ge and_ or_ xor"
+    for name in names.split():
+        function, plain = getattr(operator, name), name.rstrip("_")
+        ways: dict[str, Callable[..., Any]] = {
+            "": lambda self, other, f=function: self.compute(f, other),
+            "r": lambda self, other, f=function: self.compute(lambda a, b: f(b, a), other),
+            "i": lambda self, other, f=function: self.change(f, other),
+        }
+        for way, method in ways.items():
+            setattr(ndarray, f"__{way}{plain}__", method)
+    for name in ("sum", "min", "max", "all", "any"):
+        function = getattr(np, name)
+        setattr(ndarray, name, lambda self, f=function: self.compute(f))
 
 
 _add_operators()
