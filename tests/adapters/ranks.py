@@ -17,7 +17,7 @@ def of_ranks(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]
         @functools.wraps(test)
         def on_all(**arguments: Any) -> None:
             for size in sizes:
-                run(size, lambda comm: test(comm=comm, **arguments), timeout=20)
+                run(size, lambda comm: test(comm=comm, **arguments))
 
         # Of what pytest passes.
         signature = inspect.signature(test)

@@ -22,7 +22,6 @@ from tests.adapters.ranks import of_ranks
 
 torch = pytest.importorskip("torch")
 
-from arraycomm.adapters.torch import _slots as _torch_slots  # noqa: E402
 from arraycomm.adapters.torch import no_sync  # noqa: E402
 
 SHAPE, STEPS = (2, 3), 3
@@ -197,32 +196,27 @@ def test_drawn_loops_give_what_autograd_gives(program: Program, size: int) -> No
     run(size, lambda comm: check(program, comm))
 
 
-def test_gradients_of_usual_layers_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+@of_ranks(2)
+def test_gradients_of_usual_layers_are_not_copied(comm: ac.Communicator) -> None:
     """Their memory is theirs alone: the reduction writes its results there."""
-    copied: list[Any] = []
-    is_alone = _torch_slots.is_alone
-
-    def alone(tensor: Any) -> bool:
-        found = is_alone(tensor)
-        copied.extend([] if found else [tuple(tensor.shape)])
-        return bool(found)
-
-    monkeypatch.setattr(_torch_slots, "is_alone", alone)
-
-    def train(comm: ac.Communicator) -> None:
-        layers = [torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten()]
-        model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(32), torch.nn.LSTM(32, 4))
-        ac.synchronize(model, comm=comm)
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), comm=comm)
-        for none in (True, False, True):
-            optimizer.zero_grad(set_to_none=none)
-            model(torch.randn(3, 1, 6, 6))[0].sum().backward()
-            memory = [p.grad.data_ptr() for p in model.parameters()]
-            optimizer.step()
-            assert memory == [p.grad.data_ptr() for p in model.parameters()]
-
-    run(2, train)
-    assert not copied
+    layers = [torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten()]
+    model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(32), torch.nn.LSTM(32, 4))
+    ac.synchronize(model, comm=comm)
+    parameters = list(model.parameters())
+    memory = {}
+    for number, parameter in enumerate(parameters):
+        # Before the optimizer's own hooks.
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, number=number: memory.update({number: p.grad.data_ptr()})
+        )
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD(parameters, 0.1), comm=comm)
+    for none in (True, False, True):
+        optimizer.zero_grad(set_to_none=none)
+        model(torch.randn(3, 1, 6, 6))[0].sum().backward()
+        assert [memory[number] for number in range(len(parameters))] == [
+            p.grad.data_ptr() for p in parameters
+        ]
+        optimizer.step()
 
 
 @of_ranks(3)

@@ -90,20 +90,22 @@ def joined(batches: list[Batch]) -> Batch:
 Loop = Callable[[Any, Any, Iterator[Batch]], None]
 
 
+def take(model: Any, optimizer: Any, each: Batch, norm: float | None = None) -> None:
+    optimizer.zero_grad()
+    each.loss(model).backward()
+    if norm is not None:
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), norm) > norm
+    optimizer.step()
+
+
 def plain(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
     for each in batches:
-        optimizer.zero_grad()
-        each.loss(model).backward()
-        optimizer.step()
+        take(model, optimizer, each)
 
 
 def clipping(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
     for each in batches:
-        optimizer.zero_grad()
-        each.loss(model).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        assert norm > 0.25
-        optimizer.step()
+        take(model, optimizer, each, norm=0.25)
 
 
 def scaling(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
@@ -157,10 +159,7 @@ def unfreezing(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
     """Half of the parameters are trained only from the second step on."""
     for number, each in enumerate(batches):
         model.first.requires_grad_(number > 0)
-        optimizer.zero_grad()
-        each.loss(model).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
+        take(model, optimizer, each, norm=0.25)
 
 
 def growing(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
@@ -186,9 +185,7 @@ def by_two(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
     if hasattr(optimizer, "_is_distributed"):
         ac.DistributedOptimizer(second, comm=optimizer._is_distributed)
     for each in batches:
-        optimizer.zero_grad()
-        each.loss(model).backward()
-        optimizer.step()
+        take(model, optimizer, each)
         second.step()
 
 
