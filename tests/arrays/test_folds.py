@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._folds import fold, fold_function, fold_on, total_dtype
+from arraycomm._folds import fold, fold_on, total_dtype
 from arraycomm._folds.float16 import round_to_half, widen_half
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
 from tests.support.oracle import CASES, IDS, expected, same_result, sample
@@ -86,25 +86,6 @@ def test_a_fold_in_parts_has_the_bits_of_the_whole(dtype, op) -> None:
             fold_on(op, dtype, total, before, rows, out, more=more)
             total, before = out, before + length
         assert same_result(result, whole, op)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_arrays_without_dimensions_are_folded(dtype) -> None:
-    rows = [np.array(value).astype(dtype) for value in (1, 2, 3)]
-    out = np.empty((), dtype)
-    for taken in (rows, np.array(rows)):
-        fold_function("sum", out.dtype)(taken, out)
-        assert float(out) == 6
-
-
-def test_order_of_the_rows_matters() -> None:
-    """1e8 + 1 - 1e8 is 0 in float32, where 1e8 - 1e8 + 1 is 1."""
-    rows = [np.array([value], np.float32) for value in (1e8, 1, -1e8)]
-    out = np.empty(1, np.float32)
-    fold("sum", rows[0].dtype, rows, out)
-    assert out[0] == 0
-    fold("sum", rows[0].dtype, [rows[0], rows[2], rows[1]], out)
-    assert out[0] == 1
 
 
 def test_complex_mean_of_an_infinity_keeps_its_zero_part() -> None:

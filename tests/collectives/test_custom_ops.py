@@ -132,23 +132,23 @@ ARITHMETIC = [f for f in installed_frameworks() if f not in ("buffer", "dlpack")
 
 @pytest.mark.parametrize("framework", ARITHMETIC)
 @pytest.mark.parametrize("shape", [(2, 3), (90, 130)], ids=str)
-def test_function_gets_whole_arrays_of_the_callers_framework(on_ranks, framework, shape) -> None:
-    def check(comm: Communicator) -> None:
-        cases = [_case(shape, framework, rank) for rank in range(comm.size)]
-        mine = cases[comm.rank].build()
-        seen: list[tuple[type, tuple[int, ...], Any]] = []
+@each_rank_of(3)
+def test_function_gets_whole_arrays_of_the_callers_framework(
+    comm: Communicator, framework, shape
+) -> None:
+    cases = [_case(shape, framework, rank) for rank in range(comm.size)]
+    mine = cases[comm.rank].build()
+    seen: list[tuple[type, tuple[int, ...], Any]] = []
 
-        def fn(a: Any, b: Any) -> Any:
-            seen.extend((type(x), tuple(x.shape), x.dtype) for x in (a, b))
-            return a - b
+    def fn(a: Any, b: Any) -> Any:
+        seen.extend((type(x), tuple(x.shape), x.dtype) for x in (a, b))
+        return a - b
 
-        got = comm.allreduce(mine, ac.op(fn))
-        assert type(got) is type(mine)
-        assert same_bits(_numpy(got), reduce(minus, [case.numpy() for case in cases]))
-        assert set(seen) <= {(type(mine), shape, mine.dtype)}
-        assert len(seen) == (4 if comm.rank == 0 else 0)
-
-    on_ranks(3, check)
+    got = comm.allreduce(mine, ac.op(fn))
+    assert type(got) is type(mine)
+    assert same_bits(_numpy(got), reduce(minus, [case.numpy() for case in cases]))
+    assert set(seen) <= {(type(mine), shape, mine.dtype)}
+    assert len(seen) == (4 if comm.rank == 0 else 0)
 
 
 def _case(shape: tuple[int, ...], framework: str, rank: int) -> ArrayCase:
@@ -161,62 +161,58 @@ def _numpy(array: Any) -> Array:
 
 
 @pytest.mark.parametrize("framework", ARITHMETIC)
-def test_elementwise_function_gets_slices_of_the_callers_framework(on_ranks, framework) -> None:
-    def check(comm: Communicator) -> None:
-        cases = [_case((180, 130), framework, rank) for rank in range(comm.size)]
-        mine = cases[comm.rank].build()
-        seen: list[tuple[type, tuple[int, ...]]] = []
+@each_rank_of(3)
+def test_elementwise_function_gets_slices_of_the_callers_framework(
+    comm: Communicator, framework
+) -> None:
+    cases = [_case((180, 130), framework, rank) for rank in range(comm.size)]
+    mine = cases[comm.rank].build()
+    seen: list[tuple[type, tuple[int, ...]]] = []
 
-        def fn(a: Any, b: Any) -> Any:
-            seen.extend((type(x), tuple(x.shape)) for x in (a, b))
-            return a - b
+    def fn(a: Any, b: Any) -> Any:
+        seen.extend((type(x), tuple(x.shape)) for x in (a, b))
+        return a - b
 
-        got = comm.allreduce(mine, ac.op(fn, elementwise=True))
-        assert same_bits(_numpy(got), reduce(minus, [case.numpy() for case in cases]))
-        assert set(seen) == {(type(mine), (180 * 130 // comm.size,))}
-
-    on_ranks(3, check)
-
-
-def test_function_is_called_once_for_each_further_rank_on_one_rank(on_ranks, few) -> None:
-    def check(comm: Communicator) -> None:
-        calls: list[int] = []
-
-        def count(a: Any, b: Any) -> Any:
-            calls.append(1)
-            return a + b
-
-        for side in SIDES:
-            made, mine, root = ac.op(count), _matrix(side, comm.rank), comm.size - 1
-            for on, call in (
-                (0, partial(comm.allreduce, mine, made)),
-                (root, partial(comm.reduce, mine, made, root)),
-                (0, partial(comm.scan, mine, made)),
-                (0, partial(comm.exscan, mine, made)),
-            ):
-                calls.clear()
-                call()
-                assert len(calls) == (comm.size - 1 if comm.rank == on else 0)
-
-    on_ranks(few, check)
+    got = comm.allreduce(mine, ac.op(fn, elementwise=True))
+    assert same_bits(_numpy(got), reduce(minus, [case.numpy() for case in cases]))
+    assert set(seen) == {(type(mine), (180 * 130 // comm.size,))}
 
 
-def test_numbers_stay_numbers(on_ranks) -> None:
-    def check(comm: Communicator) -> None:
-        seen: set[type] = set()
+@each_rank_of("few")
+def test_function_is_called_once_for_each_further_rank_on_one_rank(comm: Communicator) -> None:
+    calls: list[int] = []
 
-        def last(a: Any, b: Any) -> Any:
-            seen.update((type(a), type(b)))
-            return b
+    def count(a: Any, b: Any) -> Any:
+        calls.append(1)
+        return a + b
 
-        for value in (2.5, 3, 1j, True, np.float32(1.5), np.int8(3)):
-            kind = type(value)
-            seen.clear()
-            got = comm.allreduce(kind(value * (comm.rank == comm.size - 1)), ac.op(last))
-            assert (type(got), got) == (kind, value)
-            assert seen <= {kind}
+    for side in SIDES:
+        made, mine, root = ac.op(count), _matrix(side, comm.rank), comm.size - 1
+        for on, call in (
+            (0, partial(comm.allreduce, mine, made)),
+            (root, partial(comm.reduce, mine, made, root)),
+            (0, partial(comm.scan, mine, made)),
+            (0, partial(comm.exscan, mine, made)),
+        ):
+            calls.clear()
+            call()
+            assert len(calls) == (comm.size - 1 if comm.rank == on else 0)
 
-    on_ranks(3, check)
+
+@each_rank_of(3)
+def test_numbers_stay_numbers(comm: Communicator) -> None:
+    seen: set[type] = set()
+
+    def last(a: Any, b: Any) -> Any:
+        seen.update((type(a), type(b)))
+        return b
+
+    for value in (2.5, 3, 1j, True, np.float32(1.5), np.int8(3)):
+        kind = type(value)
+        seen.clear()
+        got = comm.allreduce(kind(value * (comm.rank == comm.size - 1)), ac.op(last))
+        assert (type(got), got) == (kind, value)
+        assert seen <= {kind}
 
 
 @each_rank_of(3)
@@ -324,26 +320,26 @@ def _call(comm: Communicator, operation: str, count: int, made: Any) -> Any:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_exception_of_one_rank_is_raised_by_all_and_they_go_on(on_ranks, operation) -> None:
-    def check(comm: Communicator) -> None:
-        def fails(a: Any, b: Any) -> Any:
-            if comm.rank == culprit:
-                raise ZeroDivisionError("of the user's")
-            return a + b
+@each_rank_of(3)
+def test_exception_of_one_rank_is_raised_by_all_and_they_go_on(
+    comm: Communicator, operation
+) -> None:
+    def fails(a: Any, b: Any) -> Any:
+        if comm.rank == culprit:
+            raise ZeroDivisionError("of the user's")
+        return a + b
 
-        ranks = range(comm.size)
-        for count, elementwise, culprit in product((3, 30_000), (False, True), ranks):
-            if not _folds(operation, count, elementwise, culprit):
-                continue
-            kind = ZeroDivisionError if comm.rank == culprit else ac.PeerError
-            with pytest.raises(kind, match="of the user's") as caught:
-                _call(comm, operation, count, ac.op(fails, elementwise=elementwise))
-            if comm.rank != culprit:
-                assert caught.value.rank == culprit
-                assert "test_custom_ops.py" in caught.value.traceback
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    ranks = range(comm.size)
+    for count, elementwise, culprit in product((3, 30_000), (False, True), ranks):
+        if not _folds(operation, count, elementwise, culprit):
+            continue
+        kind = ZeroDivisionError if comm.rank == culprit else ac.PeerError
+        with pytest.raises(kind, match="of the user's") as caught:
+            _call(comm, operation, count, ac.op(fails, elementwise=elementwise))
+        if comm.rank != culprit:
+            assert caught.value.rank == culprit
+            assert "test_custom_ops.py" in caught.value.traceback
+        assert comm.allreduce(1) == comm.size
 
 
 def _folds(operation: str, count: int, elementwise: bool, rank: int) -> bool:

@@ -54,15 +54,12 @@ def test_moved_dtypes_come_right_call_after_call(comm: Communicator) -> None:
         assert got.tobytes() == mine.astype(got.dtype).tobytes()
 
 
-def test_dtype_that_cannot_be_described_is_refused_before_it_is_sent(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_dtype_that_cannot_be_described_is_refused_before_it_is_sent(comm: Communicator) -> None:
     dtype = np.dtype([("a", ml_dtypes.bfloat16)])
-
-    def check(comm: Communicator) -> None:
-        with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError):
-            comm.bcast(np.zeros(2, dtype) if comm.rank == 0 else None, 0)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(few, check)
+    with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError):
+        comm.bcast(np.zeros(2, dtype) if comm.rank == 0 else None, 0)
+    assert comm.allreduce(1) == comm.size
 
 
 @pytest.mark.parametrize("count", [10, 30_000])

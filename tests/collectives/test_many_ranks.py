@@ -8,6 +8,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
+from tests.collectives.each_rank import each_rank_of
 from tests.support.launcher import needs_mpiexec, run_python
 from tests.support.on_ranks import alone
 
@@ -47,14 +48,12 @@ def test_64_threads() -> None:
 
 
 @alone
-def test_mismatch_of_one_rank_of_64_is_named() -> None:
-    def check(comm: Communicator) -> None:
-        with pytest.raises(
-            ac.MismatchError, match=r"ranks 0–40, 42–63: allreduce.*; rank 41: allreduce"
-        ):
-            comm.allreduce(np.ones(3 if comm.rank != 41 else 4))
-
-    run(64, check)
+@each_rank_of(64)
+def test_mismatch_of_one_rank_of_64_is_named(comm: Communicator) -> None:
+    with pytest.raises(
+        ac.MismatchError, match=r"ranks 0–40, 42–63: allreduce.*; rank 41: allreduce"
+    ):
+        comm.allreduce(np.ones(3 if comm.rank != 41 else 4))
 
 
 @needs_mpiexec

@@ -345,21 +345,19 @@ def test_messages_progress_while_the_caller_does_something_else(comm: Communicat
     comm.barrier()
 
 
-def test_blocking_messages_start_no_thread(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_blocking_messages_start_no_thread(comm: Communicator) -> None:
     def refuse() -> None:
         raise AssertionError("a thread was started for a message that is waited for")
 
-    def check(comm: Communicator) -> None:
-        internals.call_instead_of_progress_thread(comm, refuse)
-        right, left = _ring(comm)
-        for count in LENGTHS:
-            comm.sendrecv(_numbered(count, comm.rank), right, left)
-            if comm.rank == 0 and comm.size > 1:
-                comm.send(_numbered(count, 0), right)
-            elif comm.rank == 1:
-                assert np.array_equal(comm.recv(0), _numbered(count, 0))
-
-    on_ranks(few, check)
+    internals.call_instead_of_progress_thread(comm, refuse)
+    right, left = _ring(comm)
+    for count in LENGTHS:
+        comm.sendrecv(_numbered(count, comm.rank), right, left)
+        if comm.rank == 0 and comm.size > 1:
+            comm.send(_numbered(count, 0), right)
+        elif comm.rank == 1:
+            assert np.array_equal(comm.recv(0), _numbered(count, 0))
 
 
 # Other communicators
@@ -741,13 +739,11 @@ def test_mismatch_ends_receives_that_nobody_sends_any_more(comm: Communicator) -
 
 
 @alone
-def test_receive_from_a_rank_that_has_finished_raises() -> None:
-    def check(comm: Communicator) -> None:
-        if comm.rank:
-            with pytest.raises(ac.PeerError, match="rank 0 has reached the end of its program"):
-                comm.recv(0)
-
-    run(3, check)
+@each_rank_of(3)
+def test_receive_from_a_rank_that_has_finished_raises(comm: Communicator) -> None:
+    if comm.rank:
+        with pytest.raises(ac.PeerError, match="rank 0 has reached the end of its program"):
+            comm.recv(0)
 
 
 @alone

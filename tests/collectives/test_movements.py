@@ -190,17 +190,16 @@ def test_arrays_of_more_than_eight_dimensions_are_moved(comm: Communicator, dtyp
     assert same(comm.bcast(None if comm.rank else x, 0), x)
 
 
-def test_fields_that_overlap_are_refused_where_the_others_cannot_know_them(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_fields_that_overlap_are_refused_where_the_others_cannot_know_them(
+    comm: Communicator,
+) -> None:
     dtype = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 0]})
-
-    def check(comm: Communicator) -> None:
-        x = np.zeros((comm.size, 2), dtype)
-        for name in ("bcast", "scatter"):
-            with pytest.raises(ac.PeerError if comm.rank else TypeError, match=name):
-                getattr(comm, name)(None if comm.rank else x)
-        assert comm.alltoall(x).dtype == dtype
-
-    on_ranks(few, check)
+    x = np.zeros((comm.size, 2), dtype)
+    for name in ("bcast", "scatter"):
+        with pytest.raises(ac.PeerError if comm.rank else TypeError, match=name):
+            getattr(comm, name)(None if comm.rank else x)
+    assert comm.alltoall(x).dtype == dtype
 
 
 # Empty arrays ---------------------------------------------------------------------------------

@@ -101,27 +101,26 @@ def test_object_that_one_rank_cannot_unpickle_concerns_that_rank_alone(
         ("synchronize", lambda c, obj: ac.synchronize([1.5, obj], root=1, comm=c)),
     ],
 )
-def test_object_that_cannot_be_pickled(on_ranks, operation, call, error) -> None:
+@each_rank_of(3)
+def test_object_that_cannot_be_pickled(comm: Communicator, operation, call, error) -> None:
     class Unpicklable(str):
         __slots__ = ()
 
         def __reduce__(self) -> str:
             raise error("no pickle of this")
 
-    def check(comm: Communicator) -> None:
-        obj = Unpicklable() if comm.rank == 1 else "a"
-        wanted = rf"(obj|tree) cannot be pickled \({error.__name__}: no pickle of this\); send"
-        with pytest.raises(
-            TypeError if comm.rank == 1 else ac.PeerError,
-            match=rf"{operation}: .*{wanted}|{operation}: rank 1 raised",
-        ):
-            call(comm, obj)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    obj = Unpicklable() if comm.rank == 1 else "a"
+    wanted = rf"(obj|tree) cannot be pickled \({error.__name__}: no pickle of this\); send"
+    with pytest.raises(
+        TypeError if comm.rank == 1 else ac.PeerError,
+        match=rf"{operation}: .*{wanted}|{operation}: rank 1 raised",
+    ):
+        call(comm, obj)
+    assert comm.allreduce(1) == comm.size
 
 
-def test_array_that_can_be_looked_at_once_only_is_reduced(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_array_that_can_be_looked_at_once_only_is_reduced(comm: Communicator) -> None:
     class Once:
         dtype, shape = np.dtype("f8"), [2]
 
@@ -136,11 +135,8 @@ def test_array_that_can_be_looked_at_once_only_is_reduced(on_ranks, few) -> None
             self._array = None
             return capsule
 
-    def check(comm: Communicator) -> None:
-        for _ in range(2):
-            assert comm.allreduce(Once()).tolist() == [comm.size] * 2
-
-    on_ranks(few, check)
+    for _ in range(2):
+        assert comm.allreduce(Once()).tolist() == [comm.size] * 2
 
 
 @pytest.mark.parametrize("name", ["uint16", "uint64", "float8_e4m3fn"])

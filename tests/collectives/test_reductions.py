@@ -29,40 +29,34 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 # A family each, and bfloat16; the laws draw the others.
 @pytest.mark.parametrize("name", ["bool", "int8", "float32", "bfloat16", "complex128"])
-def test_allreduce_is_the_fold_in_rank_order(on_ranks, few, way, name) -> None:
+@each_rank_of("few")
+def test_allreduce_is_the_fold_in_rank_order(comm: Communicator, few, way, name) -> None:
     dtype = BY_NAME[name].dtype
-
-    def check(comm: Communicator) -> None:
-        for op, count in product(OPS[family(dtype)], COUNTS):
-            arrays = [sample(dtype, count, rank, op) for rank in range(comm.size)]
-            result = comm.allreduce(arrays[comm.rank], op)
-            few, last = slice(0, 200), slice(count - min(count, 100), count)
-            for part in (few, last):
-                want = expected([array[part] for array in arrays], op)
-                assert same_result(result[part], want, op), (op, count)
-            assert same_bits(comm.allreduce(arrays[comm.rank], op), result), (op, "called again")
-
-    on_ranks(few, check)
+    for op, count in product(OPS[family(dtype)], COUNTS):
+        arrays = [sample(dtype, count, rank, op) for rank in range(comm.size)]
+        result = comm.allreduce(arrays[comm.rank], op)
+        few, last = slice(0, 200), slice(count - min(count, 100), count)
+        for part in (few, last):
+            want = expected([array[part] for array in arrays], op)
+            assert same_result(result[part], want, op), (op, count)
+        assert same_bits(comm.allreduce(arrays[comm.rank], op), result), (op, "called again")
 
 
 @pytest.mark.parametrize("name", ["int64", "bfloat16"])
-def test_reduce_gives_root_what_allreduce_gives_all(on_ranks, few, way, name) -> None:
+@each_rank_of("few")
+def test_reduce_gives_root_what_allreduce_gives_all(comm: Communicator, way, name) -> None:
     dtype = BY_NAME[name].dtype
-
-    def check(comm: Communicator) -> None:
-        for op, count in product(OPS[family(dtype)], (5, 40_000)):
-            mine = sample(dtype, count, comm.rank, op)
-            before = mine.tobytes()
-            whole = comm.allreduce(mine, op)
-            for root in range(comm.size):
-                result = comm.reduce(mine, op, root)
-                if comm.rank == root:
-                    assert same_bits(result, whole), op
-                else:
-                    assert result is None
-            assert mine.tobytes() == before
-
-    on_ranks(few, check)
+    for op, count in product(OPS[family(dtype)], (5, 40_000)):
+        mine = sample(dtype, count, comm.rank, op)
+        before = mine.tobytes()
+        whole = comm.allreduce(mine, op)
+        for root in range(comm.size):
+            result = comm.reduce(mine, op, root)
+            if comm.rank == root:
+                assert same_bits(result, whole), op
+            else:
+                assert result is None
+        assert mine.tobytes() == before
 
 
 @each_rank_of("few", "torch")

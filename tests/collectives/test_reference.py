@@ -83,25 +83,22 @@ def test_bcast_of_two_by_three_from_every_root(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT, ids=str)
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_five_hundred_twelve_elements_from_fill(on_ranks, few, dtype, op) -> None:
+@each_rank_of("few")
+def test_five_hundred_twelve_elements_from_fill(comm: Communicator, few, dtype, op) -> None:
     total = sum(range(1, few + 1))
     want = total / few if op == "mean" else total
-
-    def check(comm: Communicator) -> None:
-        x = np.full(512, comm.rank + 1, dtype)
-        out = np.empty(512, dtype)
-        assert comm.allreduce(x, op, out=out) is out
-        assert (out == want).all()
-        for root in range(comm.size):
-            result = comm.reduce(x, op, root)
-            assert (result is None) == (comm.rank != root)
-            assert result is None or (result == want).all()
-            assert (x == comm.rank + 1).all()
-        assert (comm.bcast(x, comm.size - 1) == comm.size).all()
-        assert comm.allreduce(x, op, out=x) is x
-        assert (x == want).all()
-
-    on_ranks(few, check)
+    x = np.full(512, comm.rank + 1, dtype)
+    out = np.empty(512, dtype)
+    assert comm.allreduce(x, op, out=out) is out
+    assert (out == want).all()
+    for root in range(comm.size):
+        result = comm.reduce(x, op, root)
+        assert (result is None) == (comm.rank != root)
+        assert result is None or (result == want).all()
+        assert (x == comm.rank + 1).all()
+    assert (comm.bcast(x, comm.size - 1) == comm.size).all()
+    assert comm.allreduce(x, op, out=x) is x
+    assert (x == want).all()
 
 
 class Layer(NamedTuple):

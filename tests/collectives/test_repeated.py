@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -279,31 +278,25 @@ def test_tensors_that_are_refused_are_refused_also_later(
     assert out.tolist() == [2.0] * 3
 
 
-@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
-def test_small_tensors_get_tensors(on_ranks: OnRanks, dtype: str) -> None:
-    import torch
-
+@each_rank_of(3, "torch")
+def test_small_tensors_get_tensors(comm: ac.Communicator, dtype: str, torch) -> None:
     kind = getattr(torch, dtype)
-
-    def check(comm: ac.Communicator) -> None:
-        for turn in range(3):
-            x = torch.full((2, 2), turn > 0, dtype=kind)
-            memory = torch.full((4, 4), 9).to(kind)
-            for out in (None, torch.empty(2, 2, dtype=kind), memory[::2, ::2], memory[:2].t()[:2]):
-                got = comm.allreduce(x, "max", out=out)
-                assert out is None or got is out
-                assert got.dtype == kind
-                assert got.tolist() == x.tolist()
-            if turn:
-                with pytest.raises((TypeError, ac.PeerError), match="out must have dtype"):
-                    comm.allreduce(x, "max", out=torch.empty(2, 2, dtype=torch.float64))
-                with pytest.raises((ValueError, ac.PeerError), match="out must have the shape"):
-                    comm.allreduce(x, "max", out=torch.empty(4, dtype=kind))
-                with pytest.raises((BufferError, ac.PeerError), match="elements of out share"):
-                    comm.allreduce(x, "max", out=torch.empty(1, dtype=kind).expand(2, 2))
-
-    on_ranks(3, check)
+    for turn in range(3):
+        x = torch.full((2, 2), turn > 0, dtype=kind)
+        memory = torch.full((4, 4), 9).to(kind)
+        for out in (None, torch.empty(2, 2, dtype=kind), memory[::2, ::2], memory[:2].t()[:2]):
+            got = comm.allreduce(x, "max", out=out)
+            assert out is None or got is out
+            assert got.dtype == kind
+            assert got.tolist() == x.tolist()
+        if turn:
+            with pytest.raises((TypeError, ac.PeerError), match="out must have dtype"):
+                comm.allreduce(x, "max", out=torch.empty(2, 2, dtype=torch.float64))
+            with pytest.raises((ValueError, ac.PeerError), match="out must have the shape"):
+                comm.allreduce(x, "max", out=torch.empty(4, dtype=kind))
+            with pytest.raises((BufferError, ac.PeerError), match="elements of out share"):
+                comm.allreduce(x, "max", out=torch.empty(1, dtype=kind).expand(2, 2))
 
 
 @each_rank_of(2, "torch")
@@ -316,19 +309,14 @@ def test_autograd_notices_that_a_saved_tensor_was_written(comm: ac.Communicator,
             loss.backward()
 
 
-@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
-def test_tensors_inside_of_a_transform_are_refused_also_later(on_ranks: OnRanks) -> None:
-    import torch
+@each_rank_of(2, "torch")
+def test_tensors_inside_of_a_transform_are_refused_also_later(comm: ac.Communicator, torch) -> None:
+    def loss(x: Any) -> Any:
+        return comm.allreduce(x).sum()
 
-    def check(comm: ac.Communicator) -> None:
-        def loss(x: Any) -> Any:
-            return comm.allreduce(x).sum()
-
-        inside = {torch.func.grad: torch.ones(3), torch.func.vmap: torch.ones(2, 3)}
-        for transform, x in inside.items():
-            loss(torch.ones(3))
-            with pytest.raises(TypeError, match=r"traced by torch\.func"):
-                transform(loss)(x)
-            comm.barrier()
-
-    on_ranks(2, check)
+    inside = {torch.func.grad: torch.ones(3), torch.func.vmap: torch.ones(2, 3)}
+    for transform, x in inside.items():
+        loss(torch.ones(3))
+        with pytest.raises(TypeError, match=r"traced by torch\.func"):
+            transform(loss)(x)
+        comm.barrier()

@@ -161,24 +161,22 @@ def test_wait_with_a_timeout_can_be_repeated(comm: Communicator) -> None:
         assert request.wait() == comm.size
 
 
-def test_timeout_error_of_the_program_is_its_own(on_ranks, few) -> None:
+@each_rank_of("few")
+def test_timeout_error_of_the_program_is_its_own(comm: Communicator) -> None:
     def slow(one: Any, other: Any) -> Any:
         raise TimeoutError("the database did not answer")
 
-    def check(comm: Communicator) -> None:
-        for call in (
-            lambda: comm.iallreduce(np.ones(3), ac.op(slow)).wait(),
-            lambda: ac.waitall([comm.iallreduce(np.ones(3), ac.op(slow))]),
-        ):
-            if comm.size == 1:
-                call()
-                continue
-            with pytest.raises((TimeoutError, ac.PeerError)) as raised:
-                call()
-            assert not isinstance(raised.value, ac.CommTimeoutError)
-            assert "the database did not answer" in str(raised.value)
-
-    on_ranks(few, check)
+    for call in (
+        lambda: comm.iallreduce(np.ones(3), ac.op(slow)).wait(),
+        lambda: ac.waitall([comm.iallreduce(np.ones(3), ac.op(slow))]),
+    ):
+        if comm.size == 1:
+            call()
+            continue
+        with pytest.raises((TimeoutError, ac.PeerError)) as raised:
+            call()
+        assert not isinstance(raised.value, ac.CommTimeoutError)
+        assert "the database did not answer" in str(raised.value)
 
 
 @each_rank_of("few")

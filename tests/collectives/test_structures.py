@@ -57,22 +57,19 @@ def test_records_outside_of_record_arrays(comm: Communicator) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [np.ndarray, np.recarray])
-def test_subarrays_of_another_byte_order(on_ranks, few, fields, kind) -> None:
+@each_rank_of("few")
+def test_subarrays_of_another_byte_order(comm: Communicator, fields, kind) -> None:
     foreign = np.dtype(fields)
     native = foreign.newbyteorder("=")
-
-    def check(comm: Communicator) -> None:
-        raw = np.arange(3 * native.itemsize, dtype=np.uint8) % 50
-        x = raw.view(native)
-        if "n" in native.names and "s" in native["n"].names:
-            x["n"]["s"] = "ab"
-        mixed = x.astype(foreign) if comm.rank == 0 else x
-        got = comm.allgather(mixed.view(kind))
-        for row in got:
-            assert row.dtype == native
-            assert repr(row.tolist()) == repr(x.tolist())
-
-    on_ranks(few, check)
+    raw = np.arange(3 * native.itemsize, dtype=np.uint8) % 50
+    x = raw.view(native)
+    if "n" in native.names and "s" in native["n"].names:
+        x["n"]["s"] = "ab"
+    mixed = x.astype(foreign) if comm.rank == 0 else x
+    got = comm.allgather(mixed.view(kind))
+    for row in got:
+        assert row.dtype == native
+        assert repr(row.tolist()) == repr(x.tolist())
 
 
 @pytest.mark.parametrize("dtype", ["longdouble", "clongdouble"])

@@ -123,18 +123,15 @@ def test_wrong_timeout_is_raised_on_all_ranks_which_go_on(comm: Communicator) ->
 
 
 @alone
-def test_waiting_for_earlier_requests_counts_from_the_call() -> None:
+@each_rank_of(2)
+def test_waiting_for_earlier_requests_counts_from_the_call(comm: Communicator) -> None:
     """The request has waited for longer than the call may when the call begins."""
-
-    def check(comm: Communicator) -> None:
-        if comm.rank == 0:
-            request = comm.iallreduce(1)
-            time.sleep(0.6)
-            assert comm.allreduce(2, timeout=0.5) == 4
-            assert request.wait() == 2
-        else:
-            time.sleep(0.8)
-            assert comm.iallreduce(1).wait() == 2
-            comm.allreduce(2)
-
-    run(2, check)
+    if comm.rank == 0:
+        request = comm.iallreduce(1)
+        time.sleep(0.6)
+        assert comm.allreduce(2, timeout=0.5) == 4
+        assert request.wait() == 2
+    else:
+        time.sleep(0.8)
+        assert comm.iallreduce(1).wait() == 2
+        comm.allreduce(2)

@@ -139,23 +139,22 @@ class SilentError(Exception):
         raise RuntimeError("no text")
 
 
-def test_exceptions_that_are_hard_to_raise_or_to_show(on_ranks) -> None:
+@each_rank_of(3)
+def test_exceptions_that_are_hard_to_raise_or_to_show(comm: Communicator) -> None:
     def fail(comm: Communicator, kind: type[Exception]) -> None:
         with ac.raise_together(comm):
             if comm.rank == 0:
                 raise kind("text")
 
-    def check(comm: Communicator) -> None:
-        for kind in (StopIteration, StopAsyncIteration, SilentError):
-            with pytest.raises(kind if comm.rank == 0 else ac.PeerError) as caught:
-                fail(comm, kind)
-            assert comm.rank == 0 or kind.__name__ in str(caught.value)
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    for kind in (StopIteration, StopAsyncIteration, SilentError):
+        with pytest.raises(kind if comm.rank == 0 else ac.PeerError) as caught:
+            fail(comm, kind)
+        assert comm.rank == 0 or kind.__name__ in str(caught.value)
+        assert comm.allreduce(1) == comm.size
 
 
-def test_an_argument_whose_error_has_no_text(on_ranks) -> None:
+@each_rank_of(3)
+def test_an_argument_whose_error_has_no_text(comm: Communicator) -> None:
     class Wrong:
         def __dlpack__(self, **_: object) -> None:
             raise SilentError
@@ -163,9 +162,6 @@ def test_an_argument_whose_error_has_no_text(on_ranks) -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return 1, 0
 
-    def check(comm: Communicator) -> None:
-        with pytest.raises((BufferError, ac.PeerError), match="SilentError whose __str__ raises"):
-            comm.allreduce(1 if comm.rank else Wrong())
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    with pytest.raises((BufferError, ac.PeerError), match="SilentError whose __str__ raises"):
+        comm.allreduce(1 if comm.rank else Wrong())
+    assert comm.allreduce(1) == comm.size

@@ -230,24 +230,21 @@ WRONG_MOVEMENTS: dict[str, Case] = {
 
 @pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", WRONG_MOVEMENTS)
-def test_wrong_argument_where_the_others_call_right_raises_on_all(on_ranks, case) -> None:
+@each_rank_of(3)
+def test_wrong_argument_where_the_others_call_right_raises_on_all(comm: Communicator, case) -> None:
     kind, message, wrong = WRONG_MOVEMENTS[case]
     operation = case.split()[0]
-
-    def check(comm: Communicator) -> None:
-        for culprit in range(comm.size):
-            if comm.rank == culprit:
-                with pytest.raises(kind, match=message):
-                    wrong(comm)
-            else:
-                with pytest.raises(ac.PeerError, match=f"{operation}: rank {culprit} raised"):
-                    RIGHT[operation](comm, culprit)
-            assert comm.allreduce(1) == comm.size
-        with pytest.raises(kind, match=message):
-            wrong(comm)
+    for culprit in range(comm.size):
+        if comm.rank == culprit:
+            with pytest.raises(kind, match=message):
+                wrong(comm)
+        else:
+            with pytest.raises(ac.PeerError, match=f"{operation}: rank {culprit} raised"):
+                RIGHT[operation](comm, culprit)
         assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    with pytest.raises(kind, match=message):
+        wrong(comm)
+    assert comm.allreduce(1) == comm.size
 
 
 @each_rank_of(3)
@@ -283,7 +280,10 @@ WRONG_OUTS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
 @pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", WRONG_OUTS)
 @pytest.mark.parametrize("name", ["allgatherv", "gatherv", "alltoallv"])
-def test_wrong_out_of_a_later_known_shape_concerns_its_rank_alone(on_ranks, name, case) -> None:
+@each_rank_of(3)
+def test_wrong_out_of_a_later_known_shape_concerns_its_rank_alone(
+    comm: Communicator, name, case
+) -> None:
     kind, message, make = WRONG_OUTS[case]
 
     def call(comm: Communicator, x: Any, root: int, out: Any) -> Any:
@@ -291,19 +291,16 @@ def test_wrong_out_of_a_later_known_shape_concerns_its_rank_alone(on_ranks, name
             return comm.alltoallv(x, [len(x) // comm.size] * comm.size, out=out)
         return comm.gatherv(x, root, out=out) if name == "gatherv" else comm.allgatherv(x, out=out)
 
-    def check(comm: Communicator) -> None:
-        for length in (3, 9_000):
-            x = np.full((length, 2), comm.rank + 1.0)
-            for culprit in range(comm.size):
-                right = call(comm, x, culprit, None)
-                if comm.rank == culprit:
-                    with pytest.raises(kind, match=f"{name}: .*{message}|{name}: {message}"):
-                        call(comm, x, culprit, make(right))
-                else:
-                    assert np.array_equal(call(comm, x, culprit, None), right)
-                assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    for length in (3, 9_000):
+        x = np.full((length, 2), comm.rank + 1.0)
+        for culprit in range(comm.size):
+            right = call(comm, x, culprit, None)
+            if comm.rank == culprit:
+                with pytest.raises(kind, match=f"{name}: .*{message}|{name}: {message}"):
+                    call(comm, x, culprit, make(right))
+            else:
+                assert np.array_equal(call(comm, x, culprit, None), right)
+            assert comm.allreduce(1) == comm.size
 
 
 @each_rank_of(3)

@@ -282,22 +282,18 @@ def test_freed_communicator_says_so(comm: Communicator) -> None:
     inner.free()
 
 
-def test_result_that_a_framework_refuses_is_an_error_on_all(on_ranks) -> None:
-    jax = pytest.importorskip("jax")
+@each_rank_of(3, "jax")
+def test_result_that_a_framework_refuses_is_an_error_on_all(comm: Communicator, jax) -> None:
     like = jax.numpy.ones(1)
-
-    def check(comm: Communicator) -> None:
-        for count in (3, 30_000):
-            x = np.ones(count)
-            if comm.rank == 1:
-                with pytest.raises(TypeError, match=r"^bcast: .*jax_enable_x64"):
-                    comm.bcast(None, 0, like=like)
-            else:
-                with pytest.raises(ac.PeerError, match="rank 1 has no dtype float64"):
-                    comm.bcast(x, 0)
-            assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    for count in (3, 30_000):
+        x = np.ones(count)
+        if comm.rank == 1:
+            with pytest.raises(TypeError, match=r"^bcast: .*jax_enable_x64"):
+                comm.bcast(None, 0, like=like)
+        else:
+            with pytest.raises(ac.PeerError, match="rank 1 has no dtype float64"):
+                comm.bcast(x, 0)
+        assert comm.allreduce(1) == comm.size
 
 
 @each_rank_of(3)
@@ -307,39 +303,35 @@ def test_bucket_sizes_that_differ_raise(comm: Communicator) -> None:
         ac.allreduce_tree(tree, "sum", bucket_bytes=9 if comm.rank else 1, comm=comm)
 
 
-def test_array_whose_dtype_raises_is_told_to_all(on_ranks) -> None:
+@each_rank_of(3)
+def test_array_whose_dtype_raises_is_told_to_all(comm: Communicator) -> None:
     class Uninitialized:
         @property
         def dtype(self) -> object:
             raise RuntimeError("not yet")
 
-    def check(comm: Communicator) -> None:
-        with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError):
-            comm.allreduce(Uninitialized() if comm.rank == 0 else np.ones(2))
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError):
+        comm.allreduce(Uninitialized() if comm.rank == 0 else np.ones(2))
+    assert comm.allreduce(1) == comm.size
 
 
-def test_what_is_wrong_with_options_and_lines_is_told_to_all(on_ranks) -> None:
+@each_rank_of(3)
+def test_what_is_wrong_with_options_and_lines_is_told_to_all(comm: Communicator) -> None:
     class Unprintable:
         def __str__(self) -> str:
             raise ZeroDivisionError
 
-    def check(comm: Communicator) -> None:
-        for kind, call in (
-            (TypeError, lambda: comm.dup(foo=1)),
-            (TypeError, lambda: comm.dup(timeout="abc")),
-            (ValueError, lambda: comm.dup(timeout=-1)),
-            (ZeroDivisionError, lambda: ac.println(Unprintable(), comm=comm)),
-            (TypeError, lambda: ac.DistributedOptimizer(object(), comm=comm)),
-            (ValueError, lambda: ac.allreduce_tree({}, "foo", comm=comm)),
-        ):
-            with pytest.raises(kind if comm.rank == 0 else ac.PeerError):
-                call() if comm.rank == 0 else comm.barrier()
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(3, check)
+    for kind, call in (
+        (TypeError, lambda: comm.dup(foo=1)),
+        (TypeError, lambda: comm.dup(timeout="abc")),
+        (ValueError, lambda: comm.dup(timeout=-1)),
+        (ZeroDivisionError, lambda: ac.println(Unprintable(), comm=comm)),
+        (TypeError, lambda: ac.DistributedOptimizer(object(), comm=comm)),
+        (ValueError, lambda: ac.allreduce_tree({}, "foo", comm=comm)),
+    ):
+        with pytest.raises(kind if comm.rank == 0 else ac.PeerError):
+            call() if comm.rank == 0 else comm.barrier()
+    assert comm.allreduce(1) == comm.size
 
 
 @each_rank_of(3)
@@ -355,21 +347,19 @@ def test_without_the_check_a_wrong_argument_ends_the_communicator_everywhere(
             unchecked.barrier()
 
 
-def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(on_ranks) -> None:
+@each_rank_of(3)
+def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(comm: Communicator) -> None:
     class Interrupting:
         def __dlpack__(self, **_: object) -> object:
             raise KeyboardInterrupt
 
-    def check(comm: Communicator) -> None:
-        other = comm.dup()
-        if comm.rank == 0:
-            with pytest.raises(KeyboardInterrupt):
-                other.allreduce(Interrupting())
-            with pytest.raises(ac.CommunicatorClosedError):
-                other.allreduce(1)
-        comm.barrier()
-
-    on_ranks(3, check)
+    other = comm.dup()
+    if comm.rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            other.allreduce(Interrupting())
+        with pytest.raises(ac.CommunicatorClosedError):
+            other.allreduce(1)
+    comm.barrier()
 
 
 def test_without_the_check_there_is_one_exchange_fewer(on_ranks, monkeypatch) -> None:

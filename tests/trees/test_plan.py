@@ -88,21 +88,16 @@ def test_a_plan_has_every_op(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_frameworks_may_be_mixed_differ_and_change(on_ranks, few, scale) -> None:
-    torch = pytest.importorskip("torch")
-    jax = pytest.importorskip("jax")
+@each_rank_of("few", "torch", "jax")
+def test_frameworks_may_be_mixed_differ_and_change(comm: Communicator, scale, torch, jax) -> None:
     makes = [np.array, torch.tensor, jax.numpy.asarray]
-
-    def check(comm: Communicator) -> None:
-        plan = comm.plan(_made(makes, comm.rank, 6 * scale))
-        for step in range(4):
-            mine = _made(makes, comm.rank + step, 6 * scale)
-            got = plan(mine)
-            assert list(map(type, got)) == list(map(type, mine))
-            want = ac.allreduce_tree([np.asarray(leaf) for leaf in mine], comm=comm)
-            assert [np.asarray(leaf).tobytes() for leaf in got] == [leaf.tobytes() for leaf in want]
-
-    on_ranks(few, check)
+    plan = comm.plan(_made(makes, comm.rank, 6 * scale))
+    for step in range(4):
+        mine = _made(makes, comm.rank + step, 6 * scale)
+        got = plan(mine)
+        assert list(map(type, got)) == list(map(type, mine))
+        want = ac.allreduce_tree([np.asarray(leaf) for leaf in mine], comm=comm)
+        assert [np.asarray(leaf).tobytes() for leaf in got] == [leaf.tobytes() for leaf in want]
 
 
 def _made(makes: list[Any], first: int, count: int) -> list[Any]:
