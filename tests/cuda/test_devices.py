@@ -96,6 +96,7 @@ def _wait_until(found: Any) -> None:
     assert found()
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("name", COLLECTIVES)
 @by("on_devices", "size")
 def test_device_gives_what_the_host_gives(comm, name, any_link) -> None:
@@ -401,6 +402,7 @@ def _same(got: Any, want: Any) -> bool:
     return all(np.array_equal(_host(got[name]), want[name]) for name in want)
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("where", ["abcde", "ad", "b"])
 @by("on_devices", "size")
 def test_tree_is_reduced_leaf_by_leaf_where_it_is(comm, where, any_link) -> None:
