@@ -42,6 +42,7 @@ def _gather_by_messages(comm: Communicator, source: Any, tag: Any, own_tag: int)
 @each_rank_of("few")
 def test_messages_of_any_rank_and_tag_arrive_in_the_order_of_each(comm: Communicator) -> None:
     _gather_by_messages(comm, ac.ANY_SOURCE, 4, 4)
+    comm.barrier()
     _gather_by_messages(comm, ac.ANY_SOURCE, ac.ANY_TAG, comm.rank + 3)
 
 

@@ -625,14 +625,15 @@ def test_wait_with_a_timeout_can_be_repeated(comm: Communicator) -> None:
 
 
 @each_rank_of(3)
-def test_receive_from_a_rank_that_failed_raises_with_its_traceback(comm: Communicator) -> None:
+def test_messages_with_a_rank_that_failed_raise_with_its_traceback(comm: Communicator) -> None:
+    """A receive on rank 1, and a long message on rank 2."""
     other = comm.dup()
     if comm.rank == 0:
         with pytest.raises(ZeroDivisionError), other:
             raise ZeroDivisionError("lost my way")
     else:
         with pytest.raises(ac.PeerError, match="lost my way") as caught:
-            other.recv(0)
+            other.recv(0) if comm.rank == 1 else other.send(np.ones(1_000_000), 0)
         assert caught.value.rank == 0
         with pytest.raises(ac.CommunicatorClosedError, match="PeerError"):
             other.send(1, 0)
@@ -667,18 +668,6 @@ def test_message_that_nobody_receives_never_reaches_another_communicator(on_rank
         on_ranks(3, check)
     said = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
     assert said == frees * ["free: 1 of the messages that were sent have never been received"]
-
-
-@each_rank_of(2)
-def test_long_message_to_a_rank_that_failed_raises(comm: Communicator) -> None:
-    other = comm.dup()
-    if comm.rank == 0:
-        with pytest.raises(ZeroDivisionError), other:
-            raise ZeroDivisionError("lost my way")
-    elif comm.rank == 1:
-        with pytest.raises(ac.PeerError, match="lost my way"):
-            other.send(np.ones(1_000_000), 0)
-    comm.barrier()
 
 
 @each_rank_of(2)

@@ -90,9 +90,7 @@ def test_what_a_rank_waited_in_is_forgotten_when_it_returns(comm: Communicator) 
 LATE = {
     "free": lambda part: part.free(),
     "dup": lambda part: part.dup(),
-    "allreduce": lambda part: part.allreduce(np.ones(3)),
     "a large allreduce": lambda part: part.allreduce(np.ones(300_000)),
-    "bcast": lambda part: part.bcast(1.0, 1),
     "a request": lambda part: part.iallreduce(1.0).wait(),
 }
 
