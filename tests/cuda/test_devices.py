@@ -256,75 +256,67 @@ def test_wrong_argument_ends_what_others_have_put_on_their_devices(comm, cuda) -
 # Over MPI other ranks would wait for the data of one that is given up.
 @alone
 @pytest.mark.parametrize("within", [False, True], ids=["while nothing is called", "within a call"])
-def test_rank_that_does_not_come_is_noticed(on_devices, several, cuda, within) -> None:
+@by("on_devices", "several")
+def test_rank_that_does_not_come_is_noticed(comm, within, cuda) -> None:
     """The caller may be waiting for its device: the watch ends what is under way there.
 
     Within a call it waits as to see whether leaves are tied; then its end is not on the stream yet.
     """
+    x = _there(np.ones(5, "float32"))
+    comm.allreduce(x)
+    link: Any = internals.device_link(comm)
+    aborted, together = _note_aborts(comm), comm.dup()
+    internals.set_timeout(comm, 0.3)
+    if comm.rank:
+        together.recv(0)
+        return
 
-    def check(comm: Communicator) -> None:
-        x = _there(np.ones(5, "float32"))
-        comm.allreduce(x)
-        link: Any = internals.device_link(comm)
-        aborted, together = _note_aborts(comm), comm.dup()
-        internals.set_timeout(comm, 0.3)
-        if comm.rank:
-            together.recv(0)
-            return
+    class Waits(type(link)):  # type: ignore[misc]
+        def allgather(self, *arguments: Any) -> Any:
+            handle = super().allgather(*arguments)
+            while not handle.done():
+                time.sleep(0.001)
+            _host(x)
+            return handle
 
-        class Waits(type(link)):  # type: ignore[misc]
-            def allgather(self, *arguments: Any) -> Any:
-                handle = super().allgather(*arguments)
-                while not handle.done():
-                    time.sleep(0.001)
-                _host(x)
-                return handle
-
-        if within:
-            link.__class__ = Waits
-        got = comm.allreduce(x)
-        if not within:
-            assert np.isnan(_host(got)).all()  # spoilt, once it is given up
-            assert aborted
-        with pytest.raises(ac.CommTimeoutError, match="is missing"):
-            comm.barrier()
-        for rank in range(1, comm.size):
-            together.send(np.ones(1), rank)
-
-    on_devices(several, check)
+    if within:
+        link.__class__ = Waits
+    got = comm.allreduce(x)
+    if not within:
+        assert np.isnan(_host(got)).all()  # spoilt, once it is given up
+        assert aborted
+    with pytest.raises(ac.CommTimeoutError, match="is missing"):
+        comm.barrier()
+    for rank in range(1, comm.size):
+        together.send(np.ones(1), rank)
 
 
 # Over MPI other ranks would wait for the data of one that is given up.
 @alone
-def test_device_that_does_not_come_to_the_end_is_given_up(on_devices, several, cuda) -> None:
+@by("on_devices", "several")
+def test_device_that_does_not_come_to_the_end_is_given_up(comm, cuda) -> None:
     """Every rank has called; but the data moves no more, and no error tells why."""
+    x = _there(np.ones(5, "float32"))
+    comm.allreduce(x)
+    link: Any = internals.device_link(comm)
+    together, held = comm.dup(), []
 
-    def check(comm: Communicator) -> None:
-        x = _there(np.ones(5, "float32"))
-        comm.allreduce(x)
-        link: Any = internals.device_link(comm)
-        together, held = comm.dup(), []
+    class Held(type(link)):  # type: ignore[misc]
+        def allgather(self, *arguments: Any) -> Any:
+            held.append(_hold(cuda))
+            return super().allgather(*arguments)
 
-        class Held(type(link)):  # type: ignore[misc]
-            def allgather(self, *arguments: Any) -> Any:
-                held.append(_hold(cuda))
-                return super().allgather(*arguments)
-
-        # Each call has a copy of the link, in its own stream.
-        link.__class__ = Held
-        aborted = _note_aborts(comm)
-        internals.set_timeout(comm, 0.3)
-        got = comm.allreduce(x)
-        _wait_until(lambda: aborted)
-        held[0].set()
-        assert np.isnan(_host(got)).all()
-        with pytest.raises(
-            (ac.CommTimeoutError, ac.PeerError), match=r"its data did not come|rank"
-        ):
-            comm.barrier()
-        together.barrier()
-
-    on_devices(several, check)
+    # Each call has a copy of the link, in its own stream.
+    link.__class__ = Held
+    aborted = _note_aborts(comm)
+    internals.set_timeout(comm, 0.3)
+    got = comm.allreduce(x)
+    _wait_until(lambda: aborted)
+    held[0].set()
+    assert np.isnan(_host(got)).all()
+    with pytest.raises((ac.CommTimeoutError, ac.PeerError), match=r"its data did not come|rank"):
+        comm.barrier()
+    together.barrier()
 
 
 @by("on_devices", "several")

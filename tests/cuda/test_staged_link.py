@@ -160,55 +160,52 @@ def _scattered(lengths: list[int], fill: int) -> tuple[Array, list[int]]:
 
 
 @pytest.mark.parametrize("scale", [0, 1, 700, 3000])
-def test_blocks_may_lie_anywhere(on_ranks: OnRanks, several: int, scale: int) -> None:
+@by("on_ranks", "several")
+def test_blocks_may_lie_anywhere(comm, scale) -> None:
     """Bytes between blocks are neither read nor written."""
+    link, memory = _link(comm)
+    ranks = range(comm.size)
 
-    def check(comm: Communicator) -> None:
-        link, memory = _link(comm)
-        ranks = range(comm.size)
+    def made(lengths: list[int], rank: int | None) -> Blocks:
+        """Blocks of which those of `rank`, or all, have elements."""
+        array, offsets = _scattered(lengths, GAP)
+        for r in ranks:
+            if rank in (None, r):
+                array[offsets[r] : offsets[r] + lengths[r]] = 1 + 10 * comm.rank + r
+        return Blocks(memory.upload(array), lengths, offsets)
 
-        def made(lengths: list[int], rank: int | None) -> Blocks:
-            """Blocks of which those of `rank`, or all, have elements."""
-            array, offsets = _scattered(lengths, GAP)
-            for r in ranks:
-                if rank in (None, r):
-                    array[offsets[r] : offsets[r] + lengths[r]] = 1 + 10 * comm.rank + r
-            return Blocks(memory.upload(array), lengths, offsets)
+    def blocks(found: Blocks) -> list[list[int]]:
+        array = memory.elements(found.buffer).copy()
+        said = []
+        for r in ranks:
+            part = array[found.offsets[r] : found.offsets[r] + found.counts[r]]
+            said.append(sorted(set(part.tolist())))
+            part[...] = GAP
+        assert (array == GAP).all()
+        return said
 
-        def blocks(found: Blocks) -> list[list[int]]:
-            array = memory.elements(found.buffer).copy()
-            said = []
-            for r in ranks:
-                part = array[found.offsets[r] : found.offsets[r] + found.counts[r]]
-                said.append(sorted(set(part.tolist())))
-                part[...] = GAP
-            assert (array == GAP).all()
-            return said
+    def values(lengths: list[int], of: list[int]) -> list[list[int]]:
+        return [[value] if n else [] for n, value in zip(lengths, of, strict=True)]
 
-        def values(lengths: list[int], of: list[int]) -> list[list[int]]:
-            return [[value] if n else [] for n, value in zip(lengths, of, strict=True)]
+    sent = [scale * (r + comm.rank) for r in ranks]
+    recv = made(sent, comm.size)
+    _finish(link.alltoall(made(sent, None), recv))
+    assert blocks(recv) == values(sent, [1 + 10 * r + comm.rank for r in ranks])
 
-        sent = [scale * (r + comm.rank) for r in ranks]
-        recv = made(sent, comm.size)
-        _finish(link.alltoall(made(sent, None), recv))
-        assert blocks(recv) == values(sent, [1 + 10 * r + comm.rank for r in ranks])
+    lengths = [scale * r for r in ranks]
+    recv = made(lengths, comm.rank)
+    _finish(link.allgather(recv))
+    assert blocks(recv) == values(lengths, [1 + 11 * r for r in ranks])
 
-        lengths = [scale * r for r in ranks]
-        recv = made(lengths, comm.rank)
-        _finish(link.allgather(recv))
-        assert blocks(recv) == values(lengths, [1 + 11 * r for r in ranks])
-
-        for root in ranks:
-            mine = memory.upload(np.full(lengths[comm.rank], 1 + comm.rank, np.uint8))
-            recv = made(lengths, comm.size)
-            _finish(link.gather(mine, recv if comm.rank == root else None, root))
-            assert comm.rank != root or blocks(recv) == values(lengths, [1 + r for r in ranks])
-            into = memory.upload(np.full(lengths[comm.rank], 255, np.uint8))
-            send = made(lengths, None) if comm.rank == root else None
-            _finish(link.scatter(send, into, root))
-            assert (memory.elements(into) == 1 + 10 * root + comm.rank).all()
-
-    on_ranks(several, check)
+    for root in ranks:
+        mine = memory.upload(np.full(lengths[comm.rank], 1 + comm.rank, np.uint8))
+        recv = made(lengths, comm.size)
+        _finish(link.gather(mine, recv if comm.rank == root else None, root))
+        assert comm.rank != root or blocks(recv) == values(lengths, [1 + r for r in ranks])
+        into = memory.upload(np.full(lengths[comm.rank], 255, np.uint8))
+        send = made(lengths, None) if comm.rank == root else None
+        _finish(link.scatter(send, into, root))
+        assert (memory.elements(into) == 1 + 10 * root + comm.rank).all()
 
 
 def test_movement_keeps_to_the_stream_in_which_it_began(on_ranks: OnRanks, several: int) -> None:

@@ -82,18 +82,16 @@ def test_mpi_that_reads_no_device_memory_is_handed_copies(comm) -> None:
     assert link.name == ("self" if comm.size == 1 else several)
 
 
-def test_frameworks_meet(on_ranks: OnRanks, framework: Framework) -> None:
-    cupy = pytest.importorskip("cupy")
+@by("on_ranks")
+def test_frameworks_meet(comm, framework) -> None:
+    import cupy
 
-    def check(comm: Communicator) -> None:
-        x = rows(comm, 1000)
-        mine = framework.make(x) if comm.rank else cupy.asarray(x)
-        got = comm.allreduce(mine)
-        check_like(got, mine)
-        found = framework.back(got) if comm.rank else got.get()
-        assert found.tobytes() == comm.allreduce(x).tobytes()
-
-    on_ranks(check)
+    x = rows(comm, 1000)
+    mine = framework.make(x) if comm.rank else cupy.asarray(x)
+    got = comm.allreduce(mine)
+    check_like(got, mine)
+    found = framework.back(got) if comm.rank else got.get()
+    assert found.tobytes() == comm.allreduce(x).tobytes()
 
 
 @by("on_ranks")
@@ -126,31 +124,28 @@ def tree_of(comm: Communicator) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("where", ["abcde", "ad", "b"])
-def test_leaves_are_reduced_where_they_are(on_ranks, framework, where) -> None:
-    def check(comm: Communicator) -> None:
-        plain = tree_of(comm)
+@by("on_ranks")
+def test_leaves_are_reduced_where_they_are(comm, framework, where) -> None:
+    plain = tree_of(comm)
 
-        def tree() -> dict[str, Any]:
-            return {
-                name: framework.make(leaf) if name in where else leaf
-                for name, leaf in plain.items()
-            }
+    def tree() -> dict[str, Any]:
+        return {
+            name: framework.make(leaf) if name in where else leaf for name, leaf in plain.items()
+        }
 
-        want = ac.allreduce_tree(plain, "sum", comm=comm)
-        plan = comm.plan(tree(), "sum")
-        for _ in range(3):
-            for got in (
-                ac.allreduce_tree(tree(), "sum", comm=comm),
-                ac.allreduce_gradients(tree(), "sum", comm=comm),
-                plan(tree()),
-            ):
-                for name, leaf in got.items():
-                    assert isinstance(leaf, np.ndarray) == (name not in where)
-                    found = framework.back(leaf) if name in where else leaf
-                    assert found.tobytes() == want[name].tobytes()
-                    assert found.shape == want[name].shape
-
-    on_ranks(check)
+    want = ac.allreduce_tree(plain, "sum", comm=comm)
+    plan = comm.plan(tree(), "sum")
+    for _ in range(3):
+        for got in (
+            ac.allreduce_tree(tree(), "sum", comm=comm),
+            ac.allreduce_gradients(tree(), "sum", comm=comm),
+            plan(tree()),
+        ):
+            for name, leaf in got.items():
+                assert isinstance(leaf, np.ndarray) == (name not in where)
+                found = framework.back(leaf) if name in where else leaf
+                assert found.tobytes() == want[name].tobytes()
+                assert found.shape == want[name].shape
 
 
 @by("on_ranks")

@@ -219,23 +219,20 @@ def test_a_result_is_the_start_of_the_next_step(comm, framework) -> None:
         assert (framework.back(x) == 41).all()
 
 
-def test_calls_are_refused_while_a_graph_is_captured(on_ranks: OnRanks) -> None:
+@by("on_ranks")
+def test_calls_are_refused_while_a_graph_is_captured(comm) -> None:
     import cupy
 
-    def check(comm: Communicator) -> None:
-        x = cupy.ones(100, "float32")
-        comm.allreduce(x)
-        stream = cupy.cuda.Stream(non_blocking=True)
-        with stream:
-            stream.begin_capture()
-            try:
-                with pytest.raises(ValueError, match="captured into a CUDA graph"):
-                    comm.allreduce(x)
-            finally:
-                stream.end_capture()
-        assert (comm.allreduce(x) == comm.size).all()
-
-    on_ranks(check)
+    x = cupy.ones(100, "float32")
+    comm.allreduce(x)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(ValueError, match="captured into a CUDA graph"):
+                comm.allreduce(x)
+        finally:
+            stream.end_capture()
+    assert (comm.allreduce(x) == comm.size).all()
 
 
 @by("on_ranks")
