@@ -39,7 +39,9 @@ needs_digits = pytest.mark.skipif(find_spec("sklearn") is None, reason="no sciki
 
 def run_demo(picture: Path, *options: str) -> tuple[int, str, str]:
     job = run_python("-m", "arraycomm", "demo", "--picture", str(picture), *options)
-    return job.returncode, job.stdout, job.stderr
+    # On a busy machine a rank says that it waits for another, which imports a framework.
+    said = [line for line in job.stderr.splitlines() if "still waiting" not in line]
+    return job.returncode, job.stdout, "\n".join(said)
 
 
 @needs_digits

@@ -176,7 +176,7 @@ import ctypes
 from arraycomm.testing import _lockstep, given
 
 # Wait in vain for shorter times than usual.
-_lockstep.HOPELESS, _lockstep._LATER, _lockstep._TURN = 0.5, 1.5, 1.5
+_lockstep.HOPELESS, _lockstep._LATER = 1.0, 2.0
 
 def world():
     from mpi4py import MPI
