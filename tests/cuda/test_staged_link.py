@@ -97,7 +97,7 @@ def _logging(comm: Communicator, memory: Told, name: str) -> None:
     setattr(link, name, movement)
 
 
-@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 2000])
+@pytest.mark.parametrize("count", [0, 256, 257, 2000])
 @by("on_ranks", "several")
 def test_allreduce_folds_chunk_by_chunk(comm, count) -> None:
     link, memory = _link(comm)
@@ -159,7 +159,7 @@ def _scattered(lengths: list[int], fill: int) -> tuple[Array, list[int]]:
     return np.full(at, fill, np.uint8), offsets
 
 
-@pytest.mark.parametrize("scale", [0, 1, 700, 3000])
+@pytest.mark.parametrize("scale", [0, 1, 3000])
 @by("on_ranks", "several")
 def test_blocks_may_lie_anywhere(comm, scale) -> None:
     """Bytes between blocks are neither read nor written."""
