@@ -204,17 +204,6 @@ def test_what_was_quicker_in_a_trial_holds_until_the_next() -> None:
             assert next(ways) == (past < through, None)
 
 
-@each_rank_of(2)
-def test_small_and_large_calls_are_measured_apart(comm: Communicator) -> None:
-    # It opens the segment, and copies nothing.
-    comm.plan([np.ones(10**6)])
-    small, large = (internals.segment(comm).ways(nbytes) for nbytes in (8 << 20, (8 << 20) + 1))
-    for ways, past in ((small, 2.0), (large, 1.0)):
-        _ = [next(ways) for _ in range(segment.ROWS)]
-        _try(ways, past, 1.5)
-    assert (next(small), next(large)) == ((False, None), (True, None))
-
-
 def test_the_segment_is_used_as_was_measured() -> None:
     one = segment._CHUNK_BYTES
     for size, nbytes, quicker in [
