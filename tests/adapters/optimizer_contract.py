@@ -174,8 +174,8 @@ CASES = [(PROGRAMS[0], 1), *((each, 2 + n % 3) for n, each in enumerate(PROGRAMS
 NUMBERS = [1, 3]
 if LAUNCH is not None:
     # Processes differ from threads in how bytes move, not in what is done with them. Each compiles for itself.
-    KINDS, NUMBERS = KINDS[2:], [LAUNCH.size]
-    CASES = [(each, LAUNCH.size) for each in PROGRAMS[1:4:2]]
+    KINDS, NUMBERS = KINDS[1:2], [LAUNCH.size]
+    CASES = [(each, LAUNCH.size) for each in PROGRAMS[1:3]]
 
 
 class OptimizerContract:
