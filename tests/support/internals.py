@@ -295,9 +295,9 @@ def drop_first_task(comm: Member) -> None:
 
 def mpi_movements() -> Any:
     """Return the sends and receives that MPI has not finished, whoever waits for them."""
-    from arraycomm._transports.mpi.movement import Movement
+    from arraycomm._transports.mpi.movement import KEPT_ALIVE, Movement
 
-    return Movement.under_way
+    return {kept for kept in KEPT_ALIVE if isinstance(kept, Movement)}
 
 
 # Devices ---------------------------------------------------------------------------------------

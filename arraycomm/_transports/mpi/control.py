@@ -8,7 +8,7 @@ ranks show the same. If the ranks of a node cannot share memory, each counts as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -16,6 +16,7 @@ from mpi4py import MPI
 from arraycomm._transports.control import ControlChannel, message_slot
 from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.memory import finish, shared_memory
+from arraycomm._transports.mpi.movement import KEPT_ALIVE
 from arraycomm._transports.mpi.nodes import NodeExchange, Pair, Rounds, native_steps
 from arraycomm._transports.mpi.notes import MpiNotes
 from arraycomm._transports.mpi.pieces import Pieces
@@ -36,9 +37,6 @@ class MpiControl(ControlChannel):
     pieces : Pieces
         How messages between nodes are cut.
     """
-
-    # Keeps channels alive: MPI may still write the rows of a step that this rank has given up.
-    not_closed: ClassVar[set[MpiControl]] = set()
 
     def __init__(
         self, comm: MPI.Intracomm, between: MPI.Intracomm, nodes: Sequence[int], pieces: Pieces
@@ -66,7 +64,7 @@ class MpiControl(ControlChannel):
             self.slots = memory[: 2 * size * slot]
             self.native = native_steps(self._exchange, memory, rank, members, slot)
         self._pending = self._started = self._received = False
-        self.not_closed.add(self)
+        KEPT_ALIVE.add(self)
         self.notes: MpiNotes = MpiNotes(comm, lambda: self.step)
 
     def post(self, nbytes: int | None = None) -> None:
@@ -151,7 +149,7 @@ class MpiControl(ControlChannel):
     def close(self) -> None:
         if self._exchange is not None:
             self._exchange.free()
-        self.not_closed.discard(self)
+        KEPT_ALIVE.discard(self)
         self.native = None
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
 
