@@ -9,7 +9,7 @@ from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
 from arraycomm._collectives import groups
-from arraycomm._collectives.fast_path import FastPaths
+from arraycomm._collectives.fast_path import remember
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
 from arraycomm._collectives.nonblocking import NonblockingCalls
@@ -66,9 +66,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         hide_from_torch()
         group = runner.group
         self._runner = runner
-        self._messenger = Messenger(group, runner.statistics)
-        self._fast = FastPaths(runner)
-        self._again = self._fast.again
+        self._messenger = Messenger(runner)
+        self._find, self._again = runner.fast_paths.find, runner.fast_paths.again
         self._trees = TreeMemory(group)
         self.rank, self.size = group.rank, group.size
         self.local_rank = group.transport.local_rank
@@ -259,7 +258,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         try:
             # A fast path waits as long as the communicator's timeout says.
             key = (type(x), op, x.dtype, x.shape)
-            fast = self._fast.paths.get(key) if timeout is None else None
+            fast = self._find(key) if timeout is None else None
         except Exception:
             # The full call checks x, and lets the other ranks know of an error.
             fast = None
@@ -271,7 +270,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
             raise
         result = self._runner.call_within(timeout, Allreduce, x, op, out)
         if fast is None and isinstance(op, str):
-            self._fast.remember(x, op)
+            remember(self._runner, x, op)
         return result
 
     def reduce(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import Any, Final, ParamSpec, Protocol
 
+from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.placement import HostPlacement, Placements, StagedTreePlacement
 from arraycomm._calls.requests import Follow, Request, noting
@@ -64,6 +65,7 @@ class Runner:
         self.group = group
         self.placements = placements
         self.statistics = Statistics()
+        self.fast_paths = FastPaths(group, self.statistics)
         # Asked before every call; see `set_guard`.
         self.guard: Guard | None = None
         # That of the communicator that this one is a duplicate of.

@@ -1,4 +1,4 @@
-"""The fast paths of reductions that were called before, if the native part is there.
+"""The fast paths of reductions (see `_calls/fast_paths.py`), if the native part is there.
 
 They do what a call does otherwise (view, header, movement, fold, result), with everything that depends only on
 operation, dtype and shape worked out beforehand. A small one is one call of the native part, which calls back if a
@@ -29,88 +29,43 @@ from arraycomm._protocol.agreement import agree
 from arraycomm._protocol.header import MAX_DIMS, Signature, encode
 from arraycomm._reduce import chunks
 from arraycomm._reduce.algorithms import allreduce
-from arraycomm._transports.control import SharedControl
 
 _CURRENT: Final = ("allreduce", None)
-_MAX_CACHED: Final = 1024
 
 
-class FastPaths:
-    """The fast paths of one communicator, by type, op, dtype and shape; the native part finds those of NumPy arrays by itself.
+def remember(runner: Runner, x: Any, op: str) -> None:
+    """Keep the fast path of a reduction that has just succeeded without it."""
+    # A guard has to see every call.
+    if runner.guard is not None:
+        return
+    with suppress(Exception):
+        keep(runner, (type(x), op, x.dtype, x.shape), x, op)
 
-    Attributes
-    ----------
-    again : callable or None
-        `again(x, op, out)` makes a call like one before and returns `out`, or does nothing and returns None. It is None
-        if the native part cannot make steps of the control channel: then there are no fast paths.
-    """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.paths: dict[tuple[Any, ...], FastPath | NoFastPath] = {}
-        control = runner.group.control
-        # Another class of control channel does more in a step.
-        shared = compiled is not None and type(control) is SharedControl
-        makes_steps = shared or control.native is not None
-        self._repeats: Any = compiled.Repeats(np.ndarray) if makes_steps else None
-        self.again = self._repeats and self._repeats.again
-        runner.statistics.fast_paths = self._counts
-        runner.group.on_end.append(self.forget)
-        runner.group.on_watch.append(self.forget)
-
-    def remember(self, x: Any, op: str) -> None:
-        """Keep the fast path of a reduction that has just succeeded without it."""
-        # A guard has to see every call.
-        if self._runner.guard is not None:
+def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") -> None:
+    """Keep the fast path of a reduction by a key; ranks compare the note together with the op."""
+    group, paths = runner.group, runner.fast_paths
+    # An array on a device would be copied from there to be looked at.
+    if paths.repeats is None or not paths.may_keep or runner.placements.on_device(x):
+        return
+    large = getattr(x, "nbytes", 0) > group.inline_bytes
+    # Ranks that compare no headers go without one if their arrays are large.
+    if large and not group.options.check:
+        return
+    # An array that cannot be looked at a second time has no fast path.
+    with suppress(Exception):
+        source = view(x)
+        if len(source.shape) > MAX_DIMS or (source.copied and not large):
             return
-        with suppress(Exception):
-            self.keep((type(x), op, x.dtype, x.shape), x, op)
-
-    def keep(self, key: tuple[Any, ...], x: Any, op: str, note: str = "") -> None:
-        """Keep the fast path of a reduction by a key; ranks compare the note together with the op."""
-        group = self._runner.group
-        # A tracer has to see every call.
-        if self._repeats is None or group.tracer is not None:
-            return
-        # An array on a device would be copied from there to be looked at.
-        if self._runner.placements.on_device(x):
-            return
-        large = getattr(x, "nbytes", 0) > group.inline_bytes
-        # Ranks that compare no headers go without one if their arrays are large.
-        if large and not group.options.check:
-            return
-        # An array that cannot be looked at a second time has no fast path.
-        with suppress(Exception):
-            source = view(x)
-            if len(source.shape) > MAX_DIMS or group.closed is not None:
-                return
-            if source.copied and not large:
-                return
-            if len(self.paths) >= _MAX_CACHED:
-                self.forget()
-            if source.copied:
-                self.paths[key] = NoFastPath()
-                return
-            self.paths[key] = self._make(op, source, note, large=large)
-
-    def _make(self, op: str, source: BufferView, note: str, *, large: bool) -> FastPath:
-        """Make the fast path of arrays like that of a view."""
-        if large:
-            return LargeAllreduce(self._runner, op, source, note)
-        path = SmallAllreduce(self._runner, op, source, note)
-        if type(source.source) is np.ndarray and not note:
-            self._repeats.remember(op, path.exchange)
-        return path
-
-    def forget(self) -> None:
-        """Give up all fast paths; their figures are kept."""
-        self._runner.statistics.absorb(self._counts())
-        self.paths.clear()
-        if self._repeats is not None:
-            self._repeats.forget()
-
-    def _counts(self) -> list[Count]:
-        return [path.count() for path in self.paths.values()]
+        if source.copied:
+            paths.keep(key, NoFastPath())
+        elif large:
+            paths.keep(key, LargeAllreduce(runner, op, source, note))
+        else:
+            path = SmallAllreduce(runner, op, source, note)
+            paths.keep(key, path)
+            if type(x) is np.ndarray and not note:
+                paths.repeats.remember(op, path.exchange)
 
 
 class NoFastPath:
@@ -119,16 +74,15 @@ class NoFastPath:
     def __call__(self, x: Any, out: Any) -> None:
         """Have the call made in full."""
 
-    def count(self) -> Count:
-        """Return that nothing was done."""
-        return Count("allreduce", 0, 0, 0.0)
+    def count(self) -> None:
+        """Count nothing."""
+
+    def free(self) -> None:
+        """Do nothing."""
 
 
-class FastPath:
-    """`allreduce` of one op, dtype and shape.
-
-    Calling it returns the result, or None if the call has to be made in full.
-    """
+class FastAllreduce:
+    """`allreduce` of one op, dtype and shape; see `FastPath`."""
 
     def __init__(
         self, runner: Runner, op: str, source: BufferView, note: str, *, inline: bool
@@ -160,9 +114,6 @@ class FastPath:
             nodes=control.native,
         )
 
-    def __call__(self, x: Any, out: Any) -> Any:
-        raise NotImplementedError
-
     def await_others(self) -> None:
         """Wait until every rank has posted this step, where the native part has stopped."""
         self._control.resume()
@@ -180,12 +131,11 @@ class FastPath:
         agreeing = agree(self._control, self._signature)
         out[...] = self._runner.settle(agreeing, Allreduce, x, self._op, None)
 
-    def count(self) -> Count:
-        """Return what this path has done so far."""
-        raise NotImplementedError
+    def free(self) -> None:
+        """Do nothing: its memory goes with it."""
 
 
-class SmallAllreduce(FastPath):
+class SmallAllreduce(FastAllreduce):
     """The fast path of arrays that are small enough to travel with the header."""
 
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
@@ -255,7 +205,7 @@ class SmallAllreduce(FastPath):
         return commit_out(into)
 
     def _reduce(self, x: Array, out: Array) -> bool:
-        """Reduce, unless another call is under way; tell whether that was done."""
+        """Reduce, unless another call is under way; return whether that was done."""
         reduced: bool = self.exchange.reduce(x if x.flags.c_contiguous else x.copy(), out)
         return reduced
 
@@ -264,7 +214,7 @@ class SmallAllreduce(FastPath):
         return Count("allreduce", calls, calls * self._nbytes, seconds)
 
 
-class LargeAllreduce(FastPath):
+class LargeAllreduce(FastAllreduce):
     """The fast path of arrays whose elements move after the header."""
 
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
@@ -304,7 +254,7 @@ class LargeAllreduce(FastPath):
         )
 
     def _reduce(self, x: Array, out: Array) -> bool:
-        """Reduce, unless another call is under way; tell whether that was done."""
+        """Reduce, unless another call is under way; return whether that was done."""
         if not self._turn.acquire(False):
             return False
         try:

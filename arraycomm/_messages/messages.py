@@ -18,6 +18,7 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._calls.arguments import check_rank
+from arraycomm._calls.fast_paths import FastPath
 from arraycomm._calls.placement import (
     DeferredResultBuffer,
     Destination,
@@ -26,14 +27,13 @@ from arraycomm._calls.placement import (
 )
 from arraycomm._calls.refusals import wanted_kind
 from arraycomm._calls.requests import Request, wait_for_each
-from arraycomm._calls.statistics import Statistics
+from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site, describe_raise
 from arraycomm._errors import MismatchError, PeerError, name_operation
 from arraycomm._messages import envelopes
 from arraycomm._messages.fast_exchange import FastExchange, Key
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
 from arraycomm._protocol.agreement import UndeliveredError
-from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waiting import Watch
 from arraycomm._protocol.watchdog import MessageWait, checked_timeout
@@ -44,8 +44,6 @@ from arraycomm._transports.base import Bytes, Handle, Steps, Transport
 TAGS: Final = 1 << 20
 # Envelopes whose memory is kept to be used again.
 _SPARE: Final = 2
-# Fast paths that are kept; each has memory for what comes.
-_MAX_FAST: Final = 64
 
 
 class Message(NamedTuple):
@@ -120,19 +118,15 @@ class Messenger:
     and receiver must be at the same one if both are in programs.
     """
 
-    def __init__(
-        self, group: Group, statistics: Statistics, place: Callable[[], int] = _no_place
-    ) -> None:
-        self._group = group
+    def __init__(self, runner: Runner, place: Callable[[], int] = _no_place) -> None:
+        self._group = group = runner.group
         self._place = place
-        self._statistics = statistics
+        self._statistics, self._fast_paths = runner.statistics, runner.fast_paths
         self._host = HostPlacement(group)
         self._matcher = Matcher(group.transport)
         self._pieces = 0
         # Envelopes that are used again: to touch fresh memory takes longer than a short message.
         self._spare: list[Bytes] = []
-        self._fast: dict[tuple[Any, ...], FastExchange] = {}
-        group.on_free.append(self._forget)
 
     def isend(self, x: Any, dest: int, tag: int) -> Request:
         """Start to send an array."""
@@ -406,25 +400,18 @@ class Messenger:
         wait = _Wait("recv from", source, tag)
         return self._drive(_beside([sent], receiving, wait, dest), wait, "recv")
 
-    def _fast_exchange(self, x: Any, dest: Any, source: Any, tag: Any) -> FastExchange | None:
+    def _fast_exchange(self, x: Any, dest: Any, source: Any, tag: Any) -> FastPath | None:
         if type(x) is np.ndarray and type(dest) is type(source) is type(tag) is int:
-            return self._fast.get((dest, source, tag, self._place(), x.dtype, x.shape))
+            return self._fast_paths.find(Key(dest, source, tag, self._place(), x.dtype, x.shape))
         return None
-
-    def _forget(self) -> None:
-        """Give up the fast paths."""
-        while self._fast:
-            self._fast.popitem()[1].free()
 
     def _keep(self, x: Any, dest: int, source: int, tag: int) -> None:
         """Keep the fast path of a `sendrecv` that has just been made, with few elements."""
-        if type(x) is not np.ndarray or not x.dtype.isnative:
+        if type(x) is not np.ndarray or not x.dtype.isnative or not self._fast_paths.may_keep:
             return
         key = Key(dest, source, tag, self._place(), x.dtype, x.shape)
-        if key not in self._fast:
-            if len(self._fast) >= _MAX_FAST:
-                self._forget()
-            self._fast[key] = FastExchange(self._group, self._statistics, self, key)
+        if self._fast_paths.find(key) is None:
+            self._fast_paths.keep(key, FastExchange(self._group, self._statistics, self, key))
 
     # Sending
 

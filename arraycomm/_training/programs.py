@@ -10,7 +10,7 @@ import threading
 from dataclasses import replace
 from typing import Any, Final
 
-from arraycomm._collectives.fast_path import FastPaths
+from arraycomm._collectives.fast_path import keep
 from arraycomm._collectives.groups import hide
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._messages.matching import Status
@@ -89,9 +89,7 @@ class ProgramCalls:
         self.comm = hidden_dup(shared)
         self._guard = _PlaceGuard(shared)
         runner_of(self.comm).set_guard(self._guard)
-        self._fast = FastPaths(runner_of(self.comm))
-        runner, place = runner_of(self.comm), self._guard.current_place
-        self._messenger = Messenger(group_of(self.comm), runner.statistics, place)
+        self._messenger = Messenger(runner_of(self.comm), self._guard.current_place)
 
     def sendrecv(self, x: Any, dest: int, source: int, tag: int, out: Any, status: Status) -> Any:
         """Send to one rank and receive from another, which are at the same place of their programs."""
@@ -110,13 +108,13 @@ class ProgramCalls:
         place = self._guard.current_place()
         if not place:
             return self.comm.allreduce(x, op, out=out)
-        key = (place, op, x.dtype, x.shape)
-        fast = None if self._guard.refuses else self._fast.paths.get(key)
+        runner, key = runner_of(self.comm), (place, op, x.dtype, x.shape)
+        fast = None if self._guard.refuses else runner.fast_paths.find(key)
         if fast is not None and (result := fast(x, out)) is not None:
             return result
         result = self.comm.allreduce(x, op, out=out)
         if fast is None:
-            self._fast.keep(key, x, op, _note(place))
+            keep(runner, key, x, op, _note(place))
         return result
 
     def at(self, place: int) -> _At:

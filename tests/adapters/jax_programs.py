@@ -239,7 +239,7 @@ def repeated_calls_are_as_the_first() -> None:
         assert largest.tolist() == [turn + comm.size - 1] * 3
         assert total.tolist() == [sum(turn + rank for rank in range(comm.size))] * 3
     # The full call for arrays of other shapes, the fast path for those seen before.
-    assert internals.has_fast_paths(calls_of(comm), 2)
+    assert internals.has_fast_paths(calls_of(comm).comm, 2)
     tokens = dispatch.runtime_tokens
     [(effect, token)] = tokens.current_tokens.items()
     assert tokens.get_token_input(effect, jax.devices()[:1]) is token

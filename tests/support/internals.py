@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._calls.placement import Placements
 from arraycomm._calls.runner import Runner
-from arraycomm._collectives import groups, shared_arrays
+from arraycomm._collectives import fast_path, groups, shared_arrays
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._native import compiled
@@ -345,17 +346,17 @@ def free(comm: Member) -> None:
 
 def remember_allreduce(comm: Communicator, x: Any, op: str) -> None:
     """Take the fast path in the next `allreduce` like this, as if one had been made."""
-    comm._fast.remember(x, op)
+    fast_path.remember(comm._runner, x, op)
 
 
 def remember_noted_allreduce(comm: Communicator, x: Any, op: str, note: str) -> None:
     """Keep the fast path of a reduction that the ranks compare together with a note, as programs of JAX do."""
-    comm._fast.keep((note,), x, op, note)
+    fast_path.keep(comm._runner, (note,), x, op, note)
 
 
 def forget_fast_paths(comm: Communicator) -> None:
     """Have the next calls made in full."""
-    comm._fast.forget()
+    fast_paths(comm).forget()
 
 
 def is_closed(comm: Member) -> bool:
@@ -404,9 +405,13 @@ def noted_waits() -> Iterator[Callable[[Communicator], list[str]]]:
 # Traces ----------------------------------------------------------------------------------------
 
 
+def fast_paths(comm: Communicator) -> FastPaths:
+    return runner_of(comm).fast_paths
+
+
 def has_fast_paths(comm: Communicator, count: int) -> bool:
     """Return whether so many reductions have a fast path, as far as the native part makes any."""
-    return compiled is None or len(comm._fast.paths) == count
+    return compiled is None or len(fast_paths(comm)) == count
 
 
 def is_traced(comm: Communicator) -> bool:
