@@ -21,7 +21,6 @@ from arraycomm._calls.placement import Destination
 from arraycomm._calls.runner import Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._collectives.reductions import Allreduce
-from arraycomm._collectives.shared_arrays import exist
 from arraycomm._errors import TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
@@ -259,7 +258,7 @@ class LargeAllreduce(FastAllreduce):
             return False
         try:
             # Arrays that ranks share go another way if they lie at the same place.
-            if self._engine.queue or self._group.closed is not None or exist(self._link):
+            if self._engine.queue or self._group.closed is not None or self._link.shares_arrays:
                 return False
             try:
                 chunks.reserve(self._link, self._nbytes)

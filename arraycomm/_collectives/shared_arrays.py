@@ -86,11 +86,6 @@ class _Blocks:
         return list(rows.view(flat.dtype))
 
 
-def exist(link: Link) -> bool:
-    """Return whether `empty` has shared memory on this group; every rank gets the same answer."""
-    return _Blocks in link.kept
-
-
 def place_of(link: Link, source: Flat, target: Flat) -> int:
     """Return a digest of where an array and its result lie; 0 if they are to be reduced as others."""
     found = link.kept[_Blocks].find(source) if holds(link, source) else None
@@ -104,14 +99,12 @@ def place_of(link: Link, source: Flat, target: Flat) -> int:
 
 def holds(link: Link, source: Flat) -> bool:
     """Return whether an array lies in memory that the ranks of this group share."""
-    return (
-        _Blocks in link.kept and source.nbytes > 0 and link.kept[_Blocks].find(source) is not None
-    )
+    return link.shares_arrays and source.nbytes > 0 and link.kept[_Blocks].find(source) is not None
 
 
 def same_place(place: int, agreement: Agreement) -> bool:
     """Return whether the arrays of all ranks lie at this place."""
-    return place != 0 and all(other == place for other in agreement.free_words())
+    return all(other == place for other in agreement.free_words())
 
 
 def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
@@ -170,6 +163,7 @@ class Empty(Operation):
         memory, native = yield from share(transport, nbytes if nbytes <= _node_bytes() else 0)
         if memory is None:
             return
+        transport.shares_arrays = True
         blocks = transport.kept.setdefault(_Blocks, _Blocks())
         row = blocks.add(memory, transport.rank, transport.size, native=native)
         self._array = np.ndarray(self._shape, self._dtype, row)

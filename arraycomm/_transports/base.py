@@ -60,6 +60,8 @@ class Link(abc.ABC):
     chunk_bytes: int = 0
     # Whether a movement may begin before those before it have finished.
     overlaps: bool = False
+    # Whether `empty` has given arrays in memory that the ranks share; every rank knows the same.
+    shares_arrays: bool = False
     # What modules above keep for this link, by keys of their own.
     kept: dict[Any, Any]
 
