@@ -74,15 +74,14 @@ class Operation:
     negotiable: bool = False
     # What the ranks compare.
     signature: Signature
-    # The encoded header, if that was worked out beforehand.
-    prefix: bytes | None = None
     # What travels with the header; set by the runner from `pack`.
     payload: Bytes | None = None
     # Where the result goes, on a rank that gets an array.
     target: ResultBuffer | None = None
-    # What the header announces, if the ranks may differ in it; of a tree, `MAX_DIMS` words more.
-    length: int = 0
-    further: Sequence[int] = ()
+    # What the header announces beside the signature, in which ranks may differ; of a tree, `MAX_DIMS` words more. See
+    # `_protocol/header.py` for what that is.
+    word: int = 0
+    further_words: Sequence[int] = ()
     # Bytes of the arrays passed, and copies made of them outside the transport.
     nbytes: int = 0
     copies: int = 0

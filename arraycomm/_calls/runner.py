@@ -21,7 +21,7 @@ from arraycomm._callsite import call_site, describe_raise, trim
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import Status, encode, show, with_words
+from arraycomm._protocol.header import encode, show, with_words
 from arraycomm._transports.base import Handle, Steps
 
 # Headers of calls that are made again and again.
@@ -200,7 +200,7 @@ class Runner:
         if deferred:
             # The header is checked later, in whichever thread.
             site = site or call_site()
-        show(group.control, operation.prefix or _prefix(operation), operation.payload)
+        show(group.control, _prefix(operation), operation.payload)
         signature, negotiable = operation.signature, operation.negotiable
         agreeing = agree(group.control, signature, negotiable=negotiable, site=site)
         if deferred:
@@ -265,9 +265,9 @@ def _prefix(operation: Operation) -> bytes:
     """Return the header of a call."""
     payload = -1 if operation.payload is None else len(operation.payload)
     flag = operation.placement.device_flag
-    prefix = _encoded(operation.signature, payload, operation.length, Status.CALLING, flag)
-    further = operation.further
-    return with_words(prefix, operation.length, further) if further else prefix
+    prefix = _encoded(operation.signature, payload, device_flag=flag)
+    word, further = operation.word, operation.further_words
+    return with_words(prefix, word, further) if word or further else prefix
 
 
 def _finished(operation: Operation, agreement: Agreement) -> Steps:

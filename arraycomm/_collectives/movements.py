@@ -78,7 +78,7 @@ class FromRoot(Operation):
 
     def _prepare_other(self, x: Any, like: Any, out: Any) -> None:
         self.kind = wanted_kind(x, like, out)
-        self.length = announced(self.kind)
+        self.word = announced(self.kind)
         known = self.placement.view_known(x, out)
         if known is None:
             self._sign()
@@ -153,7 +153,7 @@ class Bcast(FromRoot):
     whole = True
 
     def part_of_root(self) -> tuple[int, ...]:
-        self.length = framework_code(self.source)
+        self.word = framework_code(self.source)
         return self.source.shape
 
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:

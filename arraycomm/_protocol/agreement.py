@@ -70,7 +70,7 @@ class Agreement(Headers):
     def all_words(self) -> list[tuple[int, ...]]:
         """Return each rank's free and further words, also if the details have taken the place of the headers."""
         if self.calls is not None:
-            return [(call.length, *call.further) for call in self.calls]
+            return [(call.word, *call.further_words) for call in self.calls]
         return [self.raw_words(rank) for rank in range(self.size)]
 
 

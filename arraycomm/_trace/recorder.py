@@ -247,7 +247,7 @@ def _algorithm(made: Operation) -> str:
     if made.payload is not None:
         return Algorithm.HEADER
     if isinstance(made, Allreduce):
-        if made.length:
+        if made.word:
             # Where the arrays lie, if that is memory that the ranks share.
             return Algorithm.SHARED
         link, dtype = made.placement.link, made.source.dtype

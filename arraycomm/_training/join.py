@@ -264,7 +264,7 @@ class Shadow(Operation):
         super().__init__(context)
         self._memory = memory
         self.signature = JOINING
-        self.length = bits_of(0.0)
+        self.word = bits_of(0.0)
 
     def steps(self, agreement: Agreement) -> Steps:
         self._step = None

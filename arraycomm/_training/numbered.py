@@ -104,9 +104,9 @@ class NumberedGradients(AllreduceGradients):
         self._where, self._numbering = where, numbering
         # Another thread may make the steps of what waits behind other calls.
         self._site = call_site() if self.group.engine.queue else None
-        self.length |= where.word()
+        self.word |= where.word()
         self._look = look((self.signature.leaves, where.place))
-        self.further = () if self._look is None else self._look.words
+        self.further_words = () if self._look is None else self._look.words
 
     def steps(self, agreement: Agreement) -> Steps:
         ranks = [Where.read(word) for word in agreement.free_words()]

@@ -228,7 +228,7 @@ class MakeOptimizer(Dup):
     ) -> None:
         super().__init__(context, options, chosen, arguments.check())
         self._adapters = arguments.adapters
-        self.length = digest(_adapter_of(arguments.optimizer).__name__)
+        self.word = digest(_adapter_of(arguments.optimizer).__name__)
 
     def result(self, agreement: Agreement) -> Any:
         self._adapters[:] = agreement.free_words()

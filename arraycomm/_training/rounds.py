@@ -19,10 +19,10 @@ from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
-from arraycomm._protocol.header import Signature, encode, with_words
+from arraycomm._protocol.header import Signature
 from arraycomm._protocol.mismatch import by_ranks
 from arraycomm._training.verification import Shows, compare, nothing_shown
-from arraycomm._transports.base import Bytes, Steps
+from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import Fusion, RecentFusions, TreeMemory
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.reduce import AllreduceGradients
@@ -117,32 +117,11 @@ class Reduced(NamedTuple):
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, by their numbers.
-
-    It is reduced with gradients in a backward pass, and without any in the step after that. So what is kept for one
-    of these reductions is not given up for the other.
-    """
+    """Parameters whose gradients are reduced together, by their numbers."""
 
     def __init__(self, index: int, numbers: Sequence[int]) -> None:
         self.index, self.numbers = index, list(numbers)
         self.fusions = RecentFusions()
-        self._headers: dict[bool, tuple[Any, bytes]] = {}
-
-    def header(
-        self,
-        signature: Signature,
-        payload: int,
-        device_flag: int,
-        length: int,
-        further: Sequence[int],
-    ) -> bytes:
-        """Return an encoded header; the last ones with and without gradients are kept, but for free words."""
-        some = payload != 0
-        key, prefix = self._headers.get(some, (None, b""))
-        if key != (signature, payload, device_flag):
-            prefix = encode(signature, payload, device_flag=device_flag)
-            self._headers[some] = (signature, payload, device_flag), prefix
-        return with_words(prefix, length, further)
 
 
 class Rounds:
@@ -242,20 +221,14 @@ class ReduceBucket(AllreduceGradients):
         self.signature = Signature(
             self.name, op, leaves=made.leaves, settings=(*made.settings, index)
         )
-        self.length = place.word()
+        self.word = place.word()
         # In a step its settings, and in the first round of a step its arrays; with the first bucket.
         first = not (place.number or place.evaluation)
         self._look = None if bucket.index else look(stepping=place.stepping, arrays=first)
-        self.further = () if self._look is None else self._look.words
+        self.further_words = () if self._look is None else self._look.words
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
         return self._bucket.fusions.of(specs, self._bucket_bytes)
-
-    def pack(self, room: int) -> Bytes | None:
-        payload = super().pack(room)
-        nbytes, flag = -1 if payload is None else len(payload), self.placement.device_flag
-        self.prefix = self._bucket.header(self.signature, nbytes, flag, self.length, self.further)
-        return payload
 
     def steps(self, agreement: Agreement) -> Steps:
         self._places = [Place.read(word) for word in agreement.free_words()]

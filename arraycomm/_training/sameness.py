@@ -81,7 +81,7 @@ class RaiseOnDifference(Operation):
         self._arrays: dict[str, Any] = {}
         self._items = list(self._look(tree, "tree"))
         self.signature = Signature(self.name)
-        self.length = digest(self._items)
+        self.word = digest(self._items)
 
     def _look(self, tree: Any, name: str) -> Iterator[Item]:
         """Return what is compared of a tree."""

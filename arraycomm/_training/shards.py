@@ -23,7 +23,7 @@ from arraycomm._calls.runner import Runner
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._dtypes import name_of
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.header import LeafSpec, Signature, digest, encode
+from arraycomm._protocol.header import LeafSpec, Signature, digest
 from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import BufferPool
@@ -105,7 +105,6 @@ class Message:
             self.bounds[rank + 1] = max(self.bounds[rank : rank + 2])
         self._pool = BufferPool(end)
         self.signature = _signature(shards, self.numbers)
-        self._prefix: tuple[int, bytes] = -2, b""
 
     def acquire(self) -> Bytes:
         """Return memory for the message, which nothing else uses."""
@@ -120,14 +119,6 @@ class Message:
         dtype, shape = spec
         end = self.offsets[index] + nbytes_of(spec)
         return memory[self.offsets[index] : end].view(dtype).reshape(shape)
-
-    def prefix(self, payload: int, device_flag: int) -> bytes:
-        """Return the encoded header; the last one is kept."""
-        kept, prefix = self._prefix
-        if kept != payload:
-            prefix = encode(self.signature, payload, device_flag=device_flag)
-            self._prefix = payload, prefix
-        return prefix
 
 
 def _signature(shards: Sequence[Shard], numbers: Sequence[int]) -> Signature:
@@ -169,10 +160,7 @@ class ExchangeShards(Operation):
 
     def pack(self, room: int) -> Bytes | None:
         longest = max(end - start for start, end in pairwise(self._message.bounds))
-        payload = self._own if longest <= room else None
-        nbytes = -1 if payload is None else len(payload)
-        self.prefix = self._message.prefix(nbytes, self.placement.device_flag)
-        return payload
+        return self._own if longest <= room else None
 
     def steps(self, agreement: Agreement) -> Steps:
         bounds = self._message.bounds

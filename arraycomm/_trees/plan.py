@@ -13,7 +13,7 @@ from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
 from arraycomm._entries import opaque
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.header import Signature, encode
+from arraycomm._protocol.header import Signature
 from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Sources
@@ -90,8 +90,6 @@ class Plan(ProcessBound):
         self.present = [index for index, spec in enumerate(self._specs) if spec is not None]
         # Whether every leaf is an array.
         self._plain = len(self.present) == len(self._specs)
-        # Encoded headers, by device flag.
-        self._prefixes: dict[int, bytes] = {}
 
     @opaque
     def __call__(self, tree: Any, *, timeout: float | None = None) -> Any:
@@ -105,14 +103,6 @@ class Plan(ProcessBound):
         if self._beside is None or self._beside.specs != specs:
             self._beside = Fusion(specs, DEFAULT_BUCKET_BYTES)
         return self._beside
-
-    def prefix(self, payload: int, device_flag: int) -> bytes:
-        """Return the header of a call of this plan."""
-        prefix = self._prefixes.get(device_flag)
-        if prefix is None:
-            prefix = encode(self.signature, payload, device_flag=device_flag)
-            self._prefixes[device_flag] = prefix
-        return prefix
 
     def hold(self, leaves: list[Any]) -> Held | None:
         """Hold all leaves at once, if they are NumPy's, contiguous, and those of the plan; else None."""
@@ -224,10 +214,7 @@ class RunPlan(Operation):
         return parts.sources
 
     def pack(self, room: int) -> Bytes | None:
-        nbytes = self._fusion.nbytes
-        inline = nbytes <= room
-        self.prefix = self._plan.prefix(nbytes if inline else -1, self.placement.device_flag)
-        if not inline:
+        if self._fusion.nbytes > room:
             reserve(self.group.transport, self._fusion.nbytes)
             return None
         self._fusion.pack(self._packed, self._sources)

@@ -68,7 +68,7 @@ class Synchronize(Operation):
             self._data = dumps(
                 [part.value for part in self._parts if part.value is not _Kept], "tree"
             )
-        self.length = len(self._data)
+        self.word = len(self._data)
         self.nbytes, self.copies = self._packed.nbytes, len(arrays)
         # Objects that are changed in place are the same ones on all ranks, and arrays need not be.
         settings = (STRUCTURE, self._flat.structure), ("objects", self._objects())
