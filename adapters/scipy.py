@@ -316,8 +316,8 @@ class _Team:
             array = array.reshape(shape)
         if array.shape != shape:
             raise ValueError(
-                f"{_NAMES[kind]} must return {'a scalar value' if not shape else f'an array of shape {shape}'}"
-                f"{' and a gradient' * packed}; got shape {array.shape}"
+                f"{_NAMES[kind]} must return "
+                f"{'a scalar value' if not shape else f'an array of shape {shape}'}{' and a gradient' * packed}; got shape {array.shape}"
             )
         return array.astype(np.result_type(array.dtype, np.float64))
 

@@ -36,8 +36,8 @@ def check(optimizer: Any) -> None:
 class Distributed(plain.Distributed):
     """An optimizer of thinc whose gradients are reduced over all ranks before each update.
 
-    `model.finish_update(optimizer)` reduces all gradients of the model together, and then updates it
-    as thinc does: with schedules, L2, clipping and averages. Everything else is the wrapped
+    `model.finish_update(optimizer)` reduces all gradients of the model together, and then updates
+    it as thinc does: with schedules, L2, clipping and averages. Everything else is the wrapped
     optimizer's own.
     """
 
@@ -90,8 +90,8 @@ class Distributed(plain.Distributed):
         if self._gradients.accumulate > 1:
             self._gradients.fail(
                 ValueError(
-                    "DistributedOptimizer: gradients that are accumulated must come together; got one "
-                    f"parameter, {key[1]!r}; call model.finish_update(optimizer)"
+                    "DistributedOptimizer: gradients that are accumulated must come together; got "
+                    f"one parameter, {key[1]!r}; call model.finish_update(optimizer)"
                 )
             )
         # Ids of nodes are this process's alone.

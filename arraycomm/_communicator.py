@@ -104,8 +104,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         Raises
         ------
         TypeError, ValueError, BackendUnavailableError
-            An argument is wrong, or not possible here; the other ranks raise `PeerError`. A rank without an
-            intracommunicator cannot tell the others, and raises alone: they wait for it.
+            An argument is wrong, or not possible here; the other ranks raise `PeerError`. A rank
+            without an intracommunicator cannot tell the others, and raises alone: they wait for it.
         """
         arguments = Arguments(backend, device, check, reproducible, timeout, over_world=False)
         return cls(open_over_mpi(mpi4py_comm, arguments).runner)
@@ -329,8 +329,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         -------
         array, shape S
             A fresh array on every rank, `root` included; or `out`. A rank that passes neither `x`
-            nor `like` gets one of the framework of `root`, on the host, if that framework is
-            loaded there, has the dtype, and the array of `root` is on the host; else NumPy's.
+            nor `like` gets one of the framework of `root`, on the host, if that framework is loaded
+            there, has the dtype, and the array of `root` is on the host; else NumPy's.
         """
         return self._runner.call_within(timeout, Bcast, x, root, like, out)
 
@@ -509,7 +509,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         -------
         array, shape S, or (counts[rank], *S) with `counts`
             Row r of what `allreduce` would give, on rank r; with `counts`, the first counts[0] rows
-            on rank 0, the next counts[1] on rank 1, and so on. Sends about the array's bytes a rank.
+            on rank 0, the next counts[1] on rank 1, and so on. Sends about the array's bytes a
+            rank.
         """
         return self._runner.call_within(timeout, ReduceScatter, x, op, counts, out)
 

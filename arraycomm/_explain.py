@@ -161,8 +161,8 @@ def _notes(
     notes = list[str]()
     if algorithm is Algorithm.SHARED:
         notes.append(
-            "x is in memory of comm.empty: this holds if all ranks pass the same part of it, and an out in "
-            "such memory; else ranks reduce it as other arrays"
+            "x is in memory of comm.empty: this holds if all ranks pass the same part of it, and "
+            "an out in such memory; else ranks reduce it as other arrays"
         )
     if on_cuda(x) and link is None:
         notes.append(f"by way of host memory, with a copy each way: {reason}")

@@ -42,7 +42,8 @@ class Arguments:
     check: Any
     reproducible: Any
     timeout: Any
-    # Another argument or a variable of the environment is wrong: `checked` raises it, and so tells the others.
+    # Another argument or a variable of the environment is wrong: `checked` raises it, and so tells
+    # the others.
     wrong: Exception | None = None
     # Whether they are those of `init`.
     over_world: bool = True
@@ -100,8 +101,8 @@ def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
         raise
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
-            f"init: no MPI could be loaded ({in_short(str(error))}); install one beside mpi4py, for example with: "
-            f"pip install mpich{_under_srun(detect(os.environ), MPICH)}"
+            f"init: no MPI could be loaded ({in_short(str(error))}); install one beside mpi4py, "
+            f"for example with: pip install mpich{_under_srun(detect(os.environ), MPICH)}"
         ) from error
     from mpi4py import MPI
 
@@ -128,8 +129,8 @@ def refuse_other_launcher(launch: Launch | None) -> None:
         raise BackendUnavailableError(
             f"init: {launch.launcher} started {launch.size} processes, but the MPI that was loaded "
             f"({library}) sees {MPI.COMM_WORLD.size}; start the program with: arraycomm run -n "
-            f"{launch.size} …, which finds the mpiexec of that MPI, or install the MPI that belongs to "
-            f"this launcher{_under_srun(launch, family)}"
+            f"{launch.size} …, which finds the mpiexec of that MPI, or install the MPI that "
+            f"belongs to this launcher{_under_srun(launch, family)}"
         )
 
 
@@ -179,8 +180,8 @@ def _check_kind(mpi_comm: Any) -> None:
     if not isinstance(mpi_comm, MPI.Intracomm) or mpi_comm == MPI.COMM_NULL:
         kind = "COMM_NULL" if mpi_comm == MPI.COMM_NULL else type(mpi_comm).__name__
         raise TypeError(
-            "from_mpi: mpi4py_comm must be an intracommunicator of mpi4py to which this rank belongs; got "
-            f"{kind}"
+            "from_mpi: mpi4py_comm must be an intracommunicator of mpi4py to which this rank "
+            f"belongs; got {kind}"
             + ("; pass what its Merge returns" if isinstance(mpi_comm, MPI.Intercomm) else "")
         )
 

@@ -152,9 +152,9 @@ def init(
     MismatchError
         Ranks pass different arguments, or run different versions of arraycomm.
     ValueError
-        A second call passes an argument that differs from the first, an environment variable has
-        a value that does not exist or names a wrong file, or a list of devices is shorter than the number of ranks on a
-        node.
+        A second call passes an argument that differs from the first, an environment variable has a
+        value that does not exist or names a wrong file, or a list of devices is shorter than the
+        number of ranks on a node.
     """
     named: dict[str, Any] = {
         "device": device,
@@ -381,7 +381,8 @@ def _refuse_children_of_ranks() -> None:
     owner = _launch.claimed_by(os.environ, os.getpid())
     if owner:
         raise BackendUnavailableError(
-            f"init: process {owner} is the rank that the launcher has started, and has started this "
+            f"init: process {owner} is the rank that the launcher has started, and has started "
+            "this "
             'process, which is none; call init only under if __name__ == "__main__", and communicate '
             "there, or call init(backend='self') here for a world of this process alone"
         )

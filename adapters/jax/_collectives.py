@@ -80,8 +80,8 @@ def _told(collective: Collective, comm: ac.Communicator) -> Iterator[None]:
 def _check_array(name: str, x: Any) -> None:
     if not isinstance(x, jax.Array):
         raise TypeError(
-            f"{name}: x must be a jax.Array; got {type(x).__name__}. Pass jnp.asarray(x), or use the "
-            f"communicator's {name} for other arrays"
+            f"{name}: x must be a jax.Array; got {type(x).__name__}. Pass jnp.asarray(x), or use "
+            f"the communicator's {name} for other arrays"
         )
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         raise TypeError(
@@ -137,9 +137,9 @@ def allreduce(
     The first call with a communicator, or the first compilation of one, duplicates the communicator:
     every rank makes it at the same place among its other calls.
 
-    In a compiled program the result takes the place of x if x is not used further, or is an argument
-    that was donated. If x is an argument that was not donated, the result has memory of its own; else
-    XLA copies x first.
+    In a compiled program the result takes the place of x if x is not used further, or is an
+    argument that was donated. If x is an argument that was not donated, the result has memory of
+    its own; else XLA copies x first.
 
     Examples
     --------
@@ -193,8 +193,8 @@ def reduce_scatter(
     -------
     Array, shape S
         Row r of what `allreduce` would give, on rank r; and a token if one was passed. The gradient
-        of x is the `allgather` of the result's gradients, divided by the number of ranks if the op is
-        "mean".
+        of x is the `allgather` of the result's gradients, divided by the number of ranks if the op
+        is "mean".
 
     Notes
     -----
@@ -216,8 +216,8 @@ def alltoall(x: jax.Array, *, comm: ac.Communicator | None = None, token: Any = 
     Returns
     -------
     Array, shape (size, *S)
-        Row r is what rank r had in the row of this rank; and a token if one was passed. The gradient
-        of x is the `alltoall` of the result's gradients.
+        Row r is what rank r had in the row of this rank; and a token if one was passed. The
+        gradient of x is the `alltoall` of the result's gradients.
 
     Notes
     -----
@@ -278,8 +278,8 @@ def sendrecv(
     Returns
     -------
     Array, shape S
-        The array of `source`; and a token if one was passed. The gradient of x is what `dest` has as
-        its result's gradient, sent back.
+        The array of `source`; and a token if one was passed. The gradient of x is what `dest` has
+        as its result's gradient, sent back.
 
     Notes
     -----

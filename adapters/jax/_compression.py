@@ -77,7 +77,8 @@ def _hooked(
     """Reduce gradients by an object's own `reduce`."""
     if holds_tracers((leaves, states)):
         raise TypeError(
-            f"DistributedOptimizer: compression={gradients.compressor.described} makes collectives that JAX "
+            f"DistributedOptimizer: compression={gradients.compressor.described} makes collectives "
+            "that JAX "
             'cannot compile; call the transformation outside jax.jit, or pass ErrorFeedback("bfloat16")'
         )
     # What the ranks' steps depend on is compared with a reduction.

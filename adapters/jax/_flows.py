@@ -91,10 +91,10 @@ def _check_single(parameters: int, division: Division) -> None:
 def refusal(why: str) -> TypeError:
     """Return what is raised for a transformation that cannot be sharded."""
     return TypeError(
-        f"DistributedOptimizer: this transformation cannot be sharded: {why}, but every leaf must be updated "
-        "from its own gradient and state; put what looks at all gradients before it, after a reduction: "
-        "optax.chain(all_reduce(), optax.clip_by_global_norm(1.0), DistributedOptimizer(adam, shard=True)), "
-        "or pass shard=False"
+        f"DistributedOptimizer: this transformation cannot be sharded: {why}, but every leaf must "
+        "be updated from its own gradient and state; put what looks at all gradients before it, "
+        "after a reduction: optax.chain(all_reduce(), optax.clip_by_global_norm(1.0), "
+        "DistributedOptimizer(adam, shard=True)), or pass shard=False"
     )
 
 

@@ -38,5 +38,6 @@ def _check(array: Any, status: ac.Status) -> None:
     if status.dtype is not None and (status.dtype, status.shape) != (array.dtype, array.shape):
         raise ac.MismatchError(
             f"sendrecv: ranks must send arrays of the shape and dtype that they receive; got "
-            f"{status.dtype} {status.shape} from rank {status.source}, and sent {array.dtype} {array.shape}"
+            f"{status.dtype} {status.shape} from rank {status.source}, and sent {array.dtype} "
+            f"{array.shape}"
         )

@@ -1,7 +1,8 @@
 """The primitive of JAX that makes calls: staged, compiled, differentiated and batched.
 
-Its effect is ordered. So JAX passes a token from call to call, through loops and branches and from one program
-to the next, and each call of a compiled program waits for the one before it, whatever XLA schedules.
+Its effect is ordered. So JAX passes a token from call to call, through loops and branches and from
+one program to the next, and each call of a compiled program waits for the one before it, whatever
+XLA schedules.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def _stage(
 def _refuse_shards(name: str) -> None:
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise TypeError(
-            f"{name}: a collective of arraycomm cannot be called inside jax.shard_map, since it is over "
-            "processes, each with one part; call it outside, or use jax.lax.psum there"
+            f"{name}: a collective of arraycomm cannot be called inside jax.shard_map, since it is "
+            "over processes, each with one part; call it outside, or use jax.lax.psum there"
         )
 
 
@@ -159,8 +160,8 @@ def _lower(
     )
     made = lowered(
         ctx.replace(
-            # Not in the same order: where the results of a call are all that a loop carries, XLA takes what
-            # stands at the same place of both for something that no turn changes.
+            # Not in the same order: where the results of a call are all that a loop carries, XLA
+            # takes what stands at the same place of both for something that no turn changes.
             avals_in=[abstract_token, *ctx.avals_in],
             avals_out=[*ctx.avals_out, abstract_token],
         ),
@@ -202,23 +203,24 @@ def check_compiled(name: str, comm: ac.Communicator, platforms: Sequence[str]) -
         )
     if tuple(platforms) != ("cpu",):
         raise ac.BackendUnavailableError(
-            f"{name}: jitted JAX collectives work on the CPU backend; got {', '.join(platforms)}. Call "
-            "it outside jax.jit, or set JAX_PLATFORMS=cpu"
+            f"{name}: jitted JAX collectives work on the CPU backend; got {', '.join(platforms)}. "
+            "Call it outside jax.jit, or set JAX_PLATFORMS=cpu"
         )
 
 
 def _check_lowering(name: str, module: mlir.ModuleContext) -> None:
     if module.lowering_parameters.for_export:
         raise TypeError(
-            f"{name}: a program with a collective of arraycomm cannot be exported, since it belongs to the ranks of this "
-            "job; export what stands between the calls"
+            f"{name}: a program with a collective of arraycomm cannot be exported, since it "
+            "belongs to the ranks of this job; export what stands between the calls"
         )
     placed: Any = module.axis_context
     devices = placed.mesh.size if hasattr(placed, "mesh") else placed.num_devices
     if devices > 1:
         raise TypeError(
-            f"{name}: a program with a collective of arraycomm runs on one device of each rank; this one is for "
-            f"{devices}. Put the arrays on one device, or call it outside of the program for one part after the other"
+            f"{name}: a program with a collective of arraycomm runs on one device of each rank; "
+            f"this one is for {devices}. Put the arrays on one device, or call it outside of the "
+            "program for one part after the other"
         )
 
 

@@ -31,8 +31,8 @@ def refuse_repetition(what: str) -> None:
     while error is not None:
         if isinstance(error, InternalFloatingPointError):
             raise FloatingPointError(
-                f"invalid value ({error.ty}) in the results of a compiled program: JAX has repeated its operations "
-                f"one by one as far as {what}, which is not repeated, since other ranks take part; those "
-                "before it have made no such value"
+                f"invalid value ({error.ty}) in the results of a compiled program: JAX has "
+                f"repeated its operations one by one as far as {what}, which is not repeated, "
+                "since other ranks take part; those before it have made no such value"
             )
         error = error.__context__

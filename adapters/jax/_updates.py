@@ -1,7 +1,7 @@
 """An optimizer's updates: their gradients reduced eagerly or inside a program, and their numbers.
 
-Updates are numbered when they are made, not when they are traced. One that `jax.lax.cond` skips counts too, so
-that a rank that skips it alone shows another number in the next one.
+Updates are numbered when they are made, not when they are traced. One that `jax.lax.cond` skips
+counts too, so that a rank that skips it alone shows another number in the next one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _Mark(Call):
 def mark_outside_branches(updates: Numbering, comm: ac.Communicator) -> None:
     """Note an update outside the branches of `jax.lax.cond` that are being traced, if there are any.
 
-    The mark and the update share no array: JAX may trace a branch once, and use it in several programs.
+    The mark and the update share no array: JAX may trace a branch once, and use it in several
+    programs.
     """
     outside, trace = None, core.trace_ctx.trace
     while trace is not None:
@@ -75,9 +76,10 @@ def _refuse_what_passes_gradients_on() -> None:
     while frame is not None:
         if frame.f_code.co_qualname == "conditionally_transform.<locals>.update_fn":
             raise TypeError(
-                "DistributedOptimizer: optax.conditionally_transform around a distributed transformation would apply "
-                "this rank's own gradients in the steps that it leaves out; put it inside, "
-                "DistributedOptimizer(optax.conditionally_transform(...)), or use optax.conditionally_mask"
+                "DistributedOptimizer: optax.conditionally_transform around a distributed "
+                "transformation would apply this rank's own gradients in the steps that it leaves "
+                "out; put it inside, DistributedOptimizer(optax.conditionally_transform(...)), or "
+                "use optax.conditionally_mask"
             )
         frame = frame.f_back
 

@@ -30,7 +30,8 @@ synchronize = ac.synchronize
 _METHODS: Final = ("update", "step", "__call__")
 _PROTOCOL: Final = (
     "a torch optimizer, an optax transformation, a thinc optimizer, an object with a method "
-    "update(params, grads), update(params, grads, state) or step(params, grads), or a function of these"
+    "update(params, grads), update(params, grads, state) or step(params, grads), or a function of "
+    "these"
 )
 
 
@@ -40,8 +41,8 @@ def check(optimizer: Any) -> None:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
     if isinstance(optimizer, type):
         raise TypeError(
-            f"DistributedOptimizer: optimizer must be an object; got the class {optimizer.__name__}; "
-            f"pass an instance, {optimizer.__name__}(...)"
+            "DistributedOptimizer: optimizer must be an object; got the class "
+            f"{optimizer.__name__}; pass an instance, {optimizer.__name__}(...)"
         )
     found = _methods_of(optimizer)
     if not found:
@@ -76,8 +77,8 @@ def _refusal(optimizer: Any, name: str) -> str | None:
     first = next(iter(signature.parameters), "")
     if first.startswith("grad") or first == "updates":
         return (
-            f"an optimizer must take the parameters first, (params, grads); {called} takes {first!r} "
-            "first; wrap it in an object that takes them in this order"
+            f"an optimizer must take the parameters first, (params, grads); {called} takes "
+            f"{first!r} first; wrap it in an object that takes them in this order"
         )
     try:
         signature.bind_partial(None, None)
@@ -119,8 +120,8 @@ class Method(NamedTuple):
 class Distributed:
     """An optimizer whose gradients are reduced over all ranks before each step.
 
-    `update`, `step` and calls of the object itself, as far as the wrapped optimizer has them, reduce
-    the gradients, which are the second argument, and call the wrapped one with the result;
+    `update`, `step` and calls of the object itself, as far as the wrapped optimizer has them,
+    reduce the gradients, which are the second argument, and call the wrapped one with the result;
     collective. What it returns is returned. A step whose gradients are only accumulated returns the
     first argument, or a pair of it and the state if a state is passed as the third.
 
@@ -154,8 +155,8 @@ class Distributed:
         refusal, takes_state = self._methods[name]
         if self._sharding is not None and takes_state:
             refusal = (
-                f"{type(self._optimizer).__name__}.{name} takes the state as an argument, of which a sharded "
-                "optimizer keeps a part; let the object keep it, or pass shard=False"
+                f"{type(self._optimizer).__name__}.{name} takes the state as an argument, of which "
+                "a sharded optimizer keeps a part; let the object keep it, or pass shard=False"
             )
         if refusal is not None:
             self._gradients.fail(TypeError(f"DistributedOptimizer: {refusal}"))
@@ -181,8 +182,8 @@ class Distributed:
         Returns
         -------
         dict
-            Of plain containers and arrays, by the numbers of the gradients' leaves; empty without an
-            object as `compression`.
+            Of plain containers and arrays, by the numbers of the gradients' leaves; empty without
+            an object as `compression`.
         """
         states = self._gradients.compressor.states
         return {} if states is None else states.saved()
@@ -214,15 +215,16 @@ class Distributed:
         # The wrapped optimizer's own state could be pickled, but not that it is distributed.
         raise TypeError(
             "DistributedOptimizer: a distributed optimizer cannot be pickled, since it stands for "
-            "ranks of this process; pickle the plain optimizer, and pass it to DistributedOptimizer "
-            "in each process"
+            "ranks of this process; pickle the plain optimizer, and pass it to "
+            "DistributedOptimizer in each process"
         )
 
     def __arraycomm_tree__(self) -> tuple[Any, Callable[[Any], Any]]:
         if self._sharding is not None:
             raise TypeError(
-                "this optimizer is sharded, so no rank has the state of another one's parameters; load a "
-                "whole state on every rank by arraycomm.adapters.numpy.load_state(optimizer, state, params)"
+                "this optimizer is sharded, so no rank has the state of another one's parameters; "
+                "load a whole state on every rank by "
+                "arraycomm.adapters.numpy.load_state(optimizer, state, params)"
             )
 
         def rebuild(leaves: list[Any]) -> Distributed:
@@ -354,7 +356,8 @@ def _parts(function: str, optimizer: Any) -> tuple[Any, Any, Any]:
     """Return the wrapped optimizer of a distributed one, its gradients, and its division if it has one."""
     if not isinstance(optimizer, Distributed):
         raise ValueError(
-            f"{function}: this optimizer is not distributed; pass one that DistributedOptimizer returned"
+            f"{function}: this optimizer is not distributed; pass one that DistributedOptimizer "
+            "returned"
         )
     own = vars(optimizer)
     return own["_optimizer"], own["_gradients"], own["_sharding"]

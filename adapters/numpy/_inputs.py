@@ -17,10 +17,10 @@ from arraycomm._trees.pytrees import flatten
 class StepInputs:
     """What the steps of one optimizer depend on.
 
-    Its hyperparameters are the attributes that its class takes as arguments, if they are numbers or text, and
-    those of a function the numbers with which it computes; its state are the arrays in its
-    attributes that have the shape of a parameter, and the numbers beside these. An object may have attributes of another kind, which may
-    differ between ranks.
+    Its hyperparameters are the attributes that its class takes as arguments, if they are numbers or
+    text, and those of a function the numbers with which it computes; its state are the arrays in
+    its attributes that have the shape of a parameter, and the numbers beside these. An object may
+    have attributes of another kind, which may differ between ranks.
 
     Parameters
     ----------
@@ -76,7 +76,8 @@ class StepInputs:
                     for path, x in _arrays_in(value, name, int | float)
                     if x.shape in {(), *shapes}
                 ]
-                # Numbers belong to the state if they are beside such arrays, as counts of steps are.
+                # Numbers belong to the state if they are beside such arrays, as counts of steps
+                # are.
                 yield from found if any(x.shape in shapes for _, x in found) else ()
 
 

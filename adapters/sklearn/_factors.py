@@ -77,8 +77,8 @@ def _components(estimator: Any, samples: int, features: int) -> int:
         return min(samples, features) if known is None else len(known)
     if known is None and estimator.n_components > samples:
         raise ValueError(
-            f"n_components={estimator.n_components} must be at most the samples of all ranks in the "
-            f"first call; got {samples}"
+            f"n_components={estimator.n_components} must be at most the samples of all ranks in "
+            f"the first call; got {samples}"
         )
     return int(estimator.n_components)
 
@@ -145,8 +145,9 @@ def check_no_reassignment(estimator: Any) -> None:
     """Raise if centers were to be replaced by samples, which other ranks have."""
     if estimator.reassignment_ratio > 0:
         raise ValueError(
-            "MiniBatchKMeans must not reassign centers, since the samples for them are spread over the "
-            f"ranks; got reassignment_ratio={estimator.reassignment_ratio}; pass reassignment_ratio=0"
+            "MiniBatchKMeans must not reassign centers, since the samples for them are spread over "
+            f"the ranks; got reassignment_ratio={estimator.reassignment_ratio}; pass "
+            "reassignment_ratio=0"
         )
 
 

@@ -61,8 +61,9 @@ def check(optimizer: Any) -> None:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
     if hasattr(optimizer, "clip_and_accumulate"):
         raise TypeError(
-            f"DistributedOptimizer: {type(optimizer).__name__} clips the gradients of single examples in its step, "
-            "and so makes of this rank's examples what it applies; use opacus.optimizers.DistributedDPOptimizer "
+            f"DistributedOptimizer: {type(optimizer).__name__} clips the gradients of single "
+            "examples in its step, and so makes of this rank's examples what it applies; use "
+            "opacus.optimizers.DistributedDPOptimizer "
             'over torch.distributed.init_process_group("arraycomm")'
         )
 
@@ -84,7 +85,8 @@ def _hooked(
 ) -> torch.optim.Optimizer:
     """Return an optimizer with its hooks; `owners` are those of the parameters of a copy that is sharded."""
     steps = _Steps(optimizer, gradients, owners)
-    # The optimizer alone keeps these alive, without a circle: when it is gone, so are the reductions.
+    # The optimizer alone keeps these alive, without a circle: when it is gone, so are the
+    # reductions.
     itself = weakref.ref(optimizer)
     vars(optimizer)["add_param_group"] = partial(_add_param_group, itself)
     vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients)
@@ -141,7 +143,8 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     steps = _distributed.get(optimizer)
     if steps is None:
         raise ValueError(
-            "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer returned"
+            "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer "
+            "returned"
         )
     reducer = steps.reducer.in_backward
     before, reducer.syncing = reducer.syncing, False
@@ -164,9 +167,9 @@ def gather_state(optimizer: torch.optim.Optimizer, *, root: int = 0) -> dict[str
     Returns
     -------
     dict or None
-        On `root` what `state_dict()` of the optimizer would return if it were not sharded; None on the
-        other ranks. A plain optimizer can load it, and so can a sharded one on any number of ranks:
-        pass it to `load_state_dict` on every rank, which keeps this rank's part.
+        On `root` what `state_dict()` of the optimizer would return if it were not sharded; None on
+        the other ranks. A plain optimizer can load it, and so can a sharded one on any number of
+        ranks: pass it to `load_state_dict` on every rank, which keeps this rank's part.
 
     Raises
     ------
@@ -258,8 +261,8 @@ class _Steps:
         if self._gradients.accumulate > 1:
             raise ValueError(
                 "DistributedOptimizer: gradients are accumulated over "
-                f"{self._gradients.accumulate} steps, which a closure, evaluated within one step, cannot "
-                "be; call step() without one, or pass accumulate=1"
+                f"{self._gradients.accumulate} steps, which a closure, evaluated within one step, "
+                "cannot be; call step() without one, or pass accumulate=1"
             )
         self._evaluating = True
         self.reducer.begin_evaluations()

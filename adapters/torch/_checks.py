@@ -73,10 +73,10 @@ def compare(parameters: Parameters) -> None:
         number = int(differing.argmax())
         ranks = [rank for rank, row in enumerate(rows) if row[number] != rows[0, number]]
         raise ac.MismatchError(
-            "DistributedOptimizer: .grad was changed after backward() had reduced it, and is not the "
-            f"same on all ranks: that of parameter {number}, of shape "
-            f"{tuple(parameters.tensors[number].shape)}, on rank {ranks[0]} is not that on rank 0; compute "
-            "it from .grad and from values that are the same on all ranks"
+            "DistributedOptimizer: .grad was changed after backward() had reduced it, and is not "
+            f"the same on all ranks: that of parameter {number}, of shape "
+            f"{tuple(parameters.tensors[number].shape)}, on rank {ranks[0]} is not that on rank 0; "
+            "compute it from .grad and from values that are the same on all ranks"
         )
 
 

@@ -1,12 +1,13 @@
 """Gradients of torch parameters, reduced over all ranks while a backward pass computes them.
 
 Two hooks on each parameter watch the accumulation of its gradient. The parameters are divided into
-buckets. The reduction of a bucket starts before the next gradient is accumulated, once all its own are there
-and the buckets before it have been started: all ranks start them in the same order. A rank without a core for
-that starts them all at the end of the pass, in this order too. What is left is started
-at the end of the backward pass, which waits for all. So `.grad` is reduced when `backward()` returns. If it
-raises, it waits as well, so that nothing is written to `.grad` afterwards: the gradients whose reduction had
-started are reduced, and the others are this rank's own.
+buckets. The reduction of a bucket starts before the next gradient is accumulated, once all its own
+are there and the buckets before it have been started: all ranks start them in the same order. A
+rank without a core for that starts them all at the end of the pass, in this order too. What is left
+is started at the end of the backward pass, which waits for all. So `.grad` is reduced when
+`backward()` returns. If it raises, it waits as well, so that nothing is written to `.grad`
+afterwards: the gradients whose reduction had started are reduced, and the others are this rank's
+own.
 """
 
 from __future__ import annotations
@@ -177,8 +178,8 @@ class BackwardReducer:
         if self._backward is not None and _current_graph_task_id() != -1:
             self._gradients.fail(
                 RuntimeError(
-                    "DistributedOptimizer: step() was called inside backward(), before all gradients "
-                    "are reduced; call it after backward()"
+                    "DistributedOptimizer: step() was called inside backward(), before all "
+                    "gradients are reduced; call it after backward()"
                 )
             )
         self._abandon()
@@ -213,8 +214,8 @@ class BackwardReducer:
 def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether a pass and its reductions take less time together than one after the other.
 
-    On one node, reductions are copies and sums. If no core is left for them, they hold up the passes
-    of all ranks by more than they take.
+    On one node, reductions are copies and sums. If no core is left for them, they hold up the
+    passes of all ranks by more than they take.
     """
     transport = group_of(comm).transport
     beside = comm.backend == "threads" or transport.local_size < transport.size

@@ -161,8 +161,8 @@ def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
 def align(optimizer: torch.optim.Optimizer, comm: ac.Communicator) -> None:
     """Put the parameters in the order of rank 0, if names or values prove it; collective.
 
-    Python orders a set of names differently in each process. Parameters of one shape in another order would
-    be reduced with one another.
+    Python orders a set of names differently in each process. Parameters of one shape in another
+    order would be reduced with one another.
     """
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     groups = [n for n, group in enumerate(optimizer.param_groups) for _ in group["params"]]
@@ -201,7 +201,8 @@ def _check_groups(groups: Sequence[Sequence[int]], names: Sequence[str | None]) 
             called = names[number] or f"parameter {number}"
             raise ac.MismatchError(
                 f"DistributedOptimizer: {called} is in different groups: "
-                f"{by_ranks([f'group {group}' for group in ranks])}; make the same groups on every rank"
+                f"{by_ranks([f'group {group}' for group in ranks])}; make the same groups on every "
+                "rank"
             )
 
 

@@ -47,8 +47,8 @@ class JoinedSteps:
             self._has_reduced = False
             self._gradients.fail(
                 RuntimeError(
-                    "DistributedOptimizer: step() was called after a join block with gradients of a "
-                    "backward() inside, which ranks without data do not have; call both inside, or both "
-                    "after the block"
+                    "DistributedOptimizer: step() was called after a join block with gradients of "
+                    "a backward() inside, which ranks without data do not have; call both inside, "
+                    "or both after the block"
                 )
             )

@@ -171,21 +171,21 @@ def _check_gradient(grad: torch.Tensor, number: int) -> None:
     """Raise for a gradient that cannot be reduced."""
     if grad.requires_grad:
         raise TypeError(
-            f"the gradient of parameter {number} has a history (backward(create_graph=True)), which a "
-            "reduction over ranks would lose; use torch.autograd.grad(..., create_graph=True), which "
-            "leaves .grad alone, or no_sync(optimizer)"
+            f"the gradient of parameter {number} has a history (backward(create_graph=True)), "
+            "which a reduction over ranks would lose; use torch.autograd.grad(..., "
+            "create_graph=True), which leaves .grad alone, or no_sync(optimizer)"
         )
     if grad.layout is not torch.strided:
         raise TypeError(
-            f"the gradient of parameter {number} is of layout {grad.layout}, and only dense gradients "
-            "are reduced; make the layer with sparse=False"
+            f"the gradient of parameter {number} is of layout {grad.layout}, and only dense "
+            "gradients are reduced; make the layer with sparse=False"
         )
 
 
 def _changed_inside(number: int) -> RuntimeError:
     return RuntimeError(
-        f"DistributedOptimizer: the gradient of parameter {number} was changed inside backward(), before it "
-        "was reduced, as by a hook after its accumulation; change .grad after backward()"
+        f"DistributedOptimizer: the gradient of parameter {number} was changed inside backward(), "
+        "before it was reduced, as by a hook after its accumulation; change .grad after backward()"
     )
 
 

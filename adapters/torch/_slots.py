@@ -3,10 +3,10 @@
 Before autograd adds to a gradient that has been reduced already, this is set aside as the *base*.
 Autograd then accumulates this rank's part alone, which is reduced and added to the base.
 
-A reduction writes only where autograd writes to a gradient that is there already, and to memory that
-nobody else has. Autograd makes a new `.grad` of what the backward pass hands it: a part of another
-gradient, if parameters were joined or added, or of a tensor that the program passed to `backward`. Such a
-gradient is copied first, and so is one that the program has assigned.
+A reduction writes only where autograd writes to a gradient that is there already, and to memory
+that nobody else has. Autograd makes a new `.grad` of what the backward pass hands it: a part of
+another gradient, if parameters were joined or added, or of a tensor that the program passed to
+`backward`. Such a gradient is copied first, and so is one that the program has assigned.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class Slot:
     def send(self, grad: torch.Tensor) -> None:
         """Note that the reduction of a gradient has begun."""
         self.sent, self.sent_version = grad, writes_to(grad)
-        # What is written to one of two gradients in the same memory must not be reduced with the other.
+        # What is written to one of two gradients in the same memory must not be reduced with the
+        # other.
         self.shown = grad.clone() if _is_shared(grad) else grad
 
     def forget_sent(self) -> None:
@@ -242,7 +243,8 @@ def slot_of(parameter: torch.Tensor) -> Slot:
     if slot is None:
         slot = _slots[parameter] = Slot()
         if _may_have_gradient(parameter):
-            # Torch allows hooks only while gradients are required. They stay if a parameter is frozen.
+            # Torch allows hooks only while gradients are required. They stay if a parameter is
+            # frozen.
             frozen = not parameter.requires_grad
             if frozen:
                 parameter.requires_grad_(True)
@@ -281,7 +283,8 @@ def _after_accumulation(slot: Slot, parameter: torch.Tensor) -> None:
 def writes_to(grad: torch.Tensor) -> int:
     """Return how often the program has written to a gradient, or to others in the same memory.
 
-    Torch counts the writes to all of these together: those of autograd and of reductions are left out.
+    Torch counts the writes to all of these together: those of autograd and of reductions are left
+    out.
     """
     if grad.is_inference():
         return 0

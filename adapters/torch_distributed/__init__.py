@@ -1,7 +1,8 @@
 """torch.distributed over arraycomm: importing this module registers the backend "arraycomm".
 
 Under `mpiexec`, `init_process_group("arraycomm")` needs nothing else: the ranks are those of
-`arraycomm.init`. If something else numbers the ranks, as `torchrun` does, they have to be on one node.
+`arraycomm.init`. If something else numbers the ranks, as `torchrun` does, they have to be on one
+node.
 """
 
 from __future__ import annotations

@@ -444,8 +444,8 @@ def _lengths(parts: Tensors) -> list[int]:
 def _check_lengths(got: Sequence[int], expected: Sequence[int]) -> None:
     if list(got) != list(expected):
         raise ValueError(
-            f"alltoall: the outputs must have the lengths that the ranks send; got {list(expected)} "
-            f"for {list(got)}"
+            "alltoall: the outputs must have the lengths that the ranks send; got "
+            f"{list(expected)} for {list(got)}"
         )
 
 

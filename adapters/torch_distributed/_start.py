@@ -70,8 +70,8 @@ def _of_all(options: Any) -> ac.Communicator:
     world = ac.init()
     if world.size != size:
         raise ac.BackendUnavailableError(
-            f"init_process_group: torch.distributed has {size} ranks, but arraycomm has {world.size}; "
-            f"start the program with: arraycomm run -n {size} …"
+            f"init_process_group: torch.distributed has {size} ranks, but arraycomm has "
+            f"{world.size}; start the program with: arraycomm run -n {size} …"
         )
     numbered = world.split(0, rank)
     assert numbered is not None

@@ -114,7 +114,8 @@ class Event(Protocol):
 class DeviceMemory(abc.ABC):
     """The memory of one device, and the work on it, in the order of one stream.
 
-    A call has its own object, from `at`: its caller and the thread that pushes it on share no stream.
+    A call has its own object, from `at`: its caller and the thread that pushes it on share no
+    stream.
     """
 
     # The device's number.

@@ -113,8 +113,8 @@ class Folding:
             raise TypeError(f"{self._op.name} returned no array: {error}") from error
         if found.shape != shape or found.dtype != self._dtype:
             raise TypeError(
-                f"{self._op.name} must return shape {shape} and dtype {self._dtype}, as it was given; "
-                f"got shape {found.shape} and dtype {found.dtype}"
+                f"{self._op.name} must return shape {shape} and dtype {self._dtype}, as it was "
+                f"given; got shape {found.shape} and dtype {found.dtype}"
             )
         return np.ascontiguousarray(found.array)
 

@@ -32,7 +32,8 @@ class FastPath(Protocol):
 class FastPaths:
     """The fast paths of one communicator, of every kind; the native part finds some by itself.
 
-    They are given up together: if there are too many, if a guard or a tracer has to see every call, and at the end.
+    They are given up together: if there are too many, if a guard or a tracer has to see every call,
+    and at the end.
 
     Attributes
     ----------
@@ -42,7 +43,8 @@ class FastPaths:
         Small reductions of NumPy arrays, as the native part finds them. None if it cannot make steps of the control
         channel.
     again : callable or None
-        `again(x, op, out)` makes a call like one of these and returns `out`, or does nothing and returns None.
+        `again(x, op, out)` makes a call like one of these and returns `out`, or does nothing and
+        returns None.
     """
 
     def __init__(self, group: Group, statistics: Statistics) -> None:

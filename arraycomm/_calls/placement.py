@@ -218,8 +218,8 @@ class Destination(NamedTuple):
 class ResultBuffer:
     """A result of this shape and dtype on its way to its destination.
 
-    `flat` is contiguous memory of the result's elements in C order. It is the caller's own memory if
-    that is contiguous, and the destination `takes` it.
+    `flat` is contiguous memory of the result's elements in C order. It is the caller's own memory
+    if that is contiguous, and the destination `takes` it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The runner: makes the calls of one communicator.
 
-It alone decides where the arrays of a call are communicated from, whether they travel with the header,
-and whether there is a header at all; and it begins the message of every argument error with the name of
-the operation.
+It alone decides where the arrays of a call are communicated from, whether they travel with the
+header, and whether there is a header at all; and it begins the message of every argument error with
+the name of the operation.
 """
 
 from __future__ import annotations

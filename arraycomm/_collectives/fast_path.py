@@ -1,8 +1,9 @@
 """The fast paths of reductions (see `_calls/fast_paths.py`), if the native part is there.
 
-They do what a call does otherwise (view, header, movement, fold, result), with everything that depends only on
-operation, dtype and shape worked out beforehand. A small one is one call of the native part, which calls back if a
-rank is late, or if ranks call different things. If anything is unusual they hand over.
+They do what a call does otherwise (view, header, movement, fold, result), with everything that
+depends only on operation, dtype and shape worked out beforehand. A small one is one call of the
+native part, which calls back if a rank is late, or if ranks call different things. If anything is
+unusual they hand over.
 """
 
 from __future__ import annotations

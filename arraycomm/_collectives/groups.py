@@ -135,7 +135,8 @@ class Dup(_AllOf):
 class Confirm(SmallExchange):
     """Tells all ranks that this one is about to make its part of a new group.
 
-    The others wait for it inside MPI then, where no error reaches them: so a rank that has no memory for it raises here.
+    The others wait for it inside MPI then, where no error reaches them: so a rank that has no
+    memory for it raises here.
     """
 
     name = "new communicator"
@@ -275,8 +276,8 @@ def shrink(runner: Runner) -> Runner:
     transport = group.transport.shrink()
     if transport is None:
         raise BackendUnavailableError(
-            f"shrink: the transport {group.backend!r}, as it was started, does not outlive the death "
-            "of a process; start the program with Open MPI's mpiexec --with-ft ulfm"
+            f"shrink: the transport {group.backend!r}, as it was started, does not outlive the "
+            "death of a process; start the program with Open MPI's mpiexec --with-ft ulfm"
         )
     made = Group(transport, group.options, f"{group.name}/shrunk")
     for member in list(group.related):
@@ -289,7 +290,8 @@ def shrink(runner: Runner) -> Runner:
 def warn_of_messages(operation: str, lost: int) -> None:
     """Warn of messages that wait for a receive that nobody makes.
 
-    Their transport is not freed: MPI could hand them to the receives of one made later in its place.
+    Their transport is not freed: MPI could hand them to the receives of one made later in its
+    place.
     """
     warnings.warn(
         f"{operation}: {lost} of the messages that were sent have never been received",

@@ -1,9 +1,9 @@
 """Arrays in memory that all ranks share, made by `empty`: ranks reduce them where they lie.
 
-`empty` makes a block of memory with a row for each rank, and every rank maps all of it. If the arrays of
-all ranks lie at the same place of their rows, the ranks fold them straight out of one another's rows. Each
-header carries that place, as a digest, in its free word. If not all words are the same, or one is 0, the
-ranks reduce the arrays as they reduce others.
+`empty` makes a block of memory with a row for each rank, and every rank maps all of it. If the
+arrays of all ranks lie at the same place of their rows, the ranks fold them straight out of one
+another's rows. Each header carries that place, as a digest, in its free word. If not all words are
+the same, or one is 0, the ranks reduce the arrays as they reduce others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from arraycomm._protocol.header import Signature, digest
 from arraycomm._reduce.segment import share
 from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 
-# Bytes that are folded at a time: they stay in the level-2 cache until they are copied to where they go.
+# Bytes that are folded at a time: they stay in the level-2 cache until they are copied to where
+# they go.
 _CHUNK_BYTES: Final = 512 << 10
 # More ranks than these do not fold everything each.
 _MAX_WHOLE_FOLDS: Final = 3
@@ -42,7 +43,8 @@ _MAX_WHOLE_FOLDS: Final = 3
 class _Block(NamedTuple):
     """The memory of one call of `empty`: bytes, shape (size, length of a row).
 
-    `start` is the address of this rank's row, and `native` is whether all ranks have the native part.
+    `start` is the address of this rank's row, and `native` is whether all ranks have the native
+    part.
     """
 
     rows: Bytes
@@ -54,7 +56,8 @@ class _Blocks:
     """The blocks of one group."""
 
     def __init__(self) -> None:
-        # Those of which this rank still has an array, by their number, which is the same on all ranks.
+        # Those of which this rank still has an array, by their number, which is the same on all
+        # ranks.
         self.alive: dict[int, _Block] = {}
         self._made = 0
 
@@ -110,8 +113,9 @@ def same_place(place: int, agreement: Agreement) -> bool:
 def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
     """Fold all ranks' `source`, which lie at one place, into every rank's `target`.
 
-    A rank folds one slice, for all ranks, if the targets lie at one place too, and everything if not. The
-    headers have told it that all ranks are here; a step tells it that they need its memory no more.
+    A rank folds one slice, for all ranks, if the targets lie at one place too, and everything if
+    not. The headers have told it that all ranks are here; a step tells it that they need its memory
+    no more.
     """
     blocks, dtype, count = link.kept[_Blocks], source.dtype, len(source)
     rows, outs, own = blocks.rows(source), [target], range(count)
@@ -195,8 +199,8 @@ class MakesSharedArrays:
         dtype : dtype or str
             The dtype, such as `numpy.float32`, `torch.bfloat16` or "float8_e5m2"; the same on every rank.
         like : array, optional
-            An array in host memory, whose framework the new one has; NumPy's by default. A JAX array
-            cannot be written: take one of NumPy, and `arraycomm.exchange` once it is filled.
+            An array in host memory, whose framework the new one has; NumPy's by default. A JAX
+            array cannot be written: take one of NumPy, and `arraycomm.exchange` once it is filled.
 
         Returns
         -------
@@ -220,10 +224,11 @@ class MakesSharedArrays:
         with other arrays. Without such an `out`, up to 3 ranks that have the native part fold straight
         out of shared memory as well. All other calls take these arrays as they take any.
 
-        An array of up to 1 MiB (less with more than 3 ranks), which travels with the header, is ordinary memory. So is every array if
-        the ranks cannot share memory: between nodes, or with one process alone. With `check=False`, ranks
-        compare their calls of `allreduce` of large arrays from now on all the same. After an error in a
-        call, its `out` may still be written by other ranks until their calls have ended too.
+        An array of up to 1 MiB (less with more than 3 ranks), which travels with the header, is
+        ordinary memory. So is every array if the ranks cannot share memory: between nodes, or with
+        one process alone. With `check=False`, ranks compare their calls of `allreduce` of large
+        arrays from now on all the same. After an error in a call, its `out` may still be written by
+        other ranks until their calls have ended too.
         """
         return self._runner.call_within(timeout, Empty, shape, dtype, like)
 
@@ -253,7 +258,8 @@ def _checked_like(like: Any, dtype: DType, *, on_host: bool) -> BufferView:
         raise TypeError(f"like must be an array; got {like!r}")
     if found.device != CPU or not on_host:
         raise ValueError(
-            "like must be in host memory, since ranks share no other; leave it out, or pass an array on the host"
+            "like must be in host memory, since ranks share no other; leave it out, or pass an "
+            "array on the host"
         )
     # Raises if the framework lacks the dtype.
     to_framework(allocate((0,), dtype), found)

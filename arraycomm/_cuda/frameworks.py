@@ -318,8 +318,8 @@ class _JAX(Framework):
             return to_framework(allocate(shape, device_buffer.dtype), like)
         with keeping_bits(device_buffer.dtype, like.source):
             shared = jax.dlpack.from_dlpack(_Handover(device_buffer, shape))
-            # JAX may donate only memory of its own; and when its reads of other memory have ended, it
-            # does not tell, but for those of this copy.
+            # JAX may donate only memory of its own; and when its reads of other memory have ended,
+            # it does not tell, but for those of this copy.
             array, copied = _copy_in_jax()(shared)
         LEASES.add(_Copied(copied), (shared, device_buffer))
         place = jax_placement(like.source)

@@ -105,8 +105,8 @@ class _Download(NamedTuple):
 class DevicePlacement(HostPlacement):
     """Arrays in device memory, over a device link, in the order of one stream.
 
-    In the communicator's own stream, the caller's go on meanwhile; see `Waiters`.
-    A rank whose own array is on the host copies it to the device, and its result back.
+    In the communicator's own stream, the caller's go on meanwhile; see `Waiters`. A rank whose own
+    array is on the host copies it to the device, and its result back.
     """
 
     host = False

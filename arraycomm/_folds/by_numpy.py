@@ -43,8 +43,8 @@ BOOLEAN: dict[str, np.ufunc] = {
 def fold_function(op: str, dtype: DType) -> Fold:
     """Return `fold(rows, out)`, which writes the rows reduced by `op`, in their order, to `out`.
 
-    `rows` are arrays of one shape and of `dtype`, none of which overlaps `out`. The function runs in
-    the calling thread's floating-point mode and error state; `fold` sets both.
+    `rows` are arrays of one shape and of `dtype`, none of which overlaps `out`. The function runs
+    in the calling thread's floating-point mode and error state; `fold` sets both.
     """
     kind = kind_of(dtype)
     if kind is Kind.NARROW:

@@ -38,7 +38,8 @@ def fold_on(
 ) -> None:
     """Fold rows onto the `total` of as many rows `before`, or begin with them if it is None.
 
-    If `more` are to come, `out` gets their total, and else the result. It overlaps neither rows nor total.
+    If `more` are to come, `out` gets their total, and else the result. It overlaps neither rows nor
+    total.
     """
     join = _join(op, dtype)
     with np.errstate(all="ignore"), ieee_mode():

@@ -65,8 +65,9 @@ def _by_own_variables(environment: Mapping[str, str]) -> Numbering:
         present = [name for name in _OWN if environment.get(name)]
         raise BackendUnavailableError(
             f"init: {' and '.join(present)} {'is' if len(present) == 1 else 'are'} set, but not "
-            f"{' and '.join(missing)}; set {ADDRESS}, as in {EXAMPLE}, to the same on every process, "
-            f"{NUMBER} to how many there are, and {RANK} to 0, 1 and so on; or unset all of them"
+            f"{' and '.join(missing)}; set {ADDRESS}, as in {EXAMPLE}, to the same on every "
+            f"process, {NUMBER} to how many there are, and {RANK} to 0, 1 and so on; or unset all "
+            "of them"
         )
     return _numbered(environment, variables, _place(environment[ADDRESS]))
 

@@ -1,7 +1,8 @@
 """The envelope of a message: a head, a text, and the elements if they are few.
 
-The head says whether the sender raised, what the array is, and from which place of a program it comes. The text is
-the sender's traceback, or describes dtype and shape if the head has no room for them.
+The head says whether the sender raised, what the array is, and from which place of a program it
+comes. The text is the sender's traceback, or describes dtype and shape if the head has no room for
+them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from arraycomm._protocol.details import Description
 from arraycomm._protocol.header import MAX_DIMS, has_room_for
 from arraycomm._transports.base import Bytes
 
-# State, tag of the pieces, bytes, dtype, dimensions, bytes of text, place in a program; then the shape.
+# State, tag of the pieces, bytes, dtype, dimensions, bytes of text, place in a program; then the
+# shape.
 _HEAD: Final = struct.Struct(f"<7q8x{MAX_DIMS}q")
 _WORD: Final = struct.Struct("<q")
 _PIECES_AT: Final = 8
 _PLACE_AT: Final = 48
 _ELEMENTS, _RAISED = range(2)
-# Bytes behind the head: to copy more elements into an envelope takes longer than a message of their own.
+# Bytes behind the head: to copy more elements into an envelope takes longer than a message of their
+# own.
 ROOM: Final = 64 << 10
 NBYTES: Final = _HEAD.size + ROOM
 

@@ -1,8 +1,8 @@
 """Messages from one rank to another.
 
-A message is an envelope (see `envelopes.py`), and further pieces if its elements are many. The pieces
-have a tag of their own, which the envelope names, so that receives under way at the same time never
-take one another's.
+A message is an envelope (see `envelopes.py`), and further pieces if its elements are many. The
+pieces have a tag of their own, which the envelope names, so that receives under way at the same
+time never take one another's.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _SPARE: Final = 2
 class Message(NamedTuple):
     """One rank's part in a message: its steps, the other rank, and what it is, for errors.
 
-    `peer` is None for a message from any rank, which the `status` names once it has come, together with
-    the tag and the bytes.
+    `peer` is None for a message from any rank, which the `status` names once it has come, together
+    with the tag and the bytes.
     """
 
     steps: Steps
@@ -114,8 +114,8 @@ def _no_place() -> int:
 class Messenger:
     """Sends and receives the messages of one group.
 
-    `place` returns the place of the calling thread's call in its program, 0 outside of programs. Sender
-    and receiver must be at the same one if both are in programs.
+    `place` returns the place of the calling thread's call in its program, 0 outside of programs.
+    Sender and receiver must be at the same one if both are in programs.
     """
 
     def __init__(self, runner: Runner, place: Callable[[], int] = _no_place) -> None:
@@ -270,7 +270,8 @@ class Messenger:
         group = self._group
         if group.closed is not None:
             raise group.closed_error(operation)
-        # With nothing outstanding a receive that is awaited is made in this thread, and needs no request.
+        # With nothing outstanding a receive that is awaited is made in this thread, and needs no
+        # request.
         alone = awaited and operation == "recv" and group.tracer is None and group.engine.idle
         site = "" if alone else call_site()
         with group.turn():
@@ -519,8 +520,8 @@ class Messenger:
             return None
         return MismatchError(
             f"sendrecv: ranks must send and receive at the same place of their programs; rank "
-            f"{self._group.rank} receives in call {place} of its program what rank {source} sends in "
-            f"call {theirs}"
+            f"{self._group.rank} receives in call {place} of its program what rank {source} sends "
+            f"in call {theirs}"
         )
 
     def _take(

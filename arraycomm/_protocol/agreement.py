@@ -37,7 +37,8 @@ class UndeliveredError(Exception):
         name_operation(self.error, operation)
         named = "operation" in vars(self.error) or str(self).startswith(f"{operation}: ")
         if not named:
-            # Of a framework's, a function of the user's, or an object that cannot be unpickled here.
+            # Of a framework's, a function of the user's, or an object that cannot be unpickled
+            # here.
             self.error.add_note(f"raised in {operation}")
             vars(self.error)["operation"] = operation
 

@@ -1,9 +1,9 @@
 """Deadlock: ranks that wait for one another on different communicators, so that none can go on.
 
-While a rank waits long, its wait status says for whom it waits, and which waits of other ranks it holds
-up: those that cannot end before its own does, since this rank has not made the call that they wait in,
-and no other thread of its process could. Such a confirmed edge stays true as long as both statuses
-stay. A rank from which confirmed edges lead into a circle waits in vain.
+While a rank waits long, its wait status says for whom it waits, and which waits of other ranks it
+holds up: those that cannot end before its own does, since this rank has not made the call that they
+wait in, and no other thread of its process could. Such a confirmed edge stays true as long as both
+statuses stay. A rank from which confirmed edges lead into a circle waits in vain.
 """
 
 from __future__ import annotations

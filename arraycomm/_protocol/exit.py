@@ -31,8 +31,9 @@ from arraycomm._transports.notes import ENDED, FINALIZED, GONE
 _GRACE: Final = 3.0
 _STUCK: Final = 10.0
 _NAP: Final = 1e-4
-# Seconds in which a launcher has forwarded what ranks have printed, and in which ranks that raise at
-# the same time, but cannot see one another, have printed it. The launcher ends all once one is gone.
+# Seconds in which a launcher has forwarded what ranks have printed, and in which ranks that raise
+# at the same time, but cannot see one another, have printed it. The launcher ends all once one is
+# gone.
 _FORWARDING: Final = 0.2
 _PRINTING: Final = 2.0
 # Seconds in which other ranks that have ended well leave Python.
@@ -42,8 +43,8 @@ _TURN: Final = 0.25
 # What a shell reports of a program that Ctrl-C has ended.
 _INTERRUPTED: Final = 128 + signal.SIGINT
 _FORKED: Final = (
-    "a forked process cannot use the communicator of its parent; communicate in the parent, or call "
-    "arraycomm.init(backend='self') here for a world of this process alone"
+    "a forked process cannot use the communicator of its parent; communicate in the parent, or "
+    "call arraycomm.init(backend='self') here for a world of this process alone"
 )
 
 
@@ -61,8 +62,8 @@ class _Process:
         self.watching = False
         # Whether this process is a forked child of one that communicates over MPI.
         self.forked = False
-        # Whether mpi4py leaves the end of MPI to this module; the beginning of that end, and whether MPI has
-        # something under way then.
+        # Whether mpi4py leaves the end of MPI to this module; the beginning of that end, and
+        # whether MPI has something under way then.
         self.ends_mpi = self.leaves = self.pending = False
         # What was passed to `sys.exit` last.
         self.status: object = None
@@ -134,7 +135,8 @@ def refuse_forked_child(operation: str) -> None:
 def take_over_the_end() -> None:
     """Have mpi4py, which is about to be imported, leave the end of MPI to this module.
 
-    Then the process may also end without it, as a rank does that others no longer wait for, and a forked child.
+    Then the process may also end without it, as a rank does that others no longer wait for, and a
+    forked child.
     """
     import mpi4py
 
@@ -175,7 +177,8 @@ def _watch_exceptions() -> None:
                 previous(kind, error, trace)
             sys.stderr.flush()
         finally:
-            # A rank that fails because another did shows no traceback: the other's is the one to see.
+            # A rank that fails because another did shows no traceback: the other's is the one to
+            # see.
             _announce_exit(GONE, "" if isinstance(error, PeerError) else _process.failure)
 
     sys.excepthook = excepthook
@@ -440,7 +443,8 @@ def _linger(watched: list[Group]) -> None:
         time.sleep(_NAP)
 
 
-# Not thrown away: what is outstanding there is the parent's, and its programs would begin to clean up.
+# Not thrown away: what is outstanding there is the parent's, and its programs would begin to clean
+# up.
 _of_parents: Final[list[Engine]] = []
 
 

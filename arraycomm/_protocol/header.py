@@ -1,11 +1,12 @@
 """The header: one step of the control channel in which each rank shows what it is about to call.
 
-A header is fifteen words of 8 bytes. If the digests of all ranks are equal, the ranks agree. If not,
-two smaller digests tell the call (operation, op, root) from the array (dtype, shape); a rank that
-cannot know its array shows 0 for it, which matches anything. Only this module knows where in a
+A header is fifteen words of 8 bytes. If the digests of all ranks are equal, the ranks agree. If
+not, two smaller digests tell the call (operation, op, root) from the array (dtype, shape); a rank
+that cannot know its array shows 0 for it, which matches anything. Only this module knows where in a
 header each field lies.
 
-Ranks may differ in the free word, which the digest leaves out. What it says has a type for each use:
+Ranks may differ in the free word, which the digest leaves out. What it says has a type for each
+use:
 
 an int       a length, of axis 0 or in bytes, or a flag; see `Headers.lengths`
 dtypes       that a result cannot have, and the framework of a root (`_calls/refusals.py`)
@@ -14,7 +15,8 @@ a weight     of gradients (`_training/weighted.py`)
 `Place`      where a rank is in its training (`_training/rounds.py`)
 `Where`      in which update, and at which call of a program (`_training/numbered.py`)
 
-Of a tree, whose shapes are in a digest, the words of the shape are free as well (`_training/verification.py`).
+Of a tree, whose shapes are in a digest, the words of the shape are free as well
+(`_training/verification.py`).
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ Settings = tuple[tuple[str, str | int | None], ...]
 class Signature:
     """What a rank is about to call.
 
-    `shape` is None on a rank that cannot know its array, and begins with `ANY` if the length of axis
-    0 may differ between ranks. A header carries a digest of `leaves` and `settings`.
+    `shape` is None on a rank that cannot know its array, and begins with `ANY` if the length of
+    axis 0 may differ between ranks. A header carries a digest of `leaves` and `settings`.
     """
 
     operation: str

@@ -19,7 +19,8 @@ _GLANCE: Final = 2e-4
 _POLLS: Final = 32
 # Seconds without the GIL: the longest wait for a rank that is late.
 _ASIDE: Final = 0.01
-# Seconds that the thread stays for the next program: to start another one takes longer than a short message.
+# Seconds that the thread stays for the next program: to start another one takes longer than a short
+# message.
 _LINGER: Final = 0.05
 
 
@@ -41,13 +42,15 @@ class ProgressThread:
     ) -> None:
         self._advance, self._active = advance, active
         self._thread: threading.Thread | None = None
-        # Held by who looks at the thread's state: whether it waits for a program, and whether it may.
+        # Held by who looks at the thread's state: whether it waits for a program, and whether it
+        # may.
         self._state = threading.Lock()
         self._lingers, self._may_linger = False, True
         # Released to end that wait.
         self._wake = threading.Lock()
         self._wake.acquire()
-        # Whether a caller waits just now and pushes on by itself: two would take turns for the core.
+        # Whether a caller waits just now and pushes on by itself: two would take turns for the
+        # core.
         self._aside = False
         # Set to end a wait without the GIL.
         self._woken = memoryview(bytearray(4)).cast("i")
@@ -97,7 +100,8 @@ class ProgressThread:
         while self._has_programs():
             self._woken[0] = 0
             if not self.aside:
-                # Some MPI move a piece of the data with each poll. Late ranks come after one as well.
+                # Some MPI move a piece of the data with each poll. Late ranks come after one as
+                # well.
                 self._advance(_POLLS if self._moves() else 1)
             if not self.aside and self._wait_without_gil():
                 continue

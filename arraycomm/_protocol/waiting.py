@@ -13,8 +13,8 @@ from arraycomm._transports.base import Handle
 # Seconds after which a wait sleeps between polls, instead of only giving up the core.
 PATIENCE: Final = 0.02
 NAP: Final = 5e-5
-# While ranks are absent, so that no data moves, it sleeps for this part of the time, up to so many seconds at once;
-# and for that one if each poll takes the interpreter from a caller that computes.
+# While ranks are absent, so that no data moves, it sleeps for this part of the time, up to so many
+# seconds at once; and for that one if each poll takes the interpreter from a caller that computes.
 _PART: Final = 1 / 200
 _PART_ASIDE: Final = 1 / 32
 _LONG_NAP: Final = 1e-3
@@ -56,8 +56,9 @@ def wait_for(
 ) -> None:
     """Poll until `done`; `watch(seconds waited)` now and then, which may raise.
 
-    `moved` tells when a part of what is waited for was last done: patience begins anew then. `absent` tells
-    whether ranks are waited for that have not called: no data moves, which might need more polls.
+    `moved` tells when a part of what is waited for was last done: patience begins anew then.
+    `absent` tells whether ranks are waited for that have not called: no data moves, which might
+    need more polls.
     """
     for _ in range(spins):
         if done():

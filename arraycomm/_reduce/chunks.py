@@ -15,13 +15,15 @@ from arraycomm._reduce import selection
 from arraycomm._reduce.blocks import bounds_of, rows_of
 from arraycomm._transports.base import Flat, Handle, Link, Steps, Transport
 
-# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many bytes.
+# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many
+# bytes.
 _OVERLAPPING: Final = 4
 _LEAST_CHUNK: Final = 1 << 20
 # No chunk is larger. All have whole cache lines, which have whole elements.
 _LARGEST_CHUNK: Final = 256 << 20
 _LINE: Final = 64
-# Twice the bytes that are folded while an empty message is under way; see the model of docs/evidence/scaling.md.
+# Twice the bytes that are folded while an empty message is under way; see the model of
+# docs/evidence/scaling.md.
 _FOLDED: Final = 32 << 10
 
 
@@ -55,7 +57,8 @@ def slices(count: int, size: int) -> list[int]:
 class Cut(NamedTuple):
     """A chunk that goes in slices: which elements it has, and which of them this rank folds.
 
-    Of the bytes: the slices of all ranks and where they begin, what is sent of them, and what comes, and where to.
+    Of the bytes: the slices of all ranks and where they begin, what is sent of them, and what
+    comes, and where to.
     """
 
     chunk: slice
@@ -106,8 +109,8 @@ def reserve(transport: Transport, nbytes: int) -> None:
 def overlapping_chunk(nbytes: int, size: int) -> int:
     """Return the bytes of a chunk of a reduction whose movements overlap; all chunks are about as long.
 
-    Each chunk costs the latencies of two messages to every rank, and all folds but that of one chunk hide behind
-    messages. The sum is least at the square root of size · nbytes · `_FOLDED`.
+    Each chunk costs the latencies of two messages to every rank, and all folds but that of one
+    chunk hide behind messages. The sum is least at the square root of size · nbytes · `_FOLDED`.
     """
     count = max(-(-nbytes // _best_chunk(nbytes, size)), 1)
     return max(-(-nbytes // (_LINE * count)), 1) * _LINE
@@ -137,7 +140,8 @@ def one_by_one(
 ) -> Steps:
     """Let a chunk `begin` to move to where it is folded, `fold` it, and move the result `after` that.
 
-    If movements overlap, the next chunk is on its way while one is folded, and so is the result before.
+    If movements overlap, the next chunk is on its way while one is folded, and so is the result
+    before.
     """
     begun, last = list[Handle](), None
     for number in range(count):

@@ -1,7 +1,7 @@
 """The differences between the clocks of the ranks.
 
-In a step of the control channel, no rank sees the end before every rank has begun. So each step bounds
-the difference of two clocks from both sides, and many steps bound it closely.
+In a step of the control channel, no rank sees the end before every rank has begun. So each step
+bounds the difference of two clocks from both sides, and many steps bound it closely.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-# Blocking calls, calls that were started and go on beside the program, and messages of both kinds; and
-# the times for which the program was held up in `Request.wait`.
+# Blocking calls, calls that were started and go on beside the program, and messages of both kinds;
+# and the times for which the program was held up in `Request.wait`.
 CALL, REQUEST, SEND, RECV, ISEND, IRECV = "call", "request", "send", "recv", "isend", "irecv"
 WAIT: Final = "wait"
 MESSAGES: Final = (SEND, RECV, ISEND, IRECV)

@@ -26,7 +26,8 @@ Event = dict[str, Any]
 _Group = tuple[str, tuple[int, ...]]
 
 _SENDS: Final = (SEND, ISEND)
-# The row of a rank's blocking calls; what overlaps with them, and with one another, has further rows.
+# The row of a rank's blocking calls; what overlaps with them, and with one another, has further
+# rows.
 _MAIN: Final = 0
 
 

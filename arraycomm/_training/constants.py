@@ -19,7 +19,8 @@ OF_A_RANK: Final = frozenset(
 def constants_of(function: Any, name: str) -> list[tuple[str, Any]]:
     """Return the constants of a function: in its code, bound to it, and of the functions that it refers to.
 
-    What may change later, such as a list, and objects of other kinds are left out, but for the functions in them.
+    What may change later, such as a list, and objects of other kinds are left out, but for the
+    functions in them.
     """
     found: dict[str, Any] = {}
     for each, value in _walk(function, name, set()):

@@ -126,8 +126,8 @@ class DistributedDataContainer(Sequence[Any]):
     An index gives one item; a slice gives items as `batches` does. Neither counts as consumed.
 
     Collective, each in one small message: the constructor, `set_epoch`, `batches` and
-    `load_state_dict`. Everything else is local. An order takes 8 n bytes while it is drawn, and
-    8 n / size afterwards.
+    `load_state_dict`. Everything else is local. An order takes 8 n bytes while it is drawn, and 8 n
+    / size afterwards.
 
     `arraycomm.adapters.torch.DataLoader` loads batches by worker processes. The container can also
     be given to `torch.utils.data.DataLoader` itself, whose workers follow `set_epoch` even if the

@@ -1,7 +1,8 @@
 """Calls that compiled programs make: on a communicator of their own, each with its place in the program.
 
-A program that was dispatched may still run while the next call is made, so its calls must not meet those
-that are made outside. Ranks compare the places, so that calls in another order raise on all of them.
+A program that was dispatched may still run while the next call is made, so its calls must not meet
+those that are made outside. Ranks compare the places, so that calls in another order raise on all
+of them.
 """
 
 from __future__ import annotations

@@ -158,8 +158,9 @@ class Rounds:
     ) -> Request:
         """Start to reduce a bucket; the request's result is `Reduced`.
 
-        `make` returns the gradients, and `look` what this rank shows of what its step depends on. They are
-        called inside the call, so that the others hear of their errors. If the gradients may be overwritten, some of the results are those very objects.
+        `make` returns the gradients, and `look` what this rank shows of what its step depends on.
+        They are called inside the call, so that the others hear of their errors. If the gradients
+        may be overwritten, some of the results are those very objects.
         """
         return self._runner.start(ReduceBucket, self, bucket, make, place, may_overwrite, look)
 
@@ -222,7 +223,8 @@ class ReduceBucket(AllreduceGradients):
             self.name, op, leaves=made.leaves, settings=(*made.settings, index)
         )
         self.word = place.word()
-        # In a step its settings, and in the first round of a step its arrays; with the first bucket.
+        # In a step its settings, and in the first round of a step its arrays; with the first
+        # bucket.
         first = not (place.number or place.evaluation)
         self._look = None if bucket.index else look(stepping=place.stepping, arrays=first)
         self.further_words = () if self._look is None else self._look.words
@@ -253,7 +255,7 @@ class ReduceBucket(AllreduceGradients):
 def _different_places(said: Sequence[str]) -> str:
     """Return the message for ranks that are at these places, one for each rank."""
     return (
-        f"{_NAME}: the ranks are in different steps of one optimizer: {by_ranks(said)}. Every rank must take, "
-        "or skip, the same steps, with as many backward passes; decide that from .grad after "
-        "backward(), which is the same on all ranks"
+        f"{_NAME}: the ranks are in different steps of one optimizer: {by_ranks(said)}. Every rank "
+        "must take, or skip, the same steps, with as many backward passes; decide that from .grad "
+        "after backward(), which is the same on all ranks"
     )

@@ -33,8 +33,8 @@ _SHOWN: Final = 100
 def raise_on_difference(tree: Any, *, comm: Communicator | None = None) -> Any:
     """Raise on every rank unless all ranks have the same; collective.
 
-    For whatever has to be the same for a program to be right: the order of data, a configuration, the state
-    of a random generator, a model.
+    For whatever has to be the same for a program to be right: the order of data, a configuration,
+    the state of a random generator, a model.
 
     Parameters
     ----------
@@ -130,7 +130,8 @@ class RaiseOnDifference(Operation):
         order = ". The ranks have the same values in another order" if found.reordered else ""
         raise UndeliveredError(
             MismatchError(
-                f"{self.name}: {found.name} is not the same on all ranks: {found.said}; {count}{order}"
+                f"{self.name}: {found.name} is not the same on all ranks: {found.said}; "
+                f"{count}{order}"
             )
         )
 

@@ -59,8 +59,8 @@ class Shard(NamedTuple):
 def divide(sizes: Sequence[int], ranks: int, known: Mapping[int, int] | None = None) -> list[int]:
     """Return which rank owns each parameter, given their bytes.
 
-    The largest goes first, each to the rank that has the least, the lowest of these. `known` has the
-    owners of parameters that have one already.
+    The largest goes first, each to the rank that has the least, the lowest of these. `known` has
+    the owners of parameters that have one already.
     """
     owners = dict(known or {})
     loads = [0] * ranks
@@ -188,8 +188,9 @@ def _view(shard: Shard, *, is_own: bool) -> BufferView:
     if (found.dtype, found.shape) != shard.spec:
         dtype, shape = shard.spec
         raise TypeError(
-            f"{shard.path} must keep its dtype and shape, {dtype} {shape}, since the other ranks expect "
-            f"these; the update returned {found.dtype} {found.shape}; convert it in the optimizer"
+            f"{shard.path} must keep its dtype and shape, {dtype} {shape}, since the other ranks "
+            f"expect these; the update returned {found.dtype} {found.shape}; convert it in the "
+            "optimizer"
         )
     return found
 
@@ -224,8 +225,8 @@ class Shards:
     ) -> Iterator[tuple[int, Any]]:
         """Yield the values of the parameters that other ranks own, with their numbers here.
 
-        Collective. `parameters` are what `Shard` consists of. While one message moves, later ones are
-        packed, and what came with earlier ones can be used.
+        Collective. `parameters` are what `Shard` consists of. While one message moves, later ones
+        are packed, and what came with earlier ones can be used.
         """
         shards = [Shard(*parameter) for parameter in parameters]
         if self.comm.size == 1 or not shards:

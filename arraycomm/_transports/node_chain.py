@@ -46,7 +46,8 @@ class NodeChain(abc.ABC):
     carries : bool
         Whether this rank exchanges messages: the smallest node has a counterpart of it.
     before, after : int
-        The ranks of the neighbouring nodes with which it exchanges totals and results; -1 if there is none.
+        The ranks of the neighbouring nodes with which it exchanges totals and results; -1 if there
+        is none.
     """
 
     def __init__(self, rank: int, members: Sequence[Sequence[int]], control: SharedControl) -> None:

@@ -29,7 +29,8 @@ _ALONE: Final = 512 << 10
 _NONE: Final[frozenset[int]] = frozenset()
 # The kinds of gradients whose memory is kept.
 _RECENT: Final = 2
-# The number of a leaf's dtype, which of its elements in the buffer are the leaf's, and their shape if not flat.
+# The number of a leaf's dtype, which of its elements in the buffer are the leaf's, and their shape
+# if not flat.
 _Place: TypeAlias = tuple[int, slice, tuple[int, ...] | None]
 
 
@@ -116,8 +117,8 @@ class Fusion:
     ) -> Steps:
         """Reduce the ranks' leaves into `packed`; return those whose results are in their own place.
 
-        Through shared memory each rank folds a part of every chunk for all, and copies its results from there. If
-        leaves may be overwritten, results of large ones are written there instead.
+        Through shared memory each rank folds a part of every chunk for all, and copies its results
+        from there. If leaves may be overwritten, results of large ones are written there instead.
         """
         if memory.group.size == 1:
             # The fold of one rank's leaves is these leaves.
@@ -277,7 +278,8 @@ class TreeMemory:
 class RecentFusions:
     """The fusions of the gradients that were reduced last, with their memory.
 
-    Those of two kinds are kept, for models that are trained in turns; one without bytes is made in no time.
+    Those of two kinds are kept, for models that are trained in turns; one without bytes is made in
+    no time.
     """
 
     def __init__(self) -> None:

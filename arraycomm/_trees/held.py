@@ -59,7 +59,8 @@ class Held:
 class ChunkTables:
     """Where the chunks of a tree lie, and their parts; results of the leaves in `over` are written over these.
 
-    The parts of a chunk are those that others fold, those that this rank folds, and those for results.
+    The parts of a chunk are those that others fold, those that this rank folds, and those for
+    results.
     """
 
     def __init__(

@@ -74,8 +74,9 @@ class Chunk(NamedTuple):
 def lay_out(specs: tuple[Spec, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Distribute leaves over buckets by dtype, in order; a bucket ends once it is full.
 
-    Every bucket holds at least `bucket_bytes`, but for the last one with large leaves of a dtype and the last one with
-    others. A leaf is never cut. Devices play no part: they may differ between ranks, and the layout must not.
+    Every bucket holds at least `bucket_bytes`, but for the last one with large leaves of a dtype
+    and the last one with others. A leaf is never cut. Devices play no part: they may differ between
+    ranks, and the layout must not.
     """
     waiting: dict[_Kind, list[Piece]] = {}
     ends: dict[_Kind, int] = {}

@@ -1,8 +1,8 @@
 """The leaves of a tree as ranks compare and reduce them: None, leaves on devices; and which are one object.
 
-Whether two leaves are one object is a rank's own matter: the ranks share values. Results of leaves that are
-one object are one object, too, if they are the same bits. They need not be: on another rank these leaves
-may be two.
+Whether two leaves are one object is a rank's own matter: the ranks share values. Results of leaves
+that are one object are one object, too, if they are the same bits. They need not be: on another
+rank these leaves may be two.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ class Plan(ProcessBound):
         got, planned = next((got, planned) for got, planned in pairs if got != planned)
         raise ValueError(
             "the tree must have the structure that the plan was made of; got "
-            f"{got or 'no container'} in place of {planned or 'none'}; make another plan for other trees"
+            f"{got or 'no container'} in place of {planned or 'none'}; make another plan for other "
+            "trees"
         )
 
     def _check_paths(self, paths: Sequence[str]) -> None:

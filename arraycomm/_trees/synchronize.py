@@ -168,7 +168,8 @@ class _Kept:
 class _Part(NamedTuple):
     """How one leaf is synchronized: as bytes, as a pickled value, or not at all.
 
-    `beside` describes what else the ranks compare. `load` changes the leaf in place, but for the root's.
+    `beside` describes what else the ranks compare. `load` changes the leaf in place, but for the
+    root's.
     """
 
     leaf: LeafSpec

@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        The arguments after the program's name; those of this process by default. Without any,
-        the help is printed.
+        The arguments after the program's name; those of this process by default. Without any, the
+        help is printed.
     """
     argv = sys.argv[1:] if argv is None else argv
     _prepare_streams()

@@ -17,7 +17,8 @@ from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerErr
 
 # The `priority` of an error that another rank's failure caused.
 CAUSED: Final = 3
-# Attributes of errors, for reports: the rank that raised it, and whether rank 0's report is the one to see.
+# Attributes of errors, for reports: the rank that raised it, and whether rank 0's report is the one
+# to see.
 ON_RANK: Final = "on_rank"
 FOUND_BY_RANK_0: Final = "found_by_rank_0"
 

@@ -1,8 +1,9 @@
 """The control channel between nodes: shared memory on each node, and messages between nodes.
 
-A step has three parts. The ranks of a node write their slots to memory that they share. The first of them
-exchanges the slots of all with the first ranks of the other nodes, and then says so to its node, and whether all
-ranks show the same. If the ranks of a node cannot share memory, each counts as a node.
+A step has three parts. The ranks of a node write their slots to memory that they share. The first
+of them exchanges the slots of all with the first ranks of the other nodes, and then says so to its
+node, and whether all ranks show the same. If the ranks of a node cannot share memory, each counts
+as a node.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class MpiControl(ControlChannel):
         slots = memory[: 2 * size * slot].reshape(2, size, slot)
         super().__init__(rank, size, [*slots], [*slots[:, rank]])
         words = memory[2 * size * slot :].data.cast("q")
-        # For each parity, how many bytes of its payload a rank of this node shows; the last step that is complete
-        # on this node; and for each parity whether all ranks show the same.
+        # For each parity, how many bytes of its payload a rank of this node shows; the last step
+        # that is complete on this node; and for each parity whether all ranks show the same.
         self._lengths = [words[:size], words[size : 2 * size]]
         self._complete, self._alike = words[2 * size :][:1], words[2 * size + 1 :]
         own = next(number for number, ranks in enumerate(members) if rank in ranks)

@@ -12,8 +12,8 @@ from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.pieces import Lane
 
 Requests = list[MPI.Request]
-# What has memory that MPI reads or writes until it has finished, even if the caller has given it up: a message that
-# comes too late must not be written into memory that has been used again.
+# What has memory that MPI reads or writes until it has finished, even if the caller has given it
+# up: a message that comes too late must not be written into memory that has been used again.
 KEPT_ALIVE: Final[set[Any]] = set()
 
 

@@ -1,22 +1,23 @@
 """What the nodes of a group tell one another in a step of the control channel: all slots, as far as they are used.
 
-One rank of each node sends and receives. Two ranks alone on their nodes send one another their slots as they
-lie in memory, with the number of payload bytes in place of the stamp. Otherwise the slots of a node travel as records,
-and in ⌈log₂ nodes⌉ rounds: in round k each node passes on what it knows to the node 2^k before it (Bruck et al. 1997).
+One rank of each node sends and receives. Two ranks alone on their nodes send one another their
+slots as they lie in memory, with the number of payload bytes in place of the stamp. Otherwise the
+slots of a node travel as records, and in ⌈log₂ nodes⌉ rounds: in round k each node passes on what
+it knows to the node 2^k before it (Bruck et al. 1997).
 
-A record is the number of payload bytes, the words in front of the payload, and the payload, in whole words. Ranks
-that show the same words, and as many bytes, have a common record: the words once, and everyone's payload. It begins
-with the complement of the number. So a header costs the same on any number of ranks that agree, and whoever finds
-two records that differ passes on a record for each rank.
+A record is the number of payload bytes, the words in front of the payload, and the payload, in
+whole words. Ranks that show the same words, and as many bytes, have a common record: the words
+once, and everyone's payload. It begins with the complement of the number. So a header costs the
+same on any number of ranks that agree, and whoever finds two records that differ passes on a record
+for each rank.
 
-Long slots and common records go in pieces (`pieces.py`). The first one says how many follow: only then does a node
-begin to receive these.
-If payloads are large, the first piece of a common record is what is in front of them, and they go from slot to slot;
-short ones go by way of a record.
+Long slots and common records go in pieces (`pieces.py`). The first one says how many follow: only
+then does a node begin to receive these. If payloads are large, the first piece of a common record
+is what is in front of them, and they go from slot to slot; short ones go by way of a record.
 
-Slots, and common records of reductions that repeat, go by persistent messages, prepared once for each number of
-bytes: they take memory of MPI's. The native part takes whole steps by them (`_native/nodes.c`), and leaves those to
-this module that it cannot finish.
+Slots, and common records of reductions that repeat, go by persistent messages, prepared once for
+each number of bytes: they take memory of MPI's. The native part takes whole steps by them
+(`_native/nodes.c`), and leaves those to this module that it cannot finish.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _WORDS: Final = PAYLOAD // _WORD
 _KEPT: Final = 64
 # Records lie in the same place in all steps.
 _ANY: Final = -1
-# The least bytes of payloads that go from slot to slot: it takes an empty message, and saves two copies.
+# The least bytes of payloads that go from slot to slot: it takes an empty message, and saves two
+# copies.
 _LARGE: Final = 32 << 10
 # The most bytes of a status that the native part has room for.
 _STATUS: Final = 128
@@ -72,8 +74,8 @@ class NodeExchange(abc.ABC):
         How long messages are cut.
     """
 
-    # Whether all ranks show the words of this one in front of their payload, once all has been received. Then no more
-    # than the payload is put into the slots of other nodes.
+    # Whether all ranks show the words of this one in front of their payload, once all has been
+    # received. Then no more than the payload is put into the slots of other nodes.
     alike = False
     # Where common records are built.
     box: Bytes | None = None
@@ -85,7 +87,8 @@ class NodeExchange(abc.ABC):
         # What the native part knows of these messages.
         self.native: Any = None
         self._kept: dict[tuple[int, int], list[Prepared]] = {}
-        # The first piece that is to come in a round, the others each way, and what else is on its way out.
+        # The first piece that is to come in a round, the others each way, and what else is on its
+        # way out.
         self._first: MPI.Request | None = None
         self._rest: list[Callable[[], bool]] = []
         self._sending: list[MPI.Request] = []
@@ -100,15 +103,17 @@ class NodeExchange(abc.ABC):
 
     def sent(self) -> bool:
         """Return whether nothing of this node's is still to be sent, once all has been received."""
-        # MPICH 5 leaves persistent requests active if null ones are among more than 64 that it tests at once.
+        # MPICH 5 leaves persistent requests active if null ones are among more than 64 that it
+        # tests at once.
         return MPI.Request.Testall([send for send in self._sending if send])
 
     @abc.abstractmethod
     def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
         """Go on with a step that the native part has begun, in the round that it reached.
 
-        It has begun to receive so many pieces of that round. The first one has come if it `differs` from what this node
-        shows, or if more have been begun. It has begun to send `AHEAD` pieces, and one more for each that has come.
+        It has begun to receive so many pieces of that round. The first one has come if it `differs`
+        from what this node shows, or if more have been begun. It has begun to send `AHEAD` pieces,
+        and one more for each that has come.
         """
 
     def _place(self, nbytes: int, parity: int) -> int:
@@ -249,7 +254,8 @@ class Rounds(NodeExchange):
             [row[rank, _WORD:PAYLOAD].data.cast("q") for rank in self._members] for row in rows
         ]
         ranks = [len(node) for node in turned]
-        # For each round: to whom, from whom, and the records of how many ranks are sent and received.
+        # For each round: to whom, from whom, and the records of how many ranks are sent and
+        # received.
         self._plan = [
             (
                 nodes[(own - shift) % count][0],
@@ -264,7 +270,8 @@ class Rounds(NodeExchange):
         self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
         self.box = self._boxes[0]
         self._use_box(0)
-        # The length of the message that is coming; that of a payload in whole words, and whether it goes from slot to slot.
+        # The length of the message that is coming; that of a payload in whole words, and whether it
+        # goes from slot to slot.
         self._coming = self._each = 0
         self._large = False
 
@@ -532,7 +539,8 @@ def native_steps(
 ) -> Any:
     """Return what takes whole steps in the native part; None if that is not possible.
 
-    `exchange` is None for all but the first rank of a node. `memory` is that of the node, with slots of `slot` bytes.
+    `exchange` is None for all but the first rank of a node. `memory` is that of the node, with
+    slots of `slot` bytes.
     """
     # Whoever calls MPI there holds no lock of Python's.
     possible = compiled is not None and MPI.Query_thread() == MPI.THREAD_MULTIPLE

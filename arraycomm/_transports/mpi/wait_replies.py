@@ -1,9 +1,10 @@
 """What a rank learns of the waits of others between nodes, in O(log p) messages for each of p ranks.
 
-A rank asks a few others itself. If it is to know of many, it asks some *collectors*, which are the same for all ranks. A
-collector asks those of whom it does not know, once for all who ask it, and a moment later tells these what it knows: which
-ranks have come, and in what others wait, those at one place together. The rank then asks some of whom it has heard nothing,
-since they may have left. If no collector answers, since none waits, it asks everyone itself: then few ranks wait.
+A rank asks a few others itself. If it is to know of many, it asks some *collectors*, which are the
+same for all ranks. A collector asks those of whom it does not know, once for all who ask it, and a
+moment later tells these what it knows: which ranks have come, and in what others wait, those at one
+place together. The rank then asks some of whom it has heard nothing, since they may have left. If
+no collector answers, since none waits, it asks everyone itself: then few ranks wait.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Final
 ASKING, WAITING, COLLECTING, TELLING = range(1, 5)
 # So many ranks are asked without a collector.
 _FEW: Final = 8
-# Seconds in which replies come to a collector, after which it asks again, and within which it answers.
+# Seconds in which replies come to a collector, after which it asks again, and within which it
+# answers.
 _REPLIES: Final = 0.1
 _AGAIN: Final = 1.0
 _PATIENCE: Final = 0.3
-# What fits in a message: so many ranges of ranks, and characters of a status. At most so many places are told.
+# What fits in a message: so many ranges of ranks, and characters of a status. At most so many
+# places are told.
 _RANGES: Final = 150
 _STATUS: Final = 600
 _PLACES: Final = 32

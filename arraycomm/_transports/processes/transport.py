@@ -176,8 +176,8 @@ Get = Callable[[str], str]
 def meet(put: Put, get: Get, rank: int, size: int) -> Bytes | None:
     """Return the memory that the ranks share, which rank 0 makes; None on all if one cannot open it.
 
-    `put(key, text)` and `get(key)` are those of a store that all ranks can reach; `get` waits for what
-    another rank puts.
+    `put(key, text)` and `get(key)` are those of a store that all ranks can reach; `get` waits for
+    what another rank puts.
     """
     memory = _share_file(partial(_under, put, "a"), partial(_under, get, "a"), rank, size)
     if memory is None:

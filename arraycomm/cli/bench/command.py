@@ -52,7 +52,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     late = [] if limit is None else slower(comparisons, limit)
     for comparison in late:
         print(
-            f"bench: {', '.join(filter(None, comparison.work))} takes {comparison.ratio:.2f} times as "
+            f"bench: {', '.join(filter(None, comparison.work))} takes {comparison.ratio:.2f} times "
+            "as "
             f"long, and may take {limit:g} times",
             file=sys.stderr,
         )

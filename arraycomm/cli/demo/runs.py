@@ -227,8 +227,8 @@ def _crowded(comm: ac.Communicator) -> str:
         return ""
     shared = "one core" if cores == 1 else f"{cores} cores"
     return (
-        f"\n{comm.local_size} ranks share {shared}: a rank that waits for a core keeps the others waiting in "
-        f"communication.\nWith --ranks {cores} each rank has a core of its own."
+        f"\n{comm.local_size} ranks share {shared}: a rank that waits for a core keeps the others "
+        f"waiting in communication.\nWith --ranks {cores} each rank has a core of its own."
     )
 
 

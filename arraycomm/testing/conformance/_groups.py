@@ -39,7 +39,8 @@ class GroupLaws:
     ) -> None:
         """Every rank is in the group of its color, in the order of key and rank.
 
-        A rank whose color is None is in no group. A collective of a group involves only its members.
+        A rank whose color is None is in no group. A collective of a group involves only its
+        members.
         """
         color, members = colors.value[comm.rank], _members(comm.rank, colors.value, keys.value)
         part = comm.split(color, keys.value[comm.rank])

@@ -33,7 +33,8 @@ def counts_of(node: pytest.Item) -> Sequence[int]:
     if unknown or wrong or len(set(marker.args)) < len(marker.args):
         raise pytest.UsageError(
             "ranks: the marker takes different numbers of ranks, each an int of at least 1, and "
-            f"timeout=seconds, as in @pytest.mark.ranks(2, 4, timeout=10); {node.nodeid} has {marker}"
+            f"timeout=seconds, as in @pytest.mark.ranks(2, 4, timeout=10); {node.nodeid} has "
+            f"{marker}"
         )
     return marker.args
 

@@ -1,8 +1,8 @@
 """A process beside the ranks of one node, which says what a rank was doing if it dies, and what was found before.
 
-Most launchers end all ranks at once if one dies, so that none of them can say it. Rank 0 starts this
-process, which imports only the standard library, writes down the tests that it is to run and each report, and
-writes "end" into the standard input when the run is over.
+Most launchers end all ranks at once if one dies, so that none of them can say it. Rank 0 starts
+this process, which imports only the standard library, writes down the tests that it is to run and
+each report, and writes "end" into the standard input when the run is over.
 """
 
 from __future__ import annotations

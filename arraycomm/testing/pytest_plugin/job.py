@@ -1,7 +1,7 @@
 """The ranks of an MPI job that run pytest in step, and what they tell one another.
 
-They speak on a communicator that no test sees. A test's own communicator is made over a duplicate, which
-the next test of as many ranks uses again if this one has left it in order.
+They speak on a communicator that no test sees. A test's own communicator is made over a duplicate,
+which the next test of as many ranks uses again if this one has left it in order.
 """
 
 from __future__ import annotations

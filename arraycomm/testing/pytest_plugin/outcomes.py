@@ -35,7 +35,8 @@ class Outcome:
     crash: tuple[str, int] | None = None
     # Where a rank was that has timed out.
     stack: str = ""
-    # The rank of the test's own that raised the error, if it is known; whether only rank 0's is to be shown.
+    # The rank of the test's own that raised the error, if it is known; whether only rank 0's is to
+    # be shown.
     label: str = ""
     is_echo: bool = False
     # The report as pytest serializes it, unless the phase passed.
@@ -128,8 +129,8 @@ def merged(
 ) -> list[pytest.TestReport]:
     """Return the reports of a test, which have the same outcomes on each rank.
 
-    After a phase that did not pass, errors that it has caused are not reported. `parts` are the subtests
-    that have failed on each rank.
+    After a phase that did not pass, errors that it has caused are not reported. `parts` are the
+    subtests that have failed on each rank.
     """
     mine: dict[str | None, pytest.TestReport] = {report.when: report for report in reports}
     made: list[pytest.TestReport] = []
