@@ -1,4 +1,4 @@
-"""thinc: optimizers whose gradients are reduced over all ranks, model by model, and models as trees."""
+"""thinc: models as trees, and optimizers that reduce gradients over all ranks, model by model."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ _model_class.finish_update = _finish_update_together
 
 
 def open_tree(x: Any, path: str) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Return what is in a model: its parameters, and attributes that are arrays; see `synchronize`."""
+    """Return a model's parameters and its attributes that are arrays; see `synchronize`."""
     if isinstance(x, Optimizer):
         raise TypeError(
             f"{path}: an optimizer of thinc cannot be part of a tree, since it knows parameters by "

@@ -1,4 +1,4 @@
-"""Which code is the library's, where in the user's code a call was made, and what of a traceback is shown.
+"""Which code is the library's, where the user's code made a call, and what a traceback shows.
 
 A user sees an error with frames of their own code, also of functions that the library called, and
 without those of the library; with `ARRAYCOMM_TRACEBACK=full` in the environment, all frames.
@@ -88,7 +88,7 @@ def _line(frame: FrameType) -> str:
 
 
 def _package(frame: FrameType) -> str:
-    """Return the first part of the name of a frame's module; an empty string if that is a user's."""
+    """Return the first part of a frame's module name; an empty string if that is a user's."""
     module = frame.f_globals.get("__name__")
     found = _packages.get(module) if isinstance(module, str) else ""
     if found is None:
@@ -107,7 +107,7 @@ def user_level() -> int:
 
 
 def raised_by_us(error: BaseException) -> bool:
-    """Return whether a `raise` statement of the library raised an error, with only its code between.
+    """Return whether a `raise` of the library raised an error, with only its code between.
 
     An error of a function that the library was given is not the library's. Neither is an error of a
     C function: the traceback ends in library code, but at a call.
@@ -162,7 +162,7 @@ def _trim(error: BaseException, seen: set[int]) -> None:
 
 
 def _numbers_above() -> Iterator[int]:
-    """Yield the id of each frame that runs: a traceback has these from an earlier raise of its error.
+    """Yield the id of each running frame: a traceback has these from an earlier raise.
 
     Not the frames, which would refer to themselves.
     """

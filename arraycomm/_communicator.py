@@ -53,8 +53,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
     Notes
     -----
     Every blocking call takes `timeout`, on this rank and for this call in place of the
-    communicator's: the seconds that it may wait for other ranks (`math.inf` is for ever). If time is
-    up, it raises `CommTimeoutError`, and the communicator is closed.
+    communicator's: the seconds that it may wait for other ranks (`math.inf` is for ever). If time
+    is up, it raises `CommTimeoutError`, and the communicator is closed.
 
     A copy of a communicator, also one by `copy.deepcopy` of what holds it, is the communicator
     itself; `dup` makes another one. It cannot be pickled.
@@ -243,10 +243,11 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
 
         Notes
         -----
-        Blocks until every rank has called. An array of up to 1 MiB (less with more than 3 ranks; between
-        nodes 1 MiB between two ranks, and 1 MiB / p between p) takes one small step. A larger one is cut into slices. Each rank folds one
-        slice of all ranks' arrays, then the slices are gathered: each rank sends about twice the array's
-        bytes (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+        Blocks until every rank has called. An array of up to 1 MiB (less with more than 3 ranks;
+        between nodes 1 MiB between two ranks, and 1 MiB / p between p) takes one small step. A
+        larger one is cut into slices. Each rank folds one slice of all ranks' arrays, then the
+        slices are gathered: each rank sends about twice the array's bytes (Thakur, Rabenseifner,
+        Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
         """
         again = self._again if timeout is None else None
         try:
@@ -646,7 +647,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         Raises
         ------
         PeerError
-            The sender raised instead of sending, or has left; with ANY_SOURCE, all others have left.
+            The sender raised instead of sending, or left; with ANY_SOURCE, all others have left.
         CommTimeoutError
             Nothing came within the timeout.
 

@@ -1,4 +1,4 @@
-"""What users call: what of an error they see, under which name, and that torch does not compile it."""
+"""What users call: its name, what it shows of an error, and that torch does not compile it."""
 
 from __future__ import annotations
 

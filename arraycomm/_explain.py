@@ -27,11 +27,12 @@ _IN_WORDS: Final = {
     Algorithm.GATHER: "every device gathers all ranks' elements, and folds them",
     Algorithm.SLICES: "chunk by chunk: each rank folds a slice of all ranks' elements, "
     "then slices are gathered",
-    Algorithm.CHAIN: "chunk by chunk from node to node: each folds its ranks' elements onto the total of those "
-    "before, and the result goes back",
-    Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share, from where they fold them",
-    Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of all ranks, "
-    "which they share",
+    Algorithm.CHAIN: "chunk by chunk from node to node: each folds its ranks' elements onto the "
+    "total of those before, and the result goes back",
+    Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share, from where they fold "
+    "them",
+    Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of "
+    "all ranks, which they share",
     Algorithm.FUNCTION: "one rank gathers all ranks' elements, folds them by the function, "
     "and sends the result; of large arrays each rank folds a slice if the function is elementwise",
     Algorithm.NATIVE: "the transport reduces by its own means, in an order that does not show",

@@ -89,7 +89,7 @@ class Init(SmallExchange):
 
 
 def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
-    """Return the class of transports over MPI, or raise if MPI cannot be used or does not begin in time."""
+    """Return the class of transports over MPI; raise if MPI cannot be used or begins too late."""
     try:
         module = sys.modules.get("mpi4py.MPI")
         if module is None:
@@ -119,7 +119,7 @@ def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
 
 
 def refuse_other_launcher(launch: Launch | None) -> None:
-    """Raise if the launcher has started another number of ranks than the MPI that was loaded sees."""
+    """Raise if the launcher has started another number of ranks than the loaded MPI sees."""
     from mpi4py import MPI
 
     if launch is not None and not launch.size:
@@ -139,7 +139,8 @@ def _under_srun(launch: Launch | None, family: str) -> str:
     if launch is None or launch.launcher != SRUN:
         return ""
     kind = "pmi2" if family == MPICH else "pmix"
-    return f". srun --mpi={kind} connects its tasks by {family}, and on one node {ADDRESS} does without MPI"
+    connects = f"srun --mpi={kind} connects its tasks by {family}"
+    return f". {connects}, and on one node {ADDRESS} does without MPI"
 
 
 def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
@@ -187,7 +188,7 @@ def _check_kind(mpi_comm: Any) -> None:
 
 
 def _compare_versions(mpi_comm: Any) -> None:
-    """Raise on every rank if ranks run different versions: they would misread one another's headers.
+    """Raise on every rank if their versions differ: they would misread one another's headers.
 
     What is exchanged here is text, which any version can read.
     """

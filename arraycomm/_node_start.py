@@ -1,4 +1,4 @@
-"""How processes of one node come together if no MPI connects them, but a store that all can reach."""
+"""How processes of one node come together without MPI, by a store that all can reach."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Op
 
 
 def _compare_versions(store: Store, rank: int, size: int) -> None:
-    """Raise on every rank if ranks run different versions: they would misread one another's headers."""
+    """Raise on every rank if their versions differ: they would misread one another's headers."""
     store.set(f"version/{rank}", code_digest())
     versions = [store.get(f"version/{other}").decode() for other in range(size)]
     if len(set(versions)) > 1:

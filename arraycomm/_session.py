@@ -368,7 +368,7 @@ def _check(backend: Any, verbose: Any, report_after: Any) -> None:
 
 
 def _choose_report(report_after: Any) -> None:
-    """Set when this process says for whom it waits; a first `init` may leave it to the environment."""
+    """Set when this process says whom it waits for; a first `init` may leave it to the variable."""
     if not isinstance(report_after, _Default):
         still_waiting.choose(report_after)
     elif _session.world is None:
@@ -382,9 +382,8 @@ def _refuse_children_of_ranks() -> None:
     if owner:
         raise BackendUnavailableError(
             f"init: process {owner} is the rank that the launcher has started, and has started "
-            "this "
-            'process, which is none; call init only under if __name__ == "__main__", and communicate '
-            "there, or call init(backend='self') here for a world of this process alone"
+            'this process, which is none; call init only under if __name__ == "__main__", and '
+            "communicate there, or call init(backend='self') here for a world of this process alone"
         )
 
 

@@ -1,4 +1,4 @@
-"""How this process is to start: which backend, by what launched this process, and by what was asked for."""
+"""How this process is to start: its backend, by what launched it and by what was asked for."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def choose_start(backend: str) -> Start:
 
 
 def _refuse_hidden_launcher() -> None:
-    """Raise if a launcher has started this process and others, of which the environment says nothing."""
+    """Raise if a launcher has started this process and others, and the environment hides it."""
     launcher = find_launcher(os.getppid())
     started = 0 if launcher is None else len(children_of(launcher.pid))
     if started > 1:

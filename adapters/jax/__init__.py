@@ -166,7 +166,7 @@ class _ReducedUpdates:
 
 
 def _check_shapes(gradient: Any, update: Any) -> None:
-    """Raise if a transformation has taken the gradients of single examples, which are this rank's."""
+    """Raise if the transformation takes gradients of single examples, which are this rank's."""
     pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(update), strict=False)
     for given, made in pairs:
         if jnp.shape(given) != jnp.shape(made):
@@ -198,7 +198,7 @@ class AccumulatedState(NamedTuple):
 
 
 def _accumulating(reducing: _Distributed, steps: int, updates_made: Numbering) -> _Distributed:
-    """Return a transformation that applies `reducing` to the mean gradient of every `steps` steps."""
+    """Return a transformation that applies `reducing` to the mean of every `steps` gradients."""
 
     def init(params: Any) -> AccumulatedState:
         sums = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), _wide(leaf)), params)

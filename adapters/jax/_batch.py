@@ -1,4 +1,4 @@
-"""What an update takes besides the gradients: what depends on the batch is reduced as they are, or refused."""
+"""What an update takes besides gradients: what depends on the batch is reduced too, or refused."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def check_extra(given: Mapping[str, Any], op: str, accumulate: int) -> None:
         )
     if op == "sum" and not given.keys().isdisjoint(_OBJECTIVES):
         raise ValueError(
-            'DistributedOptimizer: op must be "mean" for an update with value_fn, since values and gradients '
-            'that optax keeps in the state would be added up again; got "sum"'
+            'DistributedOptimizer: op must be "mean" for an update with value_fn, since values and '
+            'gradients that optax keeps in the state would be added up again; got "sum"'
         )
 
 

@@ -76,8 +76,8 @@ class ShardedState:
     Attributes
     ----------
     inner : pytree
-        The state of the plain transformation, with `Elsewhere()` in place of every leaf that belongs
-        to another rank.
+        The state of the plain transformation, with `Elsewhere()` in place of every leaf that
+        belongs to another rank.
     division : Division
         Which rank owns what; the same object in all states of a loop.
     """
@@ -126,7 +126,7 @@ def is_elsewhere(part: Any) -> bool:
 
 
 def division_of(state: Any) -> Division:
-    """Return the division of the state that was passed to an update; raise if it is no sharded one."""
+    """Return the division of the state passed to an update; raise if the state is not sharded."""
     if not isinstance(state, ShardedState):
         raise TypeError(
             "DistributedOptimizer: the state of a sharded transformation must be what its init or "

@@ -226,7 +226,7 @@ class Sendrecv(Collective):
 
 @dataclass(frozen=True)
 class Pooled(Allreduce):
-    """The reduction of a function's values whose arguments are the same on all ranks: see `replicated`."""
+    """The reduction of a function's values, with arguments the same on all ranks: `replicated`."""
 
     def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
         return replicated(cotangent, self.op, comm)

@@ -180,12 +180,12 @@ def _callback(call: Call, comm: ac.Communicator, place: int, avals: Sequence[Any
 
 
 def _aliases(arrays: Sequence[Any]) -> dict[int, int]:
-    """Return which result takes the place of which argument; before the arguments stands a token."""
+    """Return which result takes the place of which argument; the first argument is a token."""
     return {1 + number: number for number, x in enumerate(arrays) if not _stays_the_callers(x)}
 
 
 def _stays_the_callers(x: Any) -> bool:
-    """Return whether a value is an argument of the program that was not donated: XLA would copy it first."""
+    """Return whether a value is an argument that was not donated: XLA would copy it first."""
     if not isinstance(x, ir.BlockArgument):
         return False
     function: Any = x.owner.owner
@@ -237,7 +237,8 @@ def _push_forward(
     results = bind(call, primals, comm)
     tangents = tangents[: len(tangents) - call.beside]
     if all(isinstance(tangent, ad.Zero) for tangent in tangents):
-        return results, [ad.Zero.from_primal_value(y) for y in results]  # type: ignore[attr-defined]
+        zero = ad.Zero.from_primal_value  # type: ignore[attr-defined]
+        return results, [zero(y) for y in results]
     call.check_differentiable()
     made = [ad.instantiate_zeros(tangent) for tangent in tangents]
     return results, bind(call.alone(), made, comm)

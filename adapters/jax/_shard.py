@@ -1,4 +1,4 @@
-"""Sharded optax transformations: each rank keeps the state of its own leaves, and computes their updates.
+"""Sharded optax transformations: each rank keeps the state of its own leaves, and updates these.
 
 The transformation is traced on the whole tree. From the trace follows which part of the state
 belongs to which leaf, and whether any update depends on the gradient of another leaf. Each rank
@@ -174,7 +174,7 @@ class _Sharding:
         reduced: Sequence[Any],
         updates: Sequence[Any],
     ) -> list[Any]:
-        """Return the updates of all leaves, of which this rank has its own and stand-ins; collective."""
+        """Return all leaves' updates, of which this rank has its own and stand-ins; collective."""
         shards = self._shards
         if shards.comm.size == 1 or not updates:
             return list(updates)

@@ -1,4 +1,4 @@
-"""The order of the programs that make calls: each takes the token of the one before it, and leaves its own.
+"""The order of the programs that make calls: each takes the last one's token, and leaves its own.
 
 JAX passes the tokens of ordered effects on in Python, at every dispatch, which takes many times
 longer than a small program. Here the token lies in one array that is among the constants of all
@@ -46,7 +46,7 @@ _LOOP: Final = re.compile("^.* = .* while\\((?!.*known_trip_count).*$", re.MULTI
 
 
 class DelaysErrors:
-    """A callback of programs, which gives its errors to the token if it may: see `ProgramToken.take`."""
+    """A callback of programs; the token takes its errors if it may: see `ProgramToken.take`."""
 
     delays_errors = False
 
@@ -91,7 +91,7 @@ class ProgramToken:
             self.put(self._ready)
 
     def put(self, array: Any) -> None:
-        """Have the next program take the token of this one; raise its error, if it has raised one."""
+        """Have the next program take this one's token; raise this one's error if there is one."""
         thread = threading.get_native_id()
         if thread not in self._threads:
             self._threads[thread] = threading.current_thread()
@@ -104,7 +104,7 @@ class ProgramToken:
             raise self._errors.pop(thread)
 
     def take(self, error: BaseException) -> bool:
-        """Take the error of the program whose callback this is, if `put` is still to be called for it."""
+        """Take the error of the callback's program if `put` is still to be called for it."""
         thread = self._dispatcher()
         # Programs run one after the other. One of which XLA's threads run a callback may have been
         # put here.
@@ -115,11 +115,11 @@ class ProgramToken:
         return True
 
     def has_failed(self) -> bool:
-        """Return whether the program whose callback this is has raised: it is to end without further calls."""
+        """Return whether the callback's program has raised; it then ends without further calls."""
         return bool(self._errors) and self._dispatcher() in self._errors
 
     def _dispatcher(self) -> int | None:
-        """Return the thread that has dispatched the program whose callback this is; None if that is not certain."""
+        """Return the thread that dispatched the callback's program; None if that is uncertain."""
         thread = threading.get_native_id()
         if thread in self._threads:
             return thread
@@ -181,7 +181,7 @@ def _keep_between_dispatches(kept: ProgramToken, effect: Any) -> None:
 
 
 def _refuse_without_token(effect: Any) -> None:
-    """Say what is wrong with a program in which calls have no token, since something has forgotten their effect."""
+    """Explain the error of a program whose calls have no token, since their effect is forgotten."""
     tokens: Any = mlir.TokenSet
     get, subset = tokens.get, tokens.subset
 

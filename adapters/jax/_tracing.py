@@ -26,7 +26,7 @@ def is_traced(tree: Any) -> bool:
 
 
 def refuse_repetition(what: str) -> None:
-    """Raise if JAX repeats a program to find out which operation has made a NaN: see `jax_debug_nans`."""
+    """Raise if JAX repeats a program to find the origin of a NaN: see `jax_debug_nans`."""
     error = sys.exception()
     while error is not None:
         if isinstance(error, InternalFloatingPointError):

@@ -52,7 +52,7 @@ class _Mark(Call):
 
 
 def mark_outside_branches(updates: Numbering, comm: ac.Communicator) -> None:
-    """Note an update outside the branches of `jax.lax.cond` that are being traced, if there are any.
+    """Note an update outside the branches of `jax.lax.cond` that are being traced, if any are.
 
     The mark and the update share no array: JAX may trace a branch once, and use it in several
     programs.
@@ -217,7 +217,7 @@ class Updates:
         self.made = Numbering()
 
     def reduce_step(self, leaves: list[Any], inputs: Any) -> tuple[bool, list[Any]]:
-        """Reduce gradients, or add them to those of the steps before; tell whether they are reduced.
+        """Reduce gradients, or add them to earlier ones; return whether reduced, and the result.
 
         `inputs` is a tree of what the update depends on besides.
         """
@@ -250,7 +250,7 @@ class Updates:
         return reduced
 
     def _watched(self, *, traced: bool) -> tuple[Watched, list[Any]]:
-        """Return what the next reduction compares, and its arrays; what is not traced knows no tracers."""
+        """Return what the next reduction compares, and its arrays; tracers only if it is traced."""
         if not self._gradients.verification.every or self._inputs is None:
             return Watched(), []
         pairs = jax.tree_util.tree_leaves_with_path(self._inputs)
@@ -278,7 +278,7 @@ def _name(path: Any) -> str:
 
 
 def _words(leaf: Any) -> Any:
-    """Return an array or a number as an array, random keys as their words, and None for any other object."""
+    """Return arrays and numbers as arrays, random keys as their words, other objects as None."""
     if isinstance(leaf, float | complex):
         return np.asarray(leaf)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):

@@ -111,7 +111,7 @@ def _takes_state(method: Any) -> bool:
 
 
 class Method(NamedTuple):
-    """A method of the protocol: why it cannot be called, if so, and whether the state is an argument."""
+    """A method of the protocol: why it cannot be called, if so, and whether it takes the state."""
 
     refusal: str | None
     takes_state: bool
@@ -272,9 +272,9 @@ def gather_state(optimizer: Any, *, root: int = 0) -> dict[str, Any] | None:
 
     Notes
     -----
-    Collective. A sharded optimizer is given lists of parameters, so it keeps what belongs to them in
-    lists. A list of arrays becomes a tree like the parameters here; a list of dicts, lists or tuples
-    stays a list, in the order of the leaves.
+    Collective. A sharded optimizer is given lists of parameters, so it keeps what belongs to them
+    in lists. A list of arrays becomes a tree like the parameters here; a list of dicts, lists or
+    tuples stays a list, in the order of the leaves.
 
     Examples
     --------
@@ -290,7 +290,8 @@ def gather_state(optimizer: Any, *, root: int = 0) -> dict[str, Any] | None:
     ...         return [p - m for p, m in zip(params, self.momenta)]
     >>> def train(comm):
     ...     optimizer = ac.DistributedOptimizer(Momentum(), comm=comm, shard=True)
-    ...     optimizer.update({"a": np.zeros(1), "b": np.zeros(2)}, {"a": np.ones(1), "b": np.ones(2)})
+    ...     params = {"a": np.zeros(1), "b": np.zeros(2)}
+    ...     optimizer.update(params, {"a": np.ones(1), "b": np.ones(2)})
     ...     state = gather_state(optimizer)
     ...     return len(optimizer.momenta), None if state is None else sorted(state["momenta"])
     >>> run(2, train)
@@ -322,8 +323,8 @@ def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
 
     Notes
     -----
-    Local. An object with `load_state_dict(state)` gets its part by that; the attributes of any other
-    one are set.
+    Local. An object with `load_state_dict(state)` gets its part by that; the attributes of any
+    other one are set.
 
     Examples
     --------
@@ -353,7 +354,7 @@ def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
 
 
 def _parts(function: str, optimizer: Any) -> tuple[Any, Any, Any]:
-    """Return the wrapped optimizer of a distributed one, its gradients, and its division if it has one."""
+    """Return the wrapped optimizer of a distributed one, its gradients, and its division if any."""
     if not isinstance(optimizer, Distributed):
         raise ValueError(
             f"{function}: this optimizer is not distributed; pass one that DistributedOptimizer "

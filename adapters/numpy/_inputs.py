@@ -42,7 +42,7 @@ class StepInputs:
             self._constants += tuple(constants_of(optimizer, "the optimizer"))
 
     def of(self, params: Any, state: Any = None) -> Callable[[], Inputs]:
-        """Return what returns the inputs of a step with these parameters, and the state if that is passed."""
+        """Return a function that returns a step's inputs: parameters, and the state if passed."""
 
         def inputs() -> Inputs:
             numbers = [] if state is None else _numbers(state, "state")

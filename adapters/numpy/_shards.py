@@ -1,4 +1,4 @@
-"""Sharded optimizers that are plain objects: each rank updates its own parameters, given as lists."""
+"""Sharded optimizers that are plain objects: each rank updates lists of its own parameters."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Sharding:
         return first
 
     def _merged_list(self, parts: Sequence[Any]) -> Any:
-        """Return lists of what belongs to parameters as one tree like the parameters, if these are such."""
+        """Return the ranks' lists as a tree like the parameters; `_NOTHING` if they do not fit."""
         whole: list[Any] = [_NOTHING] * len(self._owners)
         for rank, part in enumerate(parts):
             own = [number for number, owner in enumerate(self._owners) if owner == rank]

@@ -67,8 +67,8 @@ def partial_fit(
     y : array-like, shape (n,), optional
         Their targets.
     classes : array-like, optional
-        For a classifier's first call: the classes that this rank knows of, by default those in y. The
-        estimator has those of all ranks.
+        For a classifier's first call: the classes that this rank knows of, by default those in y.
+        The estimator has those of all ranks.
     comm : Communicator, optional
         `world()` by default.
 
@@ -92,9 +92,9 @@ def partial_fit(
     Notes
     -----
     `StandardScaler`, `MinMaxScaler`, `GaussianNB`, `MultinomialNB`, `IncrementalPCA` and
-    `MiniBatchKMeans` (with `reassignment_ratio=0`) learn what their own `partial_fit` would learn from
-    one batch with the samples of all ranks, apart from rounding. Initial centers of MiniBatchKMeans
-    are chosen among the samples of the rank that has the most, unless `init` is an array.
+    `MiniBatchKMeans` (with `reassignment_ratio=0`) learn what their own `partial_fit` would learn
+    from one batch with the samples of all ranks, apart from rounding. Initial centers of
+    MiniBatchKMeans are among the samples of the rank with the most, unless `init` is an array.
 
     `SGDClassifier`, `SGDRegressor`, `Perceptron`, `MLPClassifier` and `MLPRegressor` learn on each
     rank by themselves; their parameters, averaged coefficients and moments are then averaged, each
@@ -145,8 +145,8 @@ def average(estimator: Any, *, comm: ac.Communicator | None = None) -> Any:
     estimator : SGDClassifier, SGDRegressor, Perceptron, MLPClassifier or MLPRegressor
         Of the same class and parameters on every rank, with the same features and classes; or a
         `Pipeline` whose last step is one. Changed in place. Each rank counts as much as the samples
-        from which it has learnt since the last `average` or `partial_fit` of this module; one that has
-        learnt from none counts nothing, and may be new.
+        from which it has learnt since the last `average` or `partial_fit` of this module; one that
+        has learnt from none counts nothing, and may be new.
     comm : Communicator, optional
         `world()` by default.
 

@@ -116,7 +116,7 @@ class ClustersMerge:
         )
 
     def merge(self, estimator: Any, increments: Sequence[Any]) -> None:
-        """Let the estimator learn from the mean of the samples next to each center, with their weight.
+        """Let the estimator learn the mean of the samples next to each center, with their weight.
 
         A mean is next to the same center as its samples, since what is next to a center is convex.
         """
@@ -128,7 +128,7 @@ class ClustersMerge:
         estimator.partial_fit(rows, sample_weight=counts.astype(centers.dtype))
 
     def finish(self, estimator: Any, batch: Batch) -> float:
-        """Label this rank's samples by the new centers; return the sum of their squared distances."""
+        """Label this rank's samples by the new centers; return the sum of squared distances."""
         estimator.labels_ = np.empty(0, np.int32)
         if not batch.samples:
             return 0.0
@@ -152,7 +152,7 @@ def check_no_reassignment(estimator: Any) -> None:
 
 
 def initial_centers(estimator: Any, batch: Batch) -> Any:
-    """Return the centers to begin with, from this rank's samples if the estimator does not say them."""
+    """Return the centers to begin with: the estimator's `init`, or from this rank's samples."""
     init, clusters = estimator.init, estimator.n_clusters
     x = check_array(batch.X, accept_sparse="csr", dtype=_FLOATS)
     if not (isinstance(init, str) or callable(init)):

@@ -1,4 +1,4 @@
-"""PyTorch: optimizers, differentiable collectives, batch norm and a data loader for several ranks."""
+"""PyTorch: distributed optimizers, differentiable collectives, batch norm and a data loader."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_shard(optimizer: torch.optim.Optimizer) -> None:
 
 
 def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
-    """Reduce gradients by hooks on the parameters, and what is left before each step; collective."""
+    """Reduce gradients by hooks on the parameters, and the rest before each step; collective."""
     if gradients.rounds is not None and gradients.comm.size > 1:
         align(optimizer, gradients.comm)
     return _hooked(optimizer, gradients)
@@ -83,7 +83,7 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
 def _hooked(
     optimizer: torch.optim.Optimizer, gradients: Any, owners: Sequence[int] = ()
 ) -> torch.optim.Optimizer:
-    """Return an optimizer with its hooks; `owners` are those of the parameters of a copy that is sharded."""
+    """Return an optimizer with its hooks; `owners` are those of a sharded copy's parameters."""
     steps = _Steps(optimizer, gradients, owners)
     # The optimizer alone keeps these alive, without a circle: when it is gone, so are the
     # reductions.
@@ -120,8 +120,8 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     Notes
     -----
-    Local: the ranks may run different numbers of backward passes inside. `.grad` is meanwhile what this
-    rank has accumulated; what had been reduced before is added at the next reduction.
+    Local: the ranks may run different numbers of backward passes inside. `.grad` is meanwhile what
+    this rank has accumulated; what had been reduced before is added at the next reduction.
 
     Examples
     --------
@@ -178,8 +178,8 @@ def gather_state(optimizer: torch.optim.Optimizer, *, root: int = 0) -> dict[str
 
     Notes
     -----
-    Collective. Each rank sends its part through host memory. Parts of the state that are where their
-    parameter is, such as on a GPU, are there in the result too.
+    Collective. Each rank sends its part through host memory. Parts of the state that are where
+    their parameter is, such as on a GPU, are there in the result too.
 
     Examples
     --------
@@ -289,7 +289,7 @@ class _Steps:
             self.reducer.end_evaluations()
 
     def follow(self, reduced: Any, settings: Settings) -> None:
-        """Take the step of ranks that have data, with their reduced gradients and hyperparameters."""
+        """Take the step of ranks with data: their reduced gradients and their hyperparameters."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -348,7 +348,7 @@ def _add_param_group(itself: Any, param_group: dict[str, Any]) -> None:
 
 
 def _reduced(itself: Any, gradients: Any, protocol: Any) -> tuple[Any, ...]:
-    """Return what `copy` makes a copy of: torch leaves out hooks. `gradients` refuse to be pickled."""
+    """Return what `copy` copies: torch leaves hooks out. `gradients` refuse to be pickled."""
     optimizer = itself()
     kind: Any = type(optimizer)
     reduced: tuple[Any, ...] = kind.__reduce_ex__(optimizer, protocol)

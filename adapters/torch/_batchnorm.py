@@ -33,8 +33,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Notes
     -----
-    The input is a tensor of shape (N, C) or (N, C, *S), of floats; N and S may differ between ranks,
-    and N may be 0. Floats of 16 bits are averaged in float32. In training every rank makes
+    The input is a tensor of shape (N, C) or (N, C, *S), of floats; N and S may differ between
+    ranks, and N may be 0. Floats of 16 bits are averaged in float32. In training every rank makes
     the call, and raises `ValueError` if there are fewer than two elements of a channel on all ranks
     together.
 
@@ -191,7 +191,8 @@ def convert_sync_batchnorm(
 
     Examples
     --------
-    >>> model = convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)))
+    >>> layers = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)
+    >>> model = convert_sync_batchnorm(torch.nn.Sequential(*layers))
     """
     _check_module(module)
     places = [

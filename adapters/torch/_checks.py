@@ -54,7 +54,7 @@ def check_owners(parameters: Parameters) -> None:
 
 
 def judge_stale(parameters: Parameters) -> bool:
-    """Find out which gradients are those of a step before, the same on all ranks; tell whether all are."""
+    """Find the gradients of an earlier step that all ranks still have; return whether all are."""
     pairs = list(zip(parameters.slots, parameters.grads, strict=True))
     mine = [grad if slot.is_stale(grad) else None for slot, grad in pairs]
     rows = _checksums(parameters, mine)

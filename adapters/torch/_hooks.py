@@ -90,7 +90,7 @@ class BackwardReducer:
             backward.note(slot.number, self._buckets.of[slot.number])
 
     def _enter(self, task: int) -> Backward:
-        """Return the backward pass that a pass of autograd belongs to; ask for a call at its end."""
+        """Return the backward pass of a pass of autograd; have autograd call back at its end."""
         enclosing = enclosing_node()
         if enclosing is None and self._backward and self._backward.outermost is not None:
             # An exception ended it, and autograd still keeps it.
@@ -191,7 +191,7 @@ class BackwardReducer:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Take over what an unfinished backward pass has started; its other gradients stay local."""
+        """Take over what an unfinished backward pass started; its other gradients stay local."""
         backward = self._backward
         if backward is None:
             return
@@ -234,7 +234,7 @@ def _machine_cores() -> int:
 
 
 class _PassEnd:
-    """Called at the end of a backward pass; autograd drops it uncalled if an exception ends the pass."""
+    """Called at the end of a backward pass; autograd drops it uncalled if an exception ends it."""
 
     def __init__(self, at_end: Callable[[], None], at_error: Callable[[], None]) -> None:
         self._at_end, self._at_error = at_end, at_error

@@ -1,4 +1,4 @@
-"""What the step of a torch optimizer depends on: the same parameters in one order, and the same values of all."""
+"""The inputs of a torch optimizer's step: the same parameters, in one order, with equal values."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _values(settings: Iterable[Setting]) -> Iterator[tuple[str, Any]]:
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
-    """Return what the groups of parameters hold that is a number, text or None, and how to set it."""
+    """Yield each number, text and None in the groups of parameters, and its setter."""
     for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
         yield f"the number of parameters of group {number}", len(group["params"]), _leave
         for key in sorted(group):
@@ -155,7 +155,7 @@ def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _tensors(value, f"{name}[{place}]")
 
 
-# The order of parameters ----------------------------------------------------------------------------
+# The order of parameters ------------------------------------------------------------------------
 
 
 def align(optimizer: torch.optim.Optimizer, comm: ac.Communicator) -> None:
@@ -209,7 +209,7 @@ def _check_groups(groups: Sequence[Sequence[int]], names: Sequence[str | None]) 
 def _names_of(
     optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]
 ) -> list[str | None]:
-    """Return the names of parameters: those that the groups carry, or those in the outermost modules."""
+    """Return the parameters' names: those in the groups, else those in the outermost modules."""
     carried = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     if len(carried) == len(tensors):
         return carried

@@ -1,4 +1,4 @@
-"""The parameters of one torch optimizer: which of their gradients are reduced, and which are to be."""
+"""The parameters of one torch optimizer: whose gradients are reduced, and whose are to be."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Parameters:
         self.accumulated: Collection[int] = ()
 
     def adopt(self, groups: Sequence[dict[str, Any]], reducer: object) -> bool:
-        """Have the hooks of all parameters of these groups report to a reducer; tell whether some are new."""
+        """Have the hooks of these parameters report to a reducer; return whether any is new."""
         tensors = list({id(p): p for each in groups for p in each["params"]}.values())
         if list(map(id, tensors)) == list(map(id, self.tensors)):
             self._report_to(reducer, only_free=True)

@@ -1,4 +1,4 @@
-"""Sharded torch optimizers: each rank keeps the state of its own parameters, and updates only these.
+"""Sharded torch optimizers: each rank keeps the state of its parameters, and updates only these.
 
 Torch's optimizers leave a parameter without a gradient alone. So in a step the gradients of the
 other ranks' parameters are put aside; afterwards they come back, and the parameters' new values are
@@ -101,7 +101,7 @@ class Sharding:
     def adopt(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], owners: Any = ()
     ) -> None:
-        """Divide parameters that have come over the ranks; `owners` are theirs, if they have any."""
+        """Divide new parameters over the ranks; `owners` are theirs, if they have any."""
         if list(map(id, parameters)) == list(map(id, self._parameters)):
             return
         self._parameters = list(parameters)
@@ -142,7 +142,7 @@ class Sharding:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Exchange the parameters that the ranks have updated; collective, unless none had a gradient."""
+        """Exchange the updated parameters; collective, unless none had a gradient."""
         self.give_back()
         stepped, self._stepped = self._stepped, []
         updated = [self._parameters[number] for number in stepped]

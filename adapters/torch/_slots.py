@@ -81,7 +81,7 @@ class Slot:
         return self.reduced or self._is_result(grad)
 
     def is_stale(self, grad: torch.Tensor | None) -> bool:
-        """Return whether a gradient may be what was reduced in a step before, if its memory is the same.
+        """Return whether a gradient, by its memory, may be what an earlier step has reduced.
 
         Gradients may have been written into it since; torch counts not all ways to do so.
         """
@@ -92,7 +92,7 @@ class Slot:
         return self.reduced or self.is_stale(grad)
 
     def judge_stale(self, *, same: bool) -> None:
-        """Take a stale gradient as reduced, or, if the ranks' are not the same, as written by hand."""
+        """Take a stale gradient as reduced if all ranks' are the same, else as written by hand."""
         self.reduced = same
         if not same:
             self._result = None
@@ -127,7 +127,7 @@ class Slot:
         return self.base
 
     def set_aside(self, parameter: torch.Tensor) -> bool:
-        """Make autograd accumulate into a new `.grad`; tell whether the old one is being reduced."""
+        """Have autograd use a new `.grad`; return whether the old one is being reduced."""
         grad = parameter.grad
         if grad is not None and grad is self.sent:
             parameter.grad = None
@@ -299,7 +299,7 @@ def _written(tensor: torch.Tensor) -> int:
 
 
 def _leave_out(grad: torch.Tensor, before: int) -> None:
-    """Leave the writes since a number of them out of what `writes_to` returns for others in the same memory."""
+    """Leave writes since `before` out of what `writes_to` returns for others in the same memory."""
     if _is_shared(grad):
         memory = _memory_of(grad)
         _left_out[memory] = _left_out.get(memory, 0) + _written(grad) - before

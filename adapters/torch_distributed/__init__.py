@@ -31,7 +31,7 @@ def _register() -> None:
 
 
 def _with_our_groups(original: Any) -> Any:
-    """Return `monitored_barrier` that takes groups of this backend too: torch's refuses all but gloo's."""
+    """Return a `monitored_barrier` for this backend's groups too: torch's takes only gloo's."""
 
     @functools.wraps(original)
     def monitored_barrier(

@@ -60,7 +60,7 @@ def in_use(device: int) -> bool:
 
 
 def spare_captures() -> None:
-    """Let this thread ask CUDA while another one captures a graph, which that would end otherwise."""
+    """Let this thread ask CUDA without ending another thread's capture of a graph."""
     library = driver()
     if library is not None:
         library.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))

@@ -1,4 +1,4 @@
-"""`arraycomm.op`: reductions by a function of the user's, in the framework of the caller's array."""
+"""`arraycomm.op`: reductions by a user's function, in the framework of the caller's array."""
 
 from __future__ import annotations
 
@@ -119,5 +119,5 @@ class Folding:
         return np.ascontiguousarray(found.array)
 
     def together(self, attempt: Callable[[], Any] | None) -> Steps:
-        """Do what only some ranks do, and raise on all if it fails on one; return what it returns."""
+        """Do what only some ranks do, and return its result; raise on all if it fails on one."""
         return (yield from attempt_together(self._group, self._operation, attempt))

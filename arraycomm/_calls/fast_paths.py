@@ -1,4 +1,4 @@
-"""Fast paths: calls that a communicator has made before, prepared, so that the next ones like them do not begin anew."""
+"""Fast paths: calls of a communicator, prepared so that the next ones like them are quick."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST: Final = 1024
 
 
 class FastPath(Protocol):
-    """A prepared call. Calling it returns the result, or None if the call has to be made in full."""
+    """A prepared call. It returns the result, or None if the call has to be made in full."""
 
     def __call__(self, *args: Any) -> Any:
         """Make the call."""
@@ -40,8 +40,8 @@ class FastPaths:
     find : callable
         `find(key)` returns the fast path of calls with this key, or None.
     repeats : compiled.Repeats or None
-        Small reductions of NumPy arrays, as the native part finds them. None if it cannot make steps of the control
-        channel.
+        Small reductions of NumPy arrays, as the native part finds them. None if it cannot make
+        steps of the control channel.
     again : callable or None
         `again(x, op, out)` makes a call like one of these and returns `out`, or does nothing and
         returns None.

@@ -97,7 +97,7 @@ class Operation:
         self.placement = context.host if placement is None else placement
 
     def pack(self, room: int) -> Bytes | None:
-        """Return what travels with the header, if it is at most `room` bytes; -1 is no room at all."""
+        """Return what travels with the header, if it fits in `room` bytes; -1 is no room at all."""
         return None
 
     def steps(self, agreement: Agreement) -> Steps:
@@ -124,7 +124,7 @@ class Operation:
 
 
 class ArrayOperation(Operation):
-    """An operation on one array a rank: the caller's is `source`, its elements in C order are `flat`."""
+    """An operation on one array a rank: `source`, the caller's, is `flat` in C order."""
 
     def __init__(self, context: Context, x: Any, op: Any = None) -> None:
         super().__init__(context, context.place(x, op))

@@ -92,7 +92,7 @@ class HostPlacement:
         return allocate(shape, dtype).reshape(-1)
 
     def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
-        """Finish a write into `out`, directly or to be copied from `flat`; return the caller's array."""
+        """Finish a write into `out`, direct or copied from `flat`; return the caller's array."""
         with self.here_of(out) if type(out) is not BufferView else _HERE:
             if not direct:
                 np.copyto(out.array, flat.reshape(out.array.shape))

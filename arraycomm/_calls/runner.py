@@ -37,7 +37,7 @@ class Guard(Protocol):
         """Raise on this rank alone if the other ranks cannot take part in a call of this name."""
 
     def substitute(self, operation: Any) -> Any:
-        """Return the class of operations to use for this one, or raise, so that all ranks hear of it."""
+        """Return the class of operations to use instead, or raise, so that all ranks hear of it."""
 
     def note_error(self, error: Exception) -> None:
         """Take note of an error that the other ranks hear of."""
@@ -238,7 +238,7 @@ class Runner:
         return operation.placement.run(_finished(operation, agreement))
 
     def _failing(self, name: str, errors: list[Exception], traceback: str) -> Steps:
-        """Take part in the others' call by raising in it; no frame of the traceback keeps the error."""
+        """Join the others' call by raising in it; no frame of the traceback keeps the error."""
         yield from self._tell(name, errors[0], traceback)
         raise errors.pop()
 

@@ -39,7 +39,7 @@ ENDED_BY_ERROR: Final = -1 << 63
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C interrupt this thread only at the end of the block; a second one is not deferred."""
+    """Defer Ctrl-C in this thread to the end of the block; a second one is not deferred."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         # Python interrupts no other thread.
@@ -63,7 +63,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 class SmallExchange(Operation):
-    """An operation that is finished with its header; it returns every rank's data, of one length."""
+    """An operation finished with its header; it returns every rank's data, of one length."""
 
     def __init__(self, context: Context, op: str | None = None, data: bytes = b"") -> None:
         super().__init__(context)
@@ -98,7 +98,7 @@ class Split(SmallExchange):
 
 
 class _AllOf(SmallExchange):
-    """Tells all ranks which of the hidden duplicates each can let go; the result is which all can."""
+    """Finds the hidden duplicates that all ranks can let go: each tells which it can."""
 
     def __init__(self, context: Context, op: str | None, mask: int) -> None:
         super().__init__(context, op, mask.to_bytes(_MOST // 8, "little"))
@@ -217,7 +217,7 @@ def dup(
 
 
 def hide(shared: Runner, made: Runner, used: object) -> None:
-    """Let a duplicate be freed with the group that it was made of, or once no rank has what it is used by."""
+    """Let a duplicate be freed with the group it was made of, or once no rank has its user."""
     shared.group.hidden.append((made.group, weakref.ref(used)))
 
 

@@ -37,7 +37,7 @@ def join_inline(agreement: Agreement, bounds: list[int], target: Array) -> None:
         part[...] = agreement.payload(rank, part.nbytes).view(part.dtype)
 
 
-# From one rank to all ------------------------------------------------------------------------------
+# From one rank to all ---------------------------------------------------------------------------
 
 
 class FromRoot(Operation):
@@ -191,7 +191,7 @@ class Scatter(FromRoot):
             into[...] = payload.view(into.dtype)[part]
 
 
-# From all ranks to one, or to all ------------------------------------------------------------------
+# From all ranks to one, or to all ---------------------------------------------------------------
 
 
 class Allgather(ArrayOperation):
@@ -228,7 +228,7 @@ class Gather(Allgather):
         super().__init__(context, x, out, check_root(root, context.group.size))
 
 
-# From all ranks to all -----------------------------------------------------------------------------
+# From all ranks to all --------------------------------------------------------------------------
 
 
 class Alltoall(ArrayOperation):

@@ -20,7 +20,7 @@ from arraycomm._messages.messages import Messenger
 # The runner trims errors itself.
 @entries(trimmed=True)
 class NonblockingCalls(ProcessBound):
-    """The `i…` methods of a communicator: each starts the call of that name, and returns a request."""
+    """The `i…` methods of a communicator: each starts that call, and returns a request."""
 
     _runner: Runner
     _messenger: Messenger

@@ -90,7 +90,7 @@ class _Blocks:
 
 
 def place_of(link: Link, source: Flat, target: Flat) -> int:
-    """Return a digest of where an array and its result lie; 0 if they are to be reduced as others."""
+    """Return a digest of where an array and its result lie; 0 if they are reduced as others."""
     found = link.kept[_Blocks].find(source) if holds(link, source) else None
     if found is None:
         return 0
@@ -197,7 +197,7 @@ class MakesSharedArrays:
         shape : int or tuple of int
             The shape; the same on every rank.
         dtype : dtype or str
-            The dtype, such as `numpy.float32`, `torch.bfloat16` or "float8_e5m2"; the same on every rank.
+            Such as `numpy.float32`, `torch.bfloat16` or "float8_e5m2"; the same on every rank.
         like : array, optional
             An array in host memory, whose framework the new one has; NumPy's by default. A JAX
             array cannot be written: take one of NumPy, and `arraycomm.exchange` once it is filled.
@@ -211,18 +211,19 @@ class MakesSharedArrays:
         Raises
         ------
         TypeError, ValueError, MemoryError
-            An argument is wrong, `like` is on a device, its framework lacks the dtype, or the array is
-            larger than the node's memory; the other ranks raise `PeerError`.
+            An argument is wrong, `like` is on a device, its framework lacks the dtype, or the array
+            is larger than the node's memory; the other ranks raise `PeerError`.
         MismatchError
             Shapes or dtypes differ between ranks.
 
         Notes
         -----
-        If every rank passes such an array to `allreduce` or `iallreduce` of this communicator, or the same
-        part of one, and its `out` lies in such an array too (which may be `x` itself), each rank folds a
-        slice straight out of the memory of all ranks, into that of all. The result has the same bits as
-        with other arrays. Without such an `out`, up to 3 ranks that have the native part fold straight
-        out of shared memory as well. All other calls take these arrays as they take any.
+        If every rank passes such an array to `allreduce` or `iallreduce` of this communicator, or
+        the same part of one, and its `out` lies in such an array too (which may be `x` itself),
+        each rank folds a slice straight out of the memory of all ranks, into that of all. The
+        result has the same bits as with other arrays. Without such an `out`, up to 3 ranks that
+        have the native part fold straight out of shared memory as well. Other calls take these
+        arrays as any.
 
         An array of up to 1 MiB (less with more than 3 ranks), which travels with the header, is
         ordinary memory. So is every array if the ranks cannot share memory: between nodes, or with

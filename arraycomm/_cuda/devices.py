@@ -98,7 +98,7 @@ class _Progress:
 
     @property
     def pending(self) -> bool:
-        """Whether the host is to put the end of a call on its stream, or the device to come to it."""
+        """Whether the host must still put a call's end on its stream, or the device reach it."""
         return bool(self._last & 1) or int(self._number[0]) != self._last
 
     def waited(self) -> float:
@@ -213,7 +213,7 @@ class Devices(Placements):
         return DevicePlacement(self._group, self.link, self, self._own_stream)
 
     def _stream_for(self, x: Any, is_request: bool) -> int:
-        """Return the stream of a call: a blocking one's is the framework's current one, if shown."""
+        """Return a call's stream: a blocking one's is the framework's current one, if shown."""
         stream = None if is_request else arrays.stream_of(x)
         return self._own_stream if stream is None else stream
 

@@ -60,7 +60,7 @@ def run_within(here: Callable[[], AbstractContextManager[None]], steps: Steps) -
 
 
 class _CallersOut(BufferView):
-    """`out` on a device for a call of arrays on the host: it is written in the streams of the caller."""
+    """`out` on a device for a call of host arrays: written in the streams of the caller."""
 
     def __init__(self, found: BufferView, device: int | None) -> None:
         super().__init__(
@@ -133,7 +133,7 @@ class DevicePlacement(HostPlacement):
         return self._awaited(found)
 
     def _awaited(self, found: arrays.DeviceView) -> arrays.DeviceView:
-        """Have the streams of a view wait only when the result is taken, if they go on meanwhile."""
+        """Have a view's streams wait only when the result is taken, if they go on meanwhile."""
         if self._waiters is not None and found.streams:
             self._waiters.add(found, found.streams)
             found.streams = (self._stream,)

@@ -64,7 +64,7 @@ def _join(op: str, dtype: DType) -> Callable[[Array, Array], object]:
 
 
 def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Write the fold of the rows up to and including k to `outs[k]`; no row overlaps any of `outs`."""
+    """Write the fold of rows 0 to k, both included, to `outs[k]`; no row overlaps any of `outs`."""
     join, wide = _join(op, dtype), total_dtype(dtype)
     with np.errstate(all="ignore"), ieee_mode():
         count_at_once = block_length(dtype)

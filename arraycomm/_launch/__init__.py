@@ -1,4 +1,4 @@
-"""What the environment says about how this process was launched; what launches others is in the modules."""
+"""What the environment says of this process's launch; what launches others is in the modules."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def claimed_by(environment: Mapping[str, str], pid: int) -> int:
 
 
 def _connection(environment: Mapping[str, str]) -> str:
-    """Return what connects a rank with its launcher, and no other process; empty if nothing does."""
+    """Return what connects a rank, and no other process, with its launcher; empty if nothing."""
     if "PMIX_NAMESPACE" in environment:
         return f"{environment['PMIX_NAMESPACE']}.{environment.get('PMIX_RANK', '')}"
     try:

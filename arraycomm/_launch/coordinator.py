@@ -1,4 +1,4 @@
-"""Process 0 brings processes together that no MPI connects: it keeps texts that all can set and get.
+"""Process 0 brings processes together without MPI: it keeps texts that all can set and get.
 
 Each connection carries lines of JSON. The coordinator sends a challenge; the other side answers
 with its number, the number of all, its host and its proof that it knows the secret. Once all are
@@ -84,8 +84,8 @@ def is_own(connection: socket.socket) -> bool:
     """Return whether the other side of a local connection is a process of the same user."""
     if connection.family != socket.AF_UNIX:
         return True
-    size = _CREDENTIALS.size
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)  # type: ignore[attr-defined,unused-ignore]
+    option = socket.SO_PEERCRED  # type: ignore[attr-defined,unused-ignore]
+    found = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == getuid())
 
 
@@ -269,8 +269,9 @@ class Coordinator(threading.Thread):
         if not hmac.compare_digest(str(said["proof"]).encode(), right.encode()):
             guest.send(
                 {
-                    "error": f"init: the secret of this process is not that of process 0 at {self._place}; "
-                    "set ARRAYCOMM_COORDINATOR_SECRET to the same on every process, or on none"
+                    "error": "init: the secret of this process is not that of process 0 at "
+                    f"{self._place}; set ARRAYCOMM_COORDINATOR_SECRET to the same on every "
+                    "process, or on none"
                 }
             )
             return False

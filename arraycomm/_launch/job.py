@@ -1,4 +1,4 @@
-"""A program on several ranks: started, its output passed on, ended as a whole once one rank fails."""
+"""A program on several ranks: started, its output passed on, ended whole once one rank fails."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class _Job:
             self._process.send_signal(number)
 
     def _stop(self) -> None:
-        """Stop with the ranks of this node, as a shell asks by Ctrl-Z, until it lets this process go on."""
+        """Stop with this node's ranks, as a shell asks by Ctrl-Z, until it lets this one go on."""
         # With their programs, and what those have started.
         ranks = ranks_here(self._mark)
         for rank in ranks:

@@ -81,7 +81,7 @@ class Meeting:
         return str(self.receive(time.monotonic() + self._limit).get("value")).encode()
 
     def leave(self, *, well: bool) -> None:
-        """Part from the others. If that is because of an error, let them read what they need to find it."""
+        """Part from the others; after an error, let them first read what they need to find it."""
         with suppress(TransportError):
             self.send({"bye": well})
         self.close()
@@ -170,8 +170,8 @@ def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
     Raises
     ------
     BackendUnavailableError
-        The address cannot be used, two processes have the same number, they do not agree on how many
-        there are, or they are on several hosts.
+        The address cannot be used, two processes have the same number, they do not agree on how
+        many there are, or they are on several hosts.
     CommTimeoutError
         Some did not come in time.
     TransportError

@@ -91,7 +91,7 @@ def launcher_of(library: Library, path: str) -> Launcher:
 
 
 def _programs(library: Library, path: str) -> Iterator[str]:
-    """Yield each program that may start ranks: beside this Python, beside the library, on the PATH."""
+    """Yield programs that may start ranks: beside this Python, beside the library, on the PATH."""
     beside = [Path(sys.executable).parent]
     if library.path:
         beside += [above / "bin" for above in Path(library.path).parents[:_ABOVE]]
@@ -104,7 +104,7 @@ def _programs(library: Library, path: str) -> Iterator[str]:
 
 @cache
 def family_of_program(program: str) -> str:
-    """Return the family of MPI that a launcher says it belongs to; empty if it says nothing known."""
+    """Return the family of MPI that a launcher says it belongs to; empty if it names none."""
     try:
         asked = subprocess.run(
             [program, "--version"], capture_output=True, text=True, check=False, timeout=20

@@ -1,4 +1,4 @@
-"""Processes that no MPI launcher has started: how many there are, which one this is, and where they meet."""
+"""Processes that no MPI launcher has started: their count, this one's number, and their place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST_PORT: Final = 65535
 
 
 class Place(NamedTuple):
-    """Where processes meet: a host and a port, or without a host a name that is known on this host."""
+    """Where processes meet: a host and a port, or a name that is known on this host alone."""
 
     host: str
     port: int

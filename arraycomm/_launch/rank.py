@@ -35,7 +35,7 @@ _END_OF_LINE = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 
 class Output:
-    """One stream of the rank's: what comes through a pipe goes on to a descriptor of this process."""
+    """One stream of the rank: what comes through a pipe goes on to a descriptor of this process."""
 
     def __init__(self, target: int, prefix: bytes, log: int | None) -> None:
         self.source, self.entrance = os.pipe()

@@ -36,7 +36,7 @@ NBYTES: Final = _HEAD.size + ROOM
 
 
 class Contents(NamedTuple):
-    """What an envelope says of an array: its elements, or None and the number of the pieces that follow."""
+    """An array by its envelope: its elements, or None and the number of pieces that follow."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Contents(NamedTuple):
 
 @lru_cache(maxsize=256)
 def short_head(dtype: DType, shape: tuple[int, ...], place: int) -> Bytes | None:
-    """Return the head of an array whose elements are in the envelope; None if it needs a text, or has too many."""
+    """Return the envelope's head of an array; None if it needs a text, or has too many elements."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not has_room_for(dtype, shape) or nbytes > ROOM:
         return None
@@ -125,7 +125,7 @@ def note(status: Status, dtype: DType, shape: tuple[int, ...]) -> None:
 
 
 def short_result(envelope: Bytes, out: Array | None, status: Status) -> Array | None:
-    """Return the elements in an envelope as NumPy's array; None if they are not there, or not for `out`."""
+    """Return an envelope's elements for NumPy; None if they are not there, or do not fit `out`."""
     found = _read_short(envelope[: _HEAD.size].tobytes())
     if found is None:
         return None
@@ -153,7 +153,7 @@ def _read_short(head: bytes) -> tuple[tuple[int, ...], DType] | None:
 
 
 def read(envelope: Bytes, source: int, tags: int) -> Contents | str:
-    """Return what a rank has sent, or its traceback if it raised; numbers of pieces are below `tags`."""
+    """Return what a rank sent, or its traceback if it raised; piece numbers are below `tags`."""
     state, pieces, nbytes, code, ndim, length, _, *dims = _HEAD.unpack_from(envelope.data)
     body = envelope[_HEAD.size :]
     if not 0 <= length <= ROOM:

@@ -1,4 +1,4 @@
-"""The fast path of a `sendrecv` of small NumPy arrays, of a dtype, shape, ranks and tag seen before.
+"""The fast path of `sendrecv` of small NumPy arrays: dtype, shape, ranks and tag were seen before.
 
 It does what a call does otherwise, with its envelopes prepared: the same bytes come from a rank
 that sends a like array from the same place. If anything else comes, or nothing yet, it hands over.

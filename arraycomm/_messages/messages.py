@@ -73,7 +73,7 @@ class _Finished(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
-    """An array on its way: its envelope, with the elements if they are few, or the elements behind it.
+    """An array on its way: its envelope, with few elements inside it or many behind it.
 
     `room` is the memory of an envelope that can be used again. Bytes and copies are counted.
     """
@@ -217,7 +217,7 @@ class Messenger:
         return self._post("recv", self._receiving, *arguments, awaited=True, timeout=timeout)
 
     def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
-        """Raise what is wrong with an array of `sendrecv`, and tell the rank that would have got it."""
+        """Raise the error of an array of `sendrecv`, and tell the rank that would have got it."""
         doing = f"send to rank {dest} with tag {tag}"
 
         def refusing() -> Message:
@@ -339,7 +339,7 @@ class Messenger:
     # In the calling thread
 
     def _is_plain(self, peers: tuple[Any, ...], tag: Any, status: Any, timeout: Any) -> bool:
-        """Return whether a call with these ranks needs no request: nothing is under way or traced."""
+        """Return whether a call with these ranks needs no request: nothing is pending or traced."""
         group = self._group
         for peer in peers:
             if type(peer) is not int or not 0 <= peer < group.size or peer == group.rank:
@@ -552,7 +552,7 @@ class Messenger:
 
 
 def _beside(sent: list[Handle], receiving: Steps, wait: _Wait, dest: int) -> Steps:
-    """Wait for what is received, then for what is sent; raise what is wrong with the first after that."""
+    """Wait for what is received, then for what is sent; only then raise an error of the first."""
     result, undelivered = None, list[UndeliveredError]()
     try:
         result = yield from receiving
@@ -582,13 +582,13 @@ def _send_error(transport: Transport, error: Exception, dest: int, tag: int) -> 
 
 
 def _wanted_of(like: Any, out: Any) -> Wanted | None:
-    """Return `_wanted`; None for an array of NumPy, which can be checked when the message is here."""
+    """Return `_wanted`; None for NumPy arrays, which can be checked when the message is here."""
     plain = like is None and (out is None or type(out) is np.ndarray)
     return None if plain else _wanted(like, out)
 
 
 def _wanted(like: Any, out: Any) -> Wanted:
-    """Tell what the result is like, or what is wrong with that: the message is taken all the same."""
+    """Return what the result is like, and the error in that: the message is taken all the same."""
     try:
         return wanted_kind(None, like, out), None
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Agreement: all ranks find in one step whether they call the same thing, and raise together if not."""
+"""Agreement: one step shows whether all ranks call the same; if not, they raise together."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Agreement(Headers):
         return [words[0] for words in self.all_words()]
 
     def all_words(self) -> list[tuple[int, ...]]:
-        """Return each rank's free and further words, also if the details have taken the place of the headers."""
+        """Return each rank's words, also if details have taken the place of the headers."""
         if self.calls is not None:
             return [(call.word, *call.further_words) for call in self.calls]
         return [self.raw_words(rank) for rank in range(self.size)]
@@ -82,7 +82,7 @@ def agree(
     negotiable: bool = False,
     site: str | None = None,
 ) -> Generator[Handle, None, Agreement]:
-    """Wait until every rank has shown its signature, as this one has; return all ranks' `Agreement`.
+    """Wait until every rank has shown its signature, as this one has; return the `Agreement`.
 
     Raises `PeerError` if another rank is raising, `MismatchError` if signatures differ. If it is
     `negotiable`, trees that differ are returned with their details instead.

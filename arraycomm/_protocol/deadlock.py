@@ -64,7 +64,7 @@ class WaitStatus:
 
     @classmethod
     def decode(cls, text: str) -> WaitStatus | None:
-        """Return the status that a text encodes; only `doing` if it is cut off, None if it is empty."""
+        """Return the status that a text encodes: only `doing` if cut off, None if it is empty."""
         doing, _, facts = text.partition("\n")
         if not doing:
             return None
@@ -82,7 +82,7 @@ def _tuples(facts: Any) -> Any:
 
 
 def find_deadlock(rank: int, waits: Mapping[int, WaitStatus]) -> list[int]:
-    """Return the ranks on the ways from `rank` into a circle of confirmed edges, sorted; or none."""
+    """Return, sorted, the ranks on the ways from `rank` into a circle of confirmed edges."""
     edges = {
         r: {
             m

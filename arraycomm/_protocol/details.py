@@ -191,7 +191,7 @@ def exchange_details(
 
 
 def _read(rank: int, text: bytes, known: dict[str, type[Detail]]) -> Detail:
-    """Return the message of a text; its fields have the types of the class, as far as JSON has them."""
+    """Return the message of a text; its fields have the class's types, as far as JSON has them."""
     try:
         kind, values = json.loads(text.decode())
         read = known[kind].read(values)

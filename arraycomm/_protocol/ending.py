@@ -1,4 +1,4 @@
-"""The end of this process's groups: the ranks wait for one another, and see how each has come to its end."""
+"""The end of this process's groups: ranks wait for one another, and see how each has ended."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from arraycomm._transports.control import ControlChannel
 
 
 class NotFinishedError(Exception):
-    """The time of a wait is over. Not a `TimeoutError`, which a program's own function may raise in a task."""
+    """The time of a wait is over. Not a `TimeoutError`: a program's function may raise that too."""
 
 
 class Engine:
@@ -185,7 +185,7 @@ class Engine:
             self.wait_for(partial(self._pushed, task), lambda waited: None)
 
     def _absent(self, handle: Handle | None) -> bool:
-        """Return whether only absent ranks are waited for: by the handle, and by what is under way."""
+        """Return whether only absent ranks are awaited: by the handle and by what is under way."""
         waiting = [*([handle] if handle else []), *(task.waiting for task in self._active())]
         headers = bool(waiting) and all(isinstance(one, ControlChannel) for one in waiting)
         return headers and self._has_thread()

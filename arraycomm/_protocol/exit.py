@@ -1,4 +1,4 @@
-"""How this process leaves its groups: announced, in step with the others, and never with MPI pending."""
+"""How this process leaves its groups: announced, in step with others, never with MPI pending."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _gone_below(group: Group) -> list[int]:
 
 
 def _ignore_interrupts() -> None:
-    """Let no further Ctrl-C end the steps by which this process leaves: MPI's own end would crash."""
+    """Let no Ctrl-C end the steps by which this process leaves: MPI's own end would crash."""
     with suppress(ValueError):
         # Only the main thread may; it is the one that leaves.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -328,7 +328,7 @@ def _mpi_has_ended() -> bool:
 
 
 def _end_mpi() -> None:
-    """End MPI, as it is left to arraycomm or has something pending that nobody waits for any more."""
+    """End MPI if that is left to arraycomm, or if MPI has something pending that nobody awaits."""
     if not _mpi_is_active() or not (_process.ends_mpi or _process.pending):
         return
     over = threading.Event()
@@ -360,7 +360,7 @@ def _leave_without_mpi(least: int) -> None:
 
 
 def _do_the_rest() -> None:
-    """Do what Python does at its end, for a process that leaves before: atexit's calls, open files."""
+    """Do what Python does at its end, if a process leaves before: atexit's calls, open files."""
     atexit.unregister(_at_exit)
     with suppress(BaseException):
         # Those that were registered before this module's.
@@ -381,7 +381,7 @@ def _flush() -> None:
 
 
 def _watched() -> list[Group]:
-    """Return the groups whose ranks make up the families: the first of each, or all if that was freed."""
+    """Return the groups that hold each family's ranks: the first, or all if that was freed."""
     return [
         group
         for root in _process.roots
@@ -390,7 +390,7 @@ def _watched() -> list[Group]:
 
 
 def _all_ended_well() -> tuple[bool, bool]:
-    """Tell the other ranks how this one ends; tell whether all are well, and whether the program missed an error."""
+    """Tell how this rank ends; return whether all are well, and whether an error was missed."""
     completed = _completed()
     if not completed:
         _process.failure = _process.failure or "a request failed"
@@ -411,7 +411,7 @@ def _knows_of_failure() -> bool:
 
 
 def _completed() -> bool:
-    """Complete what is outstanding on this rank; tell whether there is no error that nobody has seen."""
+    """Complete what is outstanding on this rank; return whether no error has stayed unseen."""
     seen = True
     for group in _process.groups():
         with suppress(RuntimeWarning):

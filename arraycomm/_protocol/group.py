@@ -31,7 +31,7 @@ class Tracer(Protocol):
     def call(
         self, group: Any, begin: Callable[..., Steps], name: str, prepare: Any, site: str | None
     ) -> Steps:
-        """Return the steps of `begin(name, prepare, site)`, recorded; `site` is that of a request."""
+        """Return `begin(name, prepare, site)`'s steps, recorded; `site` is that of a request."""
 
     def message(
         self, group: Any, operation: str, message: Any, steps: Steps, site: str, *, awaited: bool

@@ -60,7 +60,7 @@ class Status(enum.IntEnum):
 
 
 class LeafSpec(NamedTuple):
-    """One leaf of a tree, as ranks compare it: its path, its dtype or type, the shape of an array."""
+    """One leaf of a tree, as ranks compare it: its path, its dtype or type, an array's shape."""
 
     path: str
     kind: str
@@ -183,12 +183,12 @@ class Headers:
         return row
 
     def payloads(self, nbytes: int) -> Bytes:
-        """Return the bytes that came with all headers, if every rank sent so many: one row a rank."""
+        """Return what came with all headers, one row a rank, if each rank sent `nbytes` bytes."""
         rows: Bytes = self.rows[:, PAYLOAD : PAYLOAD + nbytes]
         return rows
 
     def raw_words(self, rank: int) -> tuple[int, ...]:
-        """Return the free word of a rank's header, and the further ones of a tree's; see `with_words`."""
+        """Return the word of a rank's header, and a tree's further ones; see `with_words`."""
         first = rank * self.stride + _SHAPE
         return self._word(rank, _FREE), *self.words[first : first + MAX_DIMS]
 
@@ -270,7 +270,7 @@ def has_room_for(dtype: DType, shape: tuple[int, ...]) -> bool:
 
 
 def show(control: ControlChannel, prefix: bytes, payload: Bytes | None) -> None:
-    """Post a header and what travels with it; the step is over once every rank has shown its own."""
+    """Post a header and what travels with it; the step ends once every rank has shown its own."""
     slot = control.mine[(control.step + 1) & 1]
     slot[PREFIX] = prefix
     length = 0 if payload is None else len(payload)

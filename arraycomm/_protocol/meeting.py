@@ -1,4 +1,4 @@
-"""How ranks over MPI come together: MPI begins, and all meet, before a call in which they could only wait."""
+"""How ranks meet over MPI: it begins, and all come, before a call in which they could only wait."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DEFAULT: Final = 1800.0
 
 
 def seconds_of(timeout: Any) -> float:
-    """Return the seconds that an argument means, which is still to be checked; a default if it is wrong."""
+    """Return the seconds of an argument that is still to be checked; a default if it is wrong."""
     if timeout is None:
         return float("inf")
     valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
@@ -313,7 +313,7 @@ def _have(number: int) -> str:
 
 
 def finish(request: Any, what: str, timeout: float) -> None:
-    """Wait for a nonblocking call of MPI that every rank has begun, or is about to; raise if one does not."""
+    """Wait for a nonblocking MPI call that every rank begins about now; raise if one does not."""
 
     def watch(waited: float) -> None:
         if waited > timeout:

@@ -1,4 +1,4 @@
-"""A thread that ends this process if nothing else would: its launcher has died, or a call of MPI does not return.
+"""A thread that ends this process if nothing else would: the launcher died, or a call of MPI hangs.
 
 Some launchers end their ranks even if they are killed. Others do not, and then nobody could end the
 job. A rank that waits raises errors between its calls of MPI, but Open MPI may never return from
@@ -68,7 +68,7 @@ def _watch(launcher: Ancestor | None, ended: select.poll) -> None:
 
 
 def _stuck_in_mpi() -> list[str]:
-    """Return the stack of a thread in which a handle asks MPI whether it is done; empty if there is none."""
+    """Return the stack of a thread in which a handle polls MPI; empty if there is none."""
     for frame in sys._current_frames().values():
         if _polls(frame):
             return traceback.format_stack(frame)

@@ -32,7 +32,7 @@ class Program(Protocol):
 
 
 class ProgressThread:
-    """Calls `advance(polls)` in a thread that lives while there are `active` programs, and a moment longer."""
+    """Calls `advance(polls)` in a thread that outlives the last `active` program by a moment."""
 
     # Whether the system has refused this process a thread.
     refused: ClassVar[bool] = False
@@ -112,7 +112,7 @@ class ProgressThread:
                 time.sleep(self._nap())
 
     def _wait_without_gil(self) -> bool:
-        """Wait for late ranks, if the only program waits for them in shared memory; tell whether it does."""
+        """Wait for late ranks in shared memory if the only program does; return whether it does."""
         programs = self._active()
         if compiled is None or len(programs) != 1:
             return False
@@ -131,7 +131,7 @@ class ProgressThread:
         return True
 
     def _has_programs(self) -> bool:
-        """Return whether there are programs, after a moment in which one may come; if not, the thread ends."""
+        """Return whether there are programs, after a moment for new ones; else the thread ends."""
         with self._state:
             if self._active():
                 return True
@@ -149,7 +149,7 @@ class ProgressThread:
             return False
 
     def _nap(self) -> float:
-        """Return for how long to sleep: longer if all programs have long waited for absent ranks."""
+        """Return the seconds to sleep: more if all programs have long waited for absent ranks."""
         now, programs = clock.now(), self._active()
         if not all(isinstance(program.waiting, ControlChannel) for program in programs):
             return NAP

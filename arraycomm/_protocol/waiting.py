@@ -1,4 +1,4 @@
-"""How a rank waits: it polls, after a while it gives up its core between polls, and then it sleeps."""
+"""How a rank waits: it polls, then it gives up its core between polls, and then it sleeps."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> boo
 
 
 def beside_own_work(waiting: Handle, watch: Watch) -> Watch:
-    """Return a watch that does not count the time in which a handle waits for what is this rank's own.
+    """Return a watch that does not count a handle's waits for what is this rank's own.
 
     Such a handle says so by its `local`. Others are watched as they are.
     """

@@ -130,7 +130,7 @@ class Watchdog:
         return self._timeout is not None and self._timeout <= _SOON
 
     def _given_up(self, left: dict[int, ExitNotice], waited: float) -> list[int]:
-        """Return the ranks that have given up, if this one need not or cannot time out beside them."""
+        """Return the ranks that gave up, if this one need not or cannot time out beside them."""
         here, shared = self._control.step, self._control.shared
         # In a step of messages, others may need what they have not passed on.
         found = [r for r, n in left.items() if n.state == GAVE_UP and n.step < here + (not shared)]
@@ -193,12 +193,12 @@ class Watchdog:
     # Deaths
 
     def explain_failure(self, error: TransportError) -> None:
-        """Raise `PeerError` if the transport's error means that a rank has died, which it may learn late."""
+        """Raise `PeerError` if an error of the transport is a rank's death; wait to learn of it."""
         _raise_revoked(error)
         self.check_for_deaths(self._transport.death_delay)
 
     def check_for_deaths(self, patience: float = 0.0, besides: Container[int] = ()) -> None:
-        """Raise if the process of another rank has died, besides these, and this one was let live."""
+        """Raise if another rank's process, none of `besides`, died and this one was let live."""
         if not self._transport.outlives:
             return
         deadline = clock.now() + patience

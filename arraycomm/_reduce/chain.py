@@ -1,4 +1,4 @@
-"""Reductions over a chain of nodes: each node folds its ranks' elements onto the total of the nodes before.
+"""Reductions over a chain of nodes: each folds its ranks' elements onto the total of those before.
 
 The total of a chunk goes from the first node to the last one, and the result goes back, so that a
 node's link carries each element once in each direction, however many ranks the node has. The ranks
@@ -154,7 +154,7 @@ class ChainSegment(SharedSegment):
 
 
 class _Memory:
-    """Memory for chunks of one length: this rank's part of totals, all of the results, and its parts of these."""
+    """Memory for chunks of one length: the results, and this rank's parts of totals and results."""
 
     def __init__(self, segment: ChainSegment, length: int, dtype: DType) -> None:
         self.own = segment.own(length)
@@ -183,7 +183,7 @@ class _Call:
         self._ask_total(0)
 
     def fold(self, number: int) -> Steps:
-        """Fold this rank's part onto the total of the nodes before, and send the total or the result."""
+        """Fold this rank's part onto the total of earlier nodes; send the total or the result."""
         task, memory, total = self.tasks[number], self._memory[number], None
         going = 2 + (number & 1)
         yield from self._sent_from(-going)

@@ -1,4 +1,4 @@
-"""The chunks of large reductions: how long they are, their scratch memory, and how they follow one another."""
+"""The chunks of large reductions: length, scratch memory, and how they follow one another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step(link: Link, array: Flat, rows: int = 1) -> int:
 
 
 def overlapping_step(link: Link, array: Flat, nbytes: int) -> int:
-    """Return the elements of a chunk of a reduction whose movements overlap, of so many bytes in all."""
+    """Return the elements of a chunk of a reduction with overlapping movements, `nbytes` in all."""
     chunk = overlapping_chunk(nbytes, link.size)
     return max(chunk // int(array.itemsize), link.size)
 
@@ -72,7 +72,7 @@ class Cut(NamedTuple):
 
 
 def cuts_of(link: Link, source: Flat, nbytes: int | None = None) -> list[Cut]:
-    """Return the chunks in which an array goes in slices, alone or with others of so many bytes in all."""
+    """Return the chunks of an array cut in slices; `nbytes` are those of all arrays, if several."""
     if link.overlaps:
         longest = overlapping_step(link, source, source.nbytes if nbytes is None else nbytes)
     else:
@@ -82,7 +82,7 @@ def cuts_of(link: Link, source: Flat, nbytes: int | None = None) -> list[Cut]:
 
 @lru_cache(maxsize=256)
 def _cuts(count: int, step: int, size: int, rank: int, itemsize: int) -> list[Cut]:
-    """Cut so many elements into chunks of up to `step`, and these into slices; nobody changes what is returned."""
+    """Cut `count` elements into chunks of up to `step`, these into slices; nobody changes them."""
     found = []
     for chunk in cut(count, step):
         bounds = [bound * itemsize for bound in slices(len(chunk), size)]
@@ -107,7 +107,7 @@ def reserve(transport: Transport, nbytes: int) -> None:
 
 
 def overlapping_chunk(nbytes: int, size: int) -> int:
-    """Return the bytes of a chunk of a reduction whose movements overlap; all chunks are about as long.
+    """Return the bytes of a chunk if movements overlap; all chunks are about as long.
 
     Each chunk costs the latencies of two messages to every rank, and all folds but that of one
     chunk hide behind messages. The sum is least at the square root of size · nbytes · `_FOLDED`.
@@ -138,7 +138,7 @@ def one_by_one(
     fold: Callable[[int], None],
     after: Callable[[int], Handle] | None = None,
 ) -> Steps:
-    """Let a chunk `begin` to move to where it is folded, `fold` it, and move the result `after` that.
+    """For each chunk, `begin` its move to where it is folded, `fold` it, move the result `after`.
 
     If movements overlap, the next chunk is on its way while one is folded, and so is the result
     before.
@@ -158,6 +158,6 @@ def one_by_one(
 
 
 def halves(link: Link, chunks: int, length: int, dtype: DType) -> list[Flat]:
-    """Return scratch memory for so many chunks, of which two may be on their way: the even and the odd ones."""
+    """Return scratch memory for `chunks` chunks, for the even and the odd ones if two are sent."""
     count = 1 + (link.overlaps and chunks > 1)
     return rows_of(link.take(count * length, dtype), count) * (3 - count)

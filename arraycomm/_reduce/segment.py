@@ -1,4 +1,4 @@
-"""The shared segment: memory that the ranks of a node share, in which large arrays are reduced by chunks.
+"""The shared segment: memory of a node's ranks, in which large arrays are reduced by chunks.
 
 A chunk is small enough to stay in the caches from the copy in to the fold, so that only the ranks'
 own arrays go through main memory. Each rank folds a part of a chunk for all, and copies in what
@@ -101,7 +101,7 @@ _Way: TypeAlias = tuple[bool, list[float] | None]
 
 
 class _Timed(NamedTuple):
-    """A chunk of a call, whether it is copied past the caches, and a list for what is measured of it."""
+    """A chunk of a call; whether it is copied past the caches; and a list for its seconds."""
 
     task: ChunkTask
     streams: bool
@@ -255,7 +255,7 @@ class SharedSegment:
     def reduce_natively(
         self, go_on: Callable[[Place], tuple[int, int]], target: Bytes, count: int, first: int
     ) -> Steps:
-        """Reduce so many chunks as `reduce` does, by what has the native part go on; the first row is that of the first chunk."""
+        """Reduce `count` chunks in the native part by `go_on`; row `first` is the first chunk's."""
         control, nbytes = self.control, target.nbytes
         if not count:
             return
@@ -305,7 +305,7 @@ class MemoryOpened(Detail):
 
 
 def is_preferred(link: Link, nbytes: int) -> bool:
-    """Return whether so many bytes are better reduced through a segment, if all ranks have the native part.
+    """Return whether a segment suits `nbytes` bytes better, if all ranks have the native part.
 
     See `SharedSegment.native` and `is_quicker`.
     """
@@ -314,12 +314,12 @@ def is_preferred(link: Link, nbytes: int) -> bool:
 
 
 def is_quicker(nbytes: int, size: int) -> bool:
-    """Return whether a segment is quicker than the transport's movements, as was measured with up to 8 ranks."""
+    """Return whether a segment is quicker than the transport, as measured with up to 8 ranks."""
     return nbytes <= _CHUNK_BYTES or size <= _MEASURED_RANKS
 
 
 def streaming_segment_of(link: Link) -> Steps:
-    """Return the segment of a link if all ranks can copy past their caches, else None; collective."""
+    """Return a link's segment if all ranks can copy past their caches, else None; collective."""
     segment = yield from segment_of(link)
     return segment if segment is not None and segment.native else None
 

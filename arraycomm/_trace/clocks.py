@@ -59,7 +59,7 @@ def difference(first: Samples, own: Samples) -> Clock:
 
 
 def corrected(time: int, clocks: Sequence[Clock]) -> int:
-    """Return a time of a rank's clock as rank 0's; between two comparisons the difference is linear."""
+    """Return a time of a rank's clock as rank 0's; the difference is linear between comparisons."""
     if not clocks:
         return time
     first, last = clocks[0], clocks[-1]

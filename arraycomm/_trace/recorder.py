@@ -129,7 +129,7 @@ class Recorder:
         prepare: Prepare,
         site: str | None,
     ) -> Steps:
-        """Return the steps of `begin(name, prepare, site)`, recorded; `site` is that of a request."""
+        """Return `begin(name, prepare, site)`'s steps, recorded; `site` is that of a request."""
         call = _Call(CALL if site is None else REQUEST, name, site or call_site())
 
         def noted(given: HostPlacement | None) -> Operation:

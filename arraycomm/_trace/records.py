@@ -1,4 +1,4 @@
-"""What one rank has recorded: each call and message in a line, and the facts that explain the lines."""
+"""What one rank has recorded: each call and message in a line, and the facts that explain them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Record(NamedTuple):
     step : int
         The step of the control channel that was the call's first: the same on every rank.
     started, posted, agreed, ended : int
-        When the call was made, when this rank showed its header, when it saw that all ranks had shown
-        theirs, and when it had the result.
+        When the call was made, when this rank showed its header, when it saw that all ranks had
+        shown theirs, and when it had the result.
     nbytes : int
         Bytes of the array passed, or received by a message.
     algorithm, site, error : str
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """What has to be added to a rank's clock to get that of rank 0, found at `at` on the rank's own.
+    """What to add to a rank's clock to get rank 0's, found at `at` on the rank's own.
 
     It is right to within `uncertainty`. All are nanoseconds.
     """

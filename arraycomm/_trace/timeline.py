@@ -1,4 +1,4 @@
-"""The parts of all ranks as one timeline in the Trace Event Format, which Chrome and Perfetto draw."""
+"""All ranks' parts as one timeline in the Trace Event Format, which Chrome and Perfetto draw."""
 
 from __future__ import annotations
 

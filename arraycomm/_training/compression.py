@@ -29,8 +29,8 @@ class Compression:
 
     Notes
     -----
-    When an optimizer is made, the ranks compare the class and the attributes of their objects, and raise
-    `MismatchError` if these differ. So all settings belong in attributes, and do not change afterwards.
+    When an optimizer is made, the ranks compare the class and the attributes of their objects, and
+    raise `MismatchError` if these differ. So all settings belong in attributes, and stay the same.
 
     An exception in a method raises on all ranks: the exception itself on its rank, `PeerError` on
     the others. The gradients then stay this rank's own. Results that differ between ranks raise
@@ -121,7 +121,7 @@ class Compression:
     def reduce(
         self, gradients: Sequence[Any], states: Sequence[Any], op: str, comm: Communicator
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Reduce the gradients of a step over all ranks; by default, what `compress` returns of each.
+        """Reduce a step's gradients over all ranks; by default, what `compress` returns of each.
 
         Parameters
         ----------

@@ -86,7 +86,7 @@ class Compressor:
     # Error feedback: what is sent is computed inside the call that reduces
 
     def fed_back(self, leaves: Leaves) -> Leaves:
-        """Return what is sent for gradients, by their numbers: with error feedback, not quite themselves."""
+        """Return what is sent for gradients, by number: with error feedback, not quite the same."""
         return {number: self._fed_back(number, leaf) for number, leaf in leaves.items()}
 
     def _fed_back(self, number: int, leaf: Any) -> Any:

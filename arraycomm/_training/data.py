@@ -417,7 +417,7 @@ class DistributedDataContainer(Sequence[Any]):
         return runner_of(self._comm).call(operation, check, self._used)
 
     def _part_of(self, epoch: int, start: int) -> Part:
-        """Return this rank's part of an epoch; it takes memory, and so comes before the ranks agree."""
+        """Return this rank's part of an epoch; made before the ranks agree, as it takes memory."""
         part: Part | None = getattr(self, "_part", None)
         if part is not None and (epoch, start) == (part.epoch, part.share.start):
             return part

@@ -36,9 +36,9 @@ class ErrorFeedback(Compression):
 
     Notes
     -----
-    Messages, buckets and their overlap with the backward pass are those of `compression=dtype`. Each
-    rank keeps what its rounding has lost, the *residual*: an array of the parameter's shape and dtype, for each parameter
-    of float32 or float64. Other gradients are sent as they are.
+    Messages, buckets and their overlap with the backward pass are those of `compression=dtype`.
+    Each rank keeps what its rounding has lost, the *residual*: an array of the parameter's shape
+    and dtype, for each parameter of float32 or float64. Other gradients are sent as they are.
 
     The reduced gradients are rounded to 16 bits once more, as with `compression=dtype`. This is not
     fed back.
@@ -51,8 +51,8 @@ class ErrorFeedback(Compression):
 
     Examples
     --------
-    A gradient of 1 + 2⁻¹⁰ needs more bits than bfloat16 has. Four steps send 1, 1, 1 and 1 + 2⁻⁷, of which 3·2⁻¹⁰ are
-    still to be subtracted.
+    A gradient of 1 + 2⁻¹⁰ needs more bits than bfloat16 has. Four steps send 1, 1, 1 and 1 + 2⁻⁷,
+    of which 3·2⁻¹⁰ are still to be subtracted.
 
     >>> import numpy as np
     >>> import arraycomm as ac

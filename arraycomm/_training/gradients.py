@@ -426,7 +426,7 @@ def _taken(gradients: Gradients) -> Settings:
 
 
 def _number_in_join(gradients: Gradients) -> int:
-    """Return by which number ranks without data know an optimizer; raise if they cannot take its steps."""
+    """Return an optimizer's number for ranks without data; raise if they cannot take its steps."""
     gradients.compressor.check_outside_join()
     if gradients.accumulate > 1:
         raise ValueError(

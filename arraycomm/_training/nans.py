@@ -53,7 +53,7 @@ def raise_on_nan(tree: Any, *, infinite: bool = False, comm: Communicator | None
 
     Notes
     -----
-    One small exchange; every rank reads its own arrays once. Those on a device are copied to the host.
+    One small exchange; every rank reads its arrays once. Those on a device are copied to the host.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The reduction of gradients in numbered steps, at the same place of their programs on every rank."""
+"""Reductions of gradients in numbered steps, at the same place of the program on every rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLACE_BITS: Final = 11
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a rank reduces gradients: in which step, counted from 1, and at which place of its program.
+    """Where a rank reduces gradients: the step, counted from 1, and the place in its program.
 
     0 stands for a rank that does not count its steps, or is in no program; it is in step with any
     other. `marked` tells that skipped steps count as well.

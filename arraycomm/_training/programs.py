@@ -1,4 +1,4 @@
-"""Calls that compiled programs make: on a communicator of their own, each with its place in the program.
+"""Calls of compiled programs: on a communicator of their own, each with its place in the program.
 
 A program that was dispatched may still run while the next call is made, so its calls must not meet
 those that are made outside. Ranks compare the places, so that calls in another order raise on all
@@ -31,7 +31,7 @@ class _PlaceGuard(PrivateGuard):
         self.current = threading.local()
 
     def current_place(self) -> int:
-        """Return the place of this thread's call in its program, 1 or more; 0 outside of programs."""
+        """Return the place of this thread's call in its program, from 1; 0 outside of programs."""
         return getattr(self.current, "place", 0)
 
     def substitute(self, operation: Any) -> Any:
@@ -93,15 +93,15 @@ class ProgramCalls:
         self._messenger = Messenger(runner_of(self.comm), self._guard.current_place)
 
     def sendrecv(self, x: Any, dest: int, source: int, tag: int, out: Any, status: Status) -> Any:
-        """Send to one rank and receive from another, which are at the same place of their programs."""
+        """Send to one rank and receive from another, both at the same place of their programs."""
         return self._messenger.sendrecv(x, dest, source, tag, None, out, status, timeout=None)
 
     def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
-        """Raise what is wrong with an array of `sendrecv`, and tell the rank that would have got it."""
+        """Raise the error of an array of `sendrecv`, and tell the rank that would have got it."""
         self._messenger.refuse(error, dest, source, tag)
 
     def fail(self, name: str, error: Exception) -> None:
-        """Make the other ranks' next call raise, in step, because of an error that is raised here."""
+        """Make the other ranks' next call raise, in step, because of an error raised here."""
         runner_of(self.comm).fail(name, error)
 
     def allreduce(self, x: Any, op: Any, out: Any) -> Any:
@@ -163,7 +163,7 @@ class GradientCalls:
         missing: str = "zeros",
         look: Shows = nothing_shown,
     ) -> Any:
-        """Reduce the gradients of an update at this place of a program; 0 is outside of programs."""
+        """Reduce the gradients of an update at a place of a program; 0 is outside of programs."""
         runner, memory, where = runner_of(self.comm), trees_of(self.comm), numbering.take(place)
         options = {**self.options, "missing": missing}
         try:

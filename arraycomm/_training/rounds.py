@@ -1,4 +1,4 @@
-"""Rounds: one optimizer's gradients reduced bucket by bucket, at the same place of the program on every rank.
+"""Rounds: one optimizer's gradients, reduced bucket by bucket, at the same place on every rank.
 
 A round is part of a backward pass, or of a step. Every rank shows with each bucket where it is: in
 which step, which evaluation of a closure, and which round. A rank that is in a step, and had no

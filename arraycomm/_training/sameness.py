@@ -39,9 +39,9 @@ def raise_on_difference(tree: Any, *, comm: Communicator | None = None) -> Any:
     Parameters
     ----------
     tree : any object
-        Arrays, which are compared bit by bit; numbers, text and bytes; containers of these, also torch modules,
-        optimizers, schedules and scalers; random generators, by their states; functions and classes, by
-        their names. Of any other object the pickles are compared.
+        Arrays, which are compared bit by bit; numbers, text and bytes; containers of these, also
+        torch modules, optimizers, schedules and scalers; random generators, by their states;
+        functions and classes, by their names. Of any other object the pickles are compared.
     comm : Communicator, optional
         `world()` by default.
 
@@ -53,15 +53,16 @@ def raise_on_difference(tree: Any, *, comm: Communicator | None = None) -> Any:
     Raises
     ------
     MismatchError
-        On every rank: the path of the first difference, the values there, and how many there are. The
-        communicator can still be used.
+        On every rank: the path of the first difference, the values there, and how many there are.
+        The communicator can still be used.
     TypeError
         An object cannot be compared; the message names its path.
 
     Notes
     -----
-    One small exchange of a digest; every rank reads its own arrays once, at about the speed of memory. Those on
-    a device of torch are read there; others are copied to the host. `DistributedOptimizer` compares what its steps depend on by itself.
+    One small exchange of a digest; every rank reads its own arrays once, at about the speed of
+    memory. Those on a device of torch are read there; others are copied to the host.
+    `DistributedOptimizer` compares what its steps depend on by itself.
 
     Examples
     --------

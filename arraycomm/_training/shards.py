@@ -1,4 +1,4 @@
-"""Shards: an optimizer's parameters divided over the ranks, each of which updates its own, and then shows it.
+"""Shards: an optimizer's parameters divided over the ranks; each updates its own, then shows them.
 
 Whole parameters are divided, so that each is updated as if it were alone. Every rank works out the
 same division from dtypes and shapes; the header of each exchange says whether all did.

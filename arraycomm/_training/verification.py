@@ -127,7 +127,7 @@ def _setting_items(settings: Iterable[tuple[str, Any]]) -> list[Item]:
 
 
 def _arrays_of(inputs: Inputs, *, alike: bool) -> dict[str, Any]:
-    """Return what is compared of a step's arrays: several frameworks have only the order of parameters in common."""
+    """Return a step's arrays to compare: of several frameworks only the parameters, by order."""
     if alike:
         return {**dict(inputs.parameters()), **dict(inputs.state())}
     return {f"parameter {n}": array for n, (_, array) in enumerate(inputs.parameters())}
@@ -150,7 +150,7 @@ def _settings_differ(rows: Sequence[Sequence[int]]) -> bool:
 
 
 def _arrays_differ(rows: Sequence[Sequence[int]]) -> bool:
-    """Return whether arrays differ; frameworks round differently, so those of several are compared only once."""
+    """Return whether arrays differ; of several frameworks, which round differently, only once."""
     shown = {row[_ARRAYS] for row in rows if row[1:]} - {0}
     if len({word & ~_LOW for word in shown}) < 2:
         return False
@@ -159,7 +159,10 @@ def _arrays_differ(rows: Sequence[Sequence[int]]) -> bool:
 
 
 def _message(found: Difference, *, settings: bool) -> str:
-    begin = f"{_NAME}: the ranks would not take the same step: {found.name} is not the same on all ranks: {found.said}. "
+    begin = (
+        f"{_NAME}: the ranks would not take the same step: {found.name} is not the same on all "
+        f"ranks: {found.said}. "
+    )
     if settings or not found.is_array:
         return begin + (
             "Hyperparameters and schedules must be the same on every rank: compute what decides "
@@ -216,7 +219,7 @@ class Verification:
         self._trees.clear()
 
     def age_of(self, reduced: object) -> int:
-        """Return how many steps ago the arrays were compared; as many as are due, if they never were."""
+        """Return the steps since the arrays were compared; if they never were, `every`."""
         return self._trees.get(reduced, (self.every, 0))[0]
 
     def was_compared(self, reduced: object) -> bool:
@@ -279,7 +282,7 @@ def plain(value: Any) -> bool:
 
 
 def scalar(value: Any) -> Any:
-    """Return an array without dimensions in host memory as a number, and everything else as it is."""
+    """Return an array without dimensions in host memory as a number; all else as it is."""
     is_number = not str(getattr(value, "dtype", "")).startswith("key<")
     if getattr(value, "shape", None) == () and hasattr(value, "item") and is_number:
         on_host = not (

@@ -1,4 +1,4 @@
-"""Notes: what each rank tells the others beside its steps, and how it does so in memory that all of them share.
+"""Notes: what each rank tells the others beside its steps, and its form in shared memory.
 
 In shared memory a rank's notes begin with four words: how it left, the last step that it completed,
 the length of its exit text, and the number and length of its wait status. Then come the exit text
@@ -48,7 +48,7 @@ class ExitNotice(NamedTuple):
 
 
 class Notes:
-    """What the ranks of one group tell one another beside their steps; by itself this class tells nothing."""
+    """What a group's ranks tell one another beside their steps; this class itself tells nothing."""
 
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         """Tell the other ranks that this one joins no call after that of step `completed`.

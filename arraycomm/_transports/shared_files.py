@@ -26,7 +26,7 @@ def need_names() -> None:
 
 
 def make_file(nbytes: int) -> str:
-    """Create a file of `nbytes` zeros; return the path at which it can be opened, or an empty one."""
+    """Create a file of `nbytes` zeros; return a path at which it can be opened, or an empty one."""
     return _make_named(nbytes) if _names_needed else _make_unnamed(nbytes) or _make_named(nbytes)
 
 

@@ -105,7 +105,7 @@ def slots_of(specs: tuple[Spec, ...], buckets: Iterable[Bucket]) -> tuple[LeafSl
 
 
 class Message(NamedTuple):
-    """The bytes `start` to `stop` of buckets that lie one after another; all those of one leaf, or of several."""
+    """The bytes `start` to `stop` of consecutive buckets: all those of one leaf, or of several."""
 
     dtype: DType
     start: int
@@ -114,7 +114,7 @@ class Message(NamedTuple):
 
 
 def messages(buckets: Iterable[Bucket], least: int) -> Iterator[Message]:
-    """Cut buckets that lie one after another into messages: leaves of so many bytes have one of their own."""
+    """Cut consecutive buckets into messages: leaves of `least` bytes or more have their own."""
     base = 0
     for bucket in buckets:
         start = base

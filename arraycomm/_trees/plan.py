@@ -55,12 +55,12 @@ class Plan(ProcessBound):
 
     Notes
     -----
-    Collective. A call compares one digest, and a tree of up to 1 MiB (less with more than 3 ranks; between nodes 1 MiB
-    between two ranks, and 1 MiB / p between p) is sent with it. On one node, the bytes of a larger tree that other ranks fold
-    are copied to memory that the ranks share, and the results from there. Between two ranks on different nodes,
-    every leaf is copied once, chunk by chunk. Between more, large
-    leaves (1 MiB or more, and 512 KiB for each rank) are reduced as `allreduce` reduces them, if they are
-    contiguous. Others are copied once, into messages of several leaves.
+    Collective. A call compares one digest, and a tree of up to 1 MiB (less with more than 3 ranks;
+    between nodes 1 MiB between two ranks, and 1 MiB / p between p) is sent with it. On one node,
+    the bytes of a larger tree that other ranks fold are copied to shared memory, and the results
+    from there. Between two ranks on different nodes, every leaf is copied once, chunk by chunk.
+    Between more, large leaves (1 MiB or more, and 512 KiB for each rank) are reduced as `allreduce`
+    reduces them, if they are contiguous. Others are copied once, into messages of several leaves.
 
     A plan keeps memory for results, and uses it again once nothing refers to the results in it. If
     no results but those of the last step are in use, a call allocates no memory. Plans of the same
@@ -105,7 +105,7 @@ class Plan(ProcessBound):
         return self._beside
 
     def hold(self, leaves: list[Any]) -> Held | None:
-        """Hold all leaves at once, if they are NumPy's, contiguous, and those of the plan; else None."""
+        """Hold all leaves at once, if they are the plan's, NumPy's and contiguous; else None."""
         distinct = self._plain and len(set(map(id, leaves))) == len(leaves)
         return self.fusion.hold(leaves) if distinct else None
 

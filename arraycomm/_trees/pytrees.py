@@ -61,7 +61,7 @@ class _Node(NamedTuple):
 
 
 class _Outline(NamedTuple):
-    """What a structure of optree's says of the ranks' trees; `plain` if optree sorts all its keys."""
+    """What optree's structure says of the ranks' trees; `plain` if optree sorts all its keys."""
 
     paths: tuple[str, ...]
     structure: str
@@ -305,7 +305,7 @@ def is_variable(leaf: Any) -> bool:
 
 
 def state_of(leaf: Any) -> State | None:
-    """Return the state of a module or an optimizer, which is changed in place; None for anything else."""
+    """Return the state of a module or an optimizer, to be changed in place; None for others."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(leaf, (nnx.Module, nnx.Optimizer)):
         return None

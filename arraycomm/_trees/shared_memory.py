@@ -77,7 +77,7 @@ class ChunkLayout:
         return ChunkTask(lambda _: self.fill(arrays, flats), self.dtype, self.rows, targets)
 
     def tables(self, over: frozenset[int]) -> tuple[DType, int, list[Array]]:
-        """Return the chunk's dtype and bytes, and its parts that others fold, that this rank folds, and for results."""
+        """Return the chunk's dtype and bytes, and its parts: others' folds, own folds, results."""
         nbytes = self.span.stop - self.span.start
         return self.dtype, nbytes, [self._others, self._own, table_of(self._results(over))]
 

@@ -1,4 +1,4 @@
-"""Objects of torch whose state goes from rank to rank whole: optimizers, schedulers, scalers, extra state."""
+"""Torch objects whose state is sent whole: optimizers, schedulers, scalers, extra state."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Synchronize(Operation):
         return f"one at {same}" if same else None
 
     def _described(self) -> tuple[LeafSpec, ...]:
-        """Return what the ranks compare: the leaves, what their states need, and what is no leaf."""
+        """Return what the ranks compare: leaves, what their states need, and what is no leaf."""
         count = len(self._flat.leaves)
         leaves = (part.leaf for part in self._parts[:count])
         beside = (spec for part in self._parts for spec in part.beside)

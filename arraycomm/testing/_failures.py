@@ -68,7 +68,7 @@ def state_of(rank: int, error: BaseException | None) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Return the first line of an error's text, without the traceback of another rank that begins there."""
+    """Return the first line of an error's text, up to the traceback of another rank in it."""
     return re.split(": Traceback|; its traceback", (text.splitlines() or [""])[0])[0]
 
 

@@ -96,7 +96,7 @@ class PlainLockstep(Lockstep):
 
 
 def _refuse_messages(plain: Any, timeout: float) -> None:
-    """Raise if the test has not received a message, or waits for one: the next example would get it.
+    """Raise if the test has left a message or a receive: the next example would get it.
 
     Each rank sends a last message to each. Messages do not overtake one another, so what comes
     before it is one of the test.

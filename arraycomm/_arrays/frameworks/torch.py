@@ -65,7 +65,7 @@ def _plain_memory(x: Any) -> Array | None:
 
 
 class _Memory:
-    """The memory of a tensor, as NumPy takes it. `Tensor.numpy()` would forbid the tensor to be resized from then on."""
+    """A tensor's memory, as NumPy takes it: `Tensor.numpy()` would forbid resizing from then on."""
 
     __slots__ = ("__array_interface__", "tensor")
     __array_interface__: dict[str, Any]
@@ -91,14 +91,14 @@ def torch_carriers() -> dict[Any, tuple[Any, DType]]:
 
 @cache
 def _kind_of(dtype: Any) -> tuple[str, DType | None]:
-    """Return what NumPy reads for a torch dtype, and as which dtype of ml_dtypes; raise for one that it cannot."""
+    """Return what NumPy reads for a torch dtype, and its ml_dtypes dtype; raise if NumPy cannot."""
     torch = sys.modules["torch"]
     integers, carried = torch_carriers().get(dtype, (dtype, None))
     return torch.empty(0, dtype=integers, device="cpu").numpy().dtype.str, carried
 
 
 def _memory_of(x: Any, name: str) -> Array:
-    """Return the memory of a tensor, which must not be resized while the array is used; raise if it may be another."""
+    """Return a tensor's memory, not to be resized while in use; raise if it may be another one."""
     torch = sys.modules["torch"]
     if not x.is_cpu or x.layout is not torch.strided or x.is_conj() or x.is_neg():
         raise TypeError("not plain memory")

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Compare runs of the benchmark; return 1 if something takes too long, or nothing can be compared."""
+    """Compare runs of the benchmark; return 1 if a call is too slow, or nothing comparable."""
     comparisons = compared(*arguments.compare)
     print(as_table(comparisons))
     if all(comparison.ratio is None for comparison in comparisons):

@@ -43,7 +43,7 @@ def measure_all(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reported(lines: Iterable[Line], total: int, reports: bool) -> Iterator[Line]:
-    """Say of each line that it is measured, at once, also into a pipe: the tables come at the end."""
+    """Report each line as soon as it is measured, also into a pipe: tables come at the end."""
     begun = time.monotonic()
     for number, line in enumerate(lines, 1):
         if reports:

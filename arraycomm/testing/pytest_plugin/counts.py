@@ -10,7 +10,7 @@ import pytest
 
 
 def parametrize(metafunc: pytest.Metafunc, most: int = sys.maxsize) -> None:
-    """Make a test for each number of ranks of the marker, if it gives any; skip more than there are."""
+    """Make a test for each number of ranks of the marker, if any; skip those above `most`."""
     counts = counts_of(metafunc.definition)
     if counts:
         values = [_value(count, most) for count in counts]
@@ -24,7 +24,7 @@ def _value(count: int, most: int) -> Any:
 
 
 def counts_of(node: pytest.Item) -> Sequence[int]:
-    """Return the numbers of ranks of the closest marker; none without a marker, or if it gives none."""
+    """Return the numbers of ranks of the closest marker; none if it, or the marker, is missing."""
     marker = node.get_closest_marker("ranks")
     if marker is None:
         return ()

@@ -149,7 +149,7 @@ class InStep:
     # Collection
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test for each number of ranks of the marker; skip those that the job does not have."""
+        """Make a test for each number of ranks of the marker; skip those the job does not have."""
         counts.parametrize(metafunc, self.size)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -205,7 +205,7 @@ class InStep:
                 pytest.exit(f"rank {rank} could not collect the tests: {reply.end}", 2)
 
     def _report_errors(self, replies: list[Collected]) -> bool:
-        """Report what other ranks could not collect; tell whether there is anything of that kind."""
+        """Report what other ranks could not collect; return whether there is anything."""
         for rank, reply in enumerate(replies):
             for nodeid, data in reply.errors.items():
                 if nodeid not in self._errors:
@@ -448,7 +448,7 @@ class InStep:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Leave when rank 0 has written everything: some launchers end it once another rank has left."""
+        """Leave once rank 0 has written all: some launchers end it when another rank has left."""
         if self._stuck:
             self._abort()
         if not self._job.over:

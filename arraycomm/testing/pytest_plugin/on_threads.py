@@ -1,4 +1,4 @@
-"""Tests that take `comm`, on threads of this process: each rank runs the test in a thread of its own.
+"""Tests that take `comm`, on threads of this process: each rank runs the test in its own thread.
 
 pytest makes fixtures once, in its own thread. A fixture that takes `comm` has to be made by each
 rank, and so has one that takes such a fixture. Their place in pytest's own thread is taken by a

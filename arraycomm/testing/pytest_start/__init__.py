@@ -106,7 +106,7 @@ def takes_comm(item: Any) -> bool:
 
 
 def fixtures_of(item: Any) -> dict[str, Any]:
-    """Return the definitions of a test's fixtures by name, the innermost last; none for other items."""
+    """Return a test's fixture definitions by name, the innermost last; none for other items."""
     info = getattr(item, "_fixtureinfo", None)
     return {} if info is None else dict(info.name2fixturedefs)
 
