@@ -69,7 +69,7 @@ def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") 
 
 
 class NoFastPath:
-    """Stands for large arrays that cannot be read where they are, so that they are not copied each time to see that."""
+    """Marks large arrays that cannot be read in place, so that none is copied just to see that."""
 
     def __call__(self, x: Any, out: Any) -> None:
         """Have the call made in full."""
@@ -121,7 +121,7 @@ class FastAllreduce:
         self._engine.wait_for(self._control.done, handle=self._control)
 
     def give_up(self, error: BaseException) -> None:
-        """End the group: the other ranks may have gone on from here, and no later call would fit theirs."""
+        """End the group: other ranks may have gone on, and no later call would fit theirs."""
         self._group.close(error)
         if isinstance(error, TransportError):
             self._watchdog.explain_failure(error)
@@ -243,7 +243,7 @@ class LargeAllreduce(FastAllreduce):
         return to_framework(target, source) if into is None else commit_out(into)
 
     def _is_plain(self, x: Array, out: Array) -> bool:
-        """Return whether arrays need not be looked at more closely: x has the dtype and the shape of this path."""
+        """Return whether arrays need no closer look: x has the dtype and the shape of this path."""
         return (
             out.dtype == self._dtype
             and out.shape == self._shape

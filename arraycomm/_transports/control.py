@@ -118,7 +118,7 @@ class ControlChannel(_Counts):  # type: ignore[misc]
 
 
 class SharedControl(ControlChannel):
-    """A control channel in memory that all ranks share. Each reads all slots: of many ranks, they are smaller."""
+    """A control channel in shared memory. Each rank reads all slots, so many ranks' are smaller."""
 
     shared = True
 
