@@ -116,7 +116,7 @@ class FastAllreduce:
 
     def await_others(self) -> None:
         """Wait until every rank has posted this step, where the native part has stopped."""
-        self._control.resume()
+        self._control.go_on()
         self._watchdog.current = _CURRENT
         self._engine.wait_for(self._control.done, handle=self._control)
 

@@ -102,8 +102,8 @@ class ControlChannel(_Counts):  # type: ignore[misc]
         """
         raise NotImplementedError
 
-    def resume(self) -> None:
-        """Go on with a step that `native` has begun."""
+    def go_on(self) -> None:
+        """Wait for the rest of a step that `native` has begun, by `done`."""
 
     def done(self) -> bool:
         """Return whether every rank has posted the current step; never waits."""

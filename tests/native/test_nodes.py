@@ -231,7 +231,7 @@ class _Rank:
     def await_others(self) -> None:
         assert self.turn.locked()
         self.in_python += 1
-        self.control.resume()
+        self.control.go_on()
         deadline = time.monotonic() + _LIMIT
         while not self.control.done():
             assert time.monotonic() < deadline, "the step does not end"

@@ -64,7 +64,7 @@ class MpiControl(ControlChannel):
         if len(members) > 1 and type(self) is MpiControl:
             self.slots = memory[: 2 * size * slot]
             self.native = native_steps(self._exchange, memory, rank, members, slot)
-        self._pending = self._started = self._received = False
+        self._pending = self._started = self._received = self._natively = False
         KEPT_ALIVE.add(self)
         self.notes: MpiNotes = MpiNotes(comm, lambda: self.step)
 
@@ -75,21 +75,14 @@ class MpiControl(ControlChannel):
         if self._stamps:
             fence()
         self.my_words[parity][0] = step
-        self._pending, self._started, self._received = True, False, False
+        self._pending = True
+        self._started = self._received = self._natively = False
         if not self._stamps:
             self._start()
 
-    def resume(self) -> None:
-        reached, begun, differs, error = self.native.state()
-        if error:
-            raise translated(MPI.Exception(error))
-        self._pending, self._started, self._received = True, reached >= 0, False
-        parity = self.step & 1
-        if self._exchange is not None and self._started:
-            self._exchange.resume(parity, reached, begun, differs=differs)
-        elif self._exchange is not None:
-            # The next step like this one goes by them.
-            self._exchange.prepare(self._lengths[parity][self.rank], parity)
+    def go_on(self) -> None:
+        self._pending, self._natively = True, self._leads
+        self._started = self._received = False
 
     def done(self) -> bool:
         if self._pending:
@@ -107,6 +100,11 @@ class MpiControl(ControlChannel):
 
     def _lead(self) -> bool:
         """Take the step further; tell whether it is complete, and nothing of it is to be sent any more."""
+        if self._natively:
+            over = self.native.advance()
+            if over is not None:
+                return bool(over)
+            self._take_over()
         if not self._started:
             if self._missing_here():
                 return False
@@ -126,6 +124,21 @@ class MpiControl(ControlChannel):
             return exchange is None or exchange.sent()
         except MPI.Exception as error:
             raise translated(error) from error
+
+    def _take_over(self) -> None:
+        """Make the rest of a step that the native part leaves to Python."""
+        self._natively = False
+        reached, error = self.native.state()
+        if error:
+            raise translated(MPI.Exception(error))
+        exchange, parity = self._exchange, self.step & 1
+        assert exchange is not None
+        if reached < 0:
+            # The next step like this one goes by these messages.
+            exchange.prepare(self._lengths[parity][self.rank], parity)
+        else:
+            self._started = True
+            exchange.take_over(parity, reached)
 
     def _start(self) -> None:
         self._started = True

@@ -34,7 +34,6 @@ from arraycomm._native import compiled
 from arraycomm._transports.control import PAYLOAD
 from arraycomm._transports.mpi.pieces import (
     AHEAD,
-    PersistentLane,
     Pieces,
     Prepared,
     addresses_of,
@@ -108,12 +107,10 @@ class NodeExchange(abc.ABC):
         return MPI.Request.Testall([send for send in self._sending if send])
 
     @abc.abstractmethod
-    def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
-        """Go on with a step that the native part has begun, in the round that it reached.
+    def take_over(self, parity: int, reached: int) -> None:
+        """Go on with a step of the native part, in the round that it reached, in which others show something else.
 
-        It has begun to receive so many pieces of that round. The first one has come if it `differs`
-        from what this node shows, or if more have been begun. It has begun to send `AHEAD` pieces,
-        and one more for each that has come.
+        The first piece of that has come, and `AHEAD` pieces and one more have been begun to be sent.
         """
 
     def _place(self, nbytes: int, parity: int) -> int:
@@ -192,15 +189,11 @@ class Pair(NodeExchange):
             self._first_came()
         return self._rest_came()
 
-    def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
+    def take_over(self, parity: int, reached: int) -> None:
         (lane,) = self.prepare(self._lengths[parity][self._comm.rank], parity)
-        self._parity, self._first, self._rest, self._sending = parity, None, [], []
-        if begun > 1:
-            self._rest = [PersistentLane(lane, begun).done]
-            return
-        self._begin(lane, AHEAD + differs)
-        if differs:
-            self._first_came()
+        self._parity, self._rest, self._sending = parity, [], []
+        self._begin(lane, AHEAD + 1)
+        self._first_came()
 
     def _slots(self, parity: int) -> tuple[Bytes, Bytes]:
         """Return this rank's slot, and the other one's."""
@@ -297,7 +290,7 @@ class Rounds(NodeExchange):
             self._end_round()
         return True
 
-    def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
+    def take_over(self, parity: int, reached: int) -> None:
         self._parity, self._round, self.alike = parity, reached, True
         self._use_box(0)
         nbytes = self._lengths[parity][self._members[0]]
@@ -306,17 +299,9 @@ class Rounds(NodeExchange):
         self._end = self._end_of(self._known)
         lanes = self.prepare(nbytes, parity)
         self._sending = [sent for lane in lanes[:reached] for _, sent in lane]
-        self._first, self._rest = None, []
-        if reached == len(self._plan):
-            return
-        lane = lanes[reached]
-        if begun > 1:
-            self._coming = PAYLOAD + self._plan[reached][3] * self._boxed
-            self._rest = [PersistentLane(lane, begun).done]
-            return
-        self._begin(lane, AHEAD + differs)
-        if differs:
-            self._first_came(None)
+        self._rest = []
+        self._begin(lanes[reached], AHEAD + 1)
+        self._first_came(None)
 
     def _use_box(self, number: int) -> None:
         self._box = self._boxes[number]

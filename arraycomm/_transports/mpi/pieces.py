@@ -158,24 +158,6 @@ class MessageLane(Lane):
         return received, sent
 
 
-class PersistentLane(Lane):
-    """Pieces whose requests are made once, and of which so many have been begun."""
-
-    def __init__(self, pieces: Prepared, begun: int = 0) -> None:
-        super().__init__(len(pieces))
-        self._pieces, self._begun = pieces, begun
-        # One that is over is so at every look, until it is begun again.
-        self._receives.extend(received for received, _ in pieces[:begun])
-        self._sends.extend(sent for _, sent in pieces[:begun])
-
-    def start(self, number: int) -> Requests:
-        requests = self._pieces[number]
-        for request in requests:
-            if request:
-                request.Start()
-        return requests
-
-
 def prepared(received: Sequence[MPI.Prequest], sent: Sequence[MPI.Prequest]) -> Prepared:
     """Return pieces of a lane, of which one way may have more."""
     return [*zip_longest(received, sent, fillvalue=MPI.Prequest())]
