@@ -1,4 +1,4 @@
-"""Sharded optax transformations: each rank keeps the state of its own leaves, and updates these.
+"""Sharded optax transformations: each rank has its own leaves' state, and computes their updates.
 
 The transformation is traced on the whole tree. From the trace follows which part of the state
 belongs to which leaf, and whether any update depends on the gradient of another leaf. Each rank

@@ -1,4 +1,4 @@
-"""Processes that no MPI launcher has started: their count, this one's number, and their place."""
+"""Processes that no MPI launcher has started: their count, this one's number, where they meet."""
 
 from __future__ import annotations
 

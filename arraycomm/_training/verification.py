@@ -150,7 +150,7 @@ def _settings_differ(rows: Sequence[Sequence[int]]) -> bool:
 
 
 def _arrays_differ(rows: Sequence[Sequence[int]]) -> bool:
-    """Return whether arrays differ; of several frameworks, which round differently, only once."""
+    """Return whether arrays differ; frameworks round differently, so several are compared once."""
     shown = {row[_ARRAYS] for row in rows if row[1:]} - {0}
     if len({word & ~_LOW for word in shown}) < 2:
         return False

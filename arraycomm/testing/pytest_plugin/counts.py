@@ -24,7 +24,7 @@ def _value(count: int, most: int) -> Any:
 
 
 def counts_of(node: pytest.Item) -> Sequence[int]:
-    """Return the numbers of ranks of the closest marker; none if it, or the marker, is missing."""
+    """Return the numbers of ranks of the closest marker; none if there is no marker or number."""
     marker = node.get_closest_marker("ranks")
     if marker is None:
         return ()
