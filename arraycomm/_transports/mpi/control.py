@@ -99,7 +99,7 @@ class MpiControl(ControlChannel):
         return True
 
     def _lead(self) -> bool:
-        """Take the step further; tell whether it is complete, and nothing of it is to be sent any more."""
+        """Take the step further, and return whether it is complete and all of it is sent."""
         if self._natively:
             over = self.native.advance()
             if over is not None:

@@ -1,4 +1,4 @@
-"""Movements between nodes as messages of their own, all ranks to each other; several may be under way.
+"""Movements between nodes, all ranks to each other, as messages; several may be under way.
 
 A block that all ranks get goes once to each other node, whose ranks take turns in receiving for the
 rest: the one that gets it passes it on there. Long messages go in pieces; see `pieces.py`.
@@ -100,7 +100,7 @@ class DirectMessages:
     def _exchange(
         self, requests: Requests, lanes: list[Lane], peer: int, into: Bytes, block: Bytes
     ) -> None:
-        """Begin the messages with another rank, whole or in pieces, after those of the movements before."""
+        """Begin the messages with a rank, whole or in pieces, after those of earlier movements."""
         near, before = peer in self._neighbours, self._lanes.get(peer)
         count = 1 if near else self._pieces.count_both(len(into), len(block))
         if before is not None and before.begun:

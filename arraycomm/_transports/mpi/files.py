@@ -1,4 +1,4 @@
-"""The files that MPI keeps in shared memory while it runs: whether there is room, and their removal."""
+"""The files that MPI keeps in shared memory while it runs: room for them, and their removal."""
 
 from __future__ import annotations
 

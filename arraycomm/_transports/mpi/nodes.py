@@ -1,4 +1,4 @@
-"""What the nodes of a group tell one another in a step of the control channel: all slots, as far as they are used.
+"""What nodes tell one another in a step of the control channel: all slots, as far as used.
 
 One rank of each node sends and receives. Two ranks alone on their nodes send one another their
 slots as they lie in memory, with the number of payload bytes in place of the stamp. Otherwise the
@@ -108,9 +108,9 @@ class NodeExchange(abc.ABC):
 
     @abc.abstractmethod
     def take_over(self, parity: int, reached: int) -> None:
-        """Go on with a step of the native part, in the round that it reached, in which others show something else.
+        """Go on with a step of the native part in the round in which others show something else.
 
-        The first piece of that has come, and `AHEAD` pieces and one more have been begun to be sent.
+        The first piece of that round has come, and the sends of `AHEAD + 1` pieces have begun.
         """
 
     def _place(self, nbytes: int, parity: int) -> int:
@@ -122,7 +122,7 @@ class NodeExchange(abc.ABC):
         """Return new messages, a lane for each round."""
 
     def prepare(self, nbytes: int, parity: int) -> list[Prepared]:
-        """Return the messages for a payload of so many bytes; no step is under way if they are new."""
+        """Return the messages for a payload of `nbytes`; no step is under way if they are new."""
         key = nbytes, self._place(nbytes, parity)
         lanes = self._kept.get(key)
         if lanes is None:
@@ -350,7 +350,7 @@ class Rounds(NodeExchange):
         self._sending += [self._comm.Isend([piece, MPI.BYTE], to, _TAG) for piece in pieces]
 
     def _first_came(self, length: int | None) -> None:
-        """Go on with a message of which so many bytes have come; None if that is still to be found."""
+        """Go on with a message whose first piece has come; its `length` may be unknown."""
         _, origin, _, received = self._plan[self._round]
         self._first = None
         words, first = self._words, self._end // _WORD
@@ -476,7 +476,7 @@ class Rounds(NodeExchange):
         return count * stride if stride else self._skip(0, count)
 
     def _length(self, count: int) -> int:
-        """Return the length of the message with the records of so many ranks that has come, or whose first piece has."""
+        """Return the length of the message that comes, with the records of `count` ranks."""
         nbytes = self._words[self._end // _WORD]
         if nbytes < 0:
             return PAYLOAD + count * _whole(~nbytes)
@@ -553,7 +553,7 @@ def native_steps(
 
 
 def _selection(ranks: Sequence[int]) -> slice | np.ndarray[Any, Any]:
-    """Return what selects the rows of these ranks: if they are consecutive a slice, which takes less time."""
+    """Return what selects the rows of these ranks: a slice, which is faster, if it can be one."""
     first, count = ranks[0], len(ranks)
     consecutive = list(ranks) == list(range(first, first + count))
     return slice(first, first + count) if consecutive else np.array(ranks, np.intp)

@@ -1,4 +1,4 @@
-"""Broadcasts between nodes: each rank passes on the parts that come to it, by the routes of `routes.py`.
+"""Broadcasts between nodes: each rank passes on what it gets, by the routes of `routes.py`.
 
 Between nodes a part goes in pieces; see `pieces.py`.
 """

@@ -1,4 +1,4 @@
-"""The routes of broadcasts between nodes: each node gets one copy, in parts that go on while the next ones come.
+"""The routes of broadcasts between nodes: each node gets one copy, in parts passed on early.
 
 One rank of each node gets a part from another node, and sends it to further nodes and to ranks of
 its own. The nodes, and the ranks of each, are a chain if there are enough parts to fill it, and

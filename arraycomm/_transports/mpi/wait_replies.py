@@ -1,4 +1,4 @@
-"""What a rank learns of the waits of others between nodes, in O(log p) messages for each of p ranks.
+"""What a rank learns of others' waits between nodes, in O(log p) messages for each of p ranks.
 
 A rank asks a few others itself. If it is to know of many, it asks some *collectors*, which are the
 same for all ranks. A collector asks those of whom it does not know, once for all who ask it, and a
@@ -91,7 +91,7 @@ class WaitReplies:
             self._collect(step)
 
     def go_on(self) -> None:
-        """Tell what has been collected, if it is time, and ask those that collectors did not tell of."""
+        """Send what has been collected, if it is time, and ask the ranks that are missing in it."""
         if self._askers and monotonic() > self._collected[1] + _REPLIES:
             askers, self._askers = self._askers, set()
             for step, text in self._told():
@@ -109,7 +109,7 @@ class WaitReplies:
             self._send(rank, kind, step, self.status)
 
     def _collect(self, step: int) -> None:
-        """Ask the ranks that are not known to have posted a step, unless that has just been done."""
+        """Ask the ranks that are not known to have posted a step, unless just asked."""
         last, when = self._collected
         if step > last or monotonic() > when + _AGAIN:
             self._collected = (step, monotonic())
@@ -117,7 +117,7 @@ class WaitReplies:
             self._say(ASKING, [rank for rank in others if self.step(rank) < step])
 
     def _told(self) -> Iterator[tuple[int, str]]:
-        """Yield steps, and the ranks that have posted them, with what they wait in if they are late."""
+        """Yield steps and the ranks that have posted them, with what late ones wait in."""
         places: dict[tuple[int, str], list[int]] = {}
         known = {**self._known, self._rank: (self._posted(), self.status)}
         for rank, (step, status) in sorted(known.items()):
@@ -141,7 +141,7 @@ class WaitReplies:
 
 
 def _shortened(status: str) -> str:
-    """Return what a rank waits in, and whether in vain: a status without the rest is understood as well."""
+    """Return what a rank waits in, and whether in vain; the rest of a status may be missing."""
     doing, _, facts = status.partition("\n")
     return f"{doing[:_STATUS]}\n{facts.partition(',')[0]}]" if doing else ""
 
