@@ -15,9 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView, allocate
-from arraycomm._arrays.frameworks import BY_NAME
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
-from arraycomm._arrays.views import NOTHING, view
+from arraycomm._arrays.views import view
 from arraycomm._calls.placement import Destination
 from arraycomm._calls.runner import Runner
 from arraycomm._calls.statistics import Count
@@ -140,11 +139,7 @@ class SmallAllreduce(FastAllreduce):
 
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         super().__init__(runner, op, source, note, inline=True)
-        self._type = type(source.source)
-        self._numpy = self._type is np.ndarray
-        framework = BY_NAME[source.framework]
-        self._plain_memory, self._note_write = framework.plain_memory, framework.note_write
-        self._like = BufferView(NOTHING, source.framework, None, True)
+        self._numpy = type(source.source) is np.ndarray
 
     def __call__(self, x: Any, out: Any) -> Any:
         if self._numpy:
@@ -158,34 +153,6 @@ class SmallAllreduce(FastAllreduce):
             ):
                 return None
             return out if self._reduce(x, out) else None
-        if self._plain_memory is not None and (out is None or type(out) is self._type):
-            own = self._plain_memory(x)
-            into = None if out is None else self._plain_memory(out)
-            if own is not None and (out is None or self._fits(into)):
-                return self._reduce_plain(own, into, out)
-        return self._reduce_viewed(x, out)
-
-    def _fits(self, into: Array | None) -> bool:
-        """Return whether a result can be written to this memory."""
-        return (
-            into is not None
-            and into.dtype == self._dtype
-            and into.shape == self._shape
-            and into.flags.carray
-        )
-
-    def _reduce_plain(self, own: Array, into: Array | None, out: Any) -> Any:
-        """Reduce plain memory into that of `out`, or into that of a new array."""
-        if into is None:
-            made = allocate_like(self._shape, self._dtype, self._like)
-            return to_framework(made, self._like) if self._reduce(own, made) else None
-        if not self._reduce(own, into):
-            return None
-        self._note_write(out)
-        return out
-
-    def _reduce_viewed(self, x: Any, out: Any) -> Any:
-        """Reduce arrays that have to be looked at more closely."""
         try:
             source = view(x)
             into = None if out is None else view_out(out, self._shape, self._dtype)

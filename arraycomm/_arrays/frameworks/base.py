@@ -66,16 +66,11 @@ class Framework:
     to_framework: Callable[[Array, BufferView], Any]
     # Reads its arrays. None if several readers do.
     read: Reader | None = None
-    # Returns the memory of a plain array on the host, which may be written; None if only `read` can
-    # tell. It is quicker than that. None if nothing is.
-    plain_memory: Callable[[Any], Array | None] | None = None
     # Returns new memory on the host that `to_framework` takes over as the framework's own. None if
     # any is as good.
     allocate: Callable[[tuple[int, ...], DType], Array] | None = None
     # Keeps an array's memory where it is, since another framework's array shares it from now on.
     pin: Callable[[Any], object] = _never
-    # Tells the framework that the memory of a plain array was written.
-    note_write: Callable[[Any], None] = _never
     # Returns an array's device without reading the elements. None if only reading tells.
     device_of: Callable[[Any], Device] | None = None
     # Returns whether `to_framework` hands over memory of a dtype without a copy.

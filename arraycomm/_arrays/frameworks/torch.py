@@ -54,16 +54,6 @@ def read_torch(x: Any, name: str) -> BufferView:
     return BufferView(array, "torch", x, False)
 
 
-def _plain_memory(x: Any) -> Array | None:
-    """Return the memory of a plain tensor on the host; None if it may be another."""
-    if x.requires_grad or _wrapped(x) or _has_tangent(x):
-        return None
-    try:
-        return _memory_of(x, "x")
-    except (BufferError, RuntimeError, TypeError):
-        return None
-
-
 class _Memory:
     """A tensor's memory, as NumPy takes it: `Tensor.numpy()` would forbid resizing from then on."""
 
@@ -293,18 +283,14 @@ def _carried() -> dict[DType, tuple[str, Any]]:
     }
 
 
-def _note_write(tensor: Any) -> None:
-    """Record a write, so that autograd notices if it saved an older value."""
-    sys.modules["torch"].autograd.graph.increment_version(tensor)
-
-
 def _commit_out(out: BufferView) -> Any:
-    """Copy a copy back, or record the write."""
+    """Copy a copy back, or record the write: autograd may have saved an older value."""
+    torch = sys.modules["torch"]
     if out.copied:
-        with sys.modules["torch"].no_grad():
+        with torch.no_grad():
             out.source.copy_(_to_tensor(out.array))
     else:
-        _note_write(out.source)
+        torch.autograd.graph.increment_version(out.source)
     return out.source
 
 
@@ -338,10 +324,8 @@ TORCH: Final = Framework(
     name="torch",
     module="torch",
     read=read_torch,
-    plain_memory=_plain_memory,
     allocate=_allocate,
     pin=_pin,
-    note_write=_note_write,
     device_of=torch_device,
     to_framework=_to_torch,
     takes_over=BY_DTYPE.__contains__,
