@@ -8,6 +8,8 @@ of them.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -58,21 +60,6 @@ def _note(place: int) -> str:
     return f", call {place} of a program"
 
 
-class _At:
-    """Puts a thread at a place of its program."""
-
-    __slots__ = ("_current", "_place")
-
-    def __init__(self, current: threading.local, place: int) -> None:
-        self._current, self._place = current, place
-
-    def __enter__(self) -> None:
-        self._current.place = self._place
-
-    def __exit__(self, *_: object) -> None:
-        self._current.place = 0
-
-
 class ProgramCalls:
     """The calls of programs over the ranks of one communicator.
 
@@ -118,9 +105,14 @@ class ProgramCalls:
             keep(runner, key, x, op, _note(place))
         return result
 
-    def at(self, place: int) -> _At:
-        """Return a context in which this thread's calls are made at this place, 1 or more."""
-        return _At(self._guard.current, place)
+    @contextmanager
+    def at(self, place: int) -> Iterator[None]:
+        """Make this thread's calls at this place, 1 or more."""
+        self._guard.current.place = place
+        try:
+            yield
+        finally:
+            self._guard.current.place = 0
 
 
 def calls_of(comm: Communicator) -> ProgramCalls:
