@@ -1,8 +1,8 @@
 /* See nodes.h.
  *
- * The first rank of a node leads: it sends and receives, by prepared messages that Python has made. Two ranks alone
- * on their nodes send one another their slots. Others send a common record, the header once and the payloads of all
- * ranks that are known so far, from a box in which it grows; large payloads go from slot to slot.
+ * The first rank of a node leads: it sends and receives, by prepared messages that Python has made. It sends a common
+ * record, the header once and the payloads of all ranks that are known so far, from a box in which it grows; large
+ * payloads go from slot to slot.
  *
  * MPI is called by the addresses of two functions that are the same in every MPI: they take pointers to handles. */
 
@@ -310,7 +310,7 @@ static PyObject *nodes_add(Nodes *self, PyObject *args)
     if (rounds != self->rounds) return PyErr_Format(PyExc_ValueError, "there must be a lane for each round");
     const size_t each = whole(messages.nbytes), size = (size_t)self->slots.size;
     if (messages.nbytes < 0 || PAYLOAD + each > self->slots.slot ||
-        (messages.parity < 0 && 2 * PAYLOAD + size * each > (size_t)self->box.len))
+        2 * PAYLOAD + (messages.parity < 0 ? size * each : 0) > (size_t)self->box.len)
         return PyErr_Format(PyExc_ValueError, "there is no room for %zd bytes", messages.nbytes);
     Messages *const more = PyMem_Realloc(self->messages, ((size_t)self->message_count + 1) * sizeof(Messages));
     if (more == NULL) return PyErr_NoMemory();
@@ -407,9 +407,7 @@ static void add_record(Nodes *self)
 static bool first_fits(const Nodes *self)
 {
     const char *const box = self->box.buf;
-    if (box) return !memcmp(box + PAYLOAD + (size_t)self->known[self->round] * self->each, box, PAYLOAD);
-    const int64_t length = self->nbytes;
-    return !memcmp(slot_of(&self->slots, self->step, self->others[0]), &length, HEADER);
+    return !memcmp(box + PAYLOAD + (size_t)self->known[self->round] * self->each, box, PAYLOAD);
 }
 
 static void begin_round(Nodes *self, int round)
@@ -422,34 +420,29 @@ static void begin_round(Nodes *self, int round)
 /* Begin to move what this node shows, once all of its ranks are here. */
 static Stage await_node(Nodes *self, int64_t end)
 {
-    const bool records = self->box.buf;
     for (int place = 0; place < self->member_count; ++place)
         if (!wait_for_stamp(&self->slots, self->step, self->members[place], end)) return AWAITED;
     self->current = find_messages(self, (int)(self->step & 1), self->nbytes);
-    if (self->current == NULL || (records && !have_common(self))) return LEFT;
+    if (self->current == NULL || !have_common(self)) return LEFT;
     self->each = self->current->parity < 0 ? whole(self->nbytes) : 0;
-    if (records) pack(self);
-    else memcpy(slot_of(&self->slots, self->step, self->slots.rank), &(int64_t){self->nbytes}, HEADER);
+    pack(self);
     begin_round(self, 0);
     return MOVED;
 }
 
-/* Take the messages of all rounds. The other one's is as long as this one's should be, if its first piece fits. */
+/* Take the messages of all rounds. One is as long as it should be if its first piece fits. */
 static Stage move(Nodes *self, int64_t end)
 {
-    const bool records = self->box.buf;
     while (self->round < self->rounds) {
         if (!self->fits && !have_come(self, 1, end)) return self->error ? LEFT : MOVED;
         if (!self->fits && !(self->fits = first_fits(self))) return LEFT;
         if (!have_come(self, INT_MAX, end)) return self->error ? LEFT : MOVED;
-        if (records) add_record(self);
+        add_record(self);
         begin_round(self, self->round + 1);
     }
-    if (records) {
-        unpack(self);
-        atomic_store_explicit(self->alike + (self->step & 1), 1, memory_order_relaxed);
-        atomic_store_explicit(self->complete, self->step, memory_order_release);
-    }
+    unpack(self);
+    atomic_store_explicit(self->alike + (self->step & 1), 1, memory_order_relaxed);
+    atomic_store_explicit(self->complete, self->step, memory_order_release);
     return SENT;
 }
 

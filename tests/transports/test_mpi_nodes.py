@@ -106,9 +106,7 @@ class _Nodes:
         comm = self.messages.of(self.members[own][0])
         lengths = [row.data for row in self.lengths[own]]
         shown = list(self.rows[own]), lengths, mpi_pieces.Pieces(512)
-        if self.members == [[0], [1]]:
-            return mpi_nodes.Pair(comm, *shown)
-        return mpi_nodes.Rounds(comm, self.members, own, *shown)
+        return mpi_nodes.NodeExchange(comm, self.members, own, *shown)
 
     def step(self, number: int, shown: Sequence[_Shown]) -> None:
         """Make a step; check what each node knows then."""
@@ -127,8 +125,7 @@ class _Nodes:
         assert not waiting
         alike = len({len(_row(0, 0, rank)) for rank in shown}) == len(set(shown)) == 1
         for own, exchange in enumerate(self.exchanges):
-            if isinstance(exchange, mpi_nodes.Rounds):
-                assert exchange.alike == alike
+            assert exchange.alike == alike
             for rank, by in enumerate(shown):
                 row = _row(number, rank, by)
                 start = PAYLOAD if exchange.alike and rank not in self.members[own] else 8

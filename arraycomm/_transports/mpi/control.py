@@ -18,7 +18,7 @@ from arraycomm._transports.control import ControlChannel, message_slot
 from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.memory import finish, shared_memory
 from arraycomm._transports.mpi.movement import KEPT_ALIVE
-from arraycomm._transports.mpi.nodes import NodeExchange, Pair, Rounds, native_steps
+from arraycomm._transports.mpi.nodes import NodeExchange, native_steps
 from arraycomm._transports.mpi.notes import MpiNotes
 from arraycomm._transports.mpi.pieces import Pieces
 from arraycomm._transports.notes import fence
@@ -57,10 +57,9 @@ class MpiControl(ControlChannel):
         self._stamps = [peer * self.stride for peer in self._neighbours]
         self._leads = rank == members[own][0]
         self._exchange: NodeExchange | None = None
-        if self._leads and size == 2 and len(members) == 2:
-            self._exchange = Pair(between, self.rows, self._lengths, pieces)
-        elif self._leads and len(members) > 1:
-            self._exchange = Rounds(between, members, own, self.rows, self._lengths, pieces)
+        if self._leads and len(members) > 1:
+            shown = self.rows, self._lengths
+            self._exchange = NodeExchange(between, members, own, *shown, pieces)
         if len(members) > 1 and type(self) is MpiControl:
             self.slots = memory[: 2 * size * slot]
             self.native = native_steps(self._exchange, memory, rank, members, slot)

@@ -1,9 +1,7 @@
 """What nodes tell one another in a step of the control channel: all slots, as far as used.
 
-One rank of each node sends and receives. Two ranks alone on their nodes send one another their
-slots as they lie in memory, with the number of payload bytes in place of the stamp. Otherwise the
-slots of a node travel as records, and in ⌈log₂ nodes⌉ rounds: in round k each node passes on what
-it knows to the node 2^k before it (Bruck et al. 1997).
+One rank of each node sends and receives. The slots of a node travel as records, and in ⌈log₂ nodes⌉
+rounds: in round k each node passes on what it knows to the node 2^k before it (Bruck et al. 1997).
 
 A record is the number of payload bytes, the words in front of the payload, and the payload, in
 whole words. Ranks that show the same words, and as many bytes, have a common record: the words
@@ -11,18 +9,17 @@ once, and everyone's payload. It begins with the complement of the number. So a 
 same on any number of ranks that agree, and whoever finds two records that differ passes on a record
 for each rank.
 
-Long slots and common records go in pieces (`pieces.py`). The first one says how many follow: only
+Long common records go in pieces (`pieces.py`). The first one says how many follow: only
 then does a node begin to receive these. If payloads are large, the first piece of a common record
 is what is in front of them, and they go from slot to slot; short ones go by way of a record.
 
-Slots, and common records of reductions that repeat, go by persistent messages, prepared once for
-each number of bytes: they take memory of MPI's. The native part takes whole steps by them
-(`_native/nodes.c`), and leaves those to this module that it cannot finish.
+Common records of reductions that repeat go by persistent messages, prepared once for each number
+of bytes: they take memory of MPI's. The native part takes whole steps by them (`_native/nodes.c`),
+and leaves those to this module that it cannot finish.
 """
 
 from __future__ import annotations
 
-import abc
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -60,45 +57,107 @@ Parts = Sequence[Bytes]
 Lengths = Sequence[memoryview]
 
 
-class NodeExchange(abc.ABC):
+class NodeExchange:
     """The messages of one step; each step is finished before the next one begins.
 
     Parameters
     ----------
     comm : MPI.Intracomm
         All ranks, for these messages alone.
+    nodes : sequence of sequences of int
+        The ranks of each node; the first of them calls this.
+    own : int
+        This rank's node.
     rows, lengths
         For each parity, all slots, and how many payload bytes each rank of this node shows.
     pieces : Pieces
         How long messages are cut.
+
+    Attributes
+    ----------
+    alike : bool
+        Whether all ranks show the words of this one in front of their payload, once all has been
+        received. Then no more than the payload is put into the slots of other nodes.
+    box : Bytes
+        Where common records are built.
+    received_ranks : list of int
+        The number of ranks whose slots come in each round.
     """
 
-    # Whether all ranks show the words of this one in front of their payload, once all has been
-    # received. Then no more than the payload is put into the slots of other nodes.
-    alike = False
-    # Where common records are built.
-    box: Bytes | None = None
-    # The number of ranks whose slots come in each round.
-    received_ranks: Sequence[int] = (1,)
-
-    def __init__(self, comm: MPI.Intracomm, rows: Rows, lengths: Lengths, pieces: Pieces) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        nodes: Sequence[Sequence[int]],
+        own: int,
+        rows: Rows,
+        lengths: Lengths,
+        pieces: Pieces,
+    ) -> None:
         self._comm, self._rows, self._lengths, self._cut = comm, rows, lengths, pieces.of
         # What the native part knows of these messages.
         self.native: Any = None
         self._kept: dict[tuple[int, int], list[Prepared]] = {}
-        # The first piece that is to come in a round, the others each way, and what else is on its
-        # way out.
+        # The first piece that is to come in a round, the others, and what is on its way out.
         self._first: MPI.Request | None = None
         self._rest: list[Callable[[], bool]] = []
         self._sending: list[MPI.Request] = []
+        self.alike = False
+        self._members = nodes[own]
+        count = len(nodes)
+        # From this node on, in the order in which their records arrive.
+        turned = _in_turn(nodes, own)
+        self._turned = [rank for node in turned for rank in node]
+        self._others = _selection(self._turned[len(self._members) :])
+        self._here = _selection(self._members)
+        # For each parity, what each rank of this node shows in front of its payload.
+        self._shown = [
+            [row[rank, _WORD:PAYLOAD].data.cast("q") for rank in self._members] for row in rows
+        ]
+        ranks = [len(node) for node in turned]
+        # For each round: to whom, from whom, and the records of how many ranks are sent and
+        # received.
+        self._plan = [
+            (
+                nodes[(own - shift) % count][0],
+                nodes[(own + shift) % count][0],
+                sum(ranks[: count - shift][:shift]),
+                sum(ranks[shift:][:shift]),
+            )
+            for shift in (1 << k for k in range((count - 1).bit_length()))
+        ]
+        self.received_ranks = [received for *_, received in self._plan]
+        # Each has room for all records, and a message behind them. A step begins in the first one.
+        self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
+        self.box = self._boxes[0]
+        self._use_box(0)
+        # The length of the message that is coming; that of a payload in whole words, and whether it
+        # goes from slot to slot.
+        self._coming = self._each = 0
+        self._large = False
 
-    @abc.abstractmethod
     def start(self, parity: int) -> None:
         """Begin to send the slots of this node, which are complete."""
+        self._parity, self._round = parity, 0
+        self._sending, self._rest = [], []
+        self._use_box(0)
+        self._end = 0
+        self.alike = self._have_common(parity)
+        (self._pack_common if self.alike else self._pack)(parity)
+        self._known = len(self._members)
+        self._begin_round()
 
-    @abc.abstractmethod
     def received(self) -> bool:
         """Return whether the slots of all other nodes are in place; makes progress."""
+        while self._round < len(self._plan):
+            if self._first is not None:
+                status = MPI.Status()
+                if not self._first.Test(status):
+                    return False
+                self._first_came(status.Get_count(MPI.BYTE))
+            if not self._rest_came():
+                return False
+            self._end_round()
+        return True
 
     def sent(self) -> bool:
         """Return whether nothing of this node's is still to be sent, once all has been received."""
@@ -106,20 +165,22 @@ class NodeExchange(abc.ABC):
         # tests at once.
         return MPI.Request.Testall([send for send in self._sending if send])
 
-    @abc.abstractmethod
     def take_over(self, parity: int, reached: int) -> None:
         """Go on with a step of the native part in the round in which others show something else.
 
         The first piece of that round has come, and the sends of `AHEAD + 1` pieces have begun.
         """
-
-    def _place(self, nbytes: int, parity: int) -> int:
-        """Return the parity of the steps whose messages lie in the same place, or `_ANY`."""
-        return parity
-
-    @abc.abstractmethod
-    def _make(self, nbytes: int, parity: int) -> list[Prepared]:
-        """Return new messages, a lane for each round."""
+        self._parity, self._round, self.alike = parity, reached, True
+        self._use_box(0)
+        nbytes = self._lengths[parity][self._members[0]]
+        self._each, self._large = _whole(nbytes), nbytes >= _LARGE
+        self._known = len(self._members) + sum(self.received_ranks[:reached])
+        self._end = self._end_of(self._known)
+        lanes = self.prepare(nbytes, parity)
+        self._sending = [sent for lane in lanes[:reached] for _, sent in lane]
+        self._rest = []
+        self._begin(lanes[reached], AHEAD + 1)
+        self._first_came(None)
 
     def prepare(self, nbytes: int, parity: int) -> list[Prepared]:
         """Return the messages for a payload of `nbytes`; no step is under way if they are new."""
@@ -170,139 +231,6 @@ class NodeExchange(abc.ABC):
             self._rest.pop()
         return True
 
-
-class Pair(NodeExchange):
-    """Two ranks, each alone on its node: a message each way, prepared once for each length."""
-
-    def start(self, parity: int) -> None:
-        nbytes = self._lengths[parity][self._comm.rank]
-        own, _ = self._slots(parity)
-        own[:_WORD].view(np.int64)[0] = nbytes
-        (lane,) = self.prepare(nbytes, parity)
-        self._parity, self._rest, self._sending = parity, [], []
-        self._begin(lane)
-
-    def received(self) -> bool:
-        if self._first is not None:
-            if not self._first.Test():
-                return False
-            self._first_came()
-        return self._rest_came()
-
-    def take_over(self, parity: int, reached: int) -> None:
-        (lane,) = self.prepare(self._lengths[parity][self._comm.rank], parity)
-        self._parity, self._rest, self._sending = parity, [], []
-        self._begin(lane, AHEAD + 1)
-        self._first_came()
-
-    def _slots(self, parity: int) -> tuple[Bytes, Bytes]:
-        """Return this rank's slot, and the other one's."""
-        rank, rows = self._comm.rank, self._rows[parity]
-        return rows[rank], rows[1 - rank]
-
-    def _first_came(self) -> None:
-        self._first = None
-        _, come = self._slots(self._parity)
-        length = PAYLOAD + int(come[:_WORD].view(np.int64)[0])
-        self._receive_rest(self._cut(come[:length])[1:], 1 - self._comm.rank)
-
-    def _make(self, nbytes: int, parity: int) -> list[Prepared]:
-        peer, end, (own, come) = 1 - self._comm.rank, PAYLOAD + nbytes, self._slots(parity)
-        receives = self._receives(come, self._cut(come[:end])[1:], peer)
-        return [prepared(receives, self._sends(self._cut(own[:end]), peer))]
-
-
-class Rounds(NodeExchange):
-    """Any number of nodes with any number of ranks: records, in rounds.
-
-    Parameters
-    ----------
-    nodes : sequence of sequences of int
-        The ranks of each node; the first of them calls this.
-    own : int
-        This rank's node.
-    comm, rows, lengths, pieces
-        See `NodeExchange`.
-    """
-
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        nodes: Sequence[Sequence[int]],
-        own: int,
-        rows: Rows,
-        lengths: Lengths,
-        pieces: Pieces,
-    ) -> None:
-        super().__init__(comm, rows, lengths, pieces)
-        self._members = nodes[own]
-        count = len(nodes)
-        # From this node on, in the order in which their records arrive.
-        turned = _in_turn(nodes, own)
-        self._turned = [rank for node in turned for rank in node]
-        self._others = _selection(self._turned[len(self._members) :])
-        self._here = _selection(self._members)
-        # For each parity, what each rank of this node shows in front of its payload.
-        self._shown = [
-            [row[rank, _WORD:PAYLOAD].data.cast("q") for rank in self._members] for row in rows
-        ]
-        ranks = [len(node) for node in turned]
-        # For each round: to whom, from whom, and the records of how many ranks are sent and
-        # received.
-        self._plan = [
-            (
-                nodes[(own - shift) % count][0],
-                nodes[(own + shift) % count][0],
-                sum(ranks[: count - shift][:shift]),
-                sum(ranks[shift:][:shift]),
-            )
-            for shift in (1 << k for k in range((count - 1).bit_length()))
-        ]
-        self.received_ranks = [received for *_, received in self._plan]
-        # Each has room for all records, and a message behind them. A step begins in the first one.
-        self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
-        self.box = self._boxes[0]
-        self._use_box(0)
-        # The length of the message that is coming; that of a payload in whole words, and whether it
-        # goes from slot to slot.
-        self._coming = self._each = 0
-        self._large = False
-
-    def start(self, parity: int) -> None:
-        self._parity, self._round = parity, 0
-        self._sending, self._rest = [], []
-        self._use_box(0)
-        self._end = 0
-        self.alike = self._have_common(parity)
-        (self._pack_common if self.alike else self._pack)(parity)
-        self._known = len(self._members)
-        self._begin_round()
-
-    def received(self) -> bool:
-        while self._round < len(self._plan):
-            if self._first is not None:
-                status = MPI.Status()
-                if not self._first.Test(status):
-                    return False
-                self._first_came(status.Get_count(MPI.BYTE))
-            if not self._rest_came():
-                return False
-            self._end_round()
-        return True
-
-    def take_over(self, parity: int, reached: int) -> None:
-        self._parity, self._round, self.alike = parity, reached, True
-        self._use_box(0)
-        nbytes = self._lengths[parity][self._members[0]]
-        self._each, self._large = _whole(nbytes), nbytes >= _LARGE
-        self._known = len(self._members) + sum(self.received_ranks[:reached])
-        self._end = self._end_of(self._known)
-        lanes = self.prepare(nbytes, parity)
-        self._sending = [sent for lane in lanes[:reached] for _, sent in lane]
-        self._rest = []
-        self._begin(lanes[reached], AHEAD + 1)
-        self._first_came(None)
-
     def _use_box(self, number: int) -> None:
         self._box = self._boxes[number]
         self._words = self._box.data.cast("q")
@@ -313,9 +241,11 @@ class Rounds(NodeExchange):
         return 0 if self._large else self._each
 
     def _place(self, nbytes: int, parity: int) -> int:
+        """Return the parity of the steps whose messages lie in the same place, or `_ANY`."""
         return parity if nbytes >= _LARGE else _ANY
 
     def _make(self, nbytes: int, parity: int) -> list[Prepared]:
+        """Return new messages, a lane for each round."""
         lanes, known, each = [], len(self._members), _whole(nbytes)
         box, boxed = self._boxes[0], 0 if nbytes >= _LARGE else each
         for to, origin, sent, received in self._plan:
