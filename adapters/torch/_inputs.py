@@ -35,13 +35,7 @@ class StepInputs:
         Whether each rank has a part of the state.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        reducer: Any,
-        *,
-        is_sharded: bool,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Any, *, is_sharded: bool) -> None:
         self._optimizer, self._reducer = weakref.ref(optimizer), weakref.ref(reducer)
         self._is_sharded = is_sharded
         kind = type(optimizer)

@@ -360,11 +360,7 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
         with self._message_turn:
             request = self._messages.irecv(source, tag, out=out, status=status)
         return Message(
-            request,
-            self._message_turn,
-            tensors,
-            lambda: _written(tensors[0], out),
-            status,
+            request, self._message_turn, tensors, lambda: _written(tensors[0], out), status
         )
 
     def _by_ranks(self, x: torch.Tensor) -> torch.Tensor:

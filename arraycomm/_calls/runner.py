@@ -76,11 +76,7 @@ class Runner:
         return self.call_within(None, operation, *args, **kwargs)
 
     def call_within(
-        self,
-        timeout: float | None,
-        operation: OperationClass[P],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, timeout: float | None, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs
     ) -> Any:
         """Make a blocking call with a timeout of its own, or with the group's if that is None."""
         started = time.perf_counter()

@@ -198,10 +198,7 @@ def split_by_node(runner: Runner) -> Runner:
 
 
 def dup(
-    runner: Runner,
-    options: dict[str, Any],
-    operation: OperationClass[...] = Dup,
-    *arguments: Any,
+    runner: Runner, options: dict[str, Any], operation: OperationClass[...] = Dup, *arguments: Any
 ) -> Runner:
     """Return the runner of a group of the same ranks, with these options instead of the old ones.
 

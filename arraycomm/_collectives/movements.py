@@ -13,13 +13,7 @@ from arraycomm._calls.arguments import check_root, check_rows
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import ArrayOperation, Context, Operation
 from arraycomm._calls.placement import Destination, ResultBuffer, flatten
-from arraycomm._calls.refusals import (
-    announced,
-    check_taken,
-    framework_code,
-    like_root,
-    wanted_kind,
-)
+from arraycomm._calls.refusals import announced, check_taken, framework_code, like_root, wanted_kind
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_payload, malformed

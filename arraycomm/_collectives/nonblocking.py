@@ -62,13 +62,7 @@ class NonblockingCalls(ProcessBound):
         return self._runner.start(Scatter, x, root, like, out)
 
     def iscatterv(
-        self,
-        x: Any = None,
-        counts: Any = None,
-        root: int = 0,
-        *,
-        like: Any = None,
-        out: Any = None,
+        self, x: Any = None, counts: Any = None, root: int = 0, *, like: Any = None, out: Any = None
     ) -> Request:
         """Start `scatterv`; leave `x` and `out` alone until the request is finished."""
         return self._runner.start(Scatterv, x, counts, root, like, out)

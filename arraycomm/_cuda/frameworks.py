@@ -268,10 +268,7 @@ def _units(layout: Layout, unit: int, memory: DeviceMemory) -> Any:
     """Return memory as a CuPy array of integers; the last axis has the integers of one element."""
     address, shape, strides, dtype = layout
     units = Layout(
-        address,
-        (*shape, dtype.itemsize // unit),
-        (*strides, unit),
-        np.dtype(f"u{unit}"),
+        address, (*shape, dtype.itemsize // unit), (*strides, unit), np.dtype(f"u{unit}")
     )
     return _cupy_over(units, memory.device, None)
 

@@ -10,14 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from arraycomm._dtypes import DType, Kind, kind_of
-from arraycomm._folds.by_numpy import (
-    BOOLEAN,
-    UFUNCS,
-    Array,
-    block_length,
-    complex_product,
-    divide,
-)
+from arraycomm._folds.by_numpy import BOOLEAN, UFUNCS, Array, block_length, complex_product, divide
 from arraycomm._folds.ieee import ieee_mode
 
 

@@ -19,12 +19,7 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._calls.arguments import check_rank
 from arraycomm._calls.fast_paths import FastPath
-from arraycomm._calls.placement import (
-    DeferredResultBuffer,
-    Destination,
-    HostPlacement,
-    flatten,
-)
+from arraycomm._calls.placement import DeferredResultBuffer, Destination, HostPlacement, flatten
 from arraycomm._calls.refusals import wanted_kind
 from arraycomm._calls.requests import Request, wait_for_each
 from arraycomm._calls.runner import Runner
@@ -260,12 +255,7 @@ class Messenger:
             self._statistics.add_seconds(operation, time.perf_counter() - started)
 
     def _post(
-        self,
-        operation: str,
-        prepare: Any,
-        *args: Any,
-        awaited: bool,
-        timeout: float | None = None,
+        self, operation: str, prepare: Any, *args: Any, awaited: bool, timeout: float | None = None
     ) -> _Pending:
         group = self._group
         if group.closed is not None:

@@ -154,12 +154,7 @@ def _parts(
 
 
 def alltoallv(
-    link: Link,
-    source: Flat,
-    bounds: Sequence[int],
-    target: Flat,
-    into: Sequence[int],
-    longest: int,
+    link: Link, source: Flat, bounds: Sequence[int], target: Flat, into: Sequence[int], longest: int
 ) -> Steps:
     """Send rank r the elements from bounds[r]; put what rank r sends from element into[r].
 

@@ -73,12 +73,7 @@ class NodeChain(abc.ABC):
         """Receive what a neighbour sends."""
 
     def fold_on(
-        self,
-        op: str,
-        dtype: DType,
-        total: Bytes | None,
-        rows: Sequence[Bytes],
-        out: Bytes,
+        self, op: str, dtype: DType, total: Bytes | None, rows: Sequence[Bytes], out: Bytes
     ) -> None:
         """Fold this node's rows onto the total before it; on the last, `out` gets the result."""
         fold_on(op, dtype, total, self.first, rows, out, more=self.node + 1 < self.nodes)

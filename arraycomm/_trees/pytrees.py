@@ -81,10 +81,7 @@ def flatten(tree: Any, name: str = "tree") -> Flat:
     ]
     if not any(nodes):
         return Flat(
-            leaves,
-            outline.paths,
-            outline.structure,
-            lambda new: optree.tree_unflatten(spec, new),
+            leaves, outline.paths, outline.structure, lambda new: optree.tree_unflatten(spec, new)
         )
     return _flatten_nodes(leaves, outline, nodes, spec)
 

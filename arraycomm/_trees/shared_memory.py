@@ -82,11 +82,7 @@ class ChunkLayout:
         return self.dtype, nbytes, [self._others, self._own, table_of(self._results(over))]
 
     def held_task(
-        self,
-        held: Held,
-        flats: Mapping[int, Bytes | None],
-        buffer: Bytes,
-        over: frozenset[int],
+        self, held: Held, flats: Mapping[int, Bytes | None], buffer: Bytes, over: frozenset[int]
     ) -> ChunkTask:
         """Return the chunk of one call, with leaves whose memory is held."""
         pieces = [(own, part and held.part(part).view(self.dtype)) for own, part in self._pieces]

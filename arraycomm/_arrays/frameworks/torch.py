@@ -333,9 +333,5 @@ TORCH: Final = Framework(
     takes_opaque=False,
     copies_back=True,
     reason_to_copy=_reason_to_copy,
-    on_device=OnDevice(
-        own=_own,
-        copy=lambda x: x.detach().clone(),
-        namespace="torch",
-    ),
+    on_device=OnDevice(own=_own, copy=lambda x: x.detach().clone(), namespace="torch"),
 )

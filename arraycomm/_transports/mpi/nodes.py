@@ -29,14 +29,7 @@ from mpi4py import MPI
 
 from arraycomm._native import compiled
 from arraycomm._transports.control import PAYLOAD
-from arraycomm._transports.mpi.pieces import (
-    AHEAD,
-    Pieces,
-    Prepared,
-    addresses_of,
-    free,
-    prepared,
-)
+from arraycomm._transports.mpi.pieces import AHEAD, Pieces, Prepared, addresses_of, free, prepared
 
 _TAG: Final = 0
 _WORD: Final = 8

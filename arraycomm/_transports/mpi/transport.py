@@ -18,12 +18,7 @@ from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.mpi.chain import make_chain
 from arraycomm._transports.mpi.control import MpiControl
 from arraycomm._transports.mpi.direct import DirectMessages
-from arraycomm._transports.mpi.failures import (
-    failed_ranks,
-    shrunk,
-    survives_failures,
-    translated,
-)
+from arraycomm._transports.mpi.failures import failed_ranks, shrunk, survives_failures, translated
 from arraycomm._transports.mpi.memory import finish, shared_memory
 from arraycomm._transports.mpi.movement import begin, vector
 from arraycomm._transports.mpi.pairs import MpiPair

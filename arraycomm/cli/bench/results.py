@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from arraycomm.cli.bench import device
-from arraycomm.cli.bench.arguments import (
-    command,
-    host_frameworks,
-    requested_trees,
-    requests,
-)
+from arraycomm.cli.bench.arguments import command, host_frameworks, requested_trees, requests
 from arraycomm.cli.bench.contenders import REFERENCES, Case, Field, keys_of, make
 from arraycomm.cli.bench.lines import Entry, Line, enter, measured
 from arraycomm.cli.bench.machine import machine, versions

@@ -203,9 +203,7 @@ def _communicating(comm: ac.Communicator) -> float:
 
 # The report
 def _heading(
-    comm: ac.Communicator,
-    samples: tuple[list[data.Sample], list[data.Sample]],
-    epochs: int,
+    comm: ac.Communicator, samples: tuple[list[data.Sample], list[data.Sample]], epochs: int
 ) -> str:
     train, test = map(len, samples)
     steps = data.steps_per_epoch(train)

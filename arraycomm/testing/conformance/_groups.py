@@ -31,11 +31,7 @@ class GroupLaws:
         reduction=reductions(),
     )
     def test_split_partitions(
-        self,
-        comm: Communicator,
-        colors: Sealed[Any],
-        keys: Sealed[Any],
-        reduction: Reduction,
+        self, comm: Communicator, colors: Sealed[Any], keys: Sealed[Any], reduction: Reduction
     ) -> None:
         """Every rank is in the group of its color, in the order of key and rank.
 

@@ -92,9 +92,7 @@ def arrays(*args: Any, **kwargs: Any) -> Strategy[Arrays]:
 
 @st.composite
 def dtypes_and_ops(
-    draw: st.DrawFn,
-    ops: Sequence[str] | None = None,
-    families: Sequence[str] | None = None,
+    draw: st.DrawFn, ops: Sequence[str] | None = None, families: Sequence[str] | None = None
 ) -> tuple[str, str]:
     """Draw a dtype and a reduction that it has; all reductions are equally likely.
 

@@ -18,11 +18,7 @@ from arraycomm._launch import Launch
 from arraycomm._mpi_start import mpi_transport, refuse_other_launcher
 from arraycomm._protocol.meeting import seconds_of
 from arraycomm._transports.base import Transport
-from arraycomm.testing._internals import (
-    LastStep,
-    communicator_over,
-    unmatched_messages,
-)
+from arraycomm.testing._internals import LastStep, communicator_over, unmatched_messages
 from arraycomm.testing._rank_links import Left, RankLinks
 from arraycomm.testing.pytest_plugin.warned import Recorded
 
